@@ -1,0 +1,54 @@
+"""Command lines of the scripts, without torch: a mistake is one sentence, from one rank, before any slow import."""
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse, except that an error is one sentence and that of many ranks only the first one says it."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str):
+        rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+        if rank == "0":
+            print(f"{self.prog}: {message} (--help lists the arguments)", file=sys.stderr)
+        else:
+            time.sleep(5)  # a rank that ends ends the job: let rank 0, which sees the same mistake, speak first
+        raise SystemExit(2)
+
+
+def whole_number(minimum: int) -> Callable[[str], int]:
+    """An argparse type: a whole number of at least `minimum`."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = minimum - 1
+        if number < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+        return number
+
+    return parse
+
+
+def number(minimum: float, below: float = math.inf) -> Callable[[str], float]:
+    """An argparse type: a number of at least `minimum` and less than `below`."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not minimum <= number < below:
+            upper = "" if below == math.inf else f" and less than {below:g}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {minimum:g}{upper}")
+        return number
+
+    return parse

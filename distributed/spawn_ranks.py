@@ -1,0 +1,75 @@
+"""Start this machine's ranks with torch.multiprocessing: as one node of a job (way 3), or by hand on one machine.
+
+    python distributed/spawn_ranks.py distributed/train_ddp.py --epochs 3
+    NPROC_PER_NODE=4 python distributed/spawn_ranks.py distributed/train_ddp.py    (default: one rank per GPU, or two)
+
+What torchrun does, in one readable file: every rank gets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and
+runs the script as __main__. The first rank that fails ends the others; its exit code becomes this program's.
+"""
+
+import os
+import runpy
+import socket
+import sys
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+
+
+def run_rank(local_rank: int, node_rank: int, nnodes: int, nproc_per_node: int, command: list[str]):
+    """One rank, in a process of its own: the environment torchrun would give it, then the script."""
+    os.environ.update(
+        SPAWN_RANKS="1",  # the mark by which a script knows that RANK is for it, and not Slurm's SLURM_PROCID
+        RANK=str(node_rank * nproc_per_node + local_rank),
+        LOCAL_RANK=str(local_rank),
+        WORLD_SIZE=str(nnodes * nproc_per_node),
+        LOCAL_WORLD_SIZE=str(nproc_per_node),
+        GROUP_RANK=str(node_rank),
+        GROUP_WORLD_SIZE=str(nnodes),
+    )
+    sys.argv = command
+    sys.path[0] = str(Path(command[0]).resolve().parent)  # as `python script.py` has it
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # here, once and in the script's own way; the parent needs the exit code alone
+        sys.exit(1)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def main(command: list[str]) -> int:
+    """Spawns the ranks and waits for all of them. Returns 0, or the exit code of the rank that failed first."""
+    if not command or command[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if command else 2
+    if not os.path.isfile(command[0]):
+        print(f"spawn_ranks.py: no such script: {command[0]} (in {os.getcwd()})", file=sys.stderr)
+        return 2
+    in_job = "NNODES" in os.environ  # env.sh has been read
+    nnodes = int(os.environ["NNODES"]) if in_job else 1
+    node_rank = int(os.environ["SLURM_NODEID"]) if in_job else 0
+    nproc_per_node = int(os.environ.get("NPROC_PER_NODE") or torch.cuda.device_count() or 2)
+    if not in_job:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free_port())
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc_per_node)))
+
+    try:
+        mp.spawn(run_rank, (node_rank, nnodes, nproc_per_node, command), nprocs=nproc_per_node)
+    except mp.ProcessExitedException as failure:
+        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        rank = node_rank * nproc_per_node + failure.error_index
+        code = failure.exit_code
+        how = f"was killed by {failure.signal_name}" if code < 0 else f"ended with exit code {code}"
+        print(f"spawn_ranks.py: rank {rank} on {host} {how}; the others are ended", file=sys.stderr)
+        return code if code > 0 else 128 - code  # as a shell counts a signal
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,144 @@
+"""Step 0, before the process group exists: the ranks meet, say where they are, and stop together if anything is wrong.
+
+They talk through the rendezvous store alone, so that a fault which would make NCCL hang (two ranks on one GPU, a rank
+that trains alone) ends the job within seconds, as one sentence from one rank.
+"""
+
+import datetime
+import json
+import os
+import socket
+import sys
+import time
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+
+HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def stop(sentence: str, rank: int = 0, speak: bool = True):
+    """Ends this rank with status 1. Where several ranks know the fault, one speaks and the others give it time to."""
+    if speak:
+        print(f"[Rank {rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(5)  # a rank that ends ends the job
+    raise SystemExit(1)
+
+
+def world_size_fault(launcher: str, world_size: int) -> str | None:
+    """One sentence when this process knows of fewer ranks than the job has: several trainings instead of one."""
+    env = os.environ
+    if launcher not in ("srun", "torchrun", "mp") or "SLURM_STEP_ID" not in env:
+        return None
+    if launcher == "srun":
+        asked = int(env["WORLD_SIZE"]) if "NNODES" in env else world_size
+    else:  # these two have set WORLD_SIZE anew; what env.sh derived from the job is its two factors
+        asked = int(env.get("NNODES", 0)) * int(env.get("NPROC_PER_NODE", 0)) or world_size
+        parents, nodes = int(env["SLURM_NTASKS"]), int(env["GROUP_WORLD_SIZE"])
+        if nodes != parents:
+            return (
+                f"{parents} independent trainings instead of one: srun started {parents} x {launcher}, and this one knows "
+                f"of {nodes} node (world size {world_size}); torchrun needs --nnodes={parents} and one --rdzv-endpoint for "
+                f"all, never --standalone (torchrun.sh does that)"
+            )
+    if asked != world_size:
+        return f"the job asked for {asked} ranks, but {launcher} started {world_size}"
+    return None
+
+
+def meet(launcher: str, rank: int, local_rank: int, world_size: int, timeout: datetime.timedelta) -> dist.Store:
+    """The store all ranks share, at MASTER_ADDR:MASTER_PORT (with torchrun: its agent's). Stops with a sentence."""
+    fault = world_size_fault(launcher, world_size)
+    if fault:  # each of the separate worlds has a rank 0: the first one of the job speaks
+        stop(fault, rank, speak=local_rank == 0 and os.environ.get("SLURM_PROCID", "0") == "0")
+    if world_size == 1:
+        return dist.HashStore()
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        stop(f"MASTER_PORT is {port!r}, which is no port number", rank, speak=rank == 0)
+    try:
+        socket.getaddrinfo(address, int(port))
+    except OSError as error:
+        sentence = f"the host name MASTER_ADDR={address} does not resolve here: {error.strerror}"
+        stop(sentence, rank, speak=local_rank == 0)
+    try:
+        return next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            stop(f"port {port} on {address} is taken by another program: submit with MASTER_PORT=ANOTHER", rank)
+        time.sleep(5)  # if rank 0 failed to open the store, it says so and this rank is ended
+        stop(f"no rendezvous at {address}:{port} within {timeout}: {str(error).splitlines()[0]}", rank)
+
+
+def check(store: dist.Store, rank: int, world_size: int, facts: dict[str, object], fault: str | None = None):
+    """Prints one line per rank on rank 0; any rank's fault, or one that only the comparison shows, stops every rank.
+
+    `facts` are what the line shows. `device` decides whether two ranks share one, so a GPU's must hold its uuid.
+    """
+    here = {"host": HOST, "fault": fault, "job": os.environ.get("SLURM_JOB_ID"), "torch": torch.__version__, **facts}
+    store.set(f"step 0/{rank}", json.dumps(here))
+    if rank == 0:
+        try:
+            ranks = [json.loads(store.get(f"step 0/{other}")) for other in range(world_size)]
+            verdict = first_fault(ranks)
+        except dist.DistError as error:
+            ranks, verdict = [], f"not all {world_size} ranks have come: {str(error).splitlines()[0]}"
+        name = "SLURMD_NODENAME" if "SLURMD_NODENAME" in os.environ else "host"
+        for other, there in enumerate(ranks):
+            shown = " | ".join(f"{fact}: {there[fact]}" for fact in facts)
+            print(f"[Rank: {other} | {name}: {there['host']} | {shown}]", flush=True)
+        if verdict:
+            print(verdict, file=sys.stderr, flush=True)
+        store.set("step 0/verdict", verdict)
+        while verdict and world_size > 1 and store.add("step 0/gone", 0) < world_size - 1:
+            time.sleep(0.01)  # this process may be the store's host: it goes last
+    elif store.get("step 0/verdict"):
+        store.add("step 0/gone", 1)
+        raise SystemExit(1)
+    if rank == 0 and verdict:
+        raise SystemExit(1)
+
+
+def first_fault(ranks: list[dict]) -> str:
+    """The one sentence that names the first fault, its rank and its host; empty when all is well."""
+    said = [(rank, here) for rank, here in enumerate(ranks) if here["fault"]]
+    if said:
+        rank, here = said[0]
+        more = f" (and {len(said) - 1} more ranks)" if len(said) > 1 else ""
+        return f"[Rank {rank} on {here['host']}] {here['fault']}{more}"
+    for fact, what in (("job", "jobs"), ("torch", "versions of torch")):
+        values = defaultdict(list)
+        for rank, here in enumerate(ranks):
+            values[here[fact]].append(f"rank {rank} on {here['host']}")
+        if len(values) > 1:
+            return f"the ranks are of different {what}: " + ", ".join(f"{x} ({who[0]})" for x, who in values.items())
+    devices = {}
+    for rank, here in enumerate(ranks):
+        if not here["device"].startswith("cuda"):
+            continue
+        other = devices.setdefault((here["host"], here["device"].split()[-1]), rank)
+        if other != rank:
+            return (
+                f"[Rank {rank} on {here['host']}] ranks {other} and {rank} are on one device, {here['device']}: "
+                f"ask for one GPU per rank (--gpus-per-node equal to the ranks of a node)"
+            )
+    return ""
+
+
+def name_rank_in_errors(rank: int):
+    """Heads an uncaught exception with rank and host; one that only says that a peer is gone becomes one line."""
+
+    def report(kind, error, trace):
+        if isinstance(error, (RuntimeError, dist.DistError)) and any(x in str(error) for x in PEER_IS_GONE):
+            print(f"[Rank {rank} on {HOST}] lost a peer; the error that matters is another rank's", file=sys.stderr)
+            time.sleep(2)  # leave that rank the time to say it
+            return
+        print(f"[Rank {rank} on {HOST}] failed:", file=sys.stderr)
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = report
+
+
+PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")

@@ -1,0 +1,281 @@
+"""Train a ConvNet on MNIST with DistributedDataParallel: the script to copy first.
+
+    python aux/prepare_data.py mnist                      # once, before any job
+    python distributed/train_ddp.py                       # one process: CUDA, Apple's MPS or the CPU
+    ./torchrun.sh distributed/train_ddp.py --epochs 3     # all GPUs of this machine, or two CPU ranks
+    sbatch launch_slurm_to_torch.sh distributed/train_ddp.py --epochs 3
+
+Grown from local/train_single.py: arguments, process group, data, steps, main.
+
+    git diff --no-index local/train_single.py distributed/train_ddp.py
+"""
+
+import datetime
+import math
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from arguments import ArgumentParser, number, whole_number
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def parse_arguments() -> Namespace:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=whole_number(1), default=3)
+    parser.add_argument("--max-steps", type=whole_number(1), help="stop after this many steps in all (default: never)")
+    parser.add_argument("--batch-size", type=whole_number(1), default=64, help="images per step, over all ranks")
+    parser.add_argument("--learning-rate", type=number(0), default=0.02)
+    parser.add_argument("--dropout", type=number(0, below=1), default=0.25, help="share of activations dropped")
+    parser.add_argument("--seed", type=whole_number(0), default=0)
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    devices = ("auto", "cpu", "cuda", "mps")
+    parser.add_argument("--device", choices=devices, default=os.environ.get("TRAIN_DEVICE", "auto"))
+    parser.add_argument("--data-dir", type=Path, default="data/mnist")
+    parser.add_argument("--num-workers", type=whole_number(0), default=0, help="loader processes of each rank")
+    parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir")
+    parser.add_argument("--log-every", type=whole_number(1), default=100, help="steps between two log lines")
+    args = parser.parse_args()
+    if args.checkpoint_dir is None:
+        if args.resume and "SLURM_JOB_ID" not in os.environ:
+            parser.error("--resume needs the --checkpoint-dir to go on from")
+        now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        args.checkpoint_dir = Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
+    return args
+
+
+if __name__ == "__main__":
+    args = parse_arguments()  # before torch: a typing mistake costs no second
+
+import checkpoint
+import mnist
+import step_zero
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from progress import Progress
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+# --- process group ----------------------------------------------------------------------------------------------------
+
+
+def find_ranks() -> tuple[str, int, int, int]:
+    """Who started this process, and its place: (launcher, rank, local_rank, world_size)."""
+    env = os.environ
+    # Children of torchrun and spawn_ranks.py inherit Slurm's variables, so their own marks are looked at first. The batch
+    # shell has SLURM_PROCID, too, always 0: ranks exist only in a step that srun numbers, not in one near 2**32.
+    if "TORCHELASTIC_RUN_ID" in env or "SPAWN_RANKS" in env:
+        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "mp"
+    elif "SLURM_PROCID" in env and int(env.get("SLURM_STEP_ID", 2**32)) < 2**31:
+        if "MASTER_ADDR" not in env:  # `srun python train_ddp.py`, typed by hand
+            hosts = subprocess.run(["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]], capture_output=True)
+            env["MASTER_ADDR"] = hosts.stdout.decode().split("\n")[0]
+        job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
+        env.setdefault("MASTER_PORT", str(61000 + (job + 1009 * step) % 4536))
+        return "srun", int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_NTASKS"])
+    elif all(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        launcher = "environment"
+    else:
+        return "none", 0, 0, 1
+    return launcher, int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"])
+
+
+def choose_device(name: str, local_rank: int, world_size: int) -> tuple[torch.device, str | None]:
+    """This rank's device, and in one sentence what is wrong with it, or None. CUDA_VISIBLE_DEVICES is left to Slurm."""
+    cpu = torch.device("cpu")
+    if name == "auto":
+        granted = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+        if granted and not torch.cuda.is_available():
+            return cpu, (
+                f"Slurm granted {granted} GPUs on this node, but torch {torch.__version__} sees none: look at nvidia-smi "
+                f"and at the build of torch here, or say --device cpu (or TRAIN_DEVICE=cpu) if the CPU is meant"
+            )
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        if name == "mps" and world_size > 1:
+            name = "cpu"  # gloo does not know MPS
+    if name == "mps" and (world_size > 1 or not torch.backends.mps.is_available()):
+        return cpu, "--device mps needs an Apple GPU and one process alone"
+    if name != "cuda":
+        return torch.device(name), None
+    count = torch.cuda.device_count()
+    index = 0 if count == 1 else local_rank  # one device in sight: Slurm has bound it to this task
+    if index >= count:
+        return cpu, f"local rank {local_rank} has no GPU: torch sees {count}; ask for as many GPUs a node as ranks"
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index), None
+
+
+def init_process_group(args: Namespace, launcher: str, rank: int, local_rank: int, world_size: int, fault: str | None):
+    """Meets the other ranks, prints Step 0, starts NCCL or gloo. Returns the device; stops all ranks on any fault."""
+    store = step_zero.meet(launcher, rank, local_rank, world_size, timeout=datetime.timedelta(minutes=5))
+    device, device_fault = choose_device(args.device, local_rank, world_size)
+    uuid = f" {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+    facts = {"world size": world_size, "local rank": local_rank, "device": f"{device}{uuid}", "launcher": launcher}
+    step_zero.check(store, rank, world_size, facts, device_fault or fault)
+    if world_size > 1:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        assert dist.get_world_size() == world_size
+    return device
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def make_loaders(args: Namespace, rank: int, world_size: int, device: torch.device) -> tuple[DataLoader, DataLoader]:
+    """This rank's share of the training and the test batches: images (n, 1, 28, 28) float32, labels (n,) int64.
+
+    The ranks' shares of step i together are images i * batch_size to (i + 1) * batch_size of one permutation, which
+    depends on seed and epoch alone: the same step on any number of ranks.
+    """
+    train_set, test_set = mnist.MNIST(args.data_dir, train=True), mnist.MNIST(args.data_dir, train=False)
+    options = {"collate_fn": mnist.whole_batch, "num_workers": args.num_workers, "pin_memory": device.type == "cuda"}
+    options["generator"] = torch.Generator()  # its own: the loader must not draw from the model's
+    sampler = DistributedSampler(train_set, world_size, rank, shuffle=True, seed=args.seed)
+    train_loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, **options)
+    mine = range(rank, len(test_set), world_size)  # not padded as DistributedSampler does: every image once
+    test_loader = DataLoader(test_set, batch_size=1000, sampler=mine, **options)
+    return train_loader, test_loader
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+class ConvNet(nn.Module):
+    """Images (n, 1, 28, 28) to logits (n, 10): two convolutions, two linears, 1.2 million parameters."""
+
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, kernel_size=3)
+        self.conv2 = nn.Conv2d(32, 64, kernel_size=3)
+        self.linear1 = nn.Linear(64 * 12 * 12, 128)
+        self.linear2 = nn.Linear(128, 10)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.conv2(F.relu(self.conv1(images))))
+        x = self.dropout(F.max_pool2d(x, 2)).flatten(1)
+        return self.linear2(self.dropout(F.relu(self.linear1(x))))
+
+
+def autocast(args: Namespace, device: torch.device) -> torch.autocast:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
+    return torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def all_reduced(values: torch.Tensor, world_size: int) -> list[float]:
+    """The sums of `values` over all ranks."""
+    if world_size > 1:
+        dist.all_reduce(values)
+    return values.tolist()
+
+
+def train_epoch(args, epoch, step, model, optimizer, scaler, loader, rank, world_size, device, progress) -> int:
+    """Trains on every image once, or until --max-steps. Returns the number of steps since the run began."""
+    model.train()
+    loader.sampler.set_epoch(epoch)
+    mine = len(range(rank, len(loader.dataset), world_size))  # without what DistributedSampler pads to equal lengths
+    left = len(loader.dataset)  # images of this epoch, over all ranks
+    loss_sum, count = torch.zeros((), device=device), 0  # since the last log line; read only there
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with autocast(args, device):
+            logits = model(images)
+        here, everywhere = min(len(images), mine), min(args.batch_size, left)
+        loss = F.cross_entropy(logits[:here].float(), labels[:here], reduction="sum")
+        optimizer.zero_grad()
+        scaler.scale(loss * world_size / everywhere).backward()  # DDP divides by world_size: the mean over all images
+        scaler.step(optimizer)
+        scaler.update()
+        loss_sum += loss.detach()
+        count += here
+        mine, left = mine - here, left - everywhere
+        step += 1
+        if step % args.log_every == 0 or step == args.max_steps:
+            all_loss, all_count = all_reduced(torch.stack((loss_sum, torch.tensor(count, device=device))), world_size)
+            progress.step(step, epoch, int(all_count), loss=all_loss / all_count)
+            loss_sum, count = torch.zeros((), device=device), 0
+        if step == args.max_steps:
+            break
+    return step
+
+
+@torch.inference_mode()
+def evaluate(args, model: nn.Module, loader: DataLoader, world_size: int, device: torch.device) -> tuple[float, float]:
+    """Average loss and accuracy over all test images, each counted once."""
+    model.eval()
+    sums = torch.zeros(2, device=device)  # loss, right answers
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with autocast(args, device):
+            logits = model(images).float()
+        sums += torch.stack((F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(1) == labels).sum()))
+    loss, right = all_reduced(sums / len(loader.dataset), world_size)
+    return loss, right
+
+
+# --- main -------------------------------------------------------------------------------------------------------------
+
+
+def main(args: Namespace):
+    launcher, rank, local_rank, world_size = find_ranks()
+    step_zero.name_rank_in_errors(rank)
+    fault = mnist.missing_data(args.data_dir) or checkpoint.in_the_way(args.checkpoint_dir, args.resume)
+    if args.batch_size % world_size:
+        fault = f"--batch-size {args.batch_size} does not divide by {world_size} ranks"
+    device = init_process_group(args, launcher, rank, local_rank, world_size, fault)
+    if rank == 0:
+        print(f"Data: {mnist.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}", flush=True)
+
+    torch.manual_seed(args.seed)
+    train_loader, test_loader = make_loaders(args, rank, world_size, device)
+    model = bare_model = ConvNet(args.dropout).to(device)
+    if world_size > 1:
+        model = DistributedDataParallel(bare_model, device_ids=[device.index] if device.type == "cuda" else None)
+    optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, nesterov=True)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+    torch.manual_seed(args.seed + rank)  # dropout differs from rank to rank
+
+    epoch, step, loss, accuracy = 0, 0, math.nan, math.nan
+    if args.resume and (state := checkpoint.load_on_all_ranks(args.checkpoint_dir, rank, world_size, device)):
+        epoch, step, loss, accuracy = (state[name] for name in ("epoch", "step", "test_loss", "test_accuracy"))
+        bare_model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+        if rank == 0:
+            print(f"Resumed after epoch {epoch}, step {step}")
+
+    total_steps = min(args.epochs * len(train_loader), args.max_steps or sys.maxsize)
+    progress = Progress(args.checkpoint_dir if rank == 0 else None, "images", step, total_steps)
+    while epoch < args.epochs and step < total_steps:
+        epoch += 1
+        step = train_epoch(
+            args, epoch, step, model, optimizer, scaler, train_loader, rank, world_size, device, progress
+        )
+        loss, accuracy = evaluate(args, bare_model, test_loader, world_size, device)
+        progress.epoch(step, epoch, test_loss=loss, test_accuracy=accuracy)
+        if rank == 0 and step == epoch * len(train_loader):  # not where --max-steps has cut the epoch short
+            state = {"epoch": epoch, "step": step, "test_loss": loss, "test_accuracy": accuracy}
+            state["model"] = bare_model.state_dict()
+            state["optimizer"] = optimizer.state_dict()
+            state["scaler"] = scaler.state_dict()
+            checkpoint.save(state, args.checkpoint_dir / f"checkpoint_epoch_{epoch}.pt")
+    if rank == 0:
+        print(f"Finished: epoch={epoch} average_loss={loss:.4f} accuracy={accuracy:.4f}")
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(args)

@@ -1,0 +1,50 @@
+# shellcheck shell=bash
+# Read once per job by every launcher, in the batch shell: what to edit for your cluster, then what Slurm already knows.
+# What differs from rank to rank (RANK, LOCAL_RANK) is not here: it exists only inside srun.
+
+# --- your cluster -----------------------------------------------------------------------------------------------------
+# module purge && module load cuda/12.8              # EDIT: whatever `import torch` needs on a compute node
+# shellcheck source=/dev/null
+[[ ! -d .venv ]] || source .venv/bin/activate        # EDIT: your virtual environment, or: conda activate NAME
+# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # EDIT: only where ranks pick the wrong network interface
+# export NCCL_IB_DISABLE=1                           # EDIT: no InfiniBand, or a broken one: use TCP
+# export NCCL_NET_GDR_LEVEL=PHB                      # EDIT: how near a GPU and its network card must be for GPUDirect
+export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
+export CONTAINER_IMAGE=                              # EDIT: a squashfs file, for run_script.sh only
+
+# --- what Slurm already knows -----------------------------------------------------------------------------------------
+die() { echo "${SLURM_JOB_NAME:-$0}, job ${SLURM_JOB_ID:-none}: $*" >&2; exit 1; }
+
+# A job submitted from inside a job inherits that one's values; only what the user set may win over what Slurm says.
+if [[ "${ENV_SH_JOB_ID:-$SLURM_JOB_ID}" != "$SLURM_JOB_ID" ]]; then
+    unset NPROC_PER_NODE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS
+fi
+ENV_SH_JOB_ID=$SLURM_JOB_ID
+
+NNODES=$SLURM_JOB_NUM_NODES
+gpus=${SLURM_GPUS_ON_NODE:-0}
+NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : ${SLURM_NTASKS_PER_NODE:-1}))}
+[[ "$NPROC_PER_NODE" =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE is '$NPROC_PER_NODE', not a number of ranks"
+WORLD_SIZE=$((NPROC_PER_NODE * NNODES))
+[[ "$SLURM_TASKS_PER_NODE" != *,* ]] || WORLD_SIZE=$SLURM_NTASKS     # 4(x2),3: uneven, only Slurm's own count is right
+
+# No pipe into `head`: on a long list scontrol would die of SIGPIPE, and with pipefail so would the job.
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}
+[[ "$MASTER_ADDR" =~ ^[[:alnum:]][[:alnum:]._:-]*$ ]] ||     # before 23.11 an error is printed here, with status 0
+    die "scontrol names no first host in '$SLURM_JOB_NODELIST' ($hosts): submit with MASTER_ADDR=HOST"
+MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # above the ephemeral ports; 10#: 0089 is not octal
+
+# One task has CPUS_PER_NODE in ways 2 and 3, where it is the parent of all ranks of its node.
+CPUS_PER_NODE=${SLURM_CPUS_PER_TASK:+$((SLURM_CPUS_PER_TASK * ${SLURM_NTASKS_PER_NODE:-1}))}
+CPUS_PER_NODE=${CPUS_PER_NODE:-${SLURM_CPUS_ON_NODE:-1}}
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))}
+
+export ENV_SH_JOB_ID NNODES NPROC_PER_NODE WORLD_SIZE MASTER_ADDR MASTER_PORT CPUS_PER_NODE OMP_NUM_THREADS
+export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+ulimit -c 0                                          # no core files: one per rank fills a quota
+if [[ "${DEBUG:-0}" == 1 ]]; then                    # DEBUG=1 sbatch launch_...sh
+    export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL TORCH_CPP_LOG_LEVEL=INFO
+    export TORCH_NCCL_TRACE_BUFFER_SIZE=20000 TORCH_NCCL_DUMP_ON_TIMEOUT=1
+    env | grep -E '^(SLURM_|NCCL_|CUDA_VISIBLE|NNODES|NPROC|WORLD|MASTER|OMP)' | sort
+fi

@@ -1,0 +1,27 @@
+#!/bin/bash
+#SBATCH --nodes=2                  # EDIT
+#SBATCH --ntasks-per-node=1        # one task per node: torchrun starts its ranks
+#SBATCH --gpus-per-node=2          # EDIT
+#SBATCH --cpus-per-task=2          # EDIT: CPUs of one node's ranks together
+#SBATCH --time=01:00:00            # EDIT
+#SBATCH --output=%x_%j.out
+# Way 2: srun starts one torchrun per node; torchrun starts the ranks and sets RANK, LOCAL_RANK and WORLD_SIZE.
+#
+# Usage: sbatch [sbatch options] launch_slurm_with_torchrun.sh [train script] [its arguments]
+#        sbatch --nodes=4 --gpus-per-node=8 launch_slurm_with_torchrun.sh distributed/train_ddp.py --epochs 10
+set -euo pipefail
+[[ -n "${SLURM_JOB_ID:-}" ]] ||
+    { echo "Not in a Slurm job: type sbatch $0, or without Slurm ./torchrun.sh distributed/train_ddp.py" >&2; exit 1; }
+[[ -f env.sh ]] || { echo "No env.sh in $PWD: cd to the repository before sbatch, or sbatch --chdir=REPOSITORY" >&2; exit 1; }
+source ./env.sh
+
+[[ $# -gt 0 ]] || set -- distributed/train_ddp.py
+[[ -f "$1" ]] || die "no such train script: $1 (in $PWD)"
+[[ "$SLURM_TASKS_PER_NODE" != *,* ]] ||
+    die "uneven allocation ($SLURM_TASKS_PER_NODE tasks): torchrun starts as many ranks on every node; use launch_slurm_to_torch.sh"
+
+echo "Way 2: torchrun starts $NPROC_PER_NODE ranks on each of $SLURM_JOB_NODELIST, rendezvous at $MASTER_ADDR:$MASTER_PORT"
+# --cpus-per-task: srun of Slurm 22.05 and 23.02 does not inherit it. --kill-on-bad-exit: one dead torchrun ends the step.
+srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=60 \
+    ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$CPUS_PER_NODE"} \
+    ./torchrun.sh "$@"

@@ -1,0 +1,194 @@
+"""Train a ConvNet on MNIST: one process, one device, no torch.distributed. The baseline that train_ddp.py grew from.
+
+    python aux/prepare_data.py mnist
+    python local/train_single.py --epochs 3
+
+See what data parallelism adds:
+
+    git diff --no-index local/train_single.py distributed/train_ddp.py
+"""
+
+import datetime
+import math
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
+
+from arguments import ArgumentParser, number, whole_number
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def parse_arguments() -> Namespace:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=whole_number(1), default=3)
+    parser.add_argument("--max-steps", type=whole_number(1), help="stop after this many steps in all (default: never)")
+    parser.add_argument("--batch-size", type=whole_number(1), default=64, help="images per step")
+    parser.add_argument("--learning-rate", type=number(0), default=0.02)
+    parser.add_argument("--dropout", type=number(0, below=1), default=0.25, help="share of activations dropped")
+    parser.add_argument("--seed", type=whole_number(0), default=0)
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    devices = ("auto", "cpu", "cuda", "mps")
+    parser.add_argument("--device", choices=devices, default=os.environ.get("TRAIN_DEVICE", "auto"))
+    parser.add_argument("--data-dir", type=Path, default="data/mnist")
+    parser.add_argument("--num-workers", type=whole_number(0), default=0, help="loader processes")
+    parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir")
+    parser.add_argument("--log-every", type=whole_number(1), default=100, help="steps between two log lines")
+    args = parser.parse_args()
+    if args.checkpoint_dir is None:
+        if args.resume and "SLURM_JOB_ID" not in os.environ:
+            parser.error("--resume needs the --checkpoint-dir to go on from")
+        now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        args.checkpoint_dir = Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
+    return args
+
+
+if __name__ == "__main__":
+    args = parse_arguments()  # before torch: a typing mistake costs no second
+
+import checkpoint
+import mnist
+import torch
+import torch.nn.functional as F
+from progress import Progress
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
+
+# --- device -----------------------------------------------------------------------------------------------------------
+
+
+def choose_device(name: str) -> torch.device:
+    """CUDA, else Apple's MPS, else the CPU, unless `name` says which."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    return torch.device(name)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def make_loaders(args: Namespace, device: torch.device) -> tuple[DataLoader, DataLoader]:
+    """The training and the test batches: images (n, 1, 28, 28) float32, labels (n,) int64."""
+    train_set, test_set = mnist.MNIST(args.data_dir, train=True), mnist.MNIST(args.data_dir, train=False)
+    options = {"collate_fn": mnist.whole_batch, "num_workers": args.num_workers, "pin_memory": device.type == "cuda"}
+    options["generator"] = torch.Generator()  # its own: the loader must not draw from the model's
+    sampler = RandomSampler(train_set, generator=torch.Generator())
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, **options)
+    test_loader = DataLoader(test_set, batch_size=1000, **options)
+    return train_loader, test_loader
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+class ConvNet(nn.Module):
+    """Images (n, 1, 28, 28) to logits (n, 10): two convolutions, two linears, 1.2 million parameters."""
+
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, kernel_size=3)
+        self.conv2 = nn.Conv2d(32, 64, kernel_size=3)
+        self.linear1 = nn.Linear(64 * 12 * 12, 128)
+        self.linear2 = nn.Linear(128, 10)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.conv2(F.relu(self.conv1(images))))
+        x = self.dropout(F.max_pool2d(x, 2)).flatten(1)
+        return self.linear2(self.dropout(F.relu(self.linear1(x))))
+
+
+def autocast(args: Namespace, device: torch.device) -> torch.autocast:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
+    return torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def train_epoch(args, epoch, step, model, optimizer, scaler, loader, device, progress) -> int:
+    """Trains on every image once, or until --max-steps. Returns the number of steps since the run began."""
+    model.train()
+    loader.sampler.generator.manual_seed(args.seed + epoch)
+    loss_sum, count = torch.zeros((), device=device), 0  # since the last log line; read only there
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with autocast(args, device):
+            logits = model(images)
+        loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+        optimizer.zero_grad()
+        scaler.scale(loss / len(images)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        loss_sum += loss.detach()
+        count += len(images)
+        step += 1
+        if step % args.log_every == 0 or step == args.max_steps:
+            progress.step(step, epoch, count, loss=loss_sum.item() / count)
+            loss_sum, count = torch.zeros((), device=device), 0
+        if step == args.max_steps:
+            break
+    return step
+
+
+@torch.inference_mode()
+def evaluate(args: Namespace, model: nn.Module, loader: DataLoader, device: torch.device) -> tuple[float, float]:
+    """Average loss and accuracy over all test images, each counted once."""
+    model.eval()
+    sums = torch.zeros(2, device=device)  # loss, right answers
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with autocast(args, device):
+            logits = model(images).float()
+        sums += torch.stack((F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(1) == labels).sum()))
+    loss, right = (sums / len(loader.dataset)).tolist()
+    return loss, right
+
+
+# --- main -------------------------------------------------------------------------------------------------------------
+
+
+def main(args: Namespace):
+    if fault := mnist.missing_data(args.data_dir) or checkpoint.in_the_way(args.checkpoint_dir, args.resume):
+        sys.exit(f"train_single.py: {fault}")
+    device = choose_device(args.device)
+    print(f"Data: {mnist.describe(args.data_dir)}. Device: {device}. Checkpoints: {args.checkpoint_dir}")
+
+    torch.manual_seed(args.seed)
+    train_loader, test_loader = make_loaders(args, device)
+    model = ConvNet(args.dropout).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, nesterov=True)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+
+    epoch, step, loss, accuracy = 0, 0, math.nan, math.nan
+    if args.resume and (state := checkpoint.load_newest(args.checkpoint_dir)):
+        epoch, step, loss, accuracy = (state[name] for name in ("epoch", "step", "test_loss", "test_accuracy"))
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+        print(f"Resumed after epoch {epoch}, step {step}")
+
+    total_steps = min(args.epochs * len(train_loader), args.max_steps or sys.maxsize)
+    progress = Progress(args.checkpoint_dir, "images", step, total_steps)
+    while epoch < args.epochs and step < total_steps:
+        epoch += 1
+        step = train_epoch(args, epoch, step, model, optimizer, scaler, train_loader, device, progress)
+        loss, accuracy = evaluate(args, model, test_loader, device)
+        progress.epoch(step, epoch, test_loss=loss, test_accuracy=accuracy)
+        if step == epoch * len(train_loader):  # not where --max-steps has cut the epoch short
+            state = {"epoch": epoch, "step": step, "test_loss": loss, "test_accuracy": accuracy}
+            state["model"] = model.state_dict()
+            state["optimizer"] = optimizer.state_dict()
+            state["scaler"] = scaler.state_dict()
+            checkpoint.save(state, args.checkpoint_dir / f"checkpoint_epoch_{epoch}.pt")
+    print(f"Finished: epoch={epoch} average_loss={loss:.4f} accuracy={accuracy:.4f}")
+
+
+if __name__ == "__main__":
+    main(args)

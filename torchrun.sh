@@ -1,0 +1,37 @@
+#!/bin/bash
+# Start this machine's ranks with torchrun: as one node of a job (ways 2 and 4), or by hand on one machine, without Slurm.
+# The only file that spells torchrun's flags.
+#
+# Usage: ./torchrun.sh distributed/train_ddp.py --epochs 3
+#        NPROC_PER_NODE=4 ./torchrun.sh distributed/train_ddp.py        (default: one rank per GPU, two without GPUs)
+set -euo pipefail
+die() { echo "torchrun.sh on $HOSTNAME: $*" >&2; exit 1; }
+
+if [[ -z "${NNODES:-}" ]]; then                      # by hand: no launcher has read env.sh
+    venv=$(dirname "${BASH_SOURCE[0]}")/.venv
+    # shellcheck source=/dev/null
+    [[ -n "${VIRTUAL_ENV:-}" || ! -d "$venv" ]] || source "$venv/bin/activate"
+    NPROC_PER_NODE=${NPROC_PER_NODE:-$(python -c 'import torch; print(torch.cuda.device_count() or 2)')}
+    cpus=$(getconf _NPROCESSORS_ONLN)
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > NPROC_PER_NODE ? cpus / NPROC_PER_NODE : 1))}
+fi
+[[ $# -gt 0 ]] || set -- distributed/train_ddp.py
+[[ -f "$1" ]] || die "no such train script: $1 (in $PWD)"
+
+rendezvous=(--standalone)                            # a free port on this machine, no other node
+if [[ -n "${MASTER_ADDR:-}" && -n "${NNODES:-}" ]]; then
+    is_host=false
+    if [[ "$SLURM_NODEID" == 0 ]]; then              # inside srun: this node's index
+        is_host=true
+        ! (exec 3<>"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null ||
+            die "port $MASTER_PORT on $MASTER_ADDR is taken by another program: submit with MASTER_PORT=ANOTHER"
+    fi
+    rendezvous=(
+        --nnodes="$NNODES"
+        --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"
+        --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
+        --rdzv-conf=is_host="$is_host"               # torchrun does not always recognise its own host name
+        --local-addr="${SLURMD_NODENAME:-$HOSTNAME}"
+    )
+fi
+exec torchrun "${rendezvous[@]}" --nproc-per-node="$NPROC_PER_NODE" "$@"
