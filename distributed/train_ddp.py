@@ -51,16 +51,17 @@ def parse_arguments() -> Namespace:
 if __name__ == "__main__":
     args = parse_arguments()  # before torch: a typing mistake costs no second
 
-import checkpoint
-import mnist
-import step_zero
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from progress import Progress
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
+
+import checkpoint
+import mnist
+import step_zero
+from progress import Progress
 
 # --- process group ----------------------------------------------------------------------------------------------------
 

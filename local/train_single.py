@@ -50,13 +50,14 @@ def parse_arguments() -> Namespace:
 if __name__ == "__main__":
     args = parse_arguments()  # before torch: a typing mistake costs no second
 
-import checkpoint
-import mnist
 import torch
 import torch.nn.functional as F
-from progress import Progress
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
+
+import checkpoint
+import mnist
+from progress import Progress
 
 # --- device -----------------------------------------------------------------------------------------------------------
 
