@@ -21,7 +21,7 @@ STANDARD_TEST_LABELS = "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48
 
 
 class MNIST(Dataset):
-    """Images (N, 1, 28, 28) float32 with mean 0, deviation 1, and labels (N,) int64, from torchvision's folder layout."""
+    """Images (N, 1, 28, 28) float32 with mean 0 and deviation 1, labels (N,) int64, in torchvision's folders."""
 
     def __init__(self, folder: str | Path, train: bool):
         files = torchvision.datasets.MNIST(folder, train=train)

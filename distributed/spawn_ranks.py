@@ -57,7 +57,8 @@ def main(command: list[str]) -> int:
     nproc_per_node = int(os.environ.get("NPROC_PER_NODE") or torch.cuda.device_count() or 2)
     if not in_job:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free_port())
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc_per_node)))
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpus // nproc_per_node)))
 
     try:
         mp.spawn(run_rank, (node_rank, nnodes, nproc_per_node, command), nprocs=nproc_per_node)

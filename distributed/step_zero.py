@@ -24,7 +24,14 @@ def stop(sentence: str, rank: int = 0, speak: bool = True):
         print(f"[Rank {rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)
     else:
         time.sleep(5)  # a rank that ends ends the job
-    raise SystemExit(1)
+    end()
+
+
+def end():
+    """Ends this process with status 1, at once: a clean end may wait for ever for gloo's threads, a peer being gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def world_size_fault(launcher: str, world_size: int) -> str | None:
@@ -39,9 +46,9 @@ def world_size_fault(launcher: str, world_size: int) -> str | None:
         parents, nodes = int(env["SLURM_NTASKS"]), int(env["GROUP_WORLD_SIZE"])
         if nodes != parents:
             return (
-                f"{parents} independent trainings instead of one: srun started {parents} x {launcher}, and this one knows "
-                f"of {nodes} node (world size {world_size}); torchrun needs --nnodes={parents} and one --rdzv-endpoint for "
-                f"all, never --standalone (torchrun.sh does that)"
+                f"{parents} independent trainings instead of one: srun started {parents} x {launcher}, and this one "
+                f"knows of {nodes} node (world size {world_size}); torchrun needs --nnodes={parents} and the same "
+                f"--rdzv-endpoint everywhere, never --standalone (torchrun.sh does that)"
             )
     if asked != world_size:
         return f"the job asked for {asked} ranks, but {launcher} started {world_size}"
@@ -50,6 +57,7 @@ def world_size_fault(launcher: str, world_size: int) -> str | None:
 
 def meet(launcher: str, rank: int, local_rank: int, world_size: int, timeout: datetime.timedelta) -> dist.Store:
     """The store all ranks share, at MASTER_ADDR:MASTER_PORT (with torchrun: its agent's). Stops with a sentence."""
+    name_rank_in_errors(rank)
     fault = world_size_fault(launcher, world_size)
     if fault:  # each of the separate worlds has a rank 0: the first one of the job speaks
         stop(fault, rank, speak=local_rank == 0 and os.environ.get("SLURM_PROCID", "0") == "0")
@@ -72,33 +80,38 @@ def meet(launcher: str, rank: int, local_rank: int, world_size: int, timeout: da
         stop(f"no rendezvous at {address}:{port} within {timeout}: {str(error).splitlines()[0]}", rank)
 
 
-def check(store: dist.Store, rank: int, world_size: int, facts: dict[str, object], fault: str | None = None):
-    """Prints one line per rank on rank 0; any rank's fault, or one that only the comparison shows, stops every rank.
+def gpu_uuid(device: torch.device) -> str | None:
+    """What tells two GPUs of a node apart, whatever CUDA_VISIBLE_DEVICES has renumbered; None for another device."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
-    `facts` are what the line shows. `device` decides whether two ranks share one, so a GPU's must hold its uuid.
-    """
-    here = {"host": HOST, "fault": fault, "job": os.environ.get("SLURM_JOB_ID"), "torch": torch.__version__, **facts}
+
+def check(store: dist.Store, rank: int, world_size: int, device: torch.device, facts: dict, fault: str | None = None):
+    """Prints `facts`, one line per rank; any rank's fault, or one that only the comparison shows, stops every rank."""
+    here = {"host": HOST, "fault": fault, "gpu": gpu_uuid(device), "facts": facts}
+    here |= {"job": os.environ.get("SLURM_JOB_ID"), "torch": torch.__version__}
     store.set(f"step 0/{rank}", json.dumps(here))
-    if rank == 0:
-        try:
-            ranks = [json.loads(store.get(f"step 0/{other}")) for other in range(world_size)]
-            verdict = first_fault(ranks)
-        except dist.DistError as error:
-            ranks, verdict = [], f"not all {world_size} ranks have come: {str(error).splitlines()[0]}"
-        name = "SLURMD_NODENAME" if "SLURMD_NODENAME" in os.environ else "host"
-        for other, there in enumerate(ranks):
-            shown = " | ".join(f"{fact}: {there[fact]}" for fact in facts)
-            print(f"[Rank: {other} | {name}: {there['host']} | {shown}]", flush=True)
-        if verdict:
-            print(verdict, file=sys.stderr, flush=True)
-        store.set("step 0/verdict", verdict)
-        while verdict and world_size > 1 and store.add("step 0/gone", 0) < world_size - 1:
-            time.sleep(0.01)  # this process may be the store's host: it goes last
-    elif store.get("step 0/verdict"):
-        store.add("step 0/gone", 1)
-        raise SystemExit(1)
-    if rank == 0 and verdict:
-        raise SystemExit(1)
+    if rank != 0:
+        if store.get("step 0/verdict"):
+            store.add("step 0/gone", 1)
+            end()
+        return
+    try:
+        ranks = [json.loads(store.get(f"step 0/{other}")) for other in range(world_size)]
+        verdict = first_fault(ranks)
+    except dist.DistError as error:
+        ranks, verdict = [], f"not all {world_size} ranks have come: {str(error).splitlines()[0]}"
+    name = "SLURMD_NODENAME" if "SLURMD_NODENAME" in os.environ else "host"
+    for other, there in enumerate(ranks):
+        shown = " | ".join(f"{fact}: {value}" for fact, value in there["facts"].items())
+        print(f"[Rank: {other} | {name}: {there['host']} | {shown}]", flush=True)
+    if verdict:
+        print(verdict, file=sys.stderr, flush=True)
+    store.set("step 0/verdict", verdict)
+    if verdict:
+        deadline = time.monotonic() + 5  # this process may be the store's host: it goes last
+        while store.add("step 0/gone", 0) < world_size - 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        end()
 
 
 def first_fault(ranks: list[dict]) -> str:
@@ -114,14 +127,12 @@ def first_fault(ranks: list[dict]) -> str:
             values[here[fact]].append(f"rank {rank} on {here['host']}")
         if len(values) > 1:
             return f"the ranks are of different {what}: " + ", ".join(f"{x} ({who[0]})" for x, who in values.items())
-    devices = {}
+    gpus = {}
     for rank, here in enumerate(ranks):
-        if not here["device"].startswith("cuda"):
-            continue
-        other = devices.setdefault((here["host"], here["device"].split()[-1]), rank)
+        other = gpus.setdefault((here["host"], here["gpu"] or rank), rank)
         if other != rank:
             return (
-                f"[Rank {rank} on {here['host']}] ranks {other} and {rank} are on one device, {here['device']}: "
+                f"[Rank {rank} on {here['host']}] ranks {other} and {rank} are on one device, GPU {here['gpu']}: "
                 f"ask for one GPU per rank (--gpus-per-node equal to the ranks of a node)"
             )
     return ""
@@ -134,9 +145,10 @@ def name_rank_in_errors(rank: int):
         if isinstance(error, (RuntimeError, dist.DistError)) and any(x in str(error) for x in PEER_IS_GONE):
             print(f"[Rank {rank} on {HOST}] lost a peer; the error that matters is another rank's", file=sys.stderr)
             time.sleep(2)  # leave that rank the time to say it
-            return
-        print(f"[Rank {rank} on {HOST}] failed:", file=sys.stderr)
-        sys.__excepthook__(kind, error, trace)
+        else:
+            print(f"[Rank {rank} on {HOST}] failed:", file=sys.stderr)
+            sys.__excepthook__(kind, error, trace)
+        end()
 
     sys.excepthook = report
 

@@ -69,8 +69,8 @@ from progress import Progress
 def find_ranks() -> tuple[str, int, int, int]:
     """Who started this process, and its place: (launcher, rank, local_rank, world_size)."""
     env = os.environ
-    # Children of torchrun and spawn_ranks.py inherit Slurm's variables, so their own marks are looked at first. The batch
-    # shell has SLURM_PROCID, too, always 0: ranks exist only in a step that srun numbers, not in one near 2**32.
+    # Children of torchrun and spawn_ranks.py inherit Slurm's variables, so their own marks are looked at first. The
+    # batch shell has SLURM_PROCID, too, always 0: ranks exist only in a step that srun numbers, not in one near 2**32.
     if "TORCHELASTIC_RUN_ID" in env or "SPAWN_RANKS" in env:
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "mp"
     elif "SLURM_PROCID" in env and int(env.get("SLURM_STEP_ID", 2**32)) < 2**31:
@@ -79,6 +79,8 @@ def find_ranks() -> tuple[str, int, int, int]:
             env["MASTER_ADDR"] = hosts.stdout.decode().split("\n")[0]
         job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
         env.setdefault("MASTER_PORT", str(61000 + (job + 1009 * step) % 4536))
+        if "OMP_NUM_THREADS" not in env:
+            torch.set_num_threads(int(env.get("SLURM_CPUS_PER_TASK", 1)))  # else every rank would use the whole node
         return "srun", int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_NTASKS"])
     elif all(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         launcher = "environment"
@@ -94,8 +96,8 @@ def choose_device(name: str, local_rank: int, world_size: int) -> tuple[torch.de
         granted = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
         if granted and not torch.cuda.is_available():
             return cpu, (
-                f"Slurm granted {granted} GPUs on this node, but torch {torch.__version__} sees none: look at nvidia-smi "
-                f"and at the build of torch here, or say --device cpu (or TRAIN_DEVICE=cpu) if the CPU is meant"
+                f"Slurm granted {granted} GPUs on this node, but torch {torch.__version__} sees none: look at "
+                f"nvidia-smi and the build of torch here, or say --device cpu (or TRAIN_DEVICE=cpu) if that is meant"
             )
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
         if name == "mps" and world_size > 1:
@@ -112,18 +114,22 @@ def choose_device(name: str, local_rank: int, world_size: int) -> tuple[torch.de
     return torch.device("cuda", index), None
 
 
-def init_process_group(args: Namespace, launcher: str, rank: int, local_rank: int, world_size: int, fault: str | None):
-    """Meets the other ranks, prints Step 0, starts NCCL or gloo. Returns the device; stops all ranks on any fault."""
-    store = step_zero.meet(launcher, rank, local_rank, world_size, timeout=datetime.timedelta(minutes=5))
+def init_process_group(args: Namespace, fault: str | None = None, **facts) -> tuple[int, int, torch.device]:
+    """Finds this rank's place, meets the others, prints Step 0 (with `facts`) and starts NCCL or gloo.
+
+    Returns (rank, world_size, device). A fault on any rank stops all of them, with one sentence.
+    """
+    launcher, rank, local_rank, world_size = find_ranks()
+    timeout = datetime.timedelta(minutes=5)
+    store = step_zero.meet(launcher, rank, local_rank, world_size, timeout)
     device, device_fault = choose_device(args.device, local_rank, world_size)
-    uuid = f" {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
-    facts = {"world size": world_size, "local rank": local_rank, "device": f"{device}{uuid}", "launcher": launcher}
-    step_zero.check(store, rank, world_size, facts, device_fault or fault)
+    facts = {"world size": world_size, "local rank": local_rank, "device": str(device), "launcher": launcher, **facts}
+    step_zero.check(store, rank, world_size, device, facts, device_fault or fault)
     if world_size > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         assert dist.get_world_size() == world_size
-    return device
+    return rank, world_size, device
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -229,13 +235,16 @@ def evaluate(args, model: nn.Module, loader: DataLoader, world_size: int, device
 # --- main -------------------------------------------------------------------------------------------------------------
 
 
-def main(args: Namespace):
-    launcher, rank, local_rank, world_size = find_ranks()
-    step_zero.name_rank_in_errors(rank)
-    fault = mnist.missing_data(args.data_dir) or checkpoint.in_the_way(args.checkpoint_dir, args.resume)
+def find_fault(args: Namespace) -> str | None:
+    """What is wrong with the arguments or the files on this node, in one sentence, or None."""
+    world_size = find_ranks()[3]
     if args.batch_size % world_size:
-        fault = f"--batch-size {args.batch_size} does not divide by {world_size} ranks"
-    device = init_process_group(args, launcher, rank, local_rank, world_size, fault)
+        return f"--batch-size {args.batch_size} does not divide by {world_size} ranks"
+    return mnist.missing_data(args.data_dir) or checkpoint.in_the_way(args.checkpoint_dir, args.resume)
+
+
+def main(args: Namespace):
+    rank, world_size, device = init_process_group(args, find_fault(args))
     if rank == 0:
         print(f"Data: {mnist.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}", flush=True)
 
@@ -274,9 +283,9 @@ def main(args: Namespace):
             checkpoint.save(state, args.checkpoint_dir / f"checkpoint_epoch_{epoch}.pt")
     if rank == 0:
         print(f"Finished: epoch={epoch} average_loss={loss:.4f} accuracy={accuracy:.4f}")
-    if world_size > 1:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(args)
+    if dist.is_initialized():  # only now: gloo deadlocks now and then when DDP, in main, is the last to hold the group
+        dist.destroy_process_group()
