@@ -26,7 +26,12 @@ gpus=${SLURM_GPUS_ON_NODE:-0}
 NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : ${SLURM_NTASKS_PER_NODE:-1}))}
 [[ "$NPROC_PER_NODE" =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE is '$NPROC_PER_NODE', not a number of ranks"
 WORLD_SIZE=$((NPROC_PER_NODE * NNODES))
-[[ "$SLURM_TASKS_PER_NODE" != *,* ]] || WORLD_SIZE=$SLURM_NTASKS     # 4(x2),3: uneven, only Slurm's own count is right
+is_uneven() {                                        # 4(x2),3; sbatch writes 4(x3) all the same when it has 11 tasks
+    # shellcheck disable=SC2153  # both names are Slurm's
+    [[ "$SLURM_TASKS_PER_NODE" == *,* ]] ||
+        [[ -n "${SLURM_NTASKS_PER_NODE:-}" && "$SLURM_NTASKS" != "$((NNODES * SLURM_NTASKS_PER_NODE))" ]]
+}
+! is_uneven || WORLD_SIZE=$SLURM_NTASKS
 
 # No pipe into `head`: on a long list scontrol would die of SIGPIPE, and with pipefail so would the job.
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -42,6 +47,7 @@ OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_
 
 export ENV_SH_JOB_ID NNODES NPROC_PER_NODE WORLD_SIZE MASTER_ADDR MASTER_PORT CPUS_PER_NODE OMP_NUM_THREADS
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"           # else every survivor prints C++ stacks when one rank dies
 ulimit -c 0                                          # no core files: one per rank fills a quota
 if [[ "${DEBUG:-0}" == 1 ]]; then                    # DEBUG=1 sbatch launch_...sh
     export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL TORCH_CPP_LOG_LEVEL=INFO

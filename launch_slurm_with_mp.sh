@@ -17,8 +17,8 @@ source ./env.sh
 
 [[ $# -gt 0 ]] || set -- distributed/train_ddp.py
 [[ -f "$1" ]] || die "no such train script: $1 (in $PWD)"
-[[ "$SLURM_TASKS_PER_NODE" != *,* ]] ||
-    die "uneven allocation ($SLURM_TASKS_PER_NODE tasks): the spawner starts as many ranks on every node; use launch_slurm_to_torch.sh"
+! is_uneven ||
+    die "uneven allocation: $SLURM_NTASKS tasks on $NNODES nodes, but the spawner starts as many on each; use launch_slurm_to_torch.sh"
 
 echo "Way 3: the spawner starts $NPROC_PER_NODE ranks on each of $SLURM_JOB_NODELIST, rendezvous at $MASTER_ADDR:$MASTER_PORT"
 # --cpus-per-task: srun of Slurm 22.05 and 23.02 does not inherit it. --kill-on-bad-exit: one dead spawner ends the step.

@@ -17,8 +17,8 @@ source ./env.sh
 
 [[ $# -gt 0 ]] || set -- distributed/train_ddp.py
 [[ -f "$1" ]] || die "no such train script: $1 (in $PWD)"
-[[ "$SLURM_TASKS_PER_NODE" != *,* ]] ||
-    die "uneven allocation ($SLURM_TASKS_PER_NODE tasks): torchrun starts as many ranks on every node; use launch_slurm_to_torch.sh"
+! is_uneven ||
+    die "uneven allocation: $SLURM_NTASKS tasks on $NNODES nodes, but torchrun starts as many on each; use launch_slurm_to_torch.sh"
 
 echo "Way 2: torchrun starts $NPROC_PER_NODE ranks on each of $SLURM_JOB_NODELIST, rendezvous at $MASTER_ADDR:$MASTER_PORT"
 # --cpus-per-task: srun of Slurm 22.05 and 23.02 does not inherit it. --kill-on-bad-exit: one dead torchrun ends the step.

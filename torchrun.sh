@@ -20,6 +20,10 @@ fi
 
 rendezvous=(--standalone)                            # a free port on this machine, no other node
 if [[ -n "${MASTER_ADDR:-}" && -n "${NNODES:-}" ]]; then
+    getent hosts "$MASTER_ADDR" >/dev/null || {
+        [[ "$SLURM_NODEID" == 0 ]] || sleep 5        # one node ends the job, and one is enough to say it
+        die "the host name MASTER_ADDR=$MASTER_ADDR does not resolve here"
+    }
     is_host=false
     if [[ "$SLURM_NODEID" == 0 ]]; then              # inside srun: this node's index
         is_host=true

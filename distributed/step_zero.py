@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections import defaultdict
 
 import torch
@@ -69,8 +70,9 @@ def meet(launcher: str, rank: int, local_rank: int, world_size: int, timeout: da
     try:
         socket.getaddrinfo(address, int(port))
     except OSError as error:
-        sentence = f"the host name MASTER_ADDR={address} does not resolve here: {error.strerror}"
-        stop(sentence, rank, speak=local_rank == 0)
+        if rank != 0:
+            time.sleep(5)  # if no host knows the name, it is rank 0 that says so
+        stop(f"the host name MASTER_ADDR={address} does not resolve here: {error.strerror}", rank, local_rank == 0)
     try:
         return next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
     except dist.DistError as error:
@@ -142,12 +144,14 @@ def name_rank_in_errors(rank: int):
     """Heads an uncaught exception with rank and host; one that only says that a peer is gone becomes one line."""
 
     def report(kind, error, trace):
+        stderr = sys.__stderr__  # init_process_group wraps this hook, and keeps what it writes to sys.stderr for later
         if isinstance(error, (RuntimeError, dist.DistError)) and any(x in str(error) for x in PEER_IS_GONE):
-            print(f"[Rank {rank} on {HOST}] lost a peer; the error that matters is another rank's", file=sys.stderr)
+            print(f"[Rank {rank} on {HOST}] lost a peer; the error that matters is another rank's", file=stderr)
             time.sleep(2)  # leave that rank the time to say it
         else:
-            print(f"[Rank {rank} on {HOST}] failed:", file=sys.stderr)
-            sys.__excepthook__(kind, error, trace)
+            print(f"[Rank {rank} on {HOST}] failed:", file=stderr)
+            traceback.print_exception(kind, error, trace, file=stderr)
+        stderr.flush()
         end()
 
     sys.excepthook = report

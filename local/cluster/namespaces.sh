@@ -1,0 +1,327 @@
+#!/bin/bash
+# A real Slurm cluster on this machine, without Docker: every node is a set of Linux namespaces.
+#
+# Usage: sudo ./local/cluster/namespaces.sh up [--nodes N] [--cpus C] [--gpus G]   2 nodes, 4 CPUs and 2 GPUs each
+#        sudo ./local/cluster/namespaces.sh exec [--node NAME] COMMAND [ARG ...]   run on a node, by default node-1
+#        sudo ./local/cluster/namespaces.sh status                                 nodes and queue; status 1 if not up
+#        sudo ./local/cluster/namespaces.sh down                                   end it, leave nothing behind
+#
+#   ./local/cluster/namespaces.sh up --nodes 4 --cpus 2
+#   ./local/cluster/namespaces.sh exec sbatch --wait launch_slurm_to_torch.sh distributed/train_ddp.py
+#   ./local/cluster/namespaces.sh exec --node node-2 hostname
+#   CLUSTER=second ./local/cluster/namespaces.sh up        one more beside the first, in /run/slurm-cluster-second
+#
+# Needs Linux, root, and `apt-get install slurm-wlm munge iproute2` (Slurm 22.05 or newer, found in PATH).
+# The nodes see this machine's files at the same paths, and no network but each other's.
+# exec keeps the caller's folder, environment, terminal and exit status. Under sudo the command runs as the calling
+# user; sudo drops most of the environment, so for a Python of your own: sudo env PATH="$PATH" ./local/... exec ...
+# A node may have more CPUs than the machine. GPUs are pretended: Slurm grants them and sets CUDA_VISIBLE_DEVICES,
+# torch sees none of them, and tasks get TRAIN_DEVICE=cpu unless the job sets it.
+#
+# Logs: /run/slurm-cluster-default/log. Crash a node: kill -9 "$(cat /run/slurm-cluster-default/node-2.pid)".
+set -euo pipefail
+
+CLUSTER="${CLUSTER:-default}"
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+state="/run/slurm-cluster-$CLUSTER"
+inside="$state/inside" # where the namespaces, and only they, see a tmpfs of their own
+
+fail() {
+  echo "namespaces.sh: $*" >&2
+  exit 1
+}
+
+# ---------------------------------------------------------------- on the host
+
+up() {
+  local nodes=2 cpus=4 gpus=2 # machine, below, stays global: the trap needs it
+  while (($#)); do
+    case "$1" in
+      --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
+      --nodes) nodes="$(number "$1" "${2-}" 1 1000)" ;;
+      --cpus) cpus="$(number "$1" "${2-}" 1 1024)" ;;
+      --gpus) gpus="$(number "$1" "${2-}" 0 64)" ;;
+      *) fail "up knows --nodes, --cpus and --gpus, not '$1'" ;;
+    esac
+    shift 2
+  done
+  require_root
+  export PATH="$PATH:/usr/local/sbin:/usr/sbin"
+  local tool
+  for tool in slurmctld slurmd munged ip; do
+    type -P "$tool" >/dev/null || fail "$tool is not installed (Debian, Ubuntu: apt-get install slurm-wlm munge iproute2)"
+  done
+  unshare --net --mount --pid --uts --ipc --fork true 2>/dev/null ||
+    fail "this machine does not let root make namespaces (in a container: start it with --privileged)"
+  lock
+  local size="--nodes $nodes --cpus $cpus --gpus $gpus"
+  if is_up; then
+    [[ "$(<"$state/size")" == "$size" ]] ||
+      fail "cluster $CLUSTER is up with $(<"$state/size"): run '$0 down' first"
+    echo "Cluster $CLUSTER is already up: $size."
+    return
+  fi
+  stop
+  rm --recursive --force "$state"
+  umask 022
+  mkdir --parents "$inside" "$state/log"
+  trap 'stop; kill -KILL "$machine" 2>/dev/null || true' EXIT
+  trap 'exit 130' INT TERM
+  # The environment starts afresh, so that nothing of the caller's gets into the jobs of others.
+  setsid unshare --net --mount --propagation slave --pid --uts --ipc --fork --kill-child \
+    env --ignore-environment PATH="$PATH" CLUSTER="$CLUSTER" \
+    "$here/namespaces.sh" machine "$nodes" "$cpus" "$gpus" \
+    </dev/null &>"$state/log/machine.log" {lock}>&- &
+  machine="$!"
+  wait_until_idle "$nodes"
+  echo "$size" >"$state/size"
+  trap - EXIT INT TERM
+  echo "Cluster $CLUSTER is up: $size."
+}
+
+number() {
+  if [[ ! "$2" =~ ^(0|[1-9][0-9]{0,4})$ ]] || (($2 < $3 || $2 > $4)); then
+    fail "$1 takes a number from $3 to $4, not '$2'"
+  fi
+  echo "$2"
+}
+
+require_root() {
+  [[ "$(uname -s)" == Linux ]] || fail "needs Linux, this is $(uname -s)"
+  ((EUID == 0)) || fail "needs root: sudo $0 ..."
+}
+
+# A lock on the folder that holds the state folders: it needs no file that would stay behind.
+lock() {
+  exec {lock}<"${state%/*}"
+  flock --exclusive "$lock"
+}
+
+# A process id from a file may have gone to another process since. Only ours sees our tmpfs.
+is_running() {
+  [[ -e "$1" && -d "/proc/$(<"$1")/root$inside/spool" ]]
+}
+
+is_up() {
+  [[ -e "$state/size" ]] && is_running "$state/machine.pid"
+}
+
+wait_until_idle() {
+  local deadline=$((SECONDS + 60 + $1 / 2)) log=""
+  until [[ "$(enter node-1 sinfo --noheader --format="%T %D" 2>/dev/null)" == "idle $1" ]]; do
+    if ! kill -0 "$machine" 2>/dev/null; then
+      log="$state/log/machine.log"
+    elif [[ -s "$state/ended" ]]; then
+      log="$(head --lines=1 "$state/ended")"
+    elif ((SECONDS > deadline)); then
+      log="$state/log/slurmctld.log"
+    fi
+    if [[ -n "$log" ]]; then
+      tail --lines=10 "$log" >&2 || true
+      fail "cluster $CLUSTER did not come up, see the last lines of $log above; the other logs are beside it"
+    fi
+    sleep 0.1
+  done
+}
+
+# Ending the first process of the outer PID namespace ends all processes in it, and with them mounts and network.
+stop() {
+  local pid deadline=$((SECONDS + 60))
+  if is_running "$state/machine.pid"; then
+    pid="$(<"$state/machine.pid")"
+    kill -KILL "$pid"
+    while grep --quiet '^State:[[:space:]]*[^ZX]' "/proc/$pid/status" 2>/dev/null; do
+      ((SECONDS < deadline)) || fail "process $pid does not end"
+      sleep 0.05
+    done
+  fi
+}
+
+down() {
+  require_root
+  lock
+  stop
+  rm --recursive --force "$state"
+  echo "Cluster $CLUSTER is down."
+}
+
+status() {
+  require_root
+  is_up || fail "cluster $CLUSTER is not up: run '$0 up'"
+  local nodes
+  nodes="$(enter node-1 sinfo --Node --long)"
+  echo "Cluster $CLUSTER is up: $(<"$state/size")."
+  echo "$nodes"
+  (enter node-1 squeue)
+}
+
+exec_on_node() {
+  local node=node-1
+  case "${1-}" in
+    --node) node="${2-}" && shift $(($# < 2 ? $# : 2)) ;;
+    --node=*) node="${1#*=}" && shift ;;
+    -*) fail "exec knows --node NAME before the command, not '$1'" ;;
+  esac
+  (($#)) || fail "exec needs a command: $0 exec sinfo"
+  require_root
+  is_up || fail "cluster $CLUSTER is not up: run '$0 up'"
+  [[ "$node" =~ ^node-[0-9]+$ && -e "$state/$node.pid" ]] ||
+    fail "no node '$node' in cluster $CLUSTER, which is up with $(<"$state/size")"
+  # Inside a job of another cluster, srun would take these for its own.
+  [[ ! -v SLURM_JOB_ID ]] || unset "${!SLURM_@}"
+  local user=(--pdeathsig TERM) # nsenter waits in between and does not pass a signal on
+  if [[ -n "${SUDO_UID-}" ]]; then
+    user+=(--reuid "$SUDO_UID" --regid "$SUDO_GID" --init-groups)
+    export USER="$SUDO_USER" LOGNAME="$SUDO_USER" HOME
+    HOME="$(getent passwd "$SUDO_UID" | cut --delimiter=: --fields=6)"
+  fi
+  { true <&0; } 2>/dev/null || exec </dev/null # the first file that Slurm opens must not become its stdin
+  enter "$node" setpriv "${user[@]}" env --chdir="$PWD" "$@"
+}
+
+# Becomes the command, on a node.
+enter() {
+  local node="$1"
+  shift
+  is_running "$state/$node.pid" || fail "$node of cluster $CLUSTER has crashed"
+  export SLURM_CONF="$inside/slurm.conf"
+  exec nsenter --target "$(<"$state/$node.pid")" --net --mount --uts --ipc --pid -- "$@"
+}
+
+# ---------------------------------------------------------------- in the namespaces
+
+# The first process of the outer namespaces, which hold the nodes, the cables between them, and a tmpfs.
+machine() {
+  local nodes="$1" cpus="$2" gpus="$3" node
+  mount -t tmpfs -o mode=755 slurm-cluster "$inside" # not /run's own: that is often noexec, and jobs are run from here
+  mkdir "$inside"/{spool,state,munge}
+  write_host_pid machine
+  head --bytes=1024 /dev/urandom >"$inside/munge.key"
+  chmod 400 "$inside/munge.key"
+  write_configuration "$nodes" "$cpus" "$gpus"
+  echo "127.0.0.1 localhost" >"$inside/hosts" # and every node twice: torch asks whose an IPv4 address in IPv6 form is
+  for ((node = 1; node <= nodes; node++)); do
+    printf '%s\n' "$(address "$node") node-$node" "::ffff:$(address "$node") node-$node" >>"$inside/hosts"
+  done
+  mount --bind "$inside/hosts" /etc/hosts
+  touch "$inside/router"
+  mount --bind /proc/self/ns/net "$inside/router"
+  ip link set lo up
+  echo 1 >/proc/sys/net/ipv4/ip_forward
+  ulimit -S -n 16384 2>/dev/null || true # for slurmctld; and a limit of a billion makes daemons close a billion files
+  for ((node = 1; node <= nodes; node++)); do
+    unshare --net --mount --propagation slave --pid --uts --ipc --fork --kill-child \
+      "$here/namespaces.sh" node "$node" &
+  done
+  wait
+}
+
+# /proc is still the host's, so it tells this process's id as the host sees it.
+write_host_pid() {
+  local pid
+  read -r pid _ </proc/self/stat
+  echo "$pid" >"$state/$1.pid"
+}
+
+address() {
+  echo "10.7.$(($1 / 256)).$(($1 % 256))"
+}
+
+write_configuration() {
+  local nodes="$1" cpus="$2" gpus="$3" gpu
+  cp "$here/slurm.conf" "$here/task_prolog.sh" "$inside"
+  {
+    # A munged per node: newer Slurm takes a credential that one munged decodes twice for a replay.
+    # cred_expire: a requeued job waits for so many seconds (and one) instead of two minutes. Within that time
+    # a job has to reach its last node, which takes longer the more nodes share this machine.
+    echo "AuthInfo=socket=$inside/munge/socket,cred_expire=$((5 + nodes / 10))"
+    echo "StateSaveLocation=$inside/state"
+    echo "SlurmctldPidFile=$inside/state/slurmctld.pid"
+    echo "SlurmdSpoolDir=$inside/spool/%n"
+    echo "SlurmdPidFile=$inside/spool/%n.pid"
+    # Binding needs CPUs that exist. Nodes share them: every node's first CPU is the machine's first.
+    if ((cpus <= $(nproc --all))); then
+      echo "TaskPlugin=task/affinity"
+    else
+      echo "TaskPlugin=task/none"
+    fi
+    if ((gpus > 0)); then
+      echo "TaskProlog=$inside/task_prolog.sh"
+    fi
+    echo "NodeName=node-[1-$nodes] CPUs=$cpus RealMemory=$(awk '/^MemTotal/ { print int($2 / 1024) }' /proc/meminfo)$(
+      ((gpus == 0)) || echo " Gres=gpu:$gpus"
+    )"
+  } >"$inside/generated.conf"
+  # slurmd wants cgroups to manage although nothing here uses them. 22.05 has no word for "none yet": its v1 plugin
+  # touches nothing until it is used.
+  if [[ "$(slurmd -V)" == *" 22."* ]]; then
+    echo "CgroupPlugin=cgroup/v1" >"$inside/cgroup.conf"
+  else
+    echo "CgroupPlugin=disabled" >"$inside/cgroup.conf"
+  fi
+  # Slurm insists on character devices, and uses nothing of them but the name. These are copies of /dev/null.
+  for ((gpu = 0; gpu < gpus; gpu++)); do
+    mknod "$inside/gpu$gpu" c 1 3
+    echo "Name=gpu File=$inside/gpu$gpu" >>"$inside/gres.conf"
+  done
+}
+
+# The first process of a node.
+node() {
+  local name="node-$1" mac=02:00:00:00:00:01
+  write_host_pid "$name"
+  trap 'echo "$state/log/machine.log" >>"$state/ended"' EXIT # this process ends only when something failed, or by SIGKILL
+  mount -t proc proc /proc
+  mount -t tmpfs tmpfs /dev/shm
+  mount -t tmpfs -o mode=755 tmpfs "$inside/munge"
+  echo "$name" >/proc/sys/kernel/hostname
+  # A cable to a router rather than to a bridge, and without ARP: the kernel keeps one ARP table for all namespaces,
+  # and 64 nodes that talk to each other overflow its 1,024 entries. One hardware address everywhere makes ARP needless.
+  ip -batch - <<END_OF_BATCH
+link set lo up
+link add eth0 address $mac type veth peer name $name address $mac netns $inside/router
+link set eth0 arp off up
+address add $(address "$1")/16 dev eth0
+END_OF_BATCH
+  nsenter --net="$inside/router" ip -batch - <<END_OF_BATCH
+link set $name arp off up
+route add $(address "$1") dev $name
+END_OF_BATCH
+  munged --key-file="$inside/munge.key" --socket="$inside/munge/socket" --pid-file="$inside/munge/pid" \
+    --seed-file="$inside/munge/seed" --log-file="$state/log/munged-$name.log"
+  export SLURM_CONF="$inside/slurm.conf"
+  if [[ "$name" == node-1 ]]; then
+    daemon "$state/log/slurmctld.log" slurmctld -D &
+  fi
+  daemon "$state/log/slurmd-$name.log" slurmd -D -N "$name" &
+  sleep infinity & # the node lives on without its slurmd
+  wait
+}
+
+daemon() {
+  local log="$1"
+  shift
+  "$@" &>"$log" || true
+  echo "$log" >>"$state/ended"
+}
+
+main() {
+  [[ "$CLUSTER" =~ ^[A-Za-z0-9_-]{1,32}$ ]] ||
+    fail "CLUSTER takes up to 32 letters, digits, '-' and '_', not '$CLUSTER'"
+  case "${1---help}" in
+    up) "$@" ;;
+    down | status)
+      (($# == 1)) || fail "$1 takes no argument, not '$2'"
+      "$1"
+      ;;
+    exec) exec_on_node "${@:2}" ;;
+    machine | node)
+      (($$ == 1)) || fail "unknown command '$1', see '$0 --help'"
+      "$@"
+      ;;
+    -h | --help) sed --quiet '2,/^[^#]/ { s/^# \{0,1\}//p }' "${BASH_SOURCE[0]}" ;;
+    *) fail "unknown command '$1', see '$0 --help'" ;;
+  esac
+}
+
+main "$@"

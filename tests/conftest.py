@@ -1,0 +1,154 @@
+"""What the tests share: a real Slurm cluster in network namespaces, jobs on it, and small data in MNIST's own format."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+NAMESPACES = REPOSITORY / "local/cluster/namespaces.sh"
+LAUNCHERS = {
+    "srun": "launch_slurm_to_torch.sh",
+    "torchrun": "launch_slurm_with_torchrun.sh",
+    "mp": "launch_slurm_with_mp.sh",
+}
+sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux")]
+
+
+def environment(**values: object) -> dict[str, str]:
+    """This process's environment without what would lead a launcher astray, the virtual environment first in PATH."""
+    stray = ("SLURM", "SBATCH", "MASTER_", "NPROC", "NNODES", "OMP_", "RANK", "WORLD", "LOCAL_", "TRAIN_", "VIRTUAL_ENV")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(stray)}
+    clean["PATH"] = f"{Path(sys.executable).parent}:{clean['PATH']}"
+    return clean | {name: str(value) for name, value in values.items()}
+
+
+def run(*command: object, timeout: float = 120, **options) -> subprocess.CompletedProcess:
+    """A command in the repository, its output as text; ended with everything it started when the time is up."""
+    options = {"cwd": REPOSITORY, "env": environment(), "stdin": subprocess.DEVNULL} | options
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen([str(part) for part in command], **pipes, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            os.killpg(process.pid, 9)
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@dataclass
+class Job:
+    """A job that has ended: Slurm's state, the exit status, the log, and the seconds from its start to its end."""
+
+    id: int
+    state: str
+    exit_code: int
+    log: str
+    seconds: float
+    metrics: list[dict] = field(default_factory=list)
+
+    def ranks(self) -> list[dict]:
+        """What tests/scripts/variables.py has printed, by rank."""
+        return sorted((json.loads(x) for x in re.findall(r"^VARIABLES (.*)$", self.log, re.M)), key=lambda x: x["rank"])
+
+
+class Cluster:
+    def __init__(self, name: str, nodes: int, cpus: int, gpus: int):
+        self.environment = {"CLUSTER": name}
+        size = ["--nodes", nodes, "--cpus", cpus, "--gpus", gpus]
+        up = run(NAMESPACES, "up", *size, env=environment(**self.environment))
+        assert up.returncode == 0, f"the Slurm cluster does not start: {up.stdout}{up.stderr}"
+
+    def down(self):
+        down = run(NAMESPACES, "down", env=environment(**self.environment))
+        assert down.returncode == 0, down.stderr
+
+    def exec(self, *command: object, node: str = "node-1", env: dict | None = None, **options):
+        where = [NAMESPACES, "exec", "--node", node]
+        return run(*where, *command, env=environment(**self.environment, **env or {}), **options)
+
+    def submit(self, *command: object, env: dict | None = None, cwd: Path = REPOSITORY) -> int:
+        """sbatch with options, launcher and arguments in `command`. Returns the job id."""
+        sbatch = self.exec("sbatch", "--parsable", *command, env=env, cwd=cwd)
+        assert sbatch.returncode == 0, sbatch.stderr
+        return int(sbatch.stdout)
+
+    def show(self, job: int) -> dict[str, str]:
+        shown = self.exec("scontrol", "show", "job", "--oneliner", job).stdout
+        return dict(part.split("=", 1) for part in shown.split() if "=" in part)
+
+    def wait(self, job: int, timeout: float = 120) -> Job:
+        """Waits for the job's end; past `timeout` seconds it is cancelled and the test fails with its log."""
+        deadline = time.monotonic() + timeout
+        while (shown := self.show(job))["JobState"] in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+            if time.monotonic() > deadline:
+                self.exec("scancel", job)
+                log = Path(shown["StdOut"])
+                pytest.fail(f"job {job} is {shown['JobState']} after {timeout} s:\n{log.read_text() if log.exists() else ''}")
+            time.sleep(0.2)
+        log = Path(shown["StdOut"])
+        text = log.read_text() if log.exists() else ""
+        status, signal = map(int, shown["ExitCode"].split(":"))
+        seconds = [int(x) for x in re.split("[-:]", shown["RunTime"])]
+        return Job(job, shown["JobState"], status or signal, text, sum(x * y for x, y in zip(seconds, (3600, 60, 1))))
+
+    def sbatch(self, *command: object, env: dict | None = None, cwd: Path = REPOSITORY, timeout: float = 120) -> Job:
+        """submit and wait; the log goes to the folder of the test unless `command` says --output."""
+        return self.wait(self.submit(*command, env=env, cwd=cwd), timeout)
+
+    def left_over(self, job: int) -> list[str]:
+        """The processes that belong to a job, on any node, as pid and command."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"SLURM_JOB_ID={job}\0".encode() in (process / "environ").read_bytes():
+                    found.append(f"{process.name} {(process / 'cmdline').read_text()}")
+            except OSError:
+                continue  # it has ended meanwhile
+        return found
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """64 nodes with 8 CPUs and 8 pretended GPUs each. A cluster that does not start is a failure, never a skip."""
+    cluster = Cluster(f"tests-{os.getpid()}", nodes=64, cpus=8, gpus=8)
+    yield cluster
+    cluster.down()
+
+
+def write_idx(path: Path, shape: tuple[int, ...], data: bytes):
+    header = bytes([0, 0, 8, len(shape)]) + b"".join(size.to_bytes(4, "big") for size in shape)
+    path.write_bytes(header + data)
+
+
+@pytest.fixture(scope="session")
+def mnist_full(tmp_path_factory) -> Path:
+    """The whole synthetic set, as `aux/prepare_data.py mnist --synthetic` writes it."""
+    folder = tmp_path_factory.mktemp("mnist-full")
+    made = run(sys.executable, "aux/prepare_data.py", "mnist", "--synthetic", "--data-dir", folder)
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mnist(mnist_full, tmp_path_factory) -> Path:
+    """2,003 training and 501 test images of it: neither divides by the ranks, nor by the batch size."""
+    folder = tmp_path_factory.mktemp("mnist")
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for split, count in (("train", 2003), ("t10k", 501)):
+        images = (mnist_full / f"MNIST/raw/{split}-images-idx3-ubyte").read_bytes()[16 : 16 + 784 * count]
+        labels = (mnist_full / f"MNIST/raw/{split}-labels-idx1-ubyte").read_bytes()[8 : 8 + count]
+        write_idx(raw / f"{split}-images-idx3-ubyte", (count, 28, 28), images)
+        write_idx(raw / f"{split}-labels-idx1-ubyte", (count,), labels)
+    return folder
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

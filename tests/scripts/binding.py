@@ -1,0 +1,26 @@
+"""train_ddp.py's own device function where GPUs are pretended: torch is made to see what CUDA_VISIBLE_DEVICES grants."""
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
+
+import step_zero
+import torch
+import train_ddp
+
+visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+granted = visible.split(",") if visible else []
+torch.cuda.is_available = lambda: bool(granted)
+torch.cuda.device_count = lambda: len(granted)
+torch.cuda.set_device = lambda index: None
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"uuid-{granted[device.index]}")
+
+launcher, rank, local_rank, world_size = train_ddp.find_ranks()
+device, fault = train_ddp.choose_device("auto", local_rank, world_size)
+if "join" in sys.argv:
+    train_ddp.init_process_group(SimpleNamespace(device="auto"))
+else:
+    print(visible, device, fault)
