@@ -39,7 +39,7 @@ lint: .venv/tests  ## ruff and shellcheck
 # MNIST, or digits drawn by the program where nothing can be downloaded; the log of every run says which.
 .PHONY: data
 data: .venv
-	@if [[ ! -d $(DATA_DIR)/MNIST/raw ]]; then \
+	@if [[ ! -e $(DATA_DIR)/MNIST/raw/train-images-idx3-ubyte ]]; then \
 	    .venv/bin/python aux/prepare_data.py mnist --data-dir $(DATA_DIR) || \
 	    .venv/bin/python aux/prepare_data.py mnist --data-dir $(DATA_DIR) --synthetic; \
 	fi

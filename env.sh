@@ -50,7 +50,7 @@ export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"           # else every survivor prints C++ stacks when one rank dies
 ulimit -c 0                                          # no core files: one per rank fills a quota
 if [[ "${DEBUG:-0}" == 1 ]]; then                    # DEBUG=1 sbatch launch_...sh
-    export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL TORCH_CPP_LOG_LEVEL=INFO
+    export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL TORCH_CPP_LOG_LEVEL=INFO LOGLEVEL=INFO
     export TORCH_NCCL_TRACE_BUFFER_SIZE=20000 TORCH_NCCL_DUMP_ON_TIMEOUT=1
     env | grep -E '^(SLURM_|NCCL_|CUDA_VISIBLE|NNODES|NPROC|WORLD|MASTER|OMP)' | sort
 fi

@@ -20,6 +20,7 @@ fi
 
 rendezvous=(--standalone)                            # a free port on this machine, no other node
 if [[ -n "${MASTER_ADDR:-}" && -n "${NNODES:-}" ]]; then
+    [[ -n "${SLURM_STEP_ID:-}" ]] || die "a job needs one torchrun on each of $NNODES nodes: srun --ntasks-per-node=1 $0 $1"
     getent hosts "$MASTER_ADDR" >/dev/null || {
         [[ "$SLURM_NODEID" == 0 ]] || sleep 5        # one node ends the job, and one is enough to say it
         die "the host name MASTER_ADDR=$MASTER_ADDR does not resolve here"
@@ -38,4 +39,5 @@ if [[ -n "${MASTER_ADDR:-}" && -n "${NNODES:-}" ]]; then
         --local-addr="${SLURMD_NODENAME:-$HOSTNAME}"
     )
 fi
+export LOGLEVEL="${LOGLEVEL:-ERROR}"                 # torchrun warns on every node when another node's torchrun ends first
 exec torchrun "${rendezvous[@]}" --nproc-per-node="$NPROC_PER_NODE" "$@"

@@ -66,7 +66,7 @@ def describe(folder: str | Path) -> str:
     """What lies in `folder`, for the log: real MNIST, the program's own digits, or somebody's files in that format."""
     raw = Path(folder) / "MNIST" / "raw"
     labels = (raw / "t10k-labels-idx1-ubyte").read_bytes()
-    if all(label == i % 10 for i, label in enumerate(labels[8:108])):  # aux/prepare_data.py draws them in this order
+    if all(label == i % 10 for i, label in enumerate(labels[8:108])):  # aux/prepare_data.py writes them in this order
         return f"SYNTHETIC digits drawn by aux/prepare_data.py, in {folder}"
     if hashlib.sha256(labels).hexdigest() == STANDARD_TEST_LABELS:
         return f"MNIST, in {folder}"

@@ -98,9 +98,17 @@ class ConvNet(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.conv2(F.relu(self.conv1(images))))
-        x = self.dropout(F.max_pool2d(x, 2)).flatten(1)
+        x = F.relu(F.max_pool2d(self.conv2(F.relu(self.conv1(images))), 2))
+        x = self.dropout(x.permute(0, 2, 3, 1).flatten(1))  # as channels_last lies in memory: no copy
         return self.linear2(self.dropout(F.relu(self.linear1(x))))
+
+
+def make_model(args: Namespace, device: torch.device) -> tuple[ConvNet, torch.optim.Optimizer]:
+    """The network and its optimizer, in the forms that are fastest; on MPS in those that are right (pytorch#175189)."""
+    fast = device.type != "mps"
+    model = ConvNet(args.dropout).to(device, memory_format=torch.channels_last if fast else None)
+    options = {"lr": args.learning_rate, "momentum": 0.9, "nesterov": True, "fused": fast}
+    return model, torch.optim.SGD(model.parameters(), **options)
 
 
 def autocast(args: Namespace, device: torch.device) -> torch.autocast:
@@ -163,8 +171,7 @@ def main(args: Namespace):
 
     torch.manual_seed(args.seed)
     train_loader, test_loader = make_loaders(args, device)
-    model = ConvNet(args.dropout).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, nesterov=True)
+    model, optimizer = make_model(args, device)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     epoch, step, loss, accuracy = 0, 0, math.nan, math.nan

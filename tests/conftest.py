@@ -1,8 +1,9 @@
-"""What the tests share: a real Slurm cluster in network namespaces, jobs on it, and small data in MNIST's own format."""
+"""What the tests share: a real Slurm cluster in network namespaces, jobs on it, small data in MNIST's own format."""
 
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -21,9 +22,24 @@ LAUNCHERS = {
 sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux")]
 
 
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # by way of the fixtures, which end the cluster
+
+
 def environment(**values: object) -> dict[str, str]:
     """This process's environment without what would lead a launcher astray, the virtual environment first in PATH."""
-    stray = ("SLURM", "SBATCH", "MASTER_", "NPROC", "NNODES", "OMP_", "RANK", "WORLD", "LOCAL_", "TRAIN_", "VIRTUAL_ENV")
+    stray = (
+        "SLURM",
+        "SBATCH",
+        "MASTER_",
+        "NPROC",
+        "NNODES",
+        "OMP_",
+        "RANK",
+        "WORLD",
+        "LOCAL_",
+        "TRAIN_",
+        "VIRTUAL_ENV",
+    )
     clean = {name: value for name, value in os.environ.items() if not name.startswith(stray)}
     clean["PATH"] = f"{Path(sys.executable).parent}:{clean['PATH']}"
     return clean | {name: str(value) for name, value in values.items()}
@@ -31,7 +47,7 @@ def environment(**values: object) -> dict[str, str]:
 
 def run(*command: object, timeout: float = 120, **options) -> subprocess.CompletedProcess:
     """A command in the repository, its output as text; ended with everything it started when the time is up."""
-    options = {"cwd": REPOSITORY, "env": environment(), "stdin": subprocess.DEVNULL} | options
+    options = {"cwd": REPOSITORY, "env": environment(OMP_NUM_THREADS=1), "stdin": subprocess.DEVNULL} | options
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     with subprocess.Popen([str(part) for part in command], **pipes, **options) as process:
         try:
@@ -90,13 +106,15 @@ class Cluster:
             if time.monotonic() > deadline:
                 self.exec("scancel", job)
                 log = Path(shown["StdOut"])
-                pytest.fail(f"job {job} is {shown['JobState']} after {timeout} s:\n{log.read_text() if log.exists() else ''}")
+                pytest.fail(
+                    f"job {job} is {shown['JobState']} after {timeout} s:\n{log.read_text() if log.exists() else ''}"
+                )
             time.sleep(0.2)
         log = Path(shown["StdOut"])
         text = log.read_text() if log.exists() else ""
         status, signal = map(int, shown["ExitCode"].split(":"))
         seconds = [int(x) for x in re.split("[-:]", shown["RunTime"])]
-        return Job(job, shown["JobState"], status or signal, text, sum(x * y for x, y in zip(seconds, (3600, 60, 1))))
+        return Job(job, shown["JobState"], status or signal, text, seconds[-1] + 60 * seconds[-2])
 
     def sbatch(self, *command: object, env: dict | None = None, cwd: Path = REPOSITORY, timeout: float = 120) -> Job:
         """submit and wait; the log goes to the folder of the test unless `command` says --output."""

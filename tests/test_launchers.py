@@ -7,10 +7,24 @@ import time
 from pathlib import Path
 
 import pytest
+
 from conftest import LAUNCHERS, REPOSITORY, environment, run
 
 VARIABLES = "tests/scripts/variables.py"
-NASTY = ["a b", "it's", 'say "x"', "*", "$HOME", "", "line\nbreak", "--flag=v", "; false", "\\", "$(touch canary)", "--"]
+NASTY = [
+    "a b",
+    "it's",
+    'say "x"',
+    "*",
+    "$HOME",
+    "",
+    "line\nbreak",
+    "--flag=v",
+    "; false",
+    "\\",
+    "$(touch canary)",
+    "--",
+]
 
 
 def assert_five_variables(ranks: list[dict], sizes: list[int], own_port: bool = True):
@@ -144,7 +158,9 @@ def source_env(cluster, **variables) -> str:
     given = {name: str(value) for name, value in (slurm | variables).items() if value is not None}
     names = ("NNODES", "NPROC_PER_NODE", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "NCCL_DEBUG")
     show = "source ./env.sh && echo " + " ".join(f'"${name}"' for name in names)
-    done = cluster.exec("env", *(f"{name}={value}" for name, value in given.items()), "bash", "-euo", "pipefail", "-c", show)
+    done = cluster.exec(
+        "env", *(f"{name}={value}" for name, value in given.items()), "bash", "-euo", "pipefail", "-c", show
+    )
     return done.stdout.strip() if done.returncode == 0 else f"status {done.returncode}: {done.stderr.strip()}"
 
 
@@ -166,7 +182,10 @@ def source_env(cluster, **variables) -> str:
         ({"NPROC_PER_NODE": 3, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": 5}, "2 3 6 10.0.0.7 5 1 WARN"),
         ({"OMP_NUM_THREADS": 7, "NCCL_DEBUG": "INFO"}, "2 2 4 node-1 61089 7 INFO"),
         # Exported by env.sh of an outer job from which this one was submitted: not the user's.
-        ({"ENV_SH_JOB_ID": 88, "MASTER_ADDR": "old", "NPROC_PER_NODE": 7, "MASTER_PORT": 1}, "2 2 4 node-1 61089 2 WARN"),
+        (
+            {"ENV_SH_JOB_ID": 88, "MASTER_ADDR": "old", "NPROC_PER_NODE": 7, "MASTER_PORT": 1},
+            "2 2 4 node-1 61089 2 WARN",
+        ),
         ({"ENV_SH_JOB_ID": 89, "MASTER_ADDR": "mine"}, "2 2 4 mine 61089 2 WARN"),
     ],
 )
@@ -178,7 +197,7 @@ def test_env_sh_refuses_what_it_cannot_use(cluster):
     bad = source_env(cluster, NPROC_PER_NODE="a[$(touch canary)]")
     assert bad.startswith("status 1") and "not a number of ranks" in bad and not (REPOSITORY / "canary").exists()
     bad = source_env(cluster, SLURM_JOB_NODELIST="n[1-2]-ib")  # before 23.11 scontrol prints an error, with status 0
-    assert "status 1" in bad and "MASTER_ADDR=HOST" in bad or "n1-ib" in bad
+    assert ("status 1" in bad and "MASTER_ADDR=HOST" in bad) or "n1-ib" in bad
 
 
 def test_debug_switch(cluster):
@@ -221,7 +240,15 @@ def test_gpu_binding(options, seen, device, cluster, tmp_path):
 
 
 def test_gpu_binding_with_too_few_devices(cluster):
-    command = ["srun", "--nodes=1", "--ntasks-per-node=3", "--gpus-per-node=2", "--label", "python", "tests/scripts/binding.py"]
+    command = [
+        "srun",
+        "--nodes=1",
+        "--ntasks-per-node=3",
+        "--gpus-per-node=2",
+        "--label",
+        "python",
+        "tests/scripts/binding.py",
+    ]
     done = cluster.exec(*command, env={"TRAIN_DEVICE": "auto"})
     assert "2: 0,1 cpu local rank 2 has no GPU: torch sees 2" in done.stdout, done.stdout + done.stderr
 
@@ -254,7 +281,10 @@ CAUSES = {
         "exit": r"host +: (node-\d+)\n +rank +: 1 \(local_rank: 1\)\n +exitcode +: 3 ",
         "kill": r"rank +: 1 \(local_rank: 1\)\n +exitcode +: -9 ",
     },
-    "mp": {"exit": r"rank 1 on (node-\d+) ended with exit code 3", "kill": r"rank 1 on (node-\d+) was killed by SIGKILL"},
+    "mp": {
+        "exit": r"rank 1 on (node-\d+) ended with exit code 3",
+        "kill": r"rank 1 on (node-\d+) was killed by SIGKILL",
+    },
 }
 
 
@@ -324,7 +354,9 @@ def test_address_that_does_not_resolve(way, cluster, tmp_path):
         f"--output={tmp_path}/log", LAUNCHERS[way], "aux/check_ranks.py", env={"MASTER_ADDR": "no-such-host"}
     )
     assert job.state == "FAILED" and job.seconds < 30
-    assert len(re.findall(r"on node-\d+.* the host name MASTER_ADDR=no-such-host does not resolve", job.log)) == 1, job.log
+    assert len(re.findall(r"on node-\d+.* the host name MASTER_ADDR=no-such-host does not resolve", job.log)) == 1, (
+        job.log
+    )
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS.values())
@@ -344,15 +376,14 @@ def test_check_ranks_passes_on_every_way(cluster, tmp_path):
 
 def test_check_ranks_names_different_versions_of_torch(cluster, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "if os.environ.get('SLURM_NODEID') == '1':\n"
-        "    import torch\n"
-        "    torch.__version__ = '2.0.0'\n"
+        "import os, sys\nif os.environ.get('SLURM_NODEID') == '1':\n    import torch\n    torch.__version__ = '2.0.0'\n"
     )
     options = [f"--output={tmp_path}/log", LAUNCHERS["srun"], "aux/check_ranks.py"]
     job = cluster.sbatch(*options, env={"PYTHONPATH": tmp_path})
     assert job.state == "FAILED", job.log
-    assert re.search(r"different versions of torch: 2\.13\S* \(rank 0 on \S+\), 2\.0\.0 \(rank 2 on \S+\)", job.log), job.log
+    assert re.search(r"different versions of torch: 2\.13\S* \(rank 0 on \S+\), 2\.0\.0 \(rank 2 on \S+\)", job.log), (
+        job.log
+    )
 
 
 def test_check_ranks_names_too_few_cpus(cluster, tmp_path):
@@ -373,7 +404,15 @@ def test_check_ranks_names_too_few_cpus(cluster, tmp_path):
 
 def test_two_ranks_on_one_device_are_named(cluster, tmp_path):
     """Both ranks of a node see the same single GPU: the comparison in Step 0 stops them before NCCL would hang."""
-    command = ["srun", "--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=1", "python", "tests/scripts/binding.py", "join"]
+    command = [
+        "srun",
+        "--nodes=1",
+        "--ntasks-per-node=2",
+        "--gpus-per-node=1",
+        "python",
+        "tests/scripts/binding.py",
+        "join",
+    ]
     done = cluster.exec(*command, env={"TRAIN_DEVICE": "auto"})
     assert done.returncode != 0
     assert done.stderr.count("ranks 0 and 1 are on one device, GPU uuid-0") == 1, done.stderr

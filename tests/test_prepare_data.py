@@ -18,6 +18,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parent.parent / "aux" / "prepare_data.py"
 sys.path.insert(0, str(SCRIPT.parent))
 import prepare_data
+from draw_digits import draw_digits
 
 TEXT = "".join(f"Line {i}: to be, or not to be, that is the question.\r\n" for i in range(2000)) + "Ende: ÄÖÜ"
 
@@ -306,10 +307,10 @@ def test_synthetic_digits_are_too_varied_for_a_linear_model():
 
     torch.manual_seed(0)
     images, unseen = (
-        torch.frombuffer(bytearray(prepare_data.draw_digits(count, seed)), dtype=torch.uint8).view(-1, 1, 28, 28) / 255
+        torch.frombuffer(bytearray(draw_digits(count, seed)), dtype=torch.uint8).view(-1, 1, 28, 28) / 255
         for seed, count in enumerate((6000, 2000))
     )
-    again = prepare_data.draw_digits(1000, seed=1)
+    again = draw_digits(1000, seed=1)
     assert again == (unseen[:1000] * 255).round().byte().numpy().tobytes()
     labels, truth = torch.arange(6000) % 10, torch.arange(2000) % 10
 

@@ -1,4 +1,4 @@
-"""train_ddp.py's own device function where GPUs are pretended: torch is made to see what CUDA_VISIBLE_DEVICES grants."""
+"""train_ddp.py's own device function with pretended GPUs: torch is made to see what CUDA_VISIBLE_DEVICES grants."""
 
 import os
 import sys
@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
-import step_zero
 import torch
+
 import train_ddp
 
 visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "aux"))
 
 import torch
 import torch.distributed as dist
+
 from check_ranks import init_process_group
 
 rank, world_size, device = init_process_group(Namespace(device="cpu"))

@@ -1,0 +1,141 @@
+"""Checkpoints of a model that no rank holds whole: every rank writes its part, with torch.distributed.checkpoint.
+
+A checkpoint is a folder checkpoint_step_N. The tensors in it are stored by name and by place in the whole tensor, not
+by rank: it can be read on any number of ranks and under any split. The folder gets its name only when all of it is
+there, and whole.json in it has the length and checksum of each file, so that damage is noticed before it is read.
+
+Beware: the format's index (.metadata) is a Python pickle. Load only checkpoints from someone you trust.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+import warnings
+import zlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+KEEP = 2  # the newest may turn out to be damaged
+
+
+def find(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, the newest first: by the number in their name, never by their date."""
+    matches = [re.fullmatch(r"checkpoint_step_(\d+)", path.name) for path in Path(folder).glob("checkpoint_step_*")]
+    return [Path(folder) / match[0] for match in sorted(filter(None, matches), key=lambda match: -int(match[1]))]
+
+
+def in_the_way(folder: Path, resume: bool) -> str | None:
+    """One sentence when a new run would mix its checkpoints with those of another one; None when all is well."""
+    if resume or not (found := find(folder)):
+        return None
+    return f"{found[0]} is of an earlier run: continue that one with --resume, or choose another --checkpoint-dir"
+
+
+def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict) -> Path:
+    """Writes checkpoint_step_N with `facts` (plain values) in its whole.json. To be called by all ranks.
+
+    Raises OSError, RuntimeError or CheckpointException (a full disk, say); what was there before is then untouched.
+    """
+    rank, world_size = place()
+    path, temporary = folder / f"checkpoint_step_{step}", folder / f".checkpoint_step_{step}.tmp"
+    if rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)  # of an attempt that was killed
+        temporary.mkdir(parents=True)
+    wait_for_all(world_size)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # one process alone need not be told that it is
+            dcp.save(state_of(model, optimizer), checkpoint_id=temporary, no_dist=world_size == 1)
+        files = measure_files(temporary, rank, world_size)
+        if rank == 0:
+            with (temporary / "whole.json").open("w") as file:
+                json.dump({"step": step, **facts, "files": files}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            shutil.rmtree(path, ignore_errors=True)  # a damaged one of the same step
+            os.replace(temporary, path)
+            descriptor = os.open(folder, os.O_RDONLY)
+            os.fsync(descriptor)  # the new name, too, must survive a power cut
+            os.close(descriptor)
+            for old in find(folder)[KEEP:]:
+                shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    wait_for_all(world_size)
+    return path
+
+
+def newest(folder: Path) -> tuple[Path, dict] | None:
+    """The newest whole checkpoint and its facts; damaged ones are named on stderr and passed over. By all ranks."""
+    rank, world_size = place()
+    candidates = [find(folder) if rank == 0 else None]  # rank 0 looks for all: file systems lag
+    if world_size > 1:
+        dist.broadcast_object_list(candidates, src=0)
+    for path in candidates[0]:
+        try:
+            facts = json.loads((path / "whole.json").read_text())
+            promised = facts["files"]
+        except (OSError, ValueError, KeyError) as error:
+            facts, promised, reason = {}, None, f"its whole.json cannot be read ({error})"
+        found = measure_files(path, rank, world_size)
+        if promised is not None:
+            names = sorted(name for name in found.keys() | promised.keys() if found.get(name) != promised.get(name))
+            reason = f"{names[0]} in it is not the file that was written" if names else None
+        if all(agree(reason is None, world_size)):
+            return path, facts
+        if rank == 0:
+            print(f"warning: checkpoint {path} is damaged and skipped: {reason}", file=sys.stderr, flush=True)
+    return None
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
+    """Reads a checkpoint into a model, split or not, and its optimizer. To be called by all ranks."""
+    _, world_size = place()
+    state = state_of(model, optimizer)
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(state, checkpoint_id=path, no_dist=world_size == 1)
+    optimizers = [] if optimizer is None else [optimizer]
+    set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {}))
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
+    """The tensors by their names in the model, the same whatever wraps or splits it."""
+    model_state, optimizer_state = get_state_dict(model, [] if optimizer is None else [optimizer])
+    return {"model": model_state, "optimizer": optimizer_state} if optimizer is not None else {"model": model_state}
+
+
+def measure_files(folder: Path, rank: int, world_size: int) -> dict[str, list[int]]:
+    """Length and CRC-32 of every file but whole.json, each one read by one of the ranks."""
+    mine = {}
+    for path in sorted(path for path in folder.iterdir() if path.name != "whole.json")[rank::world_size]:
+        length = checksum = 0
+        with path.open("rb") as file:
+            while part := file.read(1 << 24):
+                length, checksum = length + len(part), zlib.crc32(part, checksum)
+        mine[path.name] = [length, checksum]
+    return {name: facts for part in agree(mine, world_size) for name, facts in part.items()}
+
+
+def agree(value, world_size: int) -> list:
+    """Everybody's `value`, by rank."""
+    values = [value] * world_size
+    if world_size > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def place() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def wait_for_all(world_size: int):
+    if world_size > 1:
+        dist.barrier()

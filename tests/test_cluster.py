@@ -1,0 +1,99 @@
+"""local/cluster/namespaces.sh itself: small clusters of their own, and what is left when they are down."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import LAUNCHERS, NAMESPACES, Cluster, environment, run
+
+
+@pytest.fixture
+def small():
+    """Two nodes with two CPUs each, so that Slurm can bind tasks to CPUs that exist, and one GPU."""
+    cluster = Cluster(f"small-{os.getpid()}", nodes=2, cpus=2, gpus=1)
+    yield cluster
+    cluster.down()
+
+
+def namespaces(cluster, *arguments, **options):
+    return run(NAMESPACES, *arguments, env=environment(**cluster.environment), **options)
+
+
+def test_sinfo_exec_and_status(small, tmp_path):
+    idle = small.exec("sinfo", "-N", "-l").stdout
+    assert idle.count(" idle ") == 2 and "node-1" in idle and "node-2" in idle
+    arguments = ["a b", "it's", "*", "", "line\\nbreak", "$HOME"]
+    program = "import json, os, sys; print(json.dumps([os.uname().nodename, os.getcwd(), sys.argv[1:]]))"
+    there = small.exec(sys.executable, "-c", program, *arguments, node="node-2", cwd=tmp_path)
+    assert json.loads(there.stdout) == ["node-2", str(tmp_path), arguments]
+    assert small.exec("bash", "-c", "exit 7").returncode == 7
+    assert namespaces(small, "status").returncode == 0
+
+
+def test_up_again_and_wrong_sizes(small):
+    size = ["--nodes", 2, "--cpus", 2, "--gpus", 1]
+    assert namespaces(small, "up", *size).returncode == 0
+    other = namespaces(small, "up", "--nodes", 3)
+    assert other.returncode == 1 and "down" in other.stderr and len(other.stderr.splitlines()) == 1
+    for bad in (["up", "--nodes", 0], ["up", "--cpu", 2], ["exec"], ["exec", "--node", "node-9", "true"], ["fly"]):
+        refused = namespaces(small, *bad)
+        assert refused.returncode != 0 and len(refused.stderr.splitlines()) == 1, bad
+
+
+@pytest.mark.parametrize(("tasks", "cpus"), [(2, 1), (1, 2)])
+def test_cpus_are_bound(tasks, cpus, small, tmp_path):
+    """A rank may use --cpus-per-task CPUs, no more, and its thread count says so."""
+    size = [f"--ntasks-per-node={tasks}", f"--gpus-per-node={0 if tasks == 2 else 1}", f"--cpus-per-task={cpus}"]
+    job = small.sbatch(*size, f"--output={tmp_path}/log", LAUNCHERS["srun"], "tests/scripts/variables.py")
+    assert job.state == "COMPLETED", job.log
+    assert [len(rank["cpus"]) for rank in job.ranks()] == [cpus] * 2 * tasks
+    assert {rank["threads"] for rank in job.ranks()} == {str(cpus)}
+    for way in ("torchrun", "mp") if tasks == 1 else ():  # one task a node: its CPUs are shared by the ranks it starts
+        size = ["--gpus-per-node=1", f"--output={tmp_path}/log-{way}"]
+        job = small.sbatch(*size, LAUNCHERS[way], "tests/scripts/variables.py")
+        assert [(len(rank["cpus"]), rank["threads"]) for rank in job.ranks()] == [(2, "2")] * 2, job.log
+
+
+def test_cleans_up_after_a_crash(small):
+    state = Path(f"/run/slurm-cluster-{small.environment['CLUSTER']}")
+    os.kill(int((state / "machine.pid").read_text()), signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while namespaces(small, "status").returncode == 0 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert "not up" in namespaces(small, "status").stderr
+    assert namespaces(small, "up", "--nodes", 2, "--cpus", 2, "--gpus", 0).returncode == 0
+    assert namespaces(small, "down").returncode == 0
+    assert namespaces(small, "down").returncode == 0  # twice is no mistake
+    assert not state.exists()
+    assert small.environment["CLUSTER"] not in Path("/proc/mounts").read_text()
+
+
+def test_refuses_without_root():
+    with tempfile.TemporaryDirectory() as folder:  # one that an ordinary user may enter
+        Path(folder).chmod(0o755)
+        shutil.copy(NAMESPACES, folder)
+        refused = run("setpriv", "--reuid=65534", "--clear-groups", "bash", f"{folder}/namespaces.sh", "up", cwd="/")
+    assert refused.returncode == 1 and "needs root" in refused.stderr and len(refused.stderr.splitlines()) == 1
+
+
+@pytest.mark.scale
+def test_way_1_at_4096_ranks(tmp_path):
+    """512 nodes with 8 ranks each: `make test-scale`."""
+    from test_launchers import assert_five_variables
+
+    cluster = Cluster(f"scale-{os.getpid()}", nodes=512, cpus=8, gpus=8)
+    try:
+        size = ["--nodes=512", "--ntasks-per-node=8", "--gpus-per-node=8", f"--output={tmp_path}/log"]
+        job = cluster.sbatch(*size, LAUNCHERS["srun"], "tests/scripts/variables.py", timeout=600)
+        assert job.state == "COMPLETED", job.log[-3000:]
+        assert_five_variables(job.ranks(), [8] * 512)
+        print(f"4,096 ranks in {job.seconds} s")
+    finally:
+        cluster.down()

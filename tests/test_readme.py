@@ -1,0 +1,82 @@
+"""The README's commands, run as they stand, block by block, in a copy of the repository."""
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import NAMESPACES, REPOSITORY, environment, run
+
+BLOCKS = re.findall(r"^```bash\n(.*?)^```$", (REPOSITORY / "README.md").read_text(), re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory, mnist) -> Path:
+    """The files that git tracks, the virtual environment of the tests, and small data where the README has them."""
+    folder = tmp_path_factory.mktemp("clone")
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True).stdout
+    for path in filter(None, tracked.split("\0")):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPOSITORY / path, folder / path)
+    (folder / ".venv").symlink_to(REPOSITORY / ".venv")
+    shutil.copytree(mnist, folder / "data/mnist")
+    return folder
+
+
+def bash(script: str, clone: Path, prefix: tuple = (), **variables):
+    done = run(*prefix, "bash", "-euo", "pipefail", "-c", script, cwd=clone, env=environment(**variables), timeout=300)
+    assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def block(containing: str) -> str:
+    found = [text for text in BLOCKS if containing in text]
+    assert len(found) == 1, f"one block of the README has {containing!r}"
+    return found[0]
+
+
+def test_every_block_is_run_here():
+    assert len(BLOCKS) == 4
+
+
+def test_make_train(clone):
+    shown = bash(block("make train"), clone)
+    assert "SYNTHETIC" in shown and re.search(r"^Finished: epoch=3 .* accuracy=0\.\d+$", shown, re.M)
+
+
+def test_by_hand(clone):
+    shown = bash(block("spawn_ranks.py"), clone)
+    accuracies = re.findall(r"^Finished: epoch=1 .* accuracy=(0\.\d+)$", shown, re.M)
+    assert len(accuracies) == 3
+
+
+def test_local_cluster(clone):
+    variables = {"CLUSTER": f"readme-{os.getpid()}"}
+    try:
+        shown = bash(block("make cluster\n"), clone, **variables)
+        assert len(re.findall(r"^node-[12] .* idle ", shown, re.M)) == 2
+        assert "step=20/20" in shown
+        (log,) = clone.glob("launch_slurm_with_torchrun.sh_*.out")
+        assert "VERDICT: 4 ranks" in log.read_text()
+        assert not Path(f"/run/slurm-cluster-{variables['CLUSTER']}").exists()
+    finally:
+        run(NAMESPACES, "down", env=environment(**variables))
+
+
+def test_on_a_cluster(clone, cluster):
+    """The commands for a login node, typed on one, except the first: the (small) data are there already."""
+    script = block("sbatch launch_slurm_to_torch.sh")
+    prepare, jobs = script.split("\n", 1)
+    assert prepare.startswith("python aux/prepare_data.py mnist ")
+    before = time.time()
+    shown = bash(jobs, clone, prefix=(NAMESPACES, "exec"), **cluster.environment)
+    ids = [int(job) for job in re.findall(r"Submitted batch job (\d+)", shown)]
+    assert len(ids) == 5 and all(str(job) in shown.split("JOBID")[1] for job in ids)
+    ended = [cluster.wait(job, timeout=240) for job in ids]
+    assert [job.state for job in ended] == ["COMPLETED"] * 5, [job.log for job in ended]
+    finals = [re.search(r"^Finished: (.*)$", job.log, re.M)[1] for job in ended[1:4]]
+    assert len({final.split()[0] for final in finals}) == 1 and time.time() - before < 240
