@@ -17,15 +17,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
-from arguments import ArgumentParser
+from arguments import ArgumentParser, device_name
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__)
-    devices = ("auto", "cpu", "cuda", "mps")
-    parser.add_argument("--device", choices=devices, default=os.environ.get("TRAIN_DEVICE", "auto"))
+    device = os.environ.get("TRAIN_DEVICE", "auto")
+    parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps (or TRAIN_DEVICE)")
     return parser.parse_args()
 
 

@@ -23,6 +23,13 @@ class ArgumentParser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+def device_name(text: str) -> str:
+    """An argparse type: a kind of device. Unlike choices, a type also checks a default, which may be TRAIN_DEVICE's."""
+    if text not in ("auto", "cpu", "cuda", "mps"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, cpu, cuda or mps (default: TRAIN_DEVICE, or auto)")
+    return text
+
+
 def whole_number(minimum: int) -> Callable[[str], int]:
     """An argparse type: a whole number of at least `minimum`."""
 

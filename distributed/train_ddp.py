@@ -18,7 +18,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from arguments import ArgumentParser, number, whole_number
+from arguments import ArgumentParser, device_name, number, whole_number
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -32,8 +32,8 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--dropout", type=number(0, below=1), default=0.25, help="share of activations dropped")
     parser.add_argument("--seed", type=whole_number(0), default=0)
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
-    devices = ("auto", "cpu", "cuda", "mps")
-    parser.add_argument("--device", choices=devices, default=os.environ.get("TRAIN_DEVICE", "auto"))
+    device = os.environ.get("TRAIN_DEVICE", "auto")
+    parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps (or TRAIN_DEVICE)")
     parser.add_argument("--data-dir", type=Path, default="data/mnist")
     parser.add_argument("--num-workers", type=whole_number(0), default=0, help="loader processes of each rank")
     parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
