@@ -150,5 +150,4 @@ def main(args: Namespace):
 
 if __name__ == "__main__":
     main(args)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    step_zero.leave()

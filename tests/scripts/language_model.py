@@ -194,4 +194,4 @@ def main(data_dir: str, out: str):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    os._exit(0)  # see the end of train_fsdp.py
+    os._exit(0)  # see step_zero.leave

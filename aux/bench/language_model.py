@@ -1,0 +1,205 @@
+#!/usr/bin/env python3
+"""How fast train_fsdp.py's step is in one CPU process, against a loop that works as nanoGPT's train.py does.
+
+    python aux/prepare_data.py shakespeare
+    python aux/bench/language_model.py               # about ten minutes: leave the machine alone meanwhile
+    python aux/bench/language_model.py --check       # status 1 when a ratio is less than the one stated below
+
+The other side: a fused q, k, v projection, slices of a memory-mapped file stacked for every batch, the loss read at
+every step, AdamW without fused kernels, float32. Both sides take turns, on equally many threads, and the medians of
+the rounds are compared: trust the ratios, not the tokens per second. Last comes a whole training and its loss.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import characters
+import train_fsdp
+from char_transformer import Attention, CharTransformer, attend
+
+CPU = torch.device("cpu")
+SIZES = {
+    "nanoGPT's CPU settings": ["--size", "cpu"],
+    "10.65 million parameters": ["--size", "gpu", "--batch-size", "4", "--dropout", "0"],
+}
+# size, threads: least ratio with bfloat16 tiles (as Intel's AMX has), and without
+FLOORS = {
+    ("nanoGPT's CPU settings", 1): (1.5, 1.1),
+    ("nanoGPT's CPU settings", 2): (1.4, 1.1),
+    ("10.65 million parameters", 1): (3.0, 1.1),
+    ("10.65 million parameters", 2): (3.0, 1.1),
+}
+HIGHEST_LOSS = 1.91  # nats per character; nanoGPT's README has 1.88
+
+
+class FusedAttention(Attention):
+    """One projection for q, k and v, as in nanoGPT."""
+
+    def __init__(self, width: int, heads: int, dropout: float):
+        super().__init__(width, heads, dropout)
+        del self.query, self.key, self.value
+        self.project = torch.nn.Linear(width, 3 * width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in self.project(x).chunk(3, -1))
+        y = attend(q, k, v, self.dropout if self.training else 0.0)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def parse(data_dir: Path, *flags: str):
+    """train_fsdp.py's own arguments, its automatic choice of precision made."""
+    sys.argv = ["train_fsdp.py", "--data-dir", str(data_dir), "--checkpoint-dir", "unused", *flags]
+    args = train_fsdp.parse_arguments()
+    args.precision = train_fsdp.choose_precision(args, CPU, 1)
+    return args
+
+
+def make_model(args) -> CharTransformer:
+    torch.manual_seed(args.seed)
+    vocabulary = len(characters.read_vocabulary(args.data_dir)["characters"])
+    return CharTransformer(vocabulary, args.context, args.layers, args.heads, args.width, args.dropout)
+
+
+def ours(args) -> Callable[[int], None]:
+    """One step of train_fsdp.py, as its main() does it."""
+    model = make_model(args)
+    train_fsdp.split(args, model, None)
+    optimizer = train_fsdp.make_optimizer(args, model)
+    windows = characters.windows(args.data_dir, "train", args.context)
+    loss_sum = torch.zeros(())
+
+    def step(number: int):
+        batch = train_fsdp.draw_batch(args, windows, number, 0, 1, CPU)
+        loss_sum.add_(train_fsdp.train_step(args, number, model, optimizer, batch)[0])
+
+    step.model = model
+    return step
+
+
+def theirs(args) -> Callable[[int], None]:
+    """One step the way of nanoGPT's train.py."""
+    model = make_model(args)
+    for block in model.blocks:
+        block.attention = FusedAttention(args.width, args.heads, args.dropout)
+    matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
+    vectors = [weight for weight in model.parameters() if weight.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99))
+    dtype = characters.read_vocabulary(args.data_dir)["dtype"]
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        data = np.memmap(args.data_dir / "train.bin", dtype=dtype, mode="r")  # anew each time, as there
+        starts = torch.randint(len(data) - args.context, (args.batch_size,))
+        x = torch.stack([torch.from_numpy(data[i : i + args.context].astype(np.int64)) for i in starts])
+        y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + args.context].astype(np.int64)) for i in starts])
+        return x, y
+
+    def step(number: int):
+        for group in optimizer.param_groups:
+            group["lr"] = train_fsdp.learning_rate(args, number)
+        x, y = batch()
+        logits = model(x)
+        loss = F.cross_entropy(logits.view(-1, logits.size(-1)), y.view(-1))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+
+    return step
+
+
+def measure(sides: dict[str, Callable[[int], None]], rounds: int, seconds: float) -> dict[str, float]:
+    """Median seconds per step of each side; they take turns of about `seconds`, of which the first is not counted."""
+    for step in sides.values():
+        step(0)
+    start = time.perf_counter()
+    next(iter(sides.values()))(1)
+    steps = max(1, round(seconds / (time.perf_counter() - start)))
+    taken = {name: [] for name in sides}
+    for turn in range(rounds + 1):
+        for name, step in sides.items():
+            start = time.perf_counter()
+            for number in range(steps):
+                step(2 + turn * steps + number)
+            taken[name].append((time.perf_counter() - start) / steps)
+    return {name: statistics.median(times[1:]) for name, times in taken.items()}
+
+
+def time_of_first_step(step: Callable[[int], None]) -> float:
+    start = time.perf_counter()
+    step(0)
+    return time.perf_counter() - start
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, default="data/shakespeare")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of one side's turn in a round")
+    parser.add_argument("--skip-compile", action="store_true", help="leave out torch.compile (it needs a C++ compiler)")
+    parser.add_argument("--skip-training", action="store_true", help="leave out the whole training at the end")
+    parser.add_argument("--check", action="store_true", help="status 1 when something stated is missed")
+    options = parser.parse_args()
+    if fault := characters.missing_data(options.data_dir, 256):
+        sys.exit(f"language_model.py: {fault}")
+    missed = []
+    threads = [count for count in (1, 2) if count <= len(os.sched_getaffinity(0))]
+    tiles = parse(options.data_dir).precision == "bf16"
+    print(f"torch {torch.__version__}, {torch.cpu.get_capabilities().get('cpu_name', 'CPU')}, bfloat16 tiles: {tiles}")
+    print(f"{characters.describe(options.data_dir)}; medians of {options.rounds} rounds, tokens per second\n")
+    print("| size | threads | precision | like nanoGPT | train_fsdp.py | ratio | at least |")
+    print("|---|---|---|---|---|---|---|")
+    for size, flags in SIZES.items():
+        for count in threads:
+            torch.set_num_threads(count)
+            args = parse(options.data_dir, *flags)
+            taken = measure({"theirs": theirs(args), "ours": ours(args)}, options.rounds, options.seconds)
+            tokens, ratio = args.batch_size * args.context, taken["theirs"] / taken["ours"]
+            floor = FLOORS[size, count][0 if tiles else 1]
+            speeds = f"{tokens / taken['theirs']:,.0f} | {tokens / taken['ours']:,.0f}"
+            print(f"| {size} | {count} | {args.precision} | {speeds} | {ratio:.2f} | {floor} |", flush=True)
+            if ratio < floor:
+                missed.append(f"{size}, {count} threads: {ratio:.2f} instead of at least {floor}")
+
+    if not options.skip_compile:
+        plain, compiled = (parse(options.data_dir, "--size", "cpu", *flags) for flags in ([], ["--compile"]))
+        compiled_step, plain_step = ours(compiled), ours(plain)
+        warm_up = time_of_first_step(compiled_step)
+        taken = measure({"plain": plain_step, "compiled": compiled_step}, options.rounds, options.seconds)
+        gain = taken["plain"] - taken["compiled"]
+        pays = f"pays after {warm_up / gain:,.0f} steps" if gain > 0 else "never pays here"
+        print(f"\n--compile, nanoGPT's CPU settings, {threads[-1]} threads: {taken['plain'] / taken['compiled']:.2f}")
+        print(f"times as fast, after a first step of {warm_up:.1f} s: {pays}.", flush=True)
+
+    if not options.skip_training:
+        args = parse(options.data_dir, "--size", "cpu", "--eval-windows", "0")
+        step, start = ours(args), time.perf_counter()
+        for number in range(args.steps):
+            step(number)
+        seconds = time.perf_counter() - start
+        loss = train_fsdp.evaluate(args, step.model, characters.fixed_batches(args, 0, 1, CPU), 1, CPU)
+        print(f"\n{args.steps} steps of nanoGPT's CPU settings took {seconds:.0f} s on {threads[-1]} threads; the loss")
+        print(f"over the whole validation split is then {loss:.3f} nats per character.")
+        if characters.read_vocabulary(options.data_dir)["source"] != "Tiny Shakespeare":
+            print("(not judged: nanoGPT's figure is of Tiny Shakespeare)")
+        elif loss > HIGHEST_LOSS:
+            missed.append(f"validation loss {loss:.3f} instead of at most {HIGHEST_LOSS}")
+    for sentence in missed:
+        print(f"MISSED: {sentence}", file=sys.stderr)
+    sys.exit(1 if missed and options.check else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""A decoder-only transformer over characters, in plain torch: nothing in here knows of ranks.
+
+nanoGPT's architecture (github.com/karpathy/nanoGPT, model.py, there after GPT-2) without biases, as its train.py has it
+by default, with one difference: q, k and v are three linears. A fused one cannot be cut by heads in one piece, and the
+bias of k has no gradient but rounding noise, which Adam blows up.
+
+The letters in the shapes: B sequences, T tokens each, C channels (the width), H heads, D = C / H, V characters. A rank
+may hold a part of H or of T: whatever is not in a linear's or an embedding's own weight is read off the tensor at hand.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
+
+
+def peak_flops(device: torch.device) -> float:
+    """What the device's data sheet promises, in FLOP/s in dense bfloat16; nan for one that is not in the table."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for known, peak in PEAK_FLOPS.items() if known in name), math.nan)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+    """Causal attention, (B, H, T, D) each, softmax(q k' / sqrt(D)) v. In float32 on a CPU unless heads are large.
+
+    The backward pass of the CPU's flash attention in bfloat16 takes 12 times as long as in float32 at D = 16, 7 times
+    as long at D = 32 and T = 64, and as long at D = 64 and T = 256.
+    """
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and (q.size(-1) < 64 or q.size(-2) < 256):
+        with torch.autocast("cpu", enabled=False):
+            y = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), dropout_p=dropout, is_causal=True)
+        return y.to(q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention, (B, T, C) to (B, T, C)."""
+
+    def __init__(self, width: int, heads: int, dropout: float):
+        super().__init__()
+        self.head_size, self.dropout = width // heads, dropout
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # (B, T, H D) to (B, H, T, D)
+            for project in (self.query, self.key, self.value)
+        )
+        y = attend(q, k, v, self.dropout if self.training else 0.0)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Two linears with GELU between them, (B, T, C) to (B, T, C) by way of 4 C."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer layer, (B, T, C) to (B, T, C).
+
+    With `recompute` its inner activations are dropped and computed again in the backward pass: B T C numbers are kept
+    for it instead of some 16 times as many, for a third more computing (Chen et al. 2016, arxiv.org/abs/1604.06174).
+    """
+
+    recompute = False
+
+    def __init__(self, width: int, heads: int, dropout: float):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width, bias=False)
+        self.attention = Attention(width, heads, dropout)
+        self.mlp_norm = nn.LayerNorm(width, bias=False)
+        self.mlp = MLP(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False) if self.recompute and self.training else self.layer(x)
+
+    def layer(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class CharTransformer(nn.Module):
+    """Tokens (B, T) int64 with T <= context to logits (B, T, V). The output head shares the embedding's weight.
+
+    Draws its weights from torch's global generator: the same seed before it, the same model on every rank.
+    """
+
+    def __init__(self, vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float = 0.0):
+        super().__init__()
+        self.token_embedding = nn.Embedding(vocabulary, width)
+        self.position_embedding = nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.apply(self.draw)
+        for block in self.blocks:  # GPT-2: what adds to the residual stream starts smaller, the more layers add
+            for last in (block.attention.out, block.mlp.down):
+                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * layers))
+        self.tie()
+
+    @staticmethod
+    def draw(module: nn.Module):
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def tie(self):
+        """One weight (V, C) for token embedding and head. To be called again after what replaces parameters."""
+        self.head.weight = self.token_embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(tokens.size(1), device=tokens.device)
+        x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def flops_per_token(self, context: int) -> int:
+        """Of one training step, forward and backward: 6 N + 12 L C T (PaLM, arxiv.org/abs/2204.02311, appendix B).
+
+        N are the weights that multiply, without the position embedding. To be asked before the model is split.
+        """
+        weights = sum(weight.numel() for weight in self.parameters()) - self.position_embedding.weight.numel()
+        return 6 * weights + 12 * len(self.blocks) * self.norm.weight.numel() * context
+
+    @torch.no_grad()
+    def generate(self, tokens: torch.Tensor, count: int, temperature: float = 0.8) -> torch.Tensor:
+        """`tokens` (B, T) int64 and `count` more, drawn one by one: (B, T + count). Less heat, fewer surprises."""
+        self.eval()
+        for _ in range(count):
+            logits = self(tokens[:, -self.position_embedding.num_embeddings :])[:, -1]
+            tokens = torch.cat((tokens, torch.multinomial((logits / temperature).softmax(-1), 1)), dim=1)
+        return tokens

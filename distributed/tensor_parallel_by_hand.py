@@ -1,0 +1,148 @@
+"""Tensor parallelism by hand: what train_tp.py lets DTensor do, in plain torch, for readers.
+
+    NPROC_PER_NODE=2 ./torchrun.sh distributed/tensor_parallel_by_hand.py
+
+Two autograd functions are all of it, Megatron-LM's f and g (Shoeybi et al. 2019, arxiv.org/abs/1909.08053, figure 3).
+Between them every rank computes a part of the channels, the heads or the vocabulary; outside them all ranks have the
+same. Collectives per step: 4 for a layer (f and g in attention and in MLP), and 4 more: g behind the embedding, f
+before the head, and the largest logit and g in the loss.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import step_zero
+from char_transformer import CharTransformer
+
+
+class EnterSplit(torch.autograd.Function):
+    """Megatron-LM's f: x as it is forward; backward the sum of what each rank's part has to say of x."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        return all_reduce(gradient)
+
+
+class LeaveSplit(torch.autograd.Function):
+    """Megatron-LM's g: the sum of the ranks' parts forward; backward the gradient as it is, the same for each part."""
+
+    @staticmethod
+    def forward(ctx, part: torch.Tensor) -> torch.Tensor:
+        return all_reduce(part)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def all_reduce(x: torch.Tensor, operation=dist.ReduceOp.SUM) -> torch.Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    if dist.is_initialized():
+        dist.all_reduce(x, operation)
+    return x
+
+
+class ColumnLinear(nn.Linear):
+    """Rank r has rows r of weight (out, in): (..., in) to its part of (..., out). Its input has come through f."""
+
+    def __init__(self, whole: nn.Linear, rank: int, world_size: int):
+        nn.Module.__init__(self)
+        self.bias, self.weight = None, nn.Parameter(whole.weight.detach().chunk(world_size)[rank].clone())
+
+
+class RowLinear(nn.Linear):
+    """Rank r has columns r of weight (out, in): its part of (..., in) to (..., out), summed over the ranks by g."""
+
+    def __init__(self, whole: nn.Linear, rank: int, world_size: int):
+        nn.Module.__init__(self)
+        self.bias, self.weight = None, nn.Parameter(whole.weight.detach().chunk(world_size, dim=1)[rank].clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return LeaveSplit.apply(super().forward(x))
+
+
+class SplitEmbedding(nn.Module):
+    """Rank r has rows r of weight (V, C): a token it does not have is 0 here, and in the sum what its owner has."""
+
+    def __init__(self, whole: nn.Embedding, rank: int, world_size: int):
+        super().__init__()
+        parts = whole.weight.detach().chunk(world_size)
+        self.first, self.weight = rank * len(parts[0]), nn.Parameter(parts[rank].clone())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        row, here = find_here(tokens, self.first, len(self.weight))
+        return LeaveSplit.apply(F.embedding(row, self.weight) * here.unsqueeze(-1))
+
+
+def find_here(tokens: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The place of each token among this rank's `count` from `first` on, and whether it is one of them."""
+    return (tokens - first).clamp(0, count - 1), (tokens >= first) & (tokens < first + count)
+
+
+def split_by_hand(model: CharTransformer, rank: int, world_size: int) -> CharTransformer:
+    """Leaves this rank its part of an unsplit model. The weights of norms and positions stay whole on all ranks."""
+
+    def enter(module: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+        return EnterSplit.apply(*inputs)
+
+    for block in model.blocks:
+        attention, mlp = block.attention, block.mlp
+        attention.register_forward_pre_hook(enter)  # once for q, k and v
+        mlp.register_forward_pre_hook(enter)
+        attention.query, attention.key, attention.value, mlp.up = (
+            ColumnLinear(whole, rank, world_size) for whole in (attention.query, attention.key, attention.value, mlp.up)
+        )
+        attention.out, mlp.down = (RowLinear(whole, rank, world_size) for whole in (attention.out, mlp.down))
+    model.token_embedding = SplitEmbedding(model.token_embedding, rank, world_size)
+    model.head = ColumnLinear(model.head, rank, world_size)
+    model.head.register_forward_pre_hook(enter)
+    model.tie()
+    return model
+
+
+def split_loss(model: CharTransformer, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of this rank's part of the logits (B, T, V / n): log of the sum of exp, less the target's."""
+    largest = all_reduce(logits.detach().amax(-1), dist.ReduceOp.MAX)
+    row, here = find_here(targets, model.token_embedding.first, logits.size(-1))
+    target = logits.gather(-1, row.unsqueeze(-1)).squeeze(-1) * here
+    total, target = LeaveSplit.apply(torch.stack(((logits - largest.unsqueeze(-1)).exp().sum(-1), target)))
+    return (total.log() + largest - target).mean()
+
+
+def main():
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world_size > 1:
+        dist.init_process_group("gloo")
+    text = Path(__file__).read_text()
+    numbers = torch.tensor([sorted(set(text)).index(character) for character in text])
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(CharTransformer(len(set(text)), context=32, layers=2, heads=4, width=64))
+    whole, split = models[0], split_by_hand(models[1], rank, world_size)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=3e-3) for model in models]
+    for step in range(1, 101):
+        batch = numbers.unfold(0, 33, 1)[torch.randint(len(numbers) - 32, (8,))]
+        tokens, targets = batch[:, :-1], batch[:, 1:]
+        loss_whole = F.cross_entropy(whole(tokens).flatten(0, 1), targets.flatten())
+        loss_split = split_loss(split, split(tokens), targets)
+        for loss, optimizer in zip((loss_whole, loss_split), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if rank == 0 and (step % 20 == 0 or step == 1):
+            print(f"step={step} loss_whole={loss_whole:.6f} loss_split_over_{world_size}={loss_split:.6f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    step_zero.leave()

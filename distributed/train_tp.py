@@ -1,0 +1,521 @@
+"""Train a character-level transformer with tensor parallelism: every rank computes a part of every layer.
+
+    python aux/prepare_data.py shakespeare                # once, before any job
+    python distributed/train_tp.py                        # one process: CUDA, Apple's MPS or the CPU
+    ./torchrun.sh distributed/train_tp.py --size gpu      # all GPUs of this machine, or two CPU ranks
+    sbatch launch_slurm_to_torch.sh distributed/train_tp.py --tensor-parallel 2 --sequence-parallel
+    python distributed/train_tp.py --sample 500 --checkpoint-dir checkpoints/JOB
+
+Every --tensor-parallel ranks hold one model between them and see the same sequences; such groups are replicas of each
+other and share out the batch, with fully_shard over them. The scheme is Megatron-LM's (arxiv.org/abs/1909.08053), by
+hand in tensor_parallel_by_hand.py. Checkpoints are those of train_fsdp.py: either script goes on from the other's.
+
+Grown from distributed/train_fsdp.py: arguments, device mesh, model, steps.
+
+    git diff --no-index distributed/train_fsdp.py distributed/train_tp.py
+"""
+
+import datetime
+import math
+import os
+import subprocess
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from arguments import ArgumentParser, number, whole_number
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+SIZES = {
+    "cpu": {"layers": 4, "heads": 4, "width": 128, "context": 64, "dropout": 0.0, "batch_size": 12, "steps": 2000},
+    "gpu": {"layers": 6, "heads": 6, "width": 384, "context": 256, "dropout": 0.2, "batch_size": 64, "steps": 5000},
+}
+
+
+def parse_arguments() -> Namespace:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=SIZES, default="cpu", help="defaults of the next seven: see SIZES")
+    parser.add_argument("--layers", type=whole_number(1))
+    parser.add_argument("--heads", type=whole_number(1), help="attention heads, a divisor of --width")
+    parser.add_argument("--width", type=whole_number(1), help="channels between the layers")
+    parser.add_argument("--context", type=whole_number(1), help="characters the model looks back on")
+    parser.add_argument("--dropout", type=number(0, below=1), help="share of activations dropped")
+    parser.add_argument("--batch-size", type=whole_number(1), help="sequences per step, over all ranks")
+    parser.add_argument("--steps", type=whole_number(1), help="in all; the learning rate's cosine is as long")
+    parser.add_argument("--accumulation", type=whole_number(1), default=1, help="parts in which a rank does its share")
+    parser.add_argument("--learning-rate", type=number(0), default=1e-3, help="the highest; it ends at a tenth")
+    parser.add_argument("--warmup-steps", type=whole_number(0), default=100)
+    parser.add_argument("--weight-decay", type=number(0), default=0.1, help="of matrices; vectors have none")
+    parser.add_argument("--clip", type=number(0), default=1.0, help="greatest norm of the gradient (0: any)")
+    help = "ranks that hold one model between them (default: 2, and 1 in one process alone)"
+    parser.add_argument("--tensor-parallel", type=whole_number(1), metavar="RANKS", help=help)
+    parser.add_argument("--sequence-parallel", action="store_true", help="split the tokens, too, between the linears")
+    parser.add_argument("--across-nodes", action="store_true", help="let such a group span nodes: slow")
+    parser.add_argument("--activation-checkpointing", action="store_true", help="less memory, a third more computing")
+    parser.add_argument("--compile", action="store_true", help="torch.compile: pays after some 1,000 steps")
+    parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 where fast")
+    parser.add_argument("--seed", type=whole_number(0), default=0)
+    devices = ("auto", "cpu", "cuda", "mps")
+    parser.add_argument("--device", choices=devices, default=os.environ.get("TRAIN_DEVICE", "auto"))
+    parser.add_argument("--data-dir", type=Path, default="data/shakespeare")
+    parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
+    parser.add_argument("--checkpoint-every", type=whole_number(1), default=500, metavar="STEPS")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir")
+    parser.add_argument("--log-every", type=whole_number(1), default=50, metavar="STEPS")
+    parser.add_argument("--eval-every", type=whole_number(1), default=250, metavar="STEPS")
+    parser.add_argument("--eval-windows", type=whole_number(0), default=500, help="of the validation split (0: all)")
+    parser.add_argument("--sample", type=whole_number(1), metavar="N", help="write N characters from a checkpoint")
+    parser.add_argument("--prompt", default="\n", help="what the sample goes on from")
+    args = parser.parse_args()
+    for name, value in SIZES[args.size].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.width % args.heads:
+        parser.error(f"--heads {args.heads} does not divide --width {args.width}: {divisors(args.width)} would do")
+    if args.checkpoint_dir is None:
+        if (args.resume or args.sample) and "SLURM_JOB_ID" not in os.environ:
+            parser.error("--resume and --sample need the --checkpoint-dir to go on from")
+        now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        args.checkpoint_dir = Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
+    return args
+
+
+def divisors(number: int) -> str:
+    """The values that would do, for people: divisors(12) is "1, 2, 3, 4, 6 or 12"."""
+    return " or ".join(", ".join(str(i) for i in range(1, number + 1) if number % i == 0).rsplit(", ", 1))
+
+
+if __name__ == "__main__":
+    args = parse_arguments()  # before torch: a typing mistake costs no second
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+import characters
+import sharded_checkpoint
+import step_zero
+from char_transformer import CharTransformer, peak_flops
+from progress import Progress
+
+# --- process group ----------------------------------------------------------------------------------------------------
+
+
+def find_ranks() -> tuple[str, int, int, int]:
+    """Who started this process, and its place: (launcher, rank, local_rank, world_size)."""
+    env = os.environ
+    # Children of torchrun and spawn_ranks.py inherit Slurm's variables, so their own marks are looked at first. The
+    # batch shell has SLURM_PROCID, too, always 0: ranks exist only in a step that srun numbers, not in one near 2**32.
+    if "TORCHELASTIC_RUN_ID" in env or "SPAWN_RANKS" in env:
+        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "mp"
+    elif "SLURM_PROCID" in env and int(env.get("SLURM_STEP_ID", 2**32)) < 2**31:
+        if "MASTER_ADDR" not in env:  # `srun python train_ddp.py`, typed by hand
+            hosts = subprocess.run(["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]], capture_output=True)
+            env["MASTER_ADDR"] = hosts.stdout.decode().split("\n")[0]
+        job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
+        env.setdefault("MASTER_PORT", str(61000 + (job + 1009 * step) % 4536))
+        if "OMP_NUM_THREADS" not in env:
+            torch.set_num_threads(int(env.get("SLURM_CPUS_PER_TASK", 1)))  # else every rank would use the whole node
+        return "srun", int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_NTASKS"])
+    elif all(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        launcher = "environment"
+    else:
+        return "none", 0, 0, 1
+    return launcher, int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"])
+
+
+def choose_device(name: str, local_rank: int, world_size: int) -> tuple[torch.device, str | None]:
+    """This rank's device, and in one sentence what is wrong with it, or None. CUDA_VISIBLE_DEVICES is left to Slurm."""
+    cpu = torch.device("cpu")
+    if name == "auto":
+        granted = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+        if granted and not torch.cuda.is_available():
+            return cpu, (
+                f"Slurm granted {granted} GPUs on this node, but torch {torch.__version__} sees none: look at "
+                f"nvidia-smi and the build of torch here, or say --device cpu (or TRAIN_DEVICE=cpu) if that is meant"
+            )
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        if name == "mps" and world_size > 1:
+            name = "cpu"  # gloo does not know MPS
+    if name == "mps" and (world_size > 1 or not torch.backends.mps.is_available()):
+        return cpu, "--device mps needs an Apple GPU and one process alone"
+    if name != "cuda":
+        return torch.device(name), None
+    count = torch.cuda.device_count()
+    index = 0 if count == 1 else local_rank  # one device in sight: Slurm has bound it to this task
+    if index >= count:
+        return cpu, f"local rank {local_rank} has no GPU: torch sees {count}; ask for as many GPUs a node as ranks"
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index), None
+
+
+def init_process_group(args: Namespace, fault: str | None = None, **facts) -> tuple[int, int, torch.device]:
+    """Finds this rank's place, meets the others, prints Step 0 (with `facts`) and starts NCCL or gloo.
+
+    Returns (rank, world_size, device). A fault on any rank stops all of them, with one sentence.
+    """
+    launcher, rank, local_rank, world_size = find_ranks()
+    timeout = datetime.timedelta(minutes=5)
+    store = step_zero.meet(launcher, rank, local_rank, world_size, timeout)
+    device, device_fault = choose_device(args.device, local_rank, world_size)
+    facts = {"world size": world_size, "local rank": local_rank, "device": str(device), "launcher": launcher, **facts}
+    step_zero.check(store, rank, world_size, device, facts, device_fault or fault)
+    if world_size > 1:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        assert dist.get_world_size() == world_size
+    return rank, world_size, device
+
+
+# --- device mesh ------------------------------------------------------------------------------------------------------
+
+
+def group_size(args: Namespace, world_size: int) -> int:
+    """How many neighbouring ranks are a tensor-parallel group."""
+    return args.tensor_parallel or min(world_size, 2)
+
+
+def bad_sizes(args: Namespace, rank: int, local_rank: int, world_size: int) -> str | None:
+    """What cannot be split evenly, with the values that could, in one sentence; or None."""
+    size, common = group_size(args, world_size), math.gcd(world_size, args.heads)
+    if common % size:
+        parts = f"{world_size} ranks and --heads {args.heads}"
+        return f"--tensor-parallel {size} does not divide both {parts}: {divisors(common)} would do"
+    if args.sequence_parallel and args.context % size:
+        more = args.context - args.context % size + size
+        values = f"{more - size or more + size} or {more}"
+        return f"--context {args.context} does not divide by --tensor-parallel {size}: {values} would do"
+    if local_rank < rank % size and not args.across_nodes:
+        return (
+            f"--tensor-parallel {size}: ranks {rank - rank % size} to {rank - rank % size + size - 1} are not all on "
+            f"this node; choose a divisor of every node's number of ranks, or say --across-nodes if slow is meant"
+        )
+    data_ranks = world_size // size
+    if args.batch_size % (data_ranks * args.accumulation):
+        share = data_ranks * args.accumulation
+        more = args.batch_size - args.batch_size % share + share
+        values = f"{more - share or more + share} or {more}"
+        parts = f"{data_ranks} replicas x --accumulation {args.accumulation}"
+        return f"--batch-size {args.batch_size} does not divide by {parts}: {values} would do"
+    return None
+
+
+def step_zero_facts(args: Namespace) -> dict[str, str]:
+    """What the Step 0 table shows of this rank besides."""
+    _, rank, _, world_size = find_ranks()
+    size = group_size(args, world_size)
+    where = "may span nodes" if args.across_nodes else "inside this node"  # bad_sizes has seen to it
+    first = rank - rank % size
+    return {"tensor-parallel group": f"ranks {first} to {first + size - 1}, {where}", "replica": str(rank // size)}
+
+
+def make_mesh(args: Namespace, device: torch.device, world_size: int) -> DeviceMesh | None:
+    """A rectangle of ranks: a row is a tensor-parallel group, a column has the same part of every replica."""
+    size = group_size(args, world_size)
+    if world_size == 1:
+        return None
+    mesh = init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("data", "tensor"))
+    if 1 < size < world_size:
+        mesh._flatten("all")  # DTensor then sums the gradient's norm over both dimensions at once
+    return mesh
+
+
+def data_place(mesh: DeviceMesh | None) -> tuple[int, int]:
+    """Which of how many parts of a batch is this rank's: the same for all ranks of a tensor-parallel group."""
+    return (mesh["data"].get_local_rank(), mesh["data"].size()) if mesh else (0, 1)
+
+
+def dropout_place(args: Namespace, mesh: DeviceMesh | None) -> int:
+    """Ranks with the same number drop the same activations.
+
+    Those of a tensor-parallel group hold the same activations between the layers: dropped differently, their copies of
+    the norms' weights would drift apart. (The heads of each rank then share one pattern.) With sequence parallelism
+    every activation that is dropped is some rank's own.
+    """
+    return mesh.get_rank() if mesh and args.sequence_parallel else data_place(mesh)[0]
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def draw_batch(args, windows, step: int, data_rank: int, data_ranks: int, device: torch.device) -> torch.Tensor:
+    """This rank's sequences of a step, (batch_size / data_ranks, context + 1) int64: input and, one on, target.
+
+    All ranks draw the whole batch, from seed and step alone, and take their part of it: the order of the data depends
+    neither on the number of ranks nor on a restart.
+    """
+    generator = torch.Generator().manual_seed(characters.seed_from(args.seed, step))
+    starts = torch.randint(len(windows), (args.batch_size,), generator=generator)
+    return characters.read(windows, starts.chunk(data_ranks)[data_rank], device)
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+def choose_precision(args: Namespace, device: torch.device, world_size: int) -> str:
+    """ "bf16" where every rank's device is faster with it, else "fp32". A CPU is, with tiles for it, and only then."""
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = device.type == "cpu" and torch.cpu.get_capabilities().get("amx_bf16", False)
+    [ranks] = all_reduced(torch.tensor([float(fast)], device=device), world_size)
+    return args.precision if args.precision != "auto" else "bf16" if ranks == world_size else "fp32"
+
+
+def autocast(args: Namespace, device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
+
+
+class Replicated(ParallelStyle):
+    """For a module whose weights every rank has whole: as DTensors, since clipping and fused AdamW want one kind.
+
+    Takes a tensor that is the same on all ranks and returns it whole, or with output_layouts=Shard(0) a slice of it.
+    """
+
+    def __init__(self, output_layouts: Placement | None = None):
+        self.output_layouts = output_layouts or Replicate()
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        return distribute_module(module, device_mesh, None, self.wrap, self.unwrap)
+
+    def wrap(self, module, inputs, device_mesh):
+        return tuple(DTensor.from_local(x, device_mesh, [Replicate()], run_check=False) for x in inputs)
+
+    def unwrap(self, module, output, device_mesh):
+        return output.redistribute(placements=[self.output_layouts]).to_local()
+
+
+def parallel_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """How each part of the model is split. Between the layers x (B, T, C) is whole on all ranks, or split over T.
+
+    A column-wise linear holds rows of its weight and makes a part of the channels, so no rank needs another's; the
+    row-wise one behind it adds up over them: one all-reduce forward, and one backward where x enters. The vocabulary is
+    split too, and with it the logits (B, T, V), which loss_parallel takes as they are. 65 characters split unevenly.
+    """
+    x = Shard(1) if sequence_parallel else Replicate()
+    enter = PrepareModuleInput(input_layouts=x, desired_input_layouts=Replicate())  # once for q, k and v together
+    norm = SequenceParallel() if sequence_parallel else Replicated()
+    return {
+        "token_embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=x),
+        "position_embedding": Replicated(output_layouts=Shard(0) if sequence_parallel else Replicate()),
+        "blocks.*.attention_norm": norm,
+        "blocks.*.attention": enter,
+        "blocks.*.attention.query": ColwiseParallel(),
+        "blocks.*.attention.key": ColwiseParallel(),
+        "blocks.*.attention.value": ColwiseParallel(),
+        "blocks.*.attention.out": RowwiseParallel(output_layouts=x),
+        "blocks.*.mlp_norm": norm,
+        "blocks.*.mlp": enter,
+        "blocks.*.mlp.up": ColwiseParallel(),
+        "blocks.*.mlp.down": RowwiseParallel(output_layouts=x),
+        "norm": norm,
+        "head": ColwiseParallel(input_layouts=x, output_layouts=Shard(-1), use_local_output=False),
+    }
+
+
+def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
+    """Leaves this rank its part of every weight: of its group's model, and of that again its replica's share."""
+    for block in model.blocks:
+        block.recompute = args.activation_checkpointing
+    if mesh:
+        parallelize_module(model, mesh["tensor"], parallel_plan(args.sequence_parallel))
+        model.tie()  # parallelize_module has made two parameters of the one
+    for part in model.blocks if mesh else [model]:
+        if args.compile:
+            part.compile()
+    if mesh and mesh["data"].size() > 1:
+        dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh["data"], mp_policy=policy)
+
+
+def make_optimizer(args: Namespace, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """AdamW as nanoGPT sets it up. Fused: one kernel for a group's weights instead of a dozen for each weight."""
+    matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
+    vectors = [weight for weight in model.parameters() if weight.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.99), fused=True)
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def all_reduced(values: torch.Tensor, world_size: int) -> list[float]:
+    """The sums of `values` over all ranks."""
+    if world_size > 1:
+        dist.all_reduce(values)
+    return values.tolist()
+
+
+def learning_rate(args: Namespace, step: int) -> float:
+    """Linear warm-up, then a cosine from the highest rate down to a tenth of it."""
+    if step < args.warmup_steps:
+        return args.learning_rate * (step + 1) / (args.warmup_steps + 1)
+    done = (step - args.warmup_steps) / max(1, args.steps - args.warmup_steps)
+    return args.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+def whole(loss: torch.Tensor) -> torch.Tensor:
+    """A loss that loss_parallel has summed over the ranks already, as a plain tensor."""
+    return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def sum_partial_gradients(model: torch.nn.Module):
+    """With sequence parallelism a rank has the norms' gradients of its own tokens: summed, in one all-reduce."""
+    partial = [w for w in model.parameters() if isinstance(w.grad, DTensor) and w.grad.placements[-1].is_partial()]
+    if partial:
+        flat = torch.cat([weight.grad.to_local() for weight in partial])
+        dist.all_reduce(flat, group=partial[0].device_mesh.get_group("tensor"))
+        for weight, grad in zip(partial, flat.chunk(len(partial)), strict=True):  # all of them (C,)
+            weight.grad = DTensor.from_local(grad, weight.device_mesh, weight.placements, run_check=False)
+
+
+def train_step(args, step: int, model, optimizer, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Trains on this rank's sequences (n, context + 1). Returns their average loss and the norm of the whole gradient.
+
+    Gradients are averaged over the ranks; their shares are equally large, so that is the mean over all tokens.
+    """
+    loss_sum = torch.zeros((), device=batch.device)
+    for part, tokens in enumerate(batch.chunk(args.accumulation), start=1):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(part == args.accumulation)  # reduced once a step, with the last part
+        with autocast(args, batch.device):
+            logits = model(tokens[:, :-1])
+        with loss_parallel():  # the backward pass, too
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()) / args.accumulation
+            loss.backward()
+        loss_sum += whole(loss.detach())
+    sum_partial_gradients(model)
+    foreach = batch.device.type == "cpu" or None  # a few kernels for all weights; elsewhere torch does so by itself
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf, foreach=foreach)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(args, step)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss_sum, norm
+
+
+@torch.no_grad()
+def evaluate(args, model, batches: Iterator[torch.Tensor], world_size: int, device: torch.device) -> float:
+    """Average loss in nats per character over the fixed set, every character counted once."""
+    model.eval()
+    sums = torch.zeros(2, device=device)  # loss, characters
+    for tokens, targets in batches:
+        with autocast(args, device):
+            logits = model(tokens)
+        with loss_parallel():
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        sums += torch.stack((whole(loss), (targets >= 0).sum()))
+    model.train()
+    loss, count = all_reduced(sums, world_size)
+    return loss / count
+
+
+# --- sample -----------------------------------------------------------------------------------------------------------
+
+
+def sample(args: Namespace, device: torch.device):
+    """Prints --sample characters from the newest checkpoint, in one process, however many ranks wrote it."""
+    found = sharded_checkpoint.newest(args.checkpoint_dir)
+    if found is None:
+        step_zero.stop(f"no whole checkpoint in {args.checkpoint_dir} to sample from")
+    path, facts = found
+    if unknown := set(args.prompt) - set(facts["characters"]):
+        step_zero.stop(f"--prompt has {sorted(unknown)}, of which {path} knows nothing")
+    torch.manual_seed(args.seed)
+    model = CharTransformer(len(facts["characters"]), **facts["sizes"]).to(device)
+    sharded_checkpoint.load(path, model)
+    prompt = torch.tensor([[facts["characters"].index(character) for character in args.prompt]], device=device)
+    written = model.generate(prompt, args.sample)[0].tolist()
+    print(f"Sample from {path}:", "".join(facts["characters"][number] for number in written), sep="\n")
+
+
+# --- main -------------------------------------------------------------------------------------------------------------
+
+
+def find_fault(args: Namespace) -> str | None:
+    """What is wrong with the arguments or the files on this node, in one sentence, or None."""
+    _, rank, local_rank, world_size = find_ranks()
+    if args.sample:
+        return "--sample takes one process: start it with python, without a launcher" if world_size > 1 else None
+    fault = characters.missing_data(args.data_dir, args.context) or bad_sizes(args, rank, local_rank, world_size)
+    return fault or sharded_checkpoint.in_the_way(args.checkpoint_dir, args.resume)
+
+
+def main(args: Namespace):
+    rank, world_size, device = init_process_group(args, find_fault(args), **step_zero_facts(args))
+    if args.sample:
+        return sample(args, device)
+    mesh = make_mesh(args, device, world_size)
+    data_rank, data_ranks = data_place(mesh)
+    args.precision = choose_precision(args, device, world_size)
+    facts = {"characters": characters.read_vocabulary(args.data_dir)["characters"], "val_loss": math.nan}
+    facts["sizes"] = {name: getattr(args, name) for name in ("layers", "heads", "width", "context")}
+    if rank == 0:
+        print(f"Data: {characters.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}", flush=True)
+        print(f"Precision: {args.precision}. Device mesh: {mesh}", flush=True)
+
+    torch.manual_seed(args.seed)  # the same weights on every rank, before they are split
+    model = CharTransformer(len(facts["characters"]), **facts["sizes"], dropout=args.dropout).to(device)
+    flops = model.flops_per_token(args.context) / (peak_flops(device) * world_size)  # a token's share of a second
+    split(args, model, mesh)
+    optimizer = make_optimizer(args, model)
+
+    step = 0
+    if args.resume and (found := sharded_checkpoint.newest(args.checkpoint_dir)):
+        path, before = found
+        if other := [name for name in ("characters", "sizes") if before[name] != facts[name]]:
+            step_zero.stop(f"{path} has other {other[0]}: {before[other[0]]}", rank, speak=rank == 0)
+        sharded_checkpoint.load(path, model, optimizer)
+        step, facts["val_loss"] = before["step"], before["val_loss"]
+        if rank == 0:
+            print(f"Resumed after step {step}", flush=True)
+
+    windows = characters.windows(args.data_dir, "train", args.context)
+    progress = Progress(args.checkpoint_dir if rank == 0 else None, "tokens", step, args.steps)
+    loss_sum, logged = torch.zeros((), device=device), step  # since the last log line; read only there
+    while step < args.steps:
+        if args.dropout:
+            torch.manual_seed(characters.seed_from(args.seed, step, dropout_place(args, mesh)))
+        batch = draw_batch(args, windows, step, data_rank, data_ranks, device)
+        loss, norm = train_step(args, step, model, optimizer, batch)
+        loss_sum += loss
+        step += 1
+        epoch = step * args.batch_size * args.context // len(windows)
+        if step % args.log_every == 0 or step == args.steps:
+            [loss] = all_reduced(loss_sum.view(1), world_size)
+            values = {"loss": loss / world_size / (step - logged)}
+            values["grad_norm"] = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+            tokens = (step - logged) * args.batch_size * args.context
+            if not math.isnan(flops):
+                values["mfu"] = flops * tokens / (time.perf_counter() - progress.last_time)
+            progress.step(step, epoch, tokens, learning_rate=learning_rate(args, step - 1), **values)
+            loss_sum, logged = torch.zeros((), device=device), step
+        if step % args.eval_every == 0 or step == args.steps:
+            batches = characters.fixed_batches(args, data_rank, data_ranks, device)
+            facts["val_loss"] = evaluate(args, model, batches, world_size, device)
+            progress.epoch(step, epoch, val_loss=facts["val_loss"])
+        if step % args.checkpoint_every == 0 or step == args.steps:
+            sharded_checkpoint.save(args.checkpoint_dir, step, model, optimizer, facts)
+    if rank == 0:
+        print(f"Finished: step={step} val_loss={facts['val_loss']:.4f}")
+
+
+if __name__ == "__main__":
+    main(args)
+    step_zero.leave()

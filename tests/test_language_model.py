@@ -1,0 +1,299 @@
+"""The character-level language model: however it is split, its steps are the unsplit model's."""
+
+import json
+import math
+import re
+import shutil
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from char_transformer import CharTransformer
+from conftest import LAUNCHERS, REPOSITORY, environment, run
+
+SIZES = {"layers": 2, "heads": 4, "width": 32, "context": 16}
+BATCH_SIZE, STEPS, WARMUP_STEPS = 8, 20, 5
+FLAGS = [part for name, value in SIZES.items() for part in (f"--{name}", value)]
+FLAGS += ["--batch-size", BATCH_SIZE, "--steps", STEPS, "--warmup-steps", WARMUP_STEPS, "--precision", "fp32"]
+FLAGS += ["--log-every", 1, "--eval-every", 10, "--eval-windows", 50, "--checkpoint-every", 10, "--device", "cpu"]
+SHAKESPEARE = REPOSITORY.parent / "shared/data/shakespeare/input.txt"
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> Path:
+    """Prepared text, made on this machine."""
+    folder = tmp_path_factory.mktemp("text")
+    made = run(sys.executable, "aux/prepare_data.py", "shakespeare", "--synthetic", "--data-dir", folder)
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
+def train(script: str, ranks: int, text: Path, folder: Path, *flags: object):
+    """A training on this machine, by hand. Returns the process; its metrics are in `folder`."""
+    command = ["distributed/" + script, *FLAGS, "--data-dir", text, "--checkpoint-dir", folder, *flags]
+    if ranks > 1:
+        command.insert(0, "distributed/spawn_ranks.py")
+    return run(sys.executable, *command, env=environment(NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1), timeout=120)
+
+
+def read_metrics(folder: Path, name: str = "loss") -> dict[int, float]:
+    """The values of one name by step."""
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {event["step"]: event[name] for event in events if name in event}
+
+
+# --- equality ---------------------------------------------------------------------------------------------------------
+
+
+def train_dense(folder: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, gradient norms and final weights of a plain loop: one process, no split, unfused AdamW."""
+    vocabulary = len(json.loads((folder / "vocabulary.json").read_text())["characters"])
+    data = torch.frombuffer(bytearray((folder / "train.bin").read_bytes()), dtype=torch.uint8).long()
+    torch.manual_seed(0)
+    model = CharTransformer(vocabulary, **SIZES)
+    groups = [{"params": [x for x in model.parameters() if x.dim() >= 2], "weight_decay": 0.1}]
+    groups += [{"params": [x for x in model.parameters() if x.dim() < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), fused=False, foreach=False)
+    losses, norms = [], []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(zlib.crc32(repr((0, step)).encode()))
+        starts = torch.randint(len(data) - SIZES["context"], (BATCH_SIZE,), generator=generator)
+        batch = torch.stack([data[start : start + SIZES["context"] + 1] for start in starts])
+        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.stack([x.grad.square().sum() for x in model.parameters()]).sum().sqrt()
+        for x in model.parameters():
+            x.grad *= min(1.0, 1.0 / norm)
+        for group in optimizer.param_groups:
+            if step < WARMUP_STEPS:
+                group["lr"] = 1e-3 * (step + 1) / (WARMUP_STEPS + 1)
+            else:
+                done = (step - WARMUP_STEPS) / (STEPS - WARMUP_STEPS)
+                group["lr"] = 1e-4 + 9e-4 * (1 + math.cos(math.pi * done)) / 2
+        optimizer.step()
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return losses, norms, {name: x.detach() for name, x in model.named_parameters()}
+
+
+@pytest.fixture(scope="session")
+def splits(text, tmp_path_factory) -> dict:
+    """What tests/scripts/language_model.py finds of every split, on two and on four ranks, and of the dense loop."""
+    folder = tmp_path_factory.mktemp("splits")
+    losses, norms, weights = train_dense(text)
+    torch.save(weights, folder / "dense.pt")
+    found = {"dense": {"losses": losses, "norms": norms}}
+    for ranks in (2, 4):
+        command = ["./torchrun.sh", "tests/scripts/language_model.py", text, folder]
+        done = run(*command, env=environment(NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1), timeout=180)
+        assert done.returncode == 0, done.stderr
+        found |= json.loads((folder / f"results_{ranks}.json").read_text())
+    return found
+
+
+SPLITS = ["fsdp 2", "fsdp 4", "hybrid 2x2", "tp 2", "tp 4", "tp 2 x data 2", "by hand 2", "by hand 4"]
+SPLITS += [f"{split}, accumulation 2" for split in ("fsdp 2", "hybrid 2x2", "tp 2", "tp 2, sequence", "tp 2 x data 2")]
+SPLITS += [f"{split}, sequence" for split in ("tp 2", "tp 4", "tp 2 x data 2")]
+SPLITS += [f"{split}, recomputed" for split in ("fsdp 2", "tp 2")]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_split_equals_dense(splits, split):
+    """Seen: losses within 1e-6, norms within 3e-7 of themselves, weights within 2e-7. float32 at 4.6 steps by 5e-7."""
+    dense, found = splits["dense"], splits[split]
+    assert len(found["losses"]) == STEPS
+    assert found["losses"] == pytest.approx(dense["losses"], abs=3e-6)
+    assert found["norms"] == pytest.approx(dense["norms"], rel=2e-6)
+    assert found["weights"] < 3e-6
+
+
+@pytest.mark.parametrize("split", ["fsdp 2, bf16", "tp 2, bf16"])
+def test_bfloat16_is_near(splits, split):
+    assert splits[split]["losses"] == pytest.approx(splits["dense"]["losses"], abs=0.01)
+    assert splits[split]["weights"] > 0, "this was not bfloat16"
+
+
+def test_dropout_leaves_replicated_weights_equal(splits):
+    for split in ("tp 2", "tp 4", "tp 2 x data 2", "tp 2, sequence"):
+        found = splits[f"{split}, dropout"]
+        assert found["drift"] == 0.0, split
+        assert found["losses"] != pytest.approx(splits["dense"]["losses"][:5], abs=1e-3), "nothing was dropped"
+    assert splits["tp 2, dropout seeded by rank"]["drift"] > 1e-4, "this test would not see a drift"
+
+
+def test_memory_falls_with_the_ranks(splits):
+    """Each rank has its part of everything; tensor parallelism leaves norms and positions whole: (2 L + 1 + T) C."""
+    width, context, layers = SIZES["width"], SIZES["context"], SIZES["layers"]
+    everything = sum(part["parameters"] for part in splits["fsdp 2"]["held"])
+    replicated = 4 * (2 * layers + 1 + context) * width
+    for split, parts in {"fsdp 2": 2, "fsdp 4": 4, "hybrid 2x2": 2, "tp 2": 2, "tp 4": 4, "tp 2 x data 2": 4}.items():
+        promised = everything / parts
+        if split in ("tp 2", "tp 4"):
+            promised = (everything - replicated) / parts + replicated
+        elif split == "tp 2 x data 2":  # fully_shard splits what the group has whole
+            promised = ((everything - replicated) / 2 + replicated) / 2
+        for rank in splits[split]["held"]:
+            slack = 8 * 4 * width  # rows that do not divide, as the vocabulary's
+            assert rank["parameters"] == pytest.approx(promised, abs=slack), split
+            assert rank["gradients"] == rank["parameters"], split
+            assert rank["optimizer"] == 2 * rank["parameters"], split
+
+
+def test_collectives_are_few(splits):
+    """Of a whole step: forward, backward and the gradient's norm (1, not by hand)."""
+    layers = SIZES["layers"]
+    count = {split: sum(found.get("collectives", {}).values()) for split, found in splits.items()}
+    assert 1 <= count["ddp 2"] <= 4
+    assert count["by hand 2"] == count["by hand 4"] == 4 * layers + 4  # embedding; head; maximum and sums of the loss
+    for ranks in (2, 4):
+        assert count[f"tp {ranks}"] == 4 * layers + 5 + 1  # as by hand, with two sums for the loss
+        gathered = 2 * (layers + 1) - 1  # forward and backward; the root's last stays
+        assert count[f"fsdp {ranks}"] == gathered + (layers + 1) + 1
+    assert splits["fsdp 2, accumulation 2"]["collectives"]["_reduce_scatter_base_"] == layers + 1  # once a step
+    assert count["tp 2, sequence"] == 8 * layers + 8 + 1 + 1  # a pair for each all-reduce; all norms' gradients at once
+
+
+# --- the scripts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def trained(text, tmp_path_factory) -> dict[str, Path]:
+    """Uninterrupted runs: twenty steps, with checkpoints after 10 and 20."""
+    folders = {}
+    for name, script, ranks, flags in (
+        ("fsdp 4", "train_fsdp.py", 4, ()),
+        ("tp 2 x data 2", "train_tp.py", 4, ("--tensor-parallel", 2, "--sequence-parallel")),
+    ):
+        folders[name] = tmp_path_factory.mktemp("trained")
+        done = train(script, ranks, text, folders[name], *flags)
+        assert done.returncode == 0, done.stderr
+    return folders
+
+
+def test_scripts_agree(trained, splits):
+    for folder in trained.values():
+        assert list(read_metrics(folder).values()) == pytest.approx(splits["dense"]["losses"], abs=3e-6)
+    first, second = (read_metrics(folder, "val_loss") for folder in trained.values())
+    assert list(first) == [10, 20]
+    assert first == pytest.approx(second, abs=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("saved", "script", "ranks", "flags"),
+    [
+        ("fsdp 4", "train_fsdp.py", 2, ()),
+        ("fsdp 4", "train_fsdp.py", 1, ()),
+        ("fsdp 4", "train_tp.py", 2, ("--sequence-parallel",)),
+        ("tp 2 x data 2", "train_fsdp.py", 2, ()),
+        ("tp 2 x data 2", "train_tp.py", 1, ()),
+    ],
+)
+def test_resume_under_another_split(trained, text, tmp_path, saved, script, ranks, flags):
+    shutil.copytree(trained[saved] / "checkpoint_step_10", tmp_path / "checkpoint_step_10")
+    done = train(script, ranks, text, tmp_path, "--resume", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "Resumed after step 10" in done.stdout
+    uninterrupted = {step: loss for step, loss in read_metrics(trained[saved]).items() if step > 10}
+    assert read_metrics(tmp_path) == pytest.approx(uninterrupted, abs=3e-6)
+    assert read_metrics(tmp_path, "val_loss")[20] == pytest.approx(
+        read_metrics(trained[saved], "val_loss")[20], abs=3e-6
+    )
+
+
+def test_damaged_checkpoint_is_passed_over(trained, text, tmp_path):
+    for step in (10, 20):
+        shutil.copytree(trained["fsdp 4"] / f"checkpoint_step_{step}", tmp_path / f"checkpoint_step_{step}")
+    (tmp_path / ".checkpoint_step_30.tmp").mkdir()  # of an attempt that was killed while it wrote
+    damaged = tmp_path / "checkpoint_step_20" / "__2_0.distcp"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    done = train("train_fsdp.py", 1, text, tmp_path, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"warning: checkpoint .*_20 is damaged and skipped: __2_0.distcp in it is not", done.stderr)
+    assert "Resumed after step 10" in done.stdout
+    (tmp_path / "checkpoint_step_20" / "whole.json").write_text("{")
+    (tmp_path / "checkpoint_step_10" / "__0_0.distcp").unlink()
+    done = train("train_fsdp.py", 1, text, tmp_path, "--sample", 5)
+    assert done.returncode == 1
+    assert "no whole checkpoint in" in done.stderr
+
+
+def test_sample_in_one_process(trained, text, tmp_path):
+    for script in ("train_fsdp.py", "train_tp.py"):
+        done = train(script, 1, text, trained["fsdp 4"], "--sample", 40, "--prompt", "The ")
+        assert done.returncode == 0, done.stderr
+        written = done.stdout.split("checkpoint_step_20:\n")[1]
+        assert written.startswith("The ")
+        assert len(written.removesuffix("\n")) == 44
+
+
+BAD = [
+    ("train_fsdp.py", 1, ("--heads", 5), 2, "--heads 5 does not divide --width 32: 1, 2, 4, 8, 16 or 32 would do"),
+    ("train_fsdp.py", 1, ("--batch-size", 0), 2, "'0' is not a whole number of at least 1"),
+    ("train_fsdp.py", 1, ("--accumulation", 3), 1, "does not divide by 1 ranks x --accumulation 3: 6 or 9 would do"),
+    ("train_fsdp.py", 2, ("--batch-size", 7), 1, "does not divide by 2 ranks x --accumulation 1: 6 or 8 would do"),
+    ("train_fsdp.py", 2, ("--hybrid", 3), 1, "--hybrid 3 does not divide the 2 ranks: 1 or 2 would do"),
+    ("train_fsdp.py", 1, ("--context", 999_999_999), 1, "--context 999999999 is too long for the"),
+    ("train_fsdp.py", 1, ("--data-dir", "/nowhere"), 1, "no prepared text at /nowhere/vocabulary.json"),
+    ("train_fsdp.py", 2, ("--sample", 9), 1, "--sample takes one process"),
+    ("train_tp.py", 2, ("--tensor-parallel", 3), 1, "2 ranks and --heads 4: 1 or 2 would do"),
+    ("train_tp.py", 2, ("--heads", 1), 1, "does not divide both 2 ranks and --heads 1: 1 would do"),
+    ("train_tp.py", 2, ("--context", 15, "--sequence-parallel"), 1, "by --tensor-parallel 2: 14 or 16 would do"),
+    ("train_tp.py", 2, ("--accumulation", 3), 1, "does not divide by 1 replicas x --accumulation 3: 6 or 9 would do"),
+]
+
+
+@pytest.mark.parametrize(("script", "ranks", "flags", "status", "sentence"), BAD)
+def test_bad_size_is_one_sentence(text, tmp_path, script, ranks, flags, status, sentence):
+    start = time.monotonic()
+    done = train(script, ranks, text, tmp_path, *flags)
+    assert done.returncode == status
+    assert done.stderr.count(sentence) == 1
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - start < 30
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_other_run_is_not_overwritten(trained, text):
+    done = train("train_tp.py", 1, text, trained["fsdp 4"])
+    assert done.returncode == 1
+    assert "is of an earlier run: continue that one with --resume" in done.stderr
+    done = train("train_tp.py", 1, text, trained["fsdp 4"], "--resume", "--layers", 3)
+    assert done.returncode == 1
+    assert "has other sizes" in done.stderr
+
+
+def test_it_learns(text, tmp_path):
+    """Characters by their frequency alone are worth 3.3 nats each here, by the one before them 2.5."""
+    flags = ("--steps", 300, "--width", 64, "--context", 32, "--log-every", 100, "--eval-every", 300)
+    done = train("train_fsdp.py", 1, text, tmp_path, *flags, "--learning-rate", 0.003)
+    assert done.returncode == 0, done.stderr
+    assert read_metrics(tmp_path, "val_loss")[300] < 2.6
+
+
+@pytest.mark.skipif(not SHAKESPEARE.exists(), reason=f"no {SHAKESPEARE}")
+def test_it_reaches_nanogpt(tmp_path):
+    """nanoGPT's README: 1.88 after 2,000 iterations of its CPU settings, which are the defaults here."""
+    prepare = ("aux/prepare_data.py", "shakespeare", "--input", SHAKESPEARE, "--data-dir", tmp_path)
+    assert run(sys.executable, *prepare).returncode == 0
+    command = ("distributed/train_fsdp.py", "--data-dir", tmp_path, "--checkpoint-dir", tmp_path, "--eval-windows", 0)
+    command += ("--eval-every", 2000, "--device", "cpu")
+    done = run(sys.executable, *command, env=environment(OMP_NUM_THREADS=2), timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert read_metrics(tmp_path, "val_loss")[2000] <= 1.91
+
+
+def losses_by_launcher(cluster, launcher: str, script: str, text: Path, folder: Path) -> list[float]:
+    """For the cluster fixture: the losses of a script on two nodes with two ranks each, started by one launcher."""
+    command = [LAUNCHERS[launcher], f"distributed/{script}", *FLAGS, "--data-dir", text, "--checkpoint-dir", folder]
+    size = ["--nodes=2", "--gpus-per-node=2", f"--output={folder}/log"]
+    job = cluster.sbatch(*size, *command)
+    assert job.state == "COMPLETED", job.log
+    return list(read_metrics(folder).values())
