@@ -116,7 +116,7 @@ def check(store: dist.Store, rank: int, world_size: int, device: torch.device, f
     except dist.DistError as error:
         ranks, verdict = [], f"not all {world_size} ranks have come: {str(error).splitlines()[0]}"
     name = "SLURMD_NODENAME" if "SLURMD_NODENAME" in os.environ else "host"
-    print(f"Step 0: {world_size} ranks", flush=True)
+    print(f"Step 0: {world_size} rank{'s' if world_size > 1 else ''}", flush=True)
     for other, there in enumerate(ranks):
         shown = " | ".join(f"{fact}: {value}" for fact, value in there["facts"].items())
         print(f"[Rank: {other} | {name}: {there['host']} | {shown}]", flush=True)

@@ -17,67 +17,18 @@ import subprocess
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
 
-from arguments import ArgumentParser, number, whole_number
+from arguments import whole_number
+from language_model_arguments import LanguageModelParser, divisors
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
-SIZES = {
-    "cpu": {"layers": 4, "heads": 4, "width": 128, "context": 64, "dropout": 0.0, "batch_size": 12, "steps": 2000},
-    "gpu": {"layers": 6, "heads": 6, "width": 384, "context": 256, "dropout": 0.2, "batch_size": 64, "steps": 5000},
-}
-
 
 def parse_arguments() -> Namespace:
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--size", choices=SIZES, default="cpu", help="defaults of the next seven: see SIZES")
-    parser.add_argument("--layers", type=whole_number(1))
-    parser.add_argument("--heads", type=whole_number(1), help="attention heads, a divisor of --width")
-    parser.add_argument("--width", type=whole_number(1), help="channels between the layers")
-    parser.add_argument("--context", type=whole_number(1), help="characters the model looks back on")
-    parser.add_argument("--dropout", type=number(0, below=1), help="share of activations dropped")
-    parser.add_argument("--batch-size", type=whole_number(1), help="sequences per step, over all ranks")
-    parser.add_argument("--steps", type=whole_number(1), help="in all; the learning rate's cosine is as long")
-    parser.add_argument("--accumulation", type=whole_number(1), default=1, help="parts in which a rank does its share")
-    parser.add_argument("--learning-rate", type=number(0), default=1e-3, help="the highest; it ends at a tenth")
-    parser.add_argument("--warmup-steps", type=whole_number(0), default=100)
-    parser.add_argument("--weight-decay", type=number(0), default=0.1, help="of matrices; vectors have none")
-    parser.add_argument("--clip", type=number(0), default=1.0, help="greatest norm of the gradient (0: any)")
+    parser = LanguageModelParser(description=__doc__)
     help = "shard inside a node (or among RANKS neighbours in it), replicate beyond"
     parser.add_argument("--hybrid", type=whole_number(1), nargs="?", const="node", metavar="RANKS", help=help)
-    parser.add_argument("--activation-checkpointing", action="store_true", help="less memory, a third more computing")
-    parser.add_argument("--compile", action="store_true", help="torch.compile: pays after some 1,000 steps")
-    parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 where fast")
-    parser.add_argument("--seed", type=whole_number(0), default=0)
-    devices = ("auto", "cpu", "cuda", "mps")
-    parser.add_argument("--device", choices=devices, default=os.environ.get("TRAIN_DEVICE", "auto"))
-    parser.add_argument("--data-dir", type=Path, default="data/shakespeare")
-    parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
-    parser.add_argument("--checkpoint-every", type=whole_number(1), default=500, metavar="STEPS")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir")
-    parser.add_argument("--log-every", type=whole_number(1), default=50, metavar="STEPS")
-    parser.add_argument("--eval-every", type=whole_number(1), default=250, metavar="STEPS")
-    parser.add_argument("--eval-windows", type=whole_number(0), default=500, help="of the validation split (0: all)")
-    parser.add_argument("--sample", type=whole_number(1), metavar="N", help="write N characters from a checkpoint")
-    parser.add_argument("--prompt", default="\n", help="what the sample goes on from")
-    args = parser.parse_args()
-    for name, value in SIZES[args.size].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.width % args.heads:
-        parser.error(f"--heads {args.heads} does not divide --width {args.width}: {divisors(args.width)} would do")
-    if args.checkpoint_dir is None:
-        if (args.resume or args.sample) and "SLURM_JOB_ID" not in os.environ:
-            parser.error("--resume and --sample need the --checkpoint-dir to go on from")
-        now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-        args.checkpoint_dir = Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
-    return args
-
-
-def divisors(number: int) -> str:
-    """The values that would do, for people: divisors(12) is "1, 2, 3, 4, 6 or 12"."""
-    return " or ".join(", ".join(str(i) for i in range(1, number + 1) if number % i == 0).rsplit(", ", 1))
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
@@ -94,6 +45,7 @@ import characters
 import sharded_checkpoint
 import step_zero
 from char_transformer import CharTransformer, peak_flops
+from language_model import choose_precision, learning_rate, make_optimizer, sample
 from progress import Progress
 
 # --- process group ----------------------------------------------------------------------------------------------------
@@ -235,16 +187,6 @@ def draw_batch(args, windows, step: int, data_rank: int, data_ranks: int, device
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
-def choose_precision(args: Namespace, device: torch.device, world_size: int) -> str:
-    """ "bf16" where every rank's device is faster with it, else "fp32". A CPU is, with tiles for it, and only then."""
-    if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        fast = device.type == "cpu" and torch.cpu.get_capabilities().get("amx_bf16", False)
-    [ranks] = all_reduced(torch.tensor([float(fast)], device=device), world_size)
-    return args.precision if args.precision != "auto" else "bf16" if ranks == world_size else "fp32"
-
-
 def autocast(args: Namespace, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
@@ -268,14 +210,6 @@ def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
             fully_shard(part, mesh=mesh, mp_policy=policy)
 
 
-def make_optimizer(args: Namespace, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """AdamW as nanoGPT sets it up. Fused: one kernel for a group's weights instead of a dozen for each weight."""
-    matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
-    vectors = [weight for weight in model.parameters() if weight.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.99), fused=True)
-
-
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
@@ -284,14 +218,6 @@ def all_reduced(values: torch.Tensor, world_size: int) -> list[float]:
     if world_size > 1:
         dist.all_reduce(values)
     return values.tolist()
-
-
-def learning_rate(args: Namespace, step: int) -> float:
-    """Linear warm-up, then a cosine from the highest rate down to a tenth of it."""
-    if step < args.warmup_steps:
-        return args.learning_rate * (step + 1) / (args.warmup_steps + 1)
-    done = (step - args.warmup_steps) / max(1, args.steps - args.warmup_steps)
-    return args.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
 def train_step(args, step: int, model, optimizer, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -330,25 +256,6 @@ def evaluate(args, model, batches: Iterator[torch.Tensor], world_size: int, devi
     model.train()
     loss, count = all_reduced(sums, world_size)
     return loss / count
-
-
-# --- sample -----------------------------------------------------------------------------------------------------------
-
-
-def sample(args: Namespace, device: torch.device):
-    """Prints --sample characters from the newest checkpoint, in one process, however many ranks wrote it."""
-    found = sharded_checkpoint.newest(args.checkpoint_dir)
-    if found is None:
-        step_zero.stop(f"no whole checkpoint in {args.checkpoint_dir} to sample from")
-    path, facts = found
-    if unknown := set(args.prompt) - set(facts["characters"]):
-        step_zero.stop(f"--prompt has {sorted(unknown)}, of which {path} knows nothing")
-    torch.manual_seed(args.seed)
-    model = CharTransformer(len(facts["characters"]), **facts["sizes"]).to(device)
-    sharded_checkpoint.load(path, model)
-    prompt = torch.tensor([[facts["characters"].index(character) for character in args.prompt]], device=device)
-    written = model.generate(prompt, args.sample)[0].tolist()
-    print(f"Sample from {path}:", "".join(facts["characters"][number] for number in written), sep="\n")
 
 
 # --- main -------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -14,14 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from char_transformer import CharTransformer
-from conftest import LAUNCHERS, REPOSITORY, environment, run
+from conftest import LAUNCHERS, environment, run
 
 SIZES = {"layers": 2, "heads": 4, "width": 32, "context": 16}
 BATCH_SIZE, STEPS, WARMUP_STEPS = 8, 20, 5
 FLAGS = [part for name, value in SIZES.items() for part in (f"--{name}", value)]
 FLAGS += ["--batch-size", BATCH_SIZE, "--steps", STEPS, "--warmup-steps", WARMUP_STEPS, "--precision", "fp32"]
 FLAGS += ["--log-every", 1, "--eval-every", 10, "--eval-windows", 50, "--checkpoint-every", 10, "--device", "cpu"]
-SHAKESPEARE = REPOSITORY.parent / "shared/data/shakespeare/input.txt"
 
 
 @pytest.fixture(scope="session")
@@ -278,10 +278,10 @@ def test_it_learns(text, tmp_path):
     assert read_metrics(tmp_path, "val_loss")[300] < 2.6
 
 
-@pytest.mark.skipif(not SHAKESPEARE.exists(), reason=f"no {SHAKESPEARE}")
+@pytest.mark.skipif("SHAKESPEARE" not in os.environ, reason="SHAKESPEARE=input.txt would name the real text: minutes")
 def test_it_reaches_nanogpt(tmp_path):
     """nanoGPT's README: 1.88 after 2,000 iterations of its CPU settings, which are the defaults here."""
-    prepare = ("aux/prepare_data.py", "shakespeare", "--input", SHAKESPEARE, "--data-dir", tmp_path)
+    prepare = ("aux/prepare_data.py", "shakespeare", "--input", os.environ["SHAKESPEARE"], "--data-dir", tmp_path)
     assert run(sys.executable, *prepare).returncode == 0
     command = ("distributed/train_fsdp.py", "--data-dir", tmp_path, "--checkpoint-dir", tmp_path, "--eval-windows", 0)
     command += ("--eval-every", 2000, "--device", "cpu")
@@ -290,10 +290,45 @@ def test_it_reaches_nanogpt(tmp_path):
     assert read_metrics(tmp_path, "val_loss")[2000] <= 1.91
 
 
-def losses_by_launcher(cluster, launcher: str, script: str, text: Path, folder: Path) -> list[float]:
-    """For the cluster fixture: the losses of a script on two nodes with two ranks each, started by one launcher."""
-    command = [LAUNCHERS[launcher], f"distributed/{script}", *FLAGS, "--data-dir", text, "--checkpoint-dir", folder]
-    size = ["--nodes=2", "--gpus-per-node=2", f"--output={folder}/log"]
-    job = cluster.sbatch(*size, *command)
+# --- on the cluster ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone(text, tmp_path_factory) -> dict[int, float]:
+    """The losses of train_fsdp.py as one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert train("train_fsdp.py", 1, text, folder / "out").returncode == 0
+    return read_metrics(folder / "out")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("script", [["train_fsdp.py"], ["train_fsdp.py", "--hybrid"], ["train_tp.py"]], ids=" ".join)
+def test_launchers_give_the_same_losses(script, launcher, cluster, alone, text, tmp_path):
+    """Two nodes with two ranks each; --hybrid shards inside a node, and so do the tensor-parallel groups."""
+    command = [LAUNCHERS[launcher], f"distributed/{script[0]}", *script[1:], *FLAGS, "--data-dir", text]
+    job = cluster.sbatch(f"--output={tmp_path}/log", *command, "--checkpoint-dir", tmp_path / "out")
     assert job.state == "COMPLETED", job.log
-    return list(read_metrics(folder).values())
+    assert read_metrics(tmp_path / "out") == pytest.approx(alone, abs=1e-5)
+    if script != ["train_fsdp.py"]:
+        groups = re.findall(r"^\[Rank: \d .*(ranks \d to \d)", job.log, re.M)
+        assert groups == ["ranks 0 to 1"] * 2 + ["ranks 2 to 3"] * 2, job.log
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_bad_sizes_on_every_launcher(launcher, cluster, text, tmp_path):
+    bad = {"train_fsdp.py": (("--batch-size", 7), "6 or 8 would do"), "train_tp.py": (("--heads", 1), "1 would do")}
+    size = ["--nodes=1", f"--output={tmp_path}/%j"]
+    for script, (flags, sentence) in bad.items():
+        job = cluster.sbatch(*size, LAUNCHERS[launcher], f"distributed/{script}", *FLAGS, "--data-dir", text, *flags)
+        assert job.state == "FAILED" and job.seconds < 30
+        assert job.log.count(sentence) == 1, job.log
+
+
+def test_a_group_across_nodes_must_be_asked_for(cluster, alone, text, tmp_path):
+    size = ["--nodes=2", "--gpus-per-node=1", f"--output={tmp_path}/%j"]
+    command = [*size, LAUNCHERS["torchrun"], "distributed/train_tp.py", *FLAGS, "--data-dir", text]
+    job = cluster.sbatch(*command)
+    assert job.state == "FAILED" and job.log.count("or say --across-nodes") == 1, job.log
+    job = cluster.sbatch(*command, "--across-nodes", "--checkpoint-dir", tmp_path / "out")
+    assert job.state == "COMPLETED", job.log
+    assert read_metrics(tmp_path / "out") == pytest.approx(alone, abs=1e-5)

@@ -40,7 +40,7 @@ def block(containing: str) -> str:
 
 
 def test_every_block_is_run_here():
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
 
 
 def test_make_train(clone):
@@ -52,6 +52,15 @@ def test_by_hand(clone):
     shown = bash(block("spawn_ranks.py"), clone)
     accuracies = re.findall(r"^Finished: epoch=1 .* accuracy=(0\.\d+)$", shown, re.M)
     assert len(accuracies) == 3
+
+
+def test_language_model(clone):
+    """Without internet, as here, the first line falls back on the text that Python brings along."""
+    shown = bash(block("train_tp.py"), clone)
+    losses = [float(loss) for loss in re.findall(r"^Finished: step=200 val_loss=(\S+)$", shown, re.M)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.02) and losses[0] < 3
+    assert re.search(r"^Sample from checkpoints/fsdp/checkpoint_step_200:$", shown, re.M)
+    assert "step=100 loss_whole=" in shown
 
 
 def test_local_cluster(clone):

@@ -1,0 +1,55 @@
+"""What train_fsdp.py and train_tp.py do alike, and is not what they teach: nanoGPT's recipe, precision, samples."""
+
+import math
+from argparse import Namespace
+
+import torch
+import torch.distributed as dist
+
+import sharded_checkpoint
+import step_zero
+from char_transformer import CharTransformer
+
+
+def make_optimizer(args: Namespace, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """AdamW as nanoGPT sets it up. Fused: one kernel for a group's weights instead of a dozen for each weight."""
+    matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
+    vectors = [weight for weight in model.parameters() if weight.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.99), fused=True)
+
+
+def learning_rate(args: Namespace, step: int) -> float:
+    """Linear warm-up, then a cosine from the highest rate down to a tenth of it."""
+    if step < args.warmup_steps:
+        return args.learning_rate * (step + 1) / (args.warmup_steps + 1)
+    done = (step - args.warmup_steps) / max(1, args.steps - args.warmup_steps)
+    return args.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+def choose_precision(args: Namespace, device: torch.device, world_size: int) -> str:
+    """ "bf16" where every rank's device is faster with it, else "fp32". A CPU is, with tiles for it, and only then."""
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = device.type == "cpu" and torch.cpu.get_capabilities().get("amx_bf16", False)
+    ranks = torch.tensor(float(fast), device=device)
+    if world_size > 1:
+        dist.all_reduce(ranks)
+    return args.precision if args.precision != "auto" else "bf16" if ranks.item() == world_size else "fp32"
+
+
+def sample(args: Namespace, device: torch.device):
+    """Prints --sample characters from the newest checkpoint, in one process, however many ranks wrote it."""
+    found = sharded_checkpoint.newest(args.checkpoint_dir)
+    if found is None:
+        step_zero.stop(f"no whole checkpoint in {args.checkpoint_dir} to sample from")
+    path, facts = found
+    if unknown := set(args.prompt) - set(facts["characters"]):
+        step_zero.stop(f"--prompt has {sorted(unknown)}, of which {path} knows nothing")
+    torch.manual_seed(args.seed)
+    model = CharTransformer(len(facts["characters"]), **facts["sizes"]).to(device)
+    sharded_checkpoint.load(path, model)
+    prompt = torch.tensor([[facts["characters"].index(character) for character in args.prompt]], device=device)
+    written = model.generate(prompt, args.sample)[0].tolist()
+    print(f"Sample from {path}:", "".join(facts["characters"][number] for number in written), sep="\n")

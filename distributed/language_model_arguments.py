@@ -1,0 +1,69 @@
+"""The arguments that train_fsdp.py and train_tp.py have in common, and what follows from one another. Without torch."""
+
+import datetime
+import os
+from argparse import Namespace
+from pathlib import Path
+
+from arguments import ArgumentParser, device_name, number, whole_number
+
+SIZES = {
+    "cpu": {"layers": 4, "heads": 4, "width": 128, "context": 64, "dropout": 0.0, "batch_size": 12, "steps": 2000},
+    "gpu": {"layers": 6, "heads": 6, "width": 384, "context": 256, "dropout": 0.2, "batch_size": 64, "steps": 5000},
+}
+
+
+class LanguageModelParser(ArgumentParser):
+    """A script adds what is its own; `parse_args` fills in the size's values and refuses what cannot be."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.add_argument("--size", choices=SIZES, default="cpu", help="defaults of the next seven: see SIZES")
+        self.add_argument("--layers", type=whole_number(1))
+        self.add_argument("--heads", type=whole_number(1), help="attention heads, a divisor of --width")
+        self.add_argument("--width", type=whole_number(1), help="channels between the layers")
+        self.add_argument("--context", type=whole_number(1), help="characters the model looks back on")
+        self.add_argument("--dropout", type=number(0, below=1), help="share of activations dropped")
+        self.add_argument("--batch-size", type=whole_number(1), help="sequences per step, over all ranks")
+        self.add_argument("--steps", type=whole_number(1), help="in all; the learning rate's cosine is as long")
+        self.add_argument(
+            "--accumulation", type=whole_number(1), default=1, help="parts in which a rank does its share"
+        )
+        self.add_argument("--learning-rate", type=number(0), default=1e-3, help="the highest; it ends at a tenth")
+        self.add_argument("--warmup-steps", type=whole_number(0), default=100)
+        self.add_argument("--weight-decay", type=number(0), default=0.1, help="of matrices; vectors have none")
+        self.add_argument("--clip", type=number(0), default=1.0, help="greatest norm of the gradient (0: any)")
+        self.add_argument("--activation-checkpointing", action="store_true", help="less memory, a third more computing")
+        self.add_argument("--compile", action="store_true", help="torch.compile: pays after some 1,000 steps")
+        self.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 where fast")
+        self.add_argument("--seed", type=whole_number(0), default=0)
+        device = os.environ.get("TRAIN_DEVICE", "auto")
+        self.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps (or TRAIN_DEVICE)")
+        self.add_argument("--data-dir", type=Path, default="data/shakespeare")
+        self.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
+        self.add_argument("--checkpoint-every", type=whole_number(1), default=500, metavar="STEPS")
+        self.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir")
+        self.add_argument("--log-every", type=whole_number(1), default=50, metavar="STEPS")
+        self.add_argument("--eval-every", type=whole_number(1), default=250, metavar="STEPS")
+        self.add_argument("--eval-windows", type=whole_number(0), default=500, help="of the validation split (0: all)")
+        self.add_argument("--sample", type=whole_number(1), metavar="N", help="write N characters from a checkpoint")
+        self.add_argument("--prompt", default="\n", help="what the sample goes on from")
+
+    def parse_args(self) -> Namespace:
+        args = super().parse_args()
+        for name, value in SIZES[args.size].items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
+        if args.width % args.heads:
+            self.error(f"--heads {args.heads} does not divide --width {args.width}: {divisors(args.width)} would do")
+        if args.checkpoint_dir is None:
+            if (args.resume or args.sample) and "SLURM_JOB_ID" not in os.environ:
+                self.error("--resume and --sample need the --checkpoint-dir to go on from")
+            now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+            args.checkpoint_dir = Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
+        return args
+
+
+def divisors(number: int) -> str:
+    """The values that would do, for people: divisors(12) is "1, 2, 3, 4, 6 or 12"."""
+    return " or ".join(", ".join(str(i) for i in range(1, number + 1) if number % i == 0).rsplit(", ", 1))

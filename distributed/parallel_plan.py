@@ -1,0 +1,59 @@
+"""How train_tp.py splits char_transformer.py: the plan is data, and the model does not know of it."""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+
+class Replicated(ParallelStyle):
+    """For a module whose weights every rank has whole: as DTensors, since clipping and fused AdamW want one kind.
+
+    Takes a tensor that is the same on all ranks and returns it whole, or with output_layouts=Shard(0) a slice of it.
+    """
+
+    def __init__(self, output_layouts: Placement | None = None):
+        self.output_layouts = output_layouts or Replicate()
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        return distribute_module(module, device_mesh, None, self.wrap, self.unwrap)
+
+    def wrap(self, module, inputs, device_mesh):
+        return tuple(DTensor.from_local(x, device_mesh, [Replicate()], run_check=False) for x in inputs)
+
+    def unwrap(self, module, output, device_mesh):
+        return output.redistribute(placements=[self.output_layouts]).to_local()
+
+
+def parallel_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """How each part of the model is split. Between the layers x (B, T, C) is whole on all ranks, or split over T.
+
+    A column-wise linear holds rows of its weight and makes a part of the channels, so no rank needs another's; the
+    row-wise one behind it adds up over them: one all-reduce forward, and one backward where x enters. The vocabulary is
+    split too, and with it the logits (B, T, V), which loss_parallel takes as they are. 65 characters split unevenly.
+    """
+    x = Shard(1) if sequence_parallel else Replicate()
+    enter = PrepareModuleInput(input_layouts=x, desired_input_layouts=Replicate())  # once for q, k and v together
+    norm = SequenceParallel() if sequence_parallel else Replicated()
+    return {
+        "token_embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=x),
+        "position_embedding": Replicated(output_layouts=Shard(0) if sequence_parallel else Replicate()),
+        "blocks.*.attention_norm": norm,
+        "blocks.*.attention": enter,
+        "blocks.*.attention.query": ColwiseParallel(),
+        "blocks.*.attention.key": ColwiseParallel(),
+        "blocks.*.attention.value": ColwiseParallel(),
+        "blocks.*.attention.out": RowwiseParallel(output_layouts=x),
+        "blocks.*.mlp_norm": norm,
+        "blocks.*.mlp": enter,
+        "blocks.*.mlp.up": ColwiseParallel(),
+        "blocks.*.mlp.down": RowwiseParallel(output_layouts=x),
+        "norm": norm,
+        "head": ColwiseParallel(input_layouts=x, output_layouts=Shard(-1), use_local_output=False),
+    }
