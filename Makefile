@@ -56,7 +56,7 @@ data: .venv
 
 .PHONY: slurm
 slurm:
-	@missing=; for tool in slurmctld:slurm-wlm munged:munge ip:iproute2 shellcheck:shellcheck; do \
+	@missing=; for tool in slurmctld:slurm-wlm munged:munge ip:iproute2 shellcheck:shellcheck pgrep:procps; do \
 	    PATH=$$PATH:/usr/sbin:/usr/local/sbin type -P $${tool%%:*} >/dev/null || missing+=" $${tool##*:}"; done; \
 	[[ -z $$missing ]] || ./aux/install.sh $$missing
 

@@ -5,7 +5,11 @@
 # Usage: ./torchrun.sh distributed/train_ddp.py --epochs 3
 #        NPROC_PER_NODE=4 ./torchrun.sh distributed/train_ddp.py        (default: one rank per GPU, two without GPUs)
 set -euo pipefail
-die() { echo "torchrun.sh on $HOSTNAME: $*" >&2; exit 1; }
+die() {
+    echo "torchrun.sh on $HOSTNAME: $*" >&2
+    [[ -z "${SLURM_STEP_ID:-}" ]] || sleep 1         # srun ends the step at once, and what it has not read is lost
+    exit 1
+}
 
 if [[ -z "${NNODES:-}" ]]; then                      # by hand: no launcher has read env.sh
     venv=$(dirname "${BASH_SOURCE[0]}")/.venv

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
+from arguments import let_srun_read
+
 
 def run_rank(local_rank: int, node_rank: int, nnodes: int, nproc_per_node: int, command: list[str]):
     """One rank, in a process of its own: the environment torchrun would give it, then the script."""
@@ -50,6 +52,7 @@ def main(command: list[str]) -> int:
         return 0 if command else 2
     if not os.path.isfile(command[0]):
         print(f"spawn_ranks.py: no such script: {command[0]} (in {os.getcwd()})", file=sys.stderr)
+        let_srun_read()
         return 2
     in_job = "NNODES" in os.environ  # env.sh has been read
     nnodes = int(os.environ["NNODES"]) if in_job else 1
@@ -68,6 +71,7 @@ def main(command: list[str]) -> int:
         code = failure.exit_code
         how = f"was killed by {failure.signal_name}" if code < 0 else f"ended with exit code {code}"
         print(f"spawn_ranks.py: rank {rank} on {host} {how}; the others are ended", file=sys.stderr)
+        let_srun_read()
         return code if code > 0 else 128 - code  # as a shell counts a signal
     return 0
 

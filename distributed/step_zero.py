@@ -16,6 +16,8 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 
+from arguments import let_srun_read
+
 HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -30,8 +32,7 @@ def stop(sentence: str, rank: int = 0, speak: bool = True):
 
 def end():
     """Ends this process with status 1, at once: a clean end may wait for ever for gloo's threads, a peer being gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    let_srun_read()
     os._exit(1)
 
 

@@ -154,18 +154,28 @@ def mnist_full(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def mnist(mnist_full, tmp_path_factory) -> Path:
-    """2,003 training and 501 test images of it: neither divides by the ranks, nor by the batch size."""
-    folder = tmp_path_factory.mktemp("mnist")
+def first_images(full: Path, folder: Path, train: int, test: int) -> Path:
+    """A folder with the first so many images of each split of the set in `full`."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    for split, count in (("train", 2003), ("t10k", 501)):
-        images = (mnist_full / f"MNIST/raw/{split}-images-idx3-ubyte").read_bytes()[16 : 16 + 784 * count]
-        labels = (mnist_full / f"MNIST/raw/{split}-labels-idx1-ubyte").read_bytes()[8 : 8 + count]
+    for split, count in (("train", train), ("t10k", test)):
+        images = (full / f"MNIST/raw/{split}-images-idx3-ubyte").read_bytes()[16 : 16 + 784 * count]
+        labels = (full / f"MNIST/raw/{split}-labels-idx1-ubyte").read_bytes()[8 : 8 + count]
         write_idx(raw / f"{split}-images-idx3-ubyte", (count, 28, 28), images)
         write_idx(raw / f"{split}-labels-idx1-ubyte", (count,), labels)
     return folder
+
+
+@pytest.fixture(scope="session")
+def mnist(mnist_full, tmp_path_factory) -> Path:
+    """1,003 training and 501 test images: neither divides by the ranks, nor by the batch size."""
+    return first_images(mnist_full, tmp_path_factory.mktemp("mnist"), 1003, 501)
+
+
+@pytest.fixture(scope="session")
+def tiny(mnist_full, tmp_path_factory) -> Path:
+    """300 training and 100 test images, where a test is not about what is learnt: five steps an epoch."""
+    return first_images(mnist_full, tmp_path_factory.mktemp("tiny"), 300, 100)
 
 
 def read_metrics(folder: Path) -> list[dict]:

@@ -262,9 +262,9 @@ def test_granted_gpus_that_torch_does_not_see_stop_the_job(cluster, tmp_path):
     assert job.state == "COMPLETED" and "VERDICT: 4 ranks" in job.log, job.log
 
 
-def test_two_jobs_at_once_on_the_same_nodes(cluster, mnist, tmp_path):
+def test_two_jobs_at_once_on_the_same_nodes(cluster, tiny, tmp_path):
     size = ["--nodes=2", "--nodelist=node-[5-6]", f"--output={tmp_path}/%j.log"]
-    train = ["distributed/train_ddp.py", "--data-dir", mnist, "--max-steps", 10]
+    train = ["distributed/train_ddp.py", "--data-dir", tiny, "--max-steps", 10]
     ids = [
         cluster.submit(*size, LAUNCHERS[way], *train, "--checkpoint-dir", tmp_path / way) for way in ("torchrun", "mp")
     ]

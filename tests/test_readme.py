@@ -15,7 +15,7 @@ BLOCKS = re.findall(r"^```bash\n(.*?)^```$", (REPOSITORY / "README.md").read_tex
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory, mnist) -> Path:
+def clone(tmp_path_factory, tiny) -> Path:
     """The files that git tracks, the virtual environment of the tests, and small data where the README has them."""
     folder = tmp_path_factory.mktemp("clone")
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True).stdout
@@ -23,7 +23,7 @@ def clone(tmp_path_factory, mnist) -> Path:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(REPOSITORY / path, folder / path)
     (folder / ".venv").symlink_to(REPOSITORY / ".venv")
-    shutil.copytree(mnist, folder / "data/mnist")
+    shutil.copytree(tiny, folder / "data/mnist")
     return folder
 
 
@@ -57,9 +57,9 @@ def test_by_hand(clone):
 def test_language_model(clone):
     """Without internet, as here, the first line falls back on the text that Python brings along."""
     shown = bash(block("train_tp.py"), clone)
-    losses = [float(loss) for loss in re.findall(r"^Finished: step=200 val_loss=(\S+)$", shown, re.M)]
-    assert losses[0] == pytest.approx(losses[1], abs=0.02) and losses[0] < 3
-    assert re.search(r"^Sample from checkpoints/fsdp/checkpoint_step_200:$", shown, re.M)
+    losses = [float(loss) for loss in re.findall(r"^Finished: step=100 val_loss=(\S+)$", shown, re.M)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.02) and losses[0] < 3.2
+    assert re.search(r"^Sample from checkpoints/fsdp/checkpoint_step_100:$", shown, re.M)
     assert "step=100 loss_whole=" in shown
 
 
@@ -68,7 +68,7 @@ def test_local_cluster(clone):
     try:
         shown = bash(block("make cluster\n"), clone, **variables)
         assert len(re.findall(r"^node-[12] .* idle ", shown, re.M)) == 2
-        assert "step=20/20" in shown
+        assert "step=15/15" in shown
         (log,) = clone.glob("launch_slurm_with_torchrun.sh_*.out")
         assert "VERDICT: 4 ranks" in log.read_text()
         assert not Path(f"/run/slurm-cluster-{variables['CLUSTER']}").exists()
