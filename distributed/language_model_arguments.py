@@ -64,6 +64,14 @@ class LanguageModelParser(ArgumentParser):
         return args
 
 
+def uneven(flag: str, value: int, parts: int, what: str) -> str | None:
+    """One sentence when `value` does not divide by `parts`, which people know as `what`, with the nearest that do."""
+    if value % parts == 0:
+        return None
+    more = value - value % parts + parts
+    return f"{flag} {value} does not divide by {what}: {more - parts or more + parts} or {more} would do"
+
+
 def divisors(number: int) -> str:
     """The values that would do, for people: divisors(12) is "1, 2, 3, 4, 6 or 12"."""
     return " or ".join(", ".join(str(i) for i in range(1, number + 1) if number % i == 0).rsplit(", ", 1))

@@ -1,6 +1,7 @@
 """How train_tp.py splits char_transformer.py: the plan is data, and the model does not know of it."""
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
@@ -57,3 +58,18 @@ def parallel_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
         "norm": norm,
         "head": ColwiseParallel(input_layouts=x, output_layouts=Shard(-1), use_local_output=False),
     }
+
+
+def whole(loss: torch.Tensor) -> torch.Tensor:
+    """A loss that loss_parallel has summed over the ranks already, as a plain tensor."""
+    return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def sum_partial_gradients(model: torch.nn.Module):
+    """With sequence parallelism a rank has the norms' gradients of its own tokens: summed, in one all-reduce."""
+    partial = [w for w in model.parameters() if isinstance(w.grad, DTensor) and w.grad.placements[-1].is_partial()]
+    if partial:
+        flat = torch.cat([weight.grad.to_local() for weight in partial])
+        dist.all_reduce(flat, group=partial[0].device_mesh.get_group("tensor"))
+        for weight, grad in zip(partial, flat.chunk(len(partial)), strict=True):  # all of them (C,)
+            weight.grad = DTensor.from_local(grad, weight.device_mesh, weight.placements, run_check=False)

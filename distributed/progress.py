@@ -47,7 +47,7 @@ class Progress:
     def epoch(self, step: int, epoch: int, **values: float):
         """The end of an epoch: a line that stays on a terminal, too."""
         self.write({"step": step, "epoch": epoch, **values}, f"/{self.total_steps}", "", live=False)
-        self.last_time = time.perf_counter()  # evaluation is not counted as training
+        self.last_time, self.last_step = time.perf_counter(), step  # evaluation is not counted as training
 
     def write(self, event: dict[str, float], after_step: str, end: str, live: bool):
         if self.file is None:

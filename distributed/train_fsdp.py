@@ -19,7 +19,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from arguments import whole_number
-from language_model_arguments import LanguageModelParser, divisors
+from language_model_arguments import LanguageModelParser, divisors, uneven
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -27,7 +27,7 @@ from language_model_arguments import LanguageModelParser, divisors
 def parse_arguments() -> Namespace:
     parser = LanguageModelParser(description=__doc__)
     help = "shard inside a node (or among RANKS neighbours in it), replicate beyond"
-    parser.add_argument("--hybrid", type=whole_number(1), nargs="?", const="node", metavar="RANKS", help=help)
+    parser.add_argument("--hybrid", type=whole_number(1), nargs="?", const=0, metavar="RANKS", help=help)
     return parser.parse_args()
 
 
@@ -122,7 +122,7 @@ def init_process_group(args: Namespace, fault: str | None = None, **facts) -> tu
 
 def ranks_per_copy(args: Namespace, world_size: int) -> int:
     """How many neighbouring ranks hold one copy of the model between them."""
-    if args.hybrid != "node":
+    if args.hybrid != 0:  # None: all of them share one copy
         return args.hybrid or world_size
     nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", 1))
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size // nodes))  # torchrun and spawn_ranks.py set it, srun not
@@ -130,17 +130,13 @@ def ranks_per_copy(args: Namespace, world_size: int) -> int:
 
 def bad_sizes(args: Namespace, rank: int, local_rank: int, world_size: int) -> str | None:
     """What cannot be split evenly, with the values that could, in one sentence; or None."""
-    copy, share = ranks_per_copy(args, world_size), world_size * args.accumulation
+    copy = ranks_per_copy(args, world_size)
     if world_size % copy:
         return f"--hybrid {copy} does not divide the {world_size} ranks: {divisors(world_size)} would do"
-    if args.hybrid and local_rank < rank % copy:
+    if args.hybrid is not None and local_rank < rank % copy:
         return f"--hybrid: {copy} neighbouring ranks are not all on this node; use as many ranks on every node"
-    if args.batch_size % share:
-        more = args.batch_size - args.batch_size % share + share
-        values = f"{more - share or more + share} or {more}"
-        parts = f"{world_size} ranks x --accumulation {args.accumulation}"
-        return f"--batch-size {args.batch_size} does not divide by {parts}: {values} would do"
-    return None
+    share = f"{world_size} ranks x --accumulation {args.accumulation}"
+    return uneven("--batch-size", args.batch_size, world_size * args.accumulation, share)
 
 
 def step_zero_facts(args: Namespace) -> dict[str, str]:

@@ -4,7 +4,6 @@
     python distributed/train_tp.py                        # one process: CUDA, Apple's MPS or the CPU
     ./torchrun.sh distributed/train_tp.py --size gpu      # all GPUs of this machine, or two CPU ranks
     sbatch launch_slurm_to_torch.sh distributed/train_tp.py --tensor-parallel 2 --sequence-parallel
-    python distributed/train_tp.py --sample 500 --checkpoint-dir checkpoints/JOB
 
 Every --tensor-parallel ranks hold one model between them and see the same sequences; such groups are replicas of each
 other and share out the batch, with fully_shard over them. The scheme is Megatron-LM's (arxiv.org/abs/1909.08053), by
@@ -24,7 +23,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from arguments import whole_number
-from language_model_arguments import LanguageModelParser, divisors
+from language_model_arguments import LanguageModelParser, divisors, uneven
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -54,7 +53,7 @@ import sharded_checkpoint
 import step_zero
 from char_transformer import CharTransformer, peak_flops
 from language_model import choose_precision, learning_rate, make_optimizer, sample
-from parallel_plan import parallel_plan
+from parallel_plan import parallel_plan, sum_partial_gradients, whole
 from progress import Progress
 
 # --- process group ----------------------------------------------------------------------------------------------------
@@ -141,22 +140,14 @@ def bad_sizes(args: Namespace, rank: int, local_rank: int, world_size: int) -> s
         parts = f"{world_size} ranks and --heads {args.heads}"
         return f"--tensor-parallel {size} does not divide both {parts}: {divisors(common)} would do"
     if args.sequence_parallel and args.context % size:
-        more = args.context - args.context % size + size
-        values = f"{more - size or more + size} or {more}"
-        return f"--context {args.context} does not divide by --tensor-parallel {size}: {values} would do"
+        return uneven("--context", args.context, size, f"--tensor-parallel {size}")
     if local_rank < rank % size and not args.across_nodes:
         return (
             f"--tensor-parallel {size}: ranks {rank - rank % size} to {rank - rank % size + size - 1} are not all on "
             f"this node; choose a divisor of every node's number of ranks, or say --across-nodes if slow is meant"
         )
-    data_ranks = world_size // size
-    if args.batch_size % (data_ranks * args.accumulation):
-        share = data_ranks * args.accumulation
-        more = args.batch_size - args.batch_size % share + share
-        values = f"{more - share or more + share} or {more}"
-        parts = f"{data_ranks} replicas x --accumulation {args.accumulation}"
-        return f"--batch-size {args.batch_size} does not divide by {parts}: {values} would do"
-    return None
+    share = f"{world_size // size} replicas x --accumulation {args.accumulation}"
+    return uneven("--batch-size", args.batch_size, world_size // size * args.accumulation, share)
 
 
 def step_zero_facts(args: Namespace) -> dict[str, str]:
@@ -240,21 +231,6 @@ def all_reduced(values: torch.Tensor, world_size: int) -> list[float]:
     if world_size > 1:
         dist.all_reduce(values)
     return values.tolist()
-
-
-def whole(loss: torch.Tensor) -> torch.Tensor:
-    """A loss that loss_parallel has summed over the ranks already, as a plain tensor."""
-    return loss.to_local() if isinstance(loss, DTensor) else loss
-
-
-def sum_partial_gradients(model: torch.nn.Module):
-    """With sequence parallelism a rank has the norms' gradients of its own tokens: summed, in one all-reduce."""
-    partial = [w for w in model.parameters() if isinstance(w.grad, DTensor) and w.grad.placements[-1].is_partial()]
-    if partial:
-        flat = torch.cat([weight.grad.to_local() for weight in partial])
-        dist.all_reduce(flat, group=partial[0].device_mesh.get_group("tensor"))
-        for weight, grad in zip(partial, flat.chunk(len(partial)), strict=True):  # all of them (C,)
-            weight.grad = DTensor.from_local(grad, weight.device_mesh, weight.placements, run_check=False)
 
 
 def train_step(args, step: int, model, optimizer, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -57,7 +57,7 @@ def test_screens():
         assert len((REPOSITORY / path).read_text().splitlines()) <= 60, path
     for path in TRACKED:
         if re.search(r"(^|/)train_\w+\.py$", path):
-            assert len((REPOSITORY / path).read_text().splitlines()) <= 320, path
+            assert len((REPOSITORY / path).read_text().splitlines()) <= 350, path
 
 
 def test_linters_and_paths():
