@@ -8,10 +8,10 @@ ARGS ?=
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand --tabs=24
 
-train: .venv data  ## set everything up, train train_ddp.py on two local ranks (DATA_DIR=data/mnist ARGS="--epochs 3")
-	NPROC_PER_NODE=2 ./torchrun.sh distributed/train_ddp.py --data-dir $(DATA_DIR) $(ARGS)
+train: .venv/ready data  ## set everything up, train train_ddp.py on local ranks (DATA_DIR=data/mnist ARGS="--epochs 3")
+	./torchrun.sh distributed/train_ddp.py --data-dir $(DATA_DIR) $(ARGS)
 
-cluster: .venv slurm  ## start a two-node Slurm cluster on this machine (root), say what to type next
+cluster: .venv/ready data slurm  ## start a two-node Slurm cluster on this machine (root), say what to type next
 	./local/cluster/namespaces.sh up
 	@echo 'Now type, for example:'
 	@echo '  ./local/cluster/namespaces.sh exec sinfo -N -l'
@@ -28,7 +28,7 @@ test: .venv/tests slurm  ## install what the tests need, Slurm too (root), and r
 test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 4 GB of memory, some minutes)
 	.venv/bin/python -m pytest tests -m scale $(ARGS)
 
-bench: .venv    ## the speed of training on MNIST, as ratios
+bench: .venv/ready  ## the speed of training on MNIST, as ratios
 	.venv/bin/python aux/bench/mnist.py
 
 lint: .venv/tests  ## ruff and shellcheck
@@ -38,19 +38,20 @@ lint: .venv/tests  ## ruff and shellcheck
 
 # MNIST, or digits drawn by the program where nothing can be downloaded; the log of every run says which.
 .PHONY: data
-data: .venv
+data: .venv/ready
 	@if [[ ! -e $(DATA_DIR)/MNIST/raw/train-images-idx3-ubyte ]]; then \
 	    .venv/bin/python aux/prepare_data.py mnist --data-dir $(DATA_DIR) || \
 	    .venv/bin/python aux/prepare_data.py mnist --data-dir $(DATA_DIR) --synthetic; \
 	fi
 
-.venv: requirements.txt
+# The last line makes the stamp, so that an installation that broke off is done again.
+.venv/ready: requirements.txt
 	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || ./aux/install.sh python3-venv
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --requirement requirements.txt
-	touch .venv
+	touch .venv/ready
 
-.venv/tests: .venv requirements-test.txt
+.venv/tests: .venv/ready requirements-test.txt
 	.venv/bin/python -m pip install --quiet --requirement requirements-test.txt
 	touch .venv/tests
 

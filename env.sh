@@ -3,14 +3,17 @@
 # What differs from rank to rank (RANK, LOCAL_RANK) is not here: it exists only inside srun.
 
 # --- your cluster -----------------------------------------------------------------------------------------------------
+set +u                                               # module and conda are not written for set -u
 # module purge && module load cuda/12.8              # EDIT: whatever `import torch` needs on a compute node
 # shellcheck source=/dev/null
-[[ ! -d .venv ]] || source .venv/bin/activate        # EDIT: your virtual environment, or: conda activate NAME
+[[ ! -d .venv ]] || source .venv/bin/activate        # EDIT: your virtual environment; or with conda:
+# source "$(conda info --base)/etc/profile.d/conda.sh" && conda activate NAME
+set -u
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # EDIT: only where ranks pick the wrong network interface
 # export NCCL_IB_DISABLE=1                           # EDIT: no InfiniBand, or a broken one: use TCP
 # export NCCL_NET_GDR_LEVEL=PHB                      # EDIT: how near a GPU and its network card must be for GPUDirect
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
-export CONTAINER_IMAGE=                              # EDIT: a squashfs file, for run_script.sh only
+# export CONTAINER_IMAGE=$PWD/image.sqsh             # EDIT: only where jobs run in a container
 
 # --- what Slurm already knows -----------------------------------------------------------------------------------------
 die() { echo "${SLURM_JOB_NAME:-$0}, job ${SLURM_JOB_ID:-none}: $*" >&2; exit 1; }
@@ -20,6 +23,7 @@ if [[ "${ENV_SH_JOB_ID:-$SLURM_JOB_ID}" != "$SLURM_JOB_ID" ]]; then
     unset NPROC_PER_NODE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS
 fi
 ENV_SH_JOB_ID=$SLURM_JOB_ID
+command -v python >/dev/null || die "no python on $HOSTNAME: make a .venv here, or edit the top of env.sh"
 
 NNODES=$SLURM_JOB_NUM_NODES
 gpus=${SLURM_GPUS_ON_NODE:-0}

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Start this machine's ranks with torchrun: as one node of a job (ways 2 and 4), or by hand on one machine, without Slurm.
+# Start this machine's ranks with torchrun: as one node of a job (way 2), or by hand on one machine, without Slurm.
 # The only file that spells torchrun's flags.
 #
 # Usage: ./torchrun.sh distributed/train_ddp.py --epochs 3

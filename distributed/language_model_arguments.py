@@ -42,7 +42,9 @@ class LanguageModelParser(ArgumentParser):
         self.add_argument("--data-dir", type=Path, default="data/shakespeare")
         self.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
         self.add_argument("--checkpoint-every", type=whole_number(1), default=500, metavar="STEPS")
-        self.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir")
+        requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+        help = "go on from the newest checkpoint in --checkpoint-dir (a requeued job does so unasked)"
+        self.add_argument("--resume", action="store_true", default=requeued, help=help)
         self.add_argument("--log-every", type=whole_number(1), default=50, metavar="STEPS")
         self.add_argument("--eval-every", type=whole_number(1), default=250, metavar="STEPS")
         self.add_argument("--eval-windows", type=whole_number(0), default=500, help="of the validation split (0: all)")

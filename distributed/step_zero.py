@@ -43,6 +43,7 @@ def leave():
     wants the interpreter's lock, and then the process hangs or aborts (seen in one of ten runs with torch 2.13).
     """
     if dist.is_initialized():
+        dist.barrier()  # rank 0 may still be writing, and srun --wait ends the step a minute after its first task
         dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -150,7 +151,7 @@ def first_fault(ranks: list[dict]) -> str:
         if other != rank:
             return (
                 f"[Rank {rank} on {here['host']}] ranks {other} and {rank} are on one device, GPU {here['gpu']}: "
-                f"ask for one GPU per rank (--gpus-per-node equal to the ranks of a node)"
+                f"ask for one GPU per rank (--gpus-per-node equal to the ranks of a node; without Slurm NPROC_PER_NODE)"
             )
     return ""
 
@@ -159,6 +160,8 @@ def name_rank_in_errors(rank: int):
     """Heads an uncaught exception with rank and host; one that only says that a peer is gone becomes one line."""
 
     def report(kind, error, trace):
+        if kind is KeyboardInterrupt:
+            os._exit(130)  # ctrl-C: no news to whoever typed it
         stderr = sys.__stderr__  # init_process_group wraps this hook, and keeps what it writes to sys.stderr for later
         if isinstance(error, (RuntimeError, dist.DistError)) and any(x in str(error) for x in PEER_IS_GONE):
             print(f"[Rank {rank} on {HOST}] lost a peer; the error that matters is another rank's", file=stderr)

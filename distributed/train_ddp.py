@@ -37,7 +37,9 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--data-dir", type=Path, default="data/mnist")
     parser.add_argument("--num-workers", type=whole_number(0), default=0, help="loader processes of each rank")
     parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir")
+    requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    help = "go on from the newest checkpoint in --checkpoint-dir (a requeued job does so unasked)"
+    parser.add_argument("--resume", action="store_true", default=requeued, help=help)
     parser.add_argument("--log-every", type=whole_number(1), default=100, help="steps between two log lines")
     args = parser.parse_args()
     if args.checkpoint_dir is None:
@@ -250,7 +252,9 @@ def find_fault(args: Namespace) -> str | None:
     """What is wrong with the arguments or the files on this node, in one sentence, or None."""
     world_size = find_ranks()[3]
     if args.batch_size % world_size:
-        return f"--batch-size {args.batch_size} does not divide by {world_size} ranks"
+        lower = args.batch_size - args.batch_size % world_size
+        would = f"{lower or 2 * world_size} or {lower + world_size} would do"
+        return f"--batch-size {args.batch_size} does not divide by {world_size} ranks: {would}"
     return mnist.missing_data(args.data_dir) or checkpoint.in_the_way(args.checkpoint_dir, args.resume)
 
 
@@ -274,8 +278,8 @@ def main(args: Namespace):
         bare_model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
-        if rank == 0:
-            print(f"Resumed after epoch {epoch}, step {step}")
+    if args.resume and rank == 0:
+        print(f"Resumed after epoch {epoch}, step {step}" if step else f"No checkpoint in {args.checkpoint_dir} yet")
 
     total_steps = min(args.epochs * len(train_loader), args.max_steps or sys.maxsize)
     progress = Progress(args.checkpoint_dir if rank == 0 else None, "images", step, total_steps)

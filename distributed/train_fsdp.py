@@ -292,8 +292,8 @@ def main(args: Namespace):
             step_zero.stop(f"{path} has other {other[0]}: {before[other[0]]}", rank, speak=rank == 0)
         sharded_checkpoint.load(path, model, optimizer)
         step, facts["val_loss"] = before["step"], before["val_loss"]
-        if rank == 0:
-            print(f"Resumed after step {step}", flush=True)
+    if args.resume and rank == 0:
+        print(f"Resumed after step {step}" if step else f"No checkpoint in {args.checkpoint_dir} yet", flush=True)
 
     windows = characters.windows(args.data_dir, "train", args.context)
     progress = Progress(args.checkpoint_dir if rank == 0 else None, "tokens", step, args.steps)

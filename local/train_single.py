@@ -36,7 +36,9 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--data-dir", type=Path, default="data/mnist")
     parser.add_argument("--num-workers", type=whole_number(0), default=0, help="loader processes")
     parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir")
+    requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    help = "go on from the newest checkpoint in --checkpoint-dir (a requeued job does so unasked)"
+    parser.add_argument("--resume", action="store_true", default=requeued, help=help)
     parser.add_argument("--log-every", type=whole_number(1), default=100, help="steps between two log lines")
     args = parser.parse_args()
     if args.checkpoint_dir is None:
@@ -183,7 +185,8 @@ def main(args: Namespace):
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
-        print(f"Resumed after epoch {epoch}, step {step}")
+    if args.resume:
+        print(f"Resumed after epoch {epoch}, step {step}" if step else f"No checkpoint in {args.checkpoint_dir} yet")
 
     total_steps = min(args.epochs * len(train_loader), args.max_steps or sys.maxsize)
     progress = Progress(args.checkpoint_dir, "images", step, total_steps)
