@@ -22,7 +22,7 @@ LAUNCHERS = {
 sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux")]
 
 
-signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # by way of the fixtures, which end the cluster
+signal.signal(signal.SIGTERM, signal.default_int_handler)  # like ctrl-C: by way of the fixtures, which end the cluster
 
 
 def environment(**values: object) -> dict[str, str]:
