@@ -22,5 +22,6 @@ source ./env.sh
 
 echo "Way 1: srun starts $WORLD_SIZE ranks on $SLURM_JOB_NODELIST, rendezvous at $MASTER_ADDR:$MASTER_PORT"
 # --cpus-per-task: srun of Slurm 22.05 and 23.02 does not inherit it. --kill-on-bad-exit: one dead rank ends the step.
-srun --kill-on-bad-exit=1 --wait=60 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
+# --wait: nor does the step go on for ever when a rank has ended early. A minute is too little to start 4,096 ranks.
+srun --kill-on-bad-exit=1 --wait=300 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
     python "$@"

@@ -43,7 +43,7 @@ def leave():
     wants the interpreter's lock, and then the process hangs or aborts (seen in one of ten runs with torch 2.13).
     """
     if dist.is_initialized():
-        dist.barrier()  # rank 0 may still be writing, and srun --wait ends the step a minute after its first task
+        dist.barrier()  # rank 0 may still be writing, and srun --wait ends the step some time after its first task
         dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
