@@ -1,11 +1,13 @@
 """Command lines of the scripts, without torch: a mistake is one sentence, from one rank, before any slow import."""
 
 import argparse
+import datetime
 import math
 import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 
 def let_srun_read():
@@ -33,6 +35,17 @@ class ArgumentParser(argparse.ArgumentParser):
         else:
             time.sleep(5)  # a rank that ends ends the job: let rank 0, which sees the same mistake, speak first
         raise SystemExit(2)
+
+
+def new_checkpoint_dir() -> Path:
+    """Where a run keeps its checkpoints unless told: a folder of its job's, or without Slurm of the moment's."""
+    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    return Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
+
+
+def was_requeued() -> bool:
+    """Slurm has started this job before: it goes on from what it left, without being told to."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
 def device_name(text: str) -> str:
@@ -71,3 +84,11 @@ def number(minimum: float, below: float = math.inf) -> Callable[[str], float]:
         return number
 
     return parse
+
+
+def uneven(flag: str, value: int, parts: int, what: str) -> str | None:
+    """One sentence when `value` does not divide by `parts`, which people know as `what`, with the nearest that do."""
+    if value % parts == 0:
+        return None
+    more = value - value % parts + parts
+    return f"{flag} {value} does not divide by {what}: {more - parts or more + parts} or {more} would do"

@@ -25,15 +25,24 @@ def save(state: dict, path: Path):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # the new name, too, must survive a power cut
-    os.close(folder)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path):
+    """Brings the names in `folder` to the disk: a new one, too, must survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def find(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, the newest first: by the number in their name, never by their date."""
-    matches = [re.fullmatch(r"checkpoint_epoch_(\d+)\.pt", path.name) for path in folder.glob("*.pt")]
-    newest_first = sorted(filter(None, matches), key=lambda match: -int(match[1]))
+    """The checkpoints in `folder`, the newest first: by the number in their name, never by their date.
+
+    Files checkpoint_epoch_N.pt, or the folders checkpoint_step_N that sharded_checkpoint.py writes.
+    """
+    names = re.compile(r"checkpoint_(?:epoch_(\d+)\.pt|step_(\d+))")
+    matches = [names.fullmatch(path.name) for path in folder.glob("checkpoint_*")]
+    newest_first = sorted(filter(None, matches), key=lambda match: -int(match[1] or match[2]))
     return [folder / match[0] for match in newest_first]
 
 

@@ -1,11 +1,10 @@
 """The arguments that train_fsdp.py and train_tp.py have in common, and what follows from one another. Without torch."""
 
-import datetime
 import os
 from argparse import Namespace
 from pathlib import Path
 
-from arguments import ArgumentParser, device_name, number, whole_number
+from arguments import ArgumentParser, device_name, new_checkpoint_dir, number, was_requeued, whole_number
 
 SIZES = {
     "cpu": {"layers": 4, "heads": 4, "width": 128, "context": 64, "dropout": 0.0, "batch_size": 12, "steps": 2000},
@@ -42,9 +41,8 @@ class LanguageModelParser(ArgumentParser):
         self.add_argument("--data-dir", type=Path, default="data/shakespeare")
         self.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
         self.add_argument("--checkpoint-every", type=whole_number(1), default=500, metavar="STEPS")
-        requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
         help = "go on from the newest checkpoint in --checkpoint-dir (a requeued job does so unasked)"
-        self.add_argument("--resume", action="store_true", default=requeued, help=help)
+        self.add_argument("--resume", action="store_true", default=was_requeued(), help=help)
         self.add_argument("--log-every", type=whole_number(1), default=50, metavar="STEPS")
         self.add_argument("--eval-every", type=whole_number(1), default=250, metavar="STEPS")
         self.add_argument("--eval-windows", type=whole_number(0), default=500, help="of the validation split (0: all)")
@@ -61,17 +59,8 @@ class LanguageModelParser(ArgumentParser):
         if args.checkpoint_dir is None:
             if (args.resume or args.sample) and "SLURM_JOB_ID" not in os.environ:
                 self.error("--resume and --sample need the --checkpoint-dir to go on from")
-            now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-            args.checkpoint_dir = Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
+            args.checkpoint_dir = new_checkpoint_dir()
         return args
-
-
-def uneven(flag: str, value: int, parts: int, what: str) -> str | None:
-    """One sentence when `value` does not divide by `parts`, which people know as `what`, with the nearest that do."""
-    if value % parts == 0:
-        return None
-    more = value - value % parts + parts
-    return f"{flag} {value} does not divide by {what}: {more - parts or more + parts} or {more} would do"
 
 
 def divisors(number: int) -> str:

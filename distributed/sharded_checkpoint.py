@@ -9,7 +9,6 @@ Beware: the format's index (.metadata) is a Python pickle. Load only checkpoints
 
 import json
 import os
-import re
 import shutil
 import sys
 import warnings
@@ -22,20 +21,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from checkpoint import find, sync_folder
+
 KEEP = 2  # the newest may turn out to be damaged
-
-
-def find(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, the newest first: by the number in their name, never by their date."""
-    matches = [re.fullmatch(r"checkpoint_step_(\d+)", path.name) for path in Path(folder).glob("checkpoint_step_*")]
-    return [Path(folder) / match[0] for match in sorted(filter(None, matches), key=lambda match: -int(match[1]))]
-
-
-def in_the_way(folder: Path, resume: bool) -> str | None:
-    """One sentence when a new run would mix its checkpoints with those of another one; None when all is well."""
-    if resume or not (found := find(folder)):
-        return None
-    return f"{found[0]} is of an earlier run: continue that one with --resume, or choose another --checkpoint-dir"
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict) -> Path:
@@ -60,9 +48,7 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
                 os.fsync(file.fileno())
             shutil.rmtree(path, ignore_errors=True)  # a damaged one of the same step
             os.replace(temporary, path)
-            descriptor = os.open(folder, os.O_RDONLY)
-            os.fsync(descriptor)  # the new name, too, must survive a power cut
-            os.close(descriptor)
+            sync_folder(folder)
             for old in find(folder)[KEEP:]:
                 shutil.rmtree(old, ignore_errors=True)
     except BaseException:

@@ -18,7 +18,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from arguments import ArgumentParser, device_name, number, whole_number
+from arguments import ArgumentParser, device_name, new_checkpoint_dir, number, uneven, was_requeued, whole_number
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -37,16 +37,14 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--data-dir", type=Path, default="data/mnist")
     parser.add_argument("--num-workers", type=whole_number(0), default=0, help="loader processes of each rank")
     parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
-    requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     help = "go on from the newest checkpoint in --checkpoint-dir (a requeued job does so unasked)"
-    parser.add_argument("--resume", action="store_true", default=requeued, help=help)
+    parser.add_argument("--resume", action="store_true", default=was_requeued(), help=help)
     parser.add_argument("--log-every", type=whole_number(1), default=100, help="steps between two log lines")
     args = parser.parse_args()
     if args.checkpoint_dir is None:
         if args.resume and "SLURM_JOB_ID" not in os.environ:
             parser.error("--resume needs the --checkpoint-dir to go on from")
-        now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-        args.checkpoint_dir = Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
+        args.checkpoint_dir = new_checkpoint_dir()
     return args
 
 
@@ -251,11 +249,8 @@ def evaluate(args, model: nn.Module, loader: DataLoader, world_size: int, device
 def find_fault(args: Namespace) -> str | None:
     """What is wrong with the arguments or the files on this node, in one sentence, or None."""
     world_size = find_ranks()[3]
-    if args.batch_size % world_size:
-        lower = args.batch_size - args.batch_size % world_size
-        would = f"{lower or 2 * world_size} or {lower + world_size} would do"
-        return f"--batch-size {args.batch_size} does not divide by {world_size} ranks: {would}"
-    return mnist.missing_data(args.data_dir) or checkpoint.in_the_way(args.checkpoint_dir, args.resume)
+    fault = uneven("--batch-size", args.batch_size, world_size, f"{world_size} ranks")
+    return fault or mnist.missing_data(args.data_dir) or checkpoint.in_the_way(args.checkpoint_dir, args.resume)
 
 
 def main(args: Namespace):

@@ -18,8 +18,8 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 
-from arguments import whole_number
-from language_model_arguments import LanguageModelParser, divisors, uneven
+from arguments import uneven, whole_number
+from language_model_arguments import LanguageModelParser, divisors
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -42,6 +42,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import characters
+import checkpoint
 import sharded_checkpoint
 import step_zero
 from char_transformer import CharTransformer, peak_flops
@@ -263,7 +264,7 @@ def find_fault(args: Namespace) -> str | None:
     if args.sample:
         return "--sample takes one process: start it with python, without a launcher" if world_size > 1 else None
     fault = characters.missing_data(args.data_dir, args.context) or bad_sizes(args, rank, local_rank, world_size)
-    return fault or sharded_checkpoint.in_the_way(args.checkpoint_dir, args.resume)
+    return fault or checkpoint.in_the_way(args.checkpoint_dir, args.resume)
 
 
 def main(args: Namespace):

@@ -22,8 +22,8 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 
-from arguments import whole_number
-from language_model_arguments import LanguageModelParser, divisors, uneven
+from arguments import uneven, whole_number
+from language_model_arguments import LanguageModelParser, divisors
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -49,6 +49,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 import characters
+import checkpoint
 import sharded_checkpoint
 import step_zero
 from char_transformer import CharTransformer, peak_flops
@@ -178,9 +179,8 @@ def data_place(mesh: DeviceMesh | None) -> tuple[int, int]:
 def dropout_place(args: Namespace, mesh: DeviceMesh | None) -> int:
     """Ranks with the same number drop the same activations.
 
-    Those of a tensor-parallel group hold the same activations between the layers: dropped differently, their copies of
-    the norms' weights would drift apart. (The heads of each rank then share one pattern.) With sequence parallelism
-    every activation that is dropped is some rank's own.
+    A tensor-parallel group has the same activations between its layers: dropped differently, copies of the norms'
+    weights would drift apart. With sequence parallelism every activation that is dropped is some rank's own.
     """
     return mesh.get_rank() if mesh and args.sequence_parallel else data_place(mesh)[0]
 
@@ -283,7 +283,7 @@ def find_fault(args: Namespace) -> str | None:
     if args.sample:
         return "--sample takes one process: start it with python, without a launcher" if world_size > 1 else None
     fault = characters.missing_data(args.data_dir, args.context) or bad_sizes(args, rank, local_rank, world_size)
-    return fault or sharded_checkpoint.in_the_way(args.checkpoint_dir, args.resume)
+    return fault or checkpoint.in_the_way(args.checkpoint_dir, args.resume)
 
 
 def main(args: Namespace):

@@ -8,7 +8,6 @@ See what data parallelism adds:
     git diff --no-index local/train_single.py distributed/train_ddp.py
 """
 
-import datetime
 import math
 import os
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
-from arguments import ArgumentParser, device_name, number, whole_number
+from arguments import ArgumentParser, device_name, new_checkpoint_dir, number, was_requeued, whole_number
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -36,16 +35,14 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--data-dir", type=Path, default="data/mnist")
     parser.add_argument("--num-workers", type=whole_number(0), default=0, help="loader processes")
     parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
-    requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     help = "go on from the newest checkpoint in --checkpoint-dir (a requeued job does so unasked)"
-    parser.add_argument("--resume", action="store_true", default=requeued, help=help)
+    parser.add_argument("--resume", action="store_true", default=was_requeued(), help=help)
     parser.add_argument("--log-every", type=whole_number(1), default=100, help="steps between two log lines")
     args = parser.parse_args()
     if args.checkpoint_dir is None:
         if args.resume and "SLURM_JOB_ID" not in os.environ:
             parser.error("--resume needs the --checkpoint-dir to go on from")
-        now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-        args.checkpoint_dir = Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
+        args.checkpoint_dir = new_checkpoint_dir()
     return args
 
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -67,7 +67,6 @@ class Job:
     exit_code: int
     log: str
     seconds: float
-    metrics: list[dict] = field(default_factory=list)
 
     def ranks(self) -> list[dict]:
         """What tests/scripts/variables.py has printed, by rank."""
@@ -117,7 +116,7 @@ class Cluster:
         return Job(job, shown["JobState"], status or signal, text, seconds[-1] + 60 * seconds[-2])
 
     def sbatch(self, *command: object, env: dict | None = None, cwd: Path = REPOSITORY, timeout: float = 120) -> Job:
-        """submit and wait; the log goes to the folder of the test unless `command` says --output."""
+        """submit, and wait."""
         return self.wait(self.submit(*command, env=env, cwd=cwd), timeout)
 
     def left_over(self, job: int) -> list[str]:
