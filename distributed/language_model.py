@@ -6,6 +6,7 @@ from argparse import Namespace
 import torch
 import torch.distributed as dist
 
+import characters
 import sharded_checkpoint
 import step_zero
 from char_transformer import CharTransformer
@@ -41,6 +42,13 @@ def choose_precision(args: Namespace, device: torch.device, world_size: int) -> 
     if world_size > 1:
         dist.all_reduce(ranks)
     return args.precision if args.precision != "auto" else "bf16" if ranks.item() == world_size else "fp32"
+
+
+def identity(args: Namespace) -> dict:
+    """What makes a run the same run when it is resumed, whatever the number of ranks and however the model is split."""
+    names = "layers heads width context dropout batch_size steps learning_rate warmup_steps weight_decay clip seed"
+    data = characters.read_vocabulary(args.data_dir)["sha256"][:12]
+    return {name: vars(args)[name] for name in names.split()} | {"data": data}
 
 
 def sample(args: Namespace, device: torch.device):

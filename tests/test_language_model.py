@@ -267,7 +267,7 @@ def test_other_run_is_not_overwritten(trained, text):
     assert "is of an earlier run: continue that one with --resume" in done.stderr
     done = train("train_tp.py", 1, text, trained["fsdp 4"], "--resume", "--layers", 3)
     assert done.returncode == 1
-    assert "has other sizes" in done.stderr
+    assert "layers was 2, not 3" in done.stderr
 
 
 def test_it_learns(text, tmp_path):
