@@ -84,18 +84,36 @@ def meet(launcher: str, rank: int, local_rank: int, world_size: int, timeout: da
     if not port.isdigit() or not 0 < int(port) < 65536:
         stop(f"MASTER_PORT is {port!r}, which is no port number", rank, speak=rank == 0)
     try:
-        socket.getaddrinfo(address, int(port))
+        found = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)
     except OSError as error:
         if rank != 0:
             time.sleep(5)  # if no host knows the name, it is rank 0 that says so
         stop(f"the host name MASTER_ADDR={address} does not resolve here: {error.strerror}", rank, local_rank == 0)
+    if rank == 0 and launcher != "torchrun" and not any(is_here(family, where) for family, _, _, _, where in found):
+        stop(f"MASTER_ADDR is {address}, but rank 0 is on {HOST}, and opens the port there: leave it to env.sh", rank)
     try:
-        return next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
+        store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             stop(f"port {port} on {address} is taken by another program: submit with MASTER_PORT=ANOTHER", rank)
         time.sleep(5)  # if rank 0 failed to open the store, it says so and this rank is ended
         stop(f"no rendezvous at {address}:{port} within {timeout}: {str(error).splitlines()[0]}", rank)
+    mine = f"job {os.environ.get('SLURM_JOB_ID', 'none')}, start {stop_request.ATTEMPT}"
+    owner = store.compare_set("job", "", mine).decode()
+    if owner != mine:  # else the ranks of two jobs would train together, as far as they fit
+        taken = f"{address}:{port} is the rendezvous of {owner}, not of {mine}: submit with MASTER_PORT=ANOTHER"
+        stop(taken, rank, speak=rank == 0)
+    return store
+
+
+def is_here(family: int, address: tuple) -> bool:
+    """Whether an address that a name resolves to is one of this host's own: only then can it be bound."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address[0], 0, *address[2:]))
+        except OSError:
+            return False
+    return True
 
 
 def gpu_uuid(device: torch.device) -> str | None:
