@@ -4,7 +4,7 @@ PYTHON ?= python3
 DATA_DIR ?= data/mnist
 ARGS ?=
 
-.PHONY: help train cluster cluster-down test test-scale bench lint clean
+.PHONY: help train cluster cluster-down test test-all test-scale bench lint clean
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand --tabs=24
 
@@ -24,6 +24,9 @@ cluster-down:   ## end that cluster, leave nothing behind
 
 test: .venv/tests slurm  ## install what the tests need, Slurm too (root), and run them
 	.venv/bin/python -m pytest tests $(ARGS)
+
+test-all: .venv/tests slurm  ## the tests and the whole matrix of faults: an hour
+	.venv/bin/python -m pytest tests -m "not scale" $(ARGS)
 
 test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 4 GB of memory, some minutes)
 	.venv/bin/python -m pytest tests -m scale $(ARGS)

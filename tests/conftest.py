@@ -58,6 +58,17 @@ def run(*command: object, timeout: float = 120, **options) -> subprocess.Complet
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+MATRIX: list[tuple] = []  # what test_survival.py has found: fault, launcher, script, state, status, restarts, seconds
+
+
+def pytest_terminal_summary(terminalreporter):
+    if MATRIX:
+        terminalreporter.section("what befell jobs, and how they ended")
+        heads = ("fault", "launcher", "script", "state", "status", "restarts", "fault to end")
+        for row in (heads, ("---",) * len(heads), *MATRIX):
+            terminalreporter.write_line("| " + " | ".join(str(cell) for cell in row) + " |")
+
+
 @dataclass
 class Job:
     """A job that has ended: Slurm's state, the exit status, the log, and the seconds from its start to its end."""

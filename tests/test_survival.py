@@ -19,8 +19,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import chaos
 import checkpoint
-from conftest import LAUNCHERS, REPOSITORY, Cluster, Job, environment, read_metrics, run
+from conftest import LAUNCHERS, MATRIX, REPOSITORY, Cluster, Job, environment, read_metrics, run
 
 DDP = ["--epochs", 3, "--batch-size", 20, "--log-every", 1]  # 300 images: 45 steps
 LANGUAGE_MODEL = ["--layers", 2, "--heads", 4, "--width", 32, "--context", 32, "--batch-size", 8, "--dropout", 0.2]
@@ -114,6 +115,7 @@ class Trial:
         self.cluster, self.way, self.script, self.folder, self.out = cluster, way, script, folder, folder / "out"
         self.command = [LAUNCHERS[way], "tests/scripts/slowly.py", slow, f"distributed/{script}"]
         self.command += ["--data-dir", data[script], *SCRIPTS[script], "--checkpoint-dir", self.out, *options]
+        self.fault_at = time.monotonic()
         self.job = cluster.submit(*sbatch, f"--output={folder}/log", *self.command, env=env)
 
     @property
@@ -134,6 +136,7 @@ class Trial:
     def train_a_little(self) -> list[str]:
         """Until the first steps are done. Returns the job's nodes."""
         self.wait_for(r"^step=[7-9]/")
+        self.fault_at = time.monotonic()
         nodes = self.cluster.show(self.job)["NodeList"]
         return self.cluster.exec("scontrol", "show", "hostnames", nodes).stdout.split()
 
@@ -143,15 +146,9 @@ class Trial:
 
     def process(self, node: str, name: str) -> int:
         """The process id, on the host, of a process of the job on a node, by what its command line contains."""
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                env, command = (process / "environ").read_bytes(), (process / "cmdline").read_text()
-            except OSError:
-                continue
-            mine = f"SLURM_JOB_ID={self.job}\0".encode() in env and f"SLURMD_NODENAME={node}\0".encode() in env
-            if mine and "python" in command.split("\0")[0] and name in command:
-                return int(process.name)
-        raise AssertionError(f"no {name} of job {self.job} on {node}")
+        found = next(chaos.processes(self.job, name, node), None)
+        assert found is not None, f"no {name} of job {self.job} on {node}"
+        return found
 
     def rank(self, node: str) -> int:
         """A rank's process."""
@@ -165,6 +162,9 @@ class Trial:
         while left := self.cluster.left_over(self.job):
             assert time.monotonic() < deadline, left
             time.sleep(0.2)
+        fault = os.environ["PYTEST_CURRENT_TEST"].split("::")[1].partition("[")[0].removeprefix("test_")
+        took, restarts = time.monotonic() - self.fault_at, self.cluster.show(self.job)["Restarts"]
+        MATRIX.append((fault, self.way, self.script, job.state, job.exit_code, restarts, f"{took:.0f} s"))
         return job
 
     def is_equal_after_a_restart(self, reference: Path, restarts: int = 1):
@@ -541,6 +541,16 @@ def test_stopped_at_twenty_random_steps(data, uninterrupted, tmp_path):
         stops += "Stopped" in shown
     assert stops >= 15
     assert_same_run(tmp_path, uninterrupted("train_ddp.py"))
+
+
+@pytest.mark.matrix
+def test_chaos(cluster, data, uninterrupted, tmp_path):
+    """Twenty faults, one after the other."""
+    trial = Trial(cluster, "torchrun", "train_ddp.py", data, tmp_path, "--checkpoint-every", 1, slow=1)
+    command = ("tests/chaos.py", trial.job, "--every", 12, "--faults", 20)
+    done = run(sys.executable, *command, env=environment(**cluster.environment), timeout=1500)
+    assert done.returncode == 0 and re.search(r"^COMPLETED after 20 faults", done.stdout, re.M), done.stdout + trial.log
+    assert_same_run(trial.out, uninterrupted("train_ddp.py"))
 
 
 def in_cluster(process: Path, cluster: Cluster) -> bool:

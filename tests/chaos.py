@@ -1,0 +1,101 @@
+#!/usr/bin/env python3
+"""Lets one fault after another befall a job on the local cluster (root), until the job is done.
+
+    make cluster
+    ./local/cluster/namespaces.sh exec sbatch --parsable launch_slurm_with_torchrun.sh distributed/train_ddp.py
+    python3 tests/chaos.py --every 20 --seed 1 JOBID
+
+Some faults make the job fail. It is then requeued as its owner would, and goes on from its newest checkpoint.
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+NAMESPACES = Path(__file__).resolve().parents[1] / "local/cluster/namespaces.sh"
+ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED")
+
+
+def slurm(*command: object) -> str:
+    """A command of Slurm's on the cluster that CLUSTER names; its output."""
+    shown = subprocess.run([str(part) for part in (NAMESPACES, "exec", *command)], capture_output=True, text=True)
+    return shown.stdout
+
+
+def show(job: int) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in slurm("scontrol", "show", "job", "-o", job).split() if "=" in part)
+
+
+def processes(job: int, name: str, node: str | None = None) -> Iterator[int]:
+    """The process ids, on the host, of a job's Python processes whose command line has `name` in it."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            env, command = (process / "environ").read_bytes(), (process / "cmdline").read_text()
+        except OSError:
+            continue  # it has ended meanwhile
+        there = f"SLURM_JOB_ID={job}\0".encode() in env and (
+            node is None or f"SLURMD_NODENAME={node}\0".encode() in env
+        )
+        if there and "python" in command.split("\0")[0] and name in command:
+            yield int(process.name)
+
+
+def kill_a_rank(job: int, moments: random.Random):
+    found = [*processes(job, "spawn_main"), *processes(job, "-u\0"), *processes(job, "train_")]
+    if found:
+        os.kill(moments.choice(found), signal.SIGKILL)
+
+
+def stop_a_rank_for_a_while(job: int, moments: random.Random):
+    found = list(processes(job, "train_"))
+    if found:
+        victim = moments.choice(found)
+        os.kill(victim, signal.SIGSTOP)
+        time.sleep(2)
+        os.kill(victim, signal.SIGCONT)
+
+
+FAULTS: dict[str, Callable[[int, random.Random], object]] = {
+    "SIGUSR1 to the batch shell": lambda job, moments: slurm("scancel", "--batch", "--signal=USR1", job),
+    "SIGUSR1 to the ranks": lambda job, moments: slurm("scancel", "--signal=USR1", job),
+    "SIGUSR1 to all": lambda job, moments: slurm("scancel", "--full", "--signal=USR1", job),
+    "SIGTERM to the ranks": lambda job, moments: slurm("scancel", "--signal=TERM", job),
+    "scontrol requeue": lambda job, moments: slurm("scontrol", "requeue", job),
+    "kill -9 of a rank": kill_a_rank,
+    "a rank stopped for 2 s": stop_a_rank_for_a_while,
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job", type=int, metavar="JOBID")
+    parser.add_argument("--every", type=float, default=20, metavar="SECONDS", help="of running time between two faults")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", type=int, default=sys.maxsize, help="leave the job alone after so many")
+    args = parser.parse_args()
+    moments, faults, running_since = random.Random(args.seed), 0, None
+    while (shown := show(args.job)).get("JobState") not in ("COMPLETED", "CANCELLED"):
+        if not shown:
+            sys.exit(f"chaos.py: no job {args.job} on the local cluster")
+        state = shown["JobState"]
+        if state in ENDED:
+            slurm("scontrol", "requeue", args.job)
+            print(f"{state}: requeued", flush=True)
+        running_since = (running_since or time.monotonic()) if state == "RUNNING" else None
+        if running_since and time.monotonic() - running_since > args.every and faults < args.faults:
+            faults, running_since = faults + 1, None
+            name = moments.choice(list(FAULTS))
+            print(f"fault {faults}: {name}", flush=True)
+            FAULTS[name](args.job, moments)
+        time.sleep(0.5)
+    print(f"{shown['JobState']} after {faults} faults and {shown['Restarts']} restarts")
+
+
+if __name__ == "__main__":
+    main()
