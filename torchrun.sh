@@ -21,6 +21,7 @@ if [[ -z "${NNODES:-}" ]]; then                      # by hand: no launcher has 
 fi
 [[ $# -gt 0 ]] || set -- distributed/train_ddp.py
 [[ -f "$1" ]] || die "no such train script: $1 (in $PWD)"
+command -v torchrun >/dev/null || die "no torch here: activate an environment that has it, or take an image that has it"
 
 rendezvous=(--standalone)                            # a free port on this machine, no other node
 if [[ -n "${MASTER_ADDR:-}" && -n "${NNODES:-}" ]]; then
