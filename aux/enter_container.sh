@@ -9,11 +9,12 @@
 # prints it, and nothing where it is the default, ~/.local/share/enroot. It has to be a folder of each node's own.
 set -euo pipefail
 trap "" USR1                                         # a request to save and stop is for the ranks
+host=${SLURMD_NODENAME:-$HOSTNAME}                   # in a task of srun HOSTNAME is the batch shell's
 
 die() {
     [[ "${SLURM_NODEID:-0}" == 0 ]] || sleep 5       # one node ends the job, and one is enough to say what all have
-    echo "enter_container.sh on $HOSTNAME: $*"       # in the node's log, and in the job's
-    echo "enter_container.sh on $HOSTNAME: $*" >&2
+    echo "enter_container.sh on $host: $*"       # in the node's log, and in the job's
+    echo "enter_container.sh on $host: $*" >&2
     sleep 1                                          # srun ends the step at once, and what it has not read is lost
     exit 1
 }
@@ -26,7 +27,7 @@ is_there() {
 
 # Whose container it is and whether it is whole: empty for one that somebody else made, "creating" while it is not whole,
 # then the image it was made from. The same file is the lock. Not in /tmp, which at many sites is another one in each job.
-record=/var/tmp/enroot-$UID-$HOSTNAME-$CONTAINER_NAME
+record=/var/tmp/enroot-$UID-$host-$CONTAINER_NAME
 write_record() {
     echo "$1" >"$record" || die "cannot write $record"
 }
@@ -34,7 +35,7 @@ write_record() {
 create() {
     local said
     write_record creating
-    echo "Creating container $CONTAINER_NAME on $HOSTNAME from $CONTAINER_IMAGE"
+    echo "Creating container $CONTAINER_NAME on $host from $CONTAINER_IMAGE"
     if ! said=$(enroot create --name "$CONTAINER_NAME" "$CONTAINER_IMAGE" 2>&1); then
         [[ "$said" != *"already exists"* ]] ||
             die "container $CONTAINER_NAME is being created by another node: ENROOT_DATA_PATH must be a folder of this node's own"
@@ -57,7 +58,7 @@ made_from=$(<"$record")
 if ! is_there; then
     create
 elif [[ -z "$made_from" ]]; then
-    echo "Container $CONTAINER_NAME on $HOSTNAME was made by hand: it is used as it is, whatever $CONTAINER_IMAGE has become"
+    echo "Container $CONTAINER_NAME on $host was made by hand: it is used as it is, whatever $CONTAINER_IMAGE has become"
 elif [[ "$made_from" != "$image" ]]; then
     in_use=$(enroot list --fancy | awk -v name="$CONTAINER_NAME" '$1 == name { print $2 }') || in_use=""
     [[ -z "$in_use" ]] ||
