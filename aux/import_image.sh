@@ -11,7 +11,7 @@ die() { echo "import_image.sh: $*" >&2; exit 1; }
 
 (($# <= 2)) || die "takes an image and a file, not $# arguments"
 image=${1:-docker://nvcr.io#nvidia/pytorch:24.06-py3}
-file=${2:-$(dirname "${BASH_SOURCE[0]}")/../pytorch.sqsh}
+file=${2:-pytorch.sqsh}
 [[ "$image" == *://* ]] || die "'$image' does not begin with docker://"
 [[ ! -e "$file" ]] || die "$file is there already: remove it first to import $image"
 command -v enroot >/dev/null || die "no enroot on $HOSTNAME: run it where Enroot is installed"

@@ -6,9 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-agent = dict(
-    pair.split("=", 1) for pair in Path(f"/proc/{os.getppid()}/environ").read_text().split("\0") if "=" in pair
-)
+torchrun = Path(f"/proc/{os.getppid()}/environ").read_text().split("\0")
 seen = {
     "host": os.environ["SLURMD_NODENAME"],
     "variables": [int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")],
