@@ -19,6 +19,8 @@ from test_launchers import NASTY
 
 STAND_INS = REPOSITORY / "tests/stand-ins"
 INSIDE = "tests/scripts/inside.py"
+UNUSED = ["var/cache/*", "var/lib/apt/*", "usr/share/*/*", "usr/lib/*/gconv", "usr/lib/*/perl*", "usr/bin/perl*"]
+UNUSED += ["usr/sbin/*", "usr/lib/locale/*", "usr/lib/apt", "usr/lib/*/libapt*", "var/lib/dpkg/info"]
 
 
 @dataclass
@@ -35,8 +37,8 @@ class Site:
         path = f"{STAND_INS / 'bin'}:{environment()['PATH']}"
         return {"PATH": path, "ENROOT_STAND_IN": str(self.folder)}
 
-    def clone(self, name: str, image: Path | None = None, mounts: str | None = None) -> Path:
-        """A copy of the repository with the settings edited in env.sh, as a user would, and a container of its own."""
+    def clone(self, name: str, image: object = None, mounts: str | None = None, container: str = "shared") -> Path:
+        """A copy of the repository with the settings edited in env.sh, as a user would."""
         clone = self.folder / name
         tracked = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True).stdout
         for path in filter(None, tracked.split("\0")):
@@ -44,7 +46,7 @@ class Site:
             shutil.copy2(REPOSITORY / path, clone / path)
         settings = {
             "IMAGE": image or self.image,
-            "NAME": f"{name}-{os.getpid()}",
+            "NAME": f"{container}-{os.getpid()}",
             "MOUNTS": f"{self.torch},{self.data}" if mounts is None else mounts,
         }
         text = (clone / "env.sh").read_text()
@@ -54,10 +56,10 @@ class Site:
         (clone / "env.sh").write_text(text)
         return clone
 
-    def commands(self, verb: str, clone: Path) -> list[str]:
-        """The nodes on which the stand-in has run this verb for the clone's container."""
-        lines = (self.folder / "log").read_text().splitlines()
-        return [line.split()[0] for line in lines if line.split()[1] == verb and f"{clone.name}-{os.getpid()}" in line]
+    def creations(self, container: str) -> list[str]:
+        """The nodes on which the stand-in was told to create this container, as often as it was."""
+        log = (self.folder / "log").read_text()
+        return re.findall(rf"^(\S+) create --name {container}-{os.getpid()} ", log, re.M)
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +83,13 @@ def make_image(debian: Path, image: Path, name: str):
     """As `enroot import` makes them: variables in /etc/environment, an /etc/rc that runs the command."""
     files = {
         "etc/which-image": name,
-        "etc/environment": "PYTORCH_VERSION=2.4.0\nPATH=/usr/local/bin:/usr/bin:/bin\n",
-        "etc/rc": 'cd /var && exec "$@"\n',
+        "etc/environment": r"PYTORCH_VERSION=2.4.0\nPATH=/usr/local/bin:/usr/bin:/bin\n",
+        "etc/rc": r'cd /var && exec "$@"\n',
     }
     options = ["-noI", "-noD", "-noF", "-noX", "-no-progress", "-quiet", "-wildcards"]
     for path, text in files.items():
-        options += ["-p", f"{path} f 644 0 0 printf %s {shlex.quote(text)}"]
-    made = run("mksquashfs", debian, image, *options, "-e", "var/cache/*", "var/lib/apt/*", "usr/share/*/*")
+        options += ["-p", f"{path} f 644 0 0 printf {shlex.quote(text)}"]
+    made = run("mksquashfs", debian, image, *options, "-e", *UNUSED)
     assert made.returncode == 0, made.stderr
 
 
@@ -132,39 +134,45 @@ def test_what_is_inside(cluster, site):
         assert inside["CUDA_VISIBLE_DEVICES"] == "0" and inside["PYTHONUNBUFFERED"] == "1"
         assert not {"LEAK", "VIRTUAL_ENV", "ENROOT_STAND_IN", "CONTAINER_NAME"} & set(inside)
         assert str(STAND_INS) not in inside["PATH"]
-        assert rank["of_torchrun"] == [f"RANK={index}"], "set by Enroot's hook, and harmless"
+        assert f"node-{index + 1} hook RANK={index} LOCAL_RANK=0\n" in (site.folder / "log").read_text(), "harmless"
     logs = {path.name for path in (clone / f"log/{job.id}").iterdir()}
     assert logs == {"node-1.out", "node-2.out"} and "rendezvous at node-1:" in job.log
     assert not (clone / "canary").exists()
 
 
-def test_same_losses_as_way_2(cluster, site, tiny, tmp_path):
-    clone = site.clone("losses")
-    train = ["distributed/train_ddp.py", "--max-steps", 4, "--data-dir"]
-    ids = [
-        submit(cluster, site, clone, *train, "/tiny", nodes="node-[11-12]"),
-        cluster.submit("--gpus-per-node=1", f"--output={tmp_path}/log", LAUNCHERS["torchrun"], *train, tiny, cwd=clone),
-    ]
+def test_readme_commands_have_the_losses_of_way_2(cluster, site, tiny, tmp_path):
+    """Import the image by default, run in it: the README's block as it stands."""
+    readme = (REPOSITORY / "README.md").read_text()
+    (block,) = (text for text in re.findall(r"^```bash\n(.*?)^```$", readme, re.M | re.S) if "run_script.sh" in text)
+    clone = site.clone("readme", image="$PWD/pytorch.sqsh", container="readme")
+    shutil.copytree(tiny, clone / "data/mnist")
+    (site.folder / "registry/nvcr.io+nvidia+pytorch:24.06-py3").symlink_to(site.image)
+    env = {"SBATCH_GPUS_PER_NODE": "1"}
+    shown = cluster.exec("bash", "-euo", "pipefail", "-c", block, cwd=clone, env=site.environment | env)
+    assert shown.returncode == 0, shown.stderr
+    ids = [int(re.search(r"Submitted batch job (\d+)", shown.stdout)[1])]
+    train = ["distributed/train_ddp.py", "--epochs", 1]
+    ids += [cluster.submit(f"--output={tmp_path}/log", LAUNCHERS["torchrun"], *train, cwd=clone, env=env)]
     jobs = [cluster.wait(job) for job in ids]
     assert [job.state for job in jobs] == ["COMPLETED"] * 2, jobs[0].log + jobs[1].log
     metrics = [read_metrics(clone / f"checkpoints/{job.id}") for job in jobs]
-    losses = [[line["loss"] for line in lines if "loss" in line] for lines in metrics]
+    losses = [[(line["step"], line["loss"]) for line in lines if "loss" in line] for lines in metrics]
     assert losses[0] and losses[0] == losses[1]
 
 
 def test_two_jobs_create_one_container(cluster, site):
     """At once, on the same nodes: it is created once on each, and both jobs run in it."""
-    clone = site.clone("twice")
+    clone = site.clone("twice", container="twice")
     ids = [submit(cluster, site, clone, INSIDE, nodes="node-[3-4]") for _ in range(2)]
     jobs = [cluster.wait(job) for job in ids]
     assert [job.state for job in jobs] == ["COMPLETED"] * 2, jobs[0].log + jobs[1].log
     assert [len(seen(clone, job)) for job in jobs] == [2, 2]
-    assert sorted(site.commands("create", clone)) == ["node-3", "node-4"]
+    assert sorted(site.creations("twice")) == ["node-3", "node-4"]
 
 
 def test_killed_while_it_is_created(cluster, site):
     """Half a container is left, and Enroot lists it; the next job does not take it for a whole one."""
-    clone = site.clone("killed")
+    clone = site.clone("killed", container="killed")
     container = site.folder / f"node-5/killed-{os.getpid()}"
     (site.folder / "hold").touch()
     try:
@@ -178,14 +186,14 @@ def test_killed_while_it_is_created(cluster, site):
     assert cluster.left_over(job) == []
     job = sbatch(cluster, site, clone, INSIDE, nodes="node-5")
     assert job.state == "COMPLETED" and [rank["image"] for rank in seen(clone, job)] == ["first"], job.log
-    assert seen(clone, job)[0]["whole"] and len(site.commands("create", clone)) == 2
+    assert seen(clone, job)[0]["whole"] and len(site.creations("killed")) == 2
 
 
 def test_image_replaced_between_jobs(cluster, site, debian):
     """The container is not taken from under a job that runs in it; after that job the next one gets the new image."""
     image = site.folder / "replaced.sqsh"
     shutil.copy2(site.image, image)
-    clone = site.clone("replaced", image=image)
+    clone = site.clone("replaced", image=image, container="replaced")
     first = submit(cluster, site, clone, INSIDE, "wait", nodes="node-6")
     log = clone / f"log/{first}/node-6.out"
     wait_for(lambda: log.exists() and "SEEN" in log.read_text())
@@ -199,12 +207,12 @@ def test_image_replaced_between_jobs(cluster, site, debian):
     for creations in (2, 2):  # the second time it is there
         job = sbatch(cluster, site, clone, INSIDE, nodes="node-6")
         assert [rank["image"] for rank in seen(clone, job)] == ["second"], job.log
-        assert len(site.commands("create", clone)) == creations
+        assert len(site.creations("replaced")) == creations
 
 
 def test_container_made_by_hand_is_kept(cluster, site):
     """With what its owner has installed in it, although no job has made it."""
-    clone = site.clone("by-hand")
+    clone = site.clone("by-hand", container="by-hand")
     name = f"by-hand-{os.getpid()}"
     made = cluster.exec("enroot", "create", "--name", name, site.image, node="node-7", env=site.environment)
     assert made.returncode == 0, made.stderr
@@ -227,7 +235,7 @@ def test_what_goes_wrong_is_one_sentence(cluster, site):
     clones = {
         "no enroot on this node": (site.clone("no-enroot"), {"PATH": environment()["PATH"]}),
         "no image /no/image: run ./aux/import_image.sh": (site.clone("no-image", image=Path("/no/image")), {}),
-        "Invalid image format": (site.clone("bad-image", image=bad), {}),
+        "Invalid image format": (site.clone("bad-image", image=bad, container="bad"), {}),
         "no torch here": (site.clone("no-torch", mounts=""), {}),
         "the disk where Enroot keeps its containers is full": (site.clone("full"), {}),
     }
@@ -272,14 +280,17 @@ def test_other_runtimes(runtime, cluster, site):
 
 
 def test_import_image(site, tmp_path):
-    """The image by default is NVIDIA's, the file the one in env.sh; what fails leaves no file, what is there stays."""
+    """The file is by default the one in env.sh; what fails leaves none, what is there stays."""
     clone = site.clone("import")
     env = environment(**site.environment)
     command, in_clone = [clone / "aux/import_image.sh"], {"cwd": clone, "env": env}
-    missing = run(*command, **in_clone)
+    missing = run(*command, "docker://nvcr.io#nvidia/none:1", **in_clone)
     assert missing.returncode == 1 and "404 Not Found" in missing.stderr and not list(clone.glob("*.sqsh*"))
-    assert missing.stderr.splitlines()[-1].startswith("import_image.sh: enroot cannot import docker://nvcr.io#nvidia/")
-    (site.folder / "registry/nvcr.io+nvidia+pytorch:24.06-py3").write_text("an image")
+    assert missing.stderr.splitlines()[-1].startswith(
+        "import_image.sh: enroot cannot import docker://nvcr.io#nvidia/none:1"
+    )
+    (site.folder / "registry/debian:12").write_text("an image")
+    command += ["docker://debian:12"]
     imported = run(*command, **in_clone)
     assert imported.returncode == 0, imported.stderr
     (name,) = re.findall(r"^CONTAINER_IMAGE=\$PWD/(\S+)", (REPOSITORY / "env.sh").read_text(), re.M)

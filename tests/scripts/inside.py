@@ -6,12 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-torchrun = Path(f"/proc/{os.getppid()}/environ").read_text().split("\0")
 seen = {
     "host": os.environ["SLURMD_NODENAME"],
     "variables": [int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")],
     "environment": dict(os.environ),
-    "of_torchrun": [variable for variable in torchrun if variable.startswith("RANK=")],
     "image": Path("/etc/which-image").read_text() if Path("/etc/which-image").exists() else None,
     "whole": Path("/var/lib/dpkg/status").exists(),
     "folder": os.getcwd(),
