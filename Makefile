@@ -37,7 +37,7 @@ bench: .venv/ready  ## the speed of training on MNIST, as ratios
 lint: .venv/tests  ## ruff and shellcheck
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	shellcheck --external-sources $$(git ls-files '*.sh') .ci/run
+	shellcheck --external-sources $$(git ls-files '*.sh' tests/stand-ins) .ci/run
 
 # MNIST, or digits drawn by the program where nothing can be downloaded; the log of every run says which.
 .PHONY: data
@@ -60,7 +60,8 @@ data: .venv/ready
 
 .PHONY: slurm
 slurm:
-	@missing=; for tool in slurmctld:slurm-wlm munged:munge ip:iproute2 shellcheck:shellcheck pgrep:procps; do \
+	@missing=; for tool in slurmctld:slurm-wlm munged:munge ip:iproute2 shellcheck:shellcheck pgrep:procps \
+	    mksquashfs:squashfs-tools debootstrap:debootstrap; do \
 	    PATH=$$PATH:/usr/sbin:/usr/local/sbin type -P $${tool%%:*} >/dev/null || missing+=" $${tool##*:}"; done; \
 	[[ -z $$missing ]] || ./aux/install.sh $$missing
 

@@ -13,7 +13,9 @@ set -u
 # export NCCL_IB_DISABLE=1                           # EDIT: no InfiniBand, or a broken one: use TCP
 # export NCCL_NET_GDR_LEVEL=PHB                      # EDIT: how near a GPU and its network card must be for GPUDirect
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
-# export CONTAINER_IMAGE=$PWD/image.sqsh             # EDIT: only where jobs run in a container
+CONTAINER_IMAGE=$PWD/pytorch.sqsh                    # EDIT: for run_script.sh: what aux/import_image.sh has made,
+CONTAINER_NAME=pytorch                               # EDIT: the name of its container on every node,
+CONTAINER_MOUNTS=                                    # EDIT: what it sees besides the repository: HOST:CONTAINER,...
 
 # --- what Slurm already knows -----------------------------------------------------------------------------------------
 die() { echo "${SLURM_JOB_NAME:-$0}, job ${SLURM_JOB_ID:-none}: $*" >&2; exit 1; }
@@ -23,7 +25,7 @@ if [[ "${ENV_SH_JOB_ID:-$SLURM_JOB_ID}" != "$SLURM_JOB_ID" ]]; then
     unset NPROC_PER_NODE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS
 fi
 ENV_SH_JOB_ID=$SLURM_JOB_ID
-command -v python >/dev/null || die "no python on $HOSTNAME: make a .venv here, or edit the top of env.sh"
+command -v python >/dev/null || [[ -e "$CONTAINER_IMAGE" ]] || die "no python on $HOSTNAME: make a .venv here, or edit env.sh"
 
 NNODES=$SLURM_JOB_NUM_NODES
 gpus=${SLURM_GPUS_ON_NODE:-0}
@@ -50,7 +52,7 @@ CPUS_PER_NODE=${CPUS_PER_NODE:-${SLURM_CPUS_ON_NODE:-1}}
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))}
 
 export ENV_SH_JOB_ID NNODES NPROC_PER_NODE WORLD_SIZE MASTER_ADDR MASTER_PORT CPUS_PER_NODE OMP_NUM_THREADS
-export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+export CONTAINER_IMAGE CONTAINER_NAME CONTAINER_MOUNTS PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"           # else every survivor prints C++ stacks when one rank dies
 ulimit -c 0                                          # no core files: one per rank fills a quota
 if [[ "${DEBUG:-0}" == 1 ]]; then                    # DEBUG=1 sbatch launch_...sh

@@ -6,7 +6,7 @@
 #        NPROC_PER_NODE=4 ./torchrun.sh distributed/train_ddp.py        (default: one rank per GPU, two without GPUs)
 set -euo pipefail
 die() {
-    echo "torchrun.sh on $HOSTNAME: $*" >&2
+    echo "torchrun.sh on ${SLURMD_NODENAME:-$HOSTNAME}: $*" >&2        # in a task of srun HOSTNAME is the batch shell's
     [[ -z "${SLURM_STEP_ID:-}" ]] || sleep 1         # srun ends the step at once, and what it has not read is lost
     exit 1
 }
@@ -21,6 +21,7 @@ if [[ -z "${NNODES:-}" ]]; then                      # by hand: no launcher has 
 fi
 [[ $# -gt 0 ]] || set -- distributed/train_ddp.py
 [[ -f "$1" ]] || die "no such train script: $1 (in $PWD)"
+command -v torchrun >/dev/null || die "no torch here: activate an environment that has it, or take an image that has it"
 
 rendezvous=(--standalone)                            # a free port on this machine, no other node
 if [[ -n "${MASTER_ADDR:-}" && -n "${NNODES:-}" ]]; then

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -190,3 +191,16 @@ def tiny(mnist_full, tmp_path_factory) -> Path:
 
 def read_metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def debian(tmp_path_factory):
+    """The folder of a Debian 12 with Python, from the mirror that this machine's apt uses: for images of containers."""
+    folder = tmp_path_factory.mktemp("debian") / "root"
+    only = ["Created-By: Packages", "Codename: bookworm", "Component: main"]
+    mirror = run("apt-get", "indextargets", "--format", "$(REPO_URI)", *only).stdout.split()[:1]
+    command = ["debootstrap", "--variant=minbase", "--include=python3", "bookworm", folder, *mirror]
+    made = run(*command, env=environment(PATH=f"{os.environ['PATH']}:/usr/sbin"), timeout=300)
+    assert made.returncode == 0, made.stdout[-2000:] + made.stderr
+    yield folder
+    shutil.rmtree(folder)

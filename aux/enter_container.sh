@@ -1,0 +1,87 @@
+#!/bin/bash
+# Run a command in this node's Enroot container; create it first from the image when it is not there yet, or the image
+# has changed since. One task of srun per node; CONTAINER_IMAGE, CONTAINER_NAME and CONTAINER_MOUNTS come from env.sh.
+#
+# Usage: srun --ntasks-per-node=1 ./aux/enter_container.sh ./torchrun.sh distributed/train_ddp.py --epochs 3
+#
+# What is there is what `enroot list` names. The folder itself, to look how much room it has, is ENROOT_DATA_PATH:
+#   srun bash -c 'grep -h "^ENROOT_DATA_PATH" /etc/enroot/enroot.conf /etc/enroot/enroot.conf.d/*.conf'
+# prints it, and nothing where it is the default, ~/.local/share/enroot. It has to be a folder of each node's own.
+set -euo pipefail
+trap "" USR1                                         # a request to save and stop is for the ranks
+host=${SLURMD_NODENAME:-$HOSTNAME}                   # in a task of srun HOSTNAME is the batch shell's
+
+die() {
+    [[ "${SLURM_NODEID:-0}" == 0 ]] || sleep 5       # one node ends the job, and one is enough to say what all have
+    echo "enter_container.sh on $host: $*"       # in the node's log, and in the job's
+    echo "enter_container.sh on $host: $*" >&2
+    sleep 1                                          # srun ends the step at once, and what it has not read is lost
+    exit 1
+}
+
+is_there() {
+    local names
+    names=$(enroot list) || die "enroot list fails"
+    [[ $'\n'$names$'\n' == *$'\n'"$CONTAINER_NAME"$'\n'* ]]
+}
+
+# Whose container it is and whether it is whole: empty for one that somebody else made, "creating" while it is not whole,
+# then the image it was made from. The same file is the lock. Not in /tmp, which at many sites is another one in each job.
+record=/var/tmp/enroot-$UID-$host-$CONTAINER_NAME
+write_record() {
+    echo "$1" >"$record" || die "cannot write $record"
+}
+
+create() {
+    local said
+    write_record creating
+    echo "Creating container $CONTAINER_NAME on $host from $CONTAINER_IMAGE"
+    if ! said=$(enroot create --name "$CONTAINER_NAME" "$CONTAINER_IMAGE" 2>&1); then
+        [[ "$said" != *"already exists"* ]] ||
+            die "container $CONTAINER_NAME is being created by another node: ENROOT_DATA_PATH must be a folder of this node's own"
+        enroot remove --force "$CONTAINER_NAME" &>/dev/null || true
+        write_record ""
+        [[ "$said" != *"No space left"* ]] ||
+            die "the disk where Enroot keeps its containers is full (ENROOT_DATA_PATH, see aux/enter_container.sh)"
+        die "no container from $CONTAINER_IMAGE: ${said##*$'\n'}"
+    fi
+    write_record "$image"
+}
+
+command -v enroot >/dev/null || die "no enroot on this node: ask for nodes that have it, or see the end of run_script.sh"
+[[ -r "$CONTAINER_IMAGE" ]] || die "no image $CONTAINER_IMAGE: run ./aux/import_image.sh once, or edit the top of env.sh"
+image=$(stat --dereference --format="inode %i, %s bytes, %y" "$CONTAINER_IMAGE")
+
+exec {lock}>>"$record" || die "cannot write $record"
+flock "$lock"                                        # until Enroot starts the command and closes it
+made_from=$(<"$record")
+if ! is_there; then
+    create
+elif [[ -z "$made_from" ]]; then
+    echo "Container $CONTAINER_NAME on $host was made by hand: it is used as it is, whatever $CONTAINER_IMAGE has become"
+elif [[ "$made_from" != "$image" ]]; then
+    in_use=$(enroot list --fancy | awk -v name="$CONTAINER_NAME" '$1 == name { print $2 }') || in_use=""
+    [[ -z "$in_use" ]] ||
+        die "$CONTAINER_IMAGE has changed, but another job is in container $CONTAINER_NAME: wait for it, or edit CONTAINER_NAME"
+    write_record creating
+    enroot remove --force "$CONTAINER_NAME" || die "cannot remove the old container $CONTAINER_NAME"
+    create
+fi
+
+options=(--root --rw --mount "$PWD:/workspace/mnt")
+IFS=, read -r -a mounts <<<"${CONTAINER_MOUNTS:-}"
+for mount in "${mounts[@]}"; do
+    options+=(--mount "$mount")
+done
+# Nothing of the host's environment is in the container unless it is named. RANK and LOCAL_RANK are torchrun's to set.
+for name in $(compgen -e); do
+    case "$name" in
+        MASTER_ADDR | MASTER_PORT | WORLD_SIZE | NNODES | NPROC_PER_NODE | CPUS_PER_NODE | OMP_NUM_THREADS) ;;
+        SLURM_* | SLURMD_NODENAME | CUDA_* | NCCL_* | GLOO_* | TORCH_* | TRAIN_DEVICE | DEBUG | LOGLEVEL) ;;
+        JOB_OUTCOME | PYTHONUNBUFFERED | PYTHONFAULTHANDLER) ;;
+        *) continue ;;
+    esac
+    options+=(--env "$name")
+done
+# shellcheck disable=SC2016  # "$@" is for the shell in the container
+exec enroot start "${options[@]}" "$CONTAINER_NAME" bash -c 'cd /workspace/mnt && exec "$@"' bash "$@"

@@ -1,0 +1,304 @@
+"""run_script.sh on the real cluster; the stand-ins for Enroot, Pyxis and Apptainer really enter a Debian image."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from conftest import LAUNCHERS, REPOSITORY, Cluster, Job, environment, read_metrics, run
+from test_launchers import NASTY
+
+STAND_INS = REPOSITORY / "tests/stand-ins"
+INSIDE = "tests/scripts/inside.py"
+UNUSED = ["var/cache/*", "var/lib/apt/*", "usr/share/*/*", "usr/lib/*/gconv", "usr/lib/*/perl*", "usr/bin/perl*"]
+UNUSED += ["usr/sbin/*", "usr/lib/locale/*", "usr/lib/apt", "usr/lib/*/libapt*", "var/lib/dpkg/info", "etc/environment"]
+
+
+@dataclass
+class Site:
+    """A folder for stand-ins and images, and what containers are made of."""
+
+    folder: Path
+    image: Path
+    torch: str
+    data: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        path = f"{STAND_INS / 'bin'}:{environment()['PATH']}"
+        return {"PATH": path, "ENROOT_STAND_IN": str(self.folder)}
+
+    def clone(self, name: str, image: object = None, mounts: str | None = None, container: str = "shared") -> Path:
+        """A copy of the repository with the settings edited in env.sh, as a user would."""
+        clone = self.folder / name
+        tracked = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True).stdout
+        for path in filter(None, tracked.split("\0")):
+            (clone / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / path, clone / path)
+        settings = {
+            "IMAGE": image or self.image,
+            "NAME": f"{container}-{os.getpid()}",
+            "MOUNTS": f"{self.torch},{self.data}" if mounts is None else mounts,
+        }
+        text = (clone / "env.sh").read_text()
+        for setting, value in settings.items():
+            text, count = re.subn(rf"^CONTAINER_{setting}=\S*", f"CONTAINER_{setting}={value}", text, flags=re.M)
+            assert count == 1
+        (clone / "env.sh").write_text(text)
+        return clone
+
+    def creations(self, container: str) -> list[str]:
+        """The nodes on which the stand-in was told to create this container, as often as it was."""
+        log = (self.folder / "log").read_text()
+        return re.findall(rf"^(\S+) create --name {container}-{os.getpid()} ", log, re.M)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory, debian, tiny):
+    """The image has Python; torch is mounted from this virtual environment, so its Python has to be Debian 12's."""
+    assert sys.version_info[:2] == (3, 11), "the image has Python 3.11, and so must the virtual environment"
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "registry").mkdir()
+    (folder / "torchrun").write_text("#!/usr/bin/python3\nfrom torch.distributed.run import main\n\nmain()\n")
+    (folder / "torchrun").chmod(0o755)
+    packages = f"{sysconfig.get_path('purelib')}:/usr/local/lib/python3.11/dist-packages"
+    site = Site(folder, folder / "image.sqsh", f"{packages},{folder}/torchrun:/usr/local/bin/torchrun", f"{tiny}:/tiny")
+    make_image(debian, site.image, "first")
+    yield site
+    shutil.rmtree(folder)
+    for record in Path("/var/tmp").glob(f"enroot-*-{os.getpid()}"):
+        record.unlink()
+
+
+def make_image(debian: Path, image: Path, name: str):
+    """As `enroot import` makes them: variables in /etc/environment, an /etc/rc that runs the command."""
+    files = {
+        "etc/which-image": name,
+        "etc/environment": r"PYTORCH_VERSION=2.4.0\nPATH=/usr/local/bin:/usr/bin:/bin\n",
+        "etc/rc": r'cd /var && exec "$@"\n',
+    }
+    options = ["-noI", "-noD", "-noF", "-noX", "-no-progress", "-quiet", "-wildcards"]
+    for path, text in files.items():
+        options += ["-p", f"{path} f 644 0 0 printf {shlex.quote(text)}"]
+    made = run("mksquashfs", debian, image, *options, "-e", *UNUSED)
+    assert made.returncode == 0, made.stderr
+
+
+def submit(cluster: Cluster, site: Site, clone: Path, *command: object, nodes: str = "node-[1-2]", **env) -> int:
+    size = [f"--nodelist={nodes}", f"--nodes={2 if '[' in nodes else 1}", "--gpus-per-node=1"]
+    return cluster.submit(*size, "run_script.sh", *command, cwd=clone, env=site.environment | env)
+
+
+def sbatch(cluster: Cluster, *args, **kwargs) -> Job:
+    return cluster.wait(submit(cluster, *args, **kwargs))
+
+
+def seen(clone: Path, job: Job) -> list[dict]:
+    """What inside.py has printed, by rank, from the logs of the nodes."""
+    logs = [path.read_text() for path in (clone / f"log/{job.id}").iterdir()]
+    found = [json.loads(line) for log in logs for line in re.findall(r"^SEEN (.*)$", log, re.M)]
+    return sorted(found, key=lambda one: one["variables"][0])
+
+
+def wait_for(condition, seconds: float = 60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} seconds"
+        time.sleep(0.1)
+
+
+def test_what_is_inside(cluster, site):
+    """The container's files and not the host's, nothing of the host's environment but what is named, every argument."""
+    clone = site.clone("inside")
+    stray = {"CONTAINER_NAME": "stray", "CONTAINER_IMAGE": "stray", "CONTAINER_MOUNTS": "stray", "LEAK": "leak"}
+    job = sbatch(cluster, site, clone, INSIDE, *NASTY, NCCL_DEBUG="INFO", NCCL_SOCKET_IFNAME="eth0", **stray)
+    assert job.state == "COMPLETED", job.log
+    ranks = seen(clone, job)
+    assert [rank["variables"] for rank in ranks] == [[0, 0, 2], [1, 0, 2]]
+    assert [rank["host"] for rank in ranks] == ["node-1", "node-2"]
+    for index, rank in enumerate(ranks):
+        assert rank["image"] == "first" and rank["folder"] == "/workspace/mnt" and "workspace" in rank["root"]
+        assert rank["arguments"] == NASTY
+        inside = rank["environment"]
+        assert inside["NCCL_DEBUG"] == "INFO" and inside["NCCL_SOCKET_IFNAME"] == "eth0"
+        assert inside["SLURM_JOB_ID"] == str(job.id) and inside["SLURM_NODEID"] == str(index)
+        assert inside["CUDA_VISIBLE_DEVICES"] == "0" and inside["PYTHONUNBUFFERED"] == "1"
+        assert not {"LEAK", "VIRTUAL_ENV", "ENROOT_STAND_IN", "CONTAINER_NAME"} & set(inside)
+        assert str(STAND_INS) not in inside["PATH"]
+        assert f"node-{index + 1} hook RANK={index} LOCAL_RANK=0\n" in (site.folder / "log").read_text(), "harmless"
+    logs = {path.name for path in (clone / f"log/{job.id}").iterdir()}
+    assert logs == {"node-1.out", "node-2.out"} and "rendezvous at node-1:" in job.log
+    assert not (clone / "canary").exists()
+
+
+def test_readme_commands_have_the_losses_of_way_2(cluster, site, tiny, tmp_path):
+    """The README's block: import the image by default, run in it; here with a line in the log for every step."""
+    readme = (REPOSITORY / "README.md").read_text()
+    (block,) = (text for text in re.findall(r"^```bash\n(.*?)^```$", readme, re.M | re.S) if "run_script.sh" in text)
+    clone = site.clone("readme", image="$PWD/pytorch.sqsh", container="readme")
+    shutil.copytree(tiny, clone / "data/mnist")
+    (site.folder / "registry/nvcr.io+nvidia+pytorch:24.06-py3").symlink_to(site.image)
+    env = {"SBATCH_GPUS_PER_NODE": "1"}
+    shown = cluster.exec(
+        "bash", "-euo", "pipefail", "-c", f"{block.rstrip()} --log-every 1", cwd=clone, env=site.environment | env
+    )
+    assert shown.returncode == 0, shown.stderr
+    ids = [int(re.search(r"Submitted batch job (\d+)", shown.stdout)[1])]
+    train = ["distributed/train_ddp.py", "--epochs", 1, "--log-every", 1]
+    ids += [cluster.submit(f"--output={tmp_path}/log", LAUNCHERS["torchrun"], *train, cwd=clone, env=env)]
+    jobs = [cluster.wait(job) for job in ids]
+    assert [job.state for job in jobs] == ["COMPLETED"] * 2, jobs[0].log + jobs[1].log
+    metrics = [read_metrics(clone / f"checkpoints/{job.id}") for job in jobs]
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in metrics]
+    assert len(losses[0]) == 5 and losses[0] == losses[1]
+
+
+def test_two_jobs_create_one_container(cluster, site):
+    """At once, on the same nodes: it is created once on each, and both jobs run in it."""
+    clone = site.clone("twice", container="twice")
+    ids = [submit(cluster, site, clone, INSIDE, nodes="node-[3-4]") for _ in range(2)]
+    jobs = [cluster.wait(job) for job in ids]
+    assert [job.state for job in jobs] == ["COMPLETED"] * 2, jobs[0].log + jobs[1].log
+    assert [len(seen(clone, job)) for job in jobs] == [2, 2]
+    assert sorted(site.creations("twice")) == ["node-3", "node-4"]
+
+
+def test_killed_while_it_is_created(cluster, site):
+    """Half a container is left, and Enroot lists it; the next job does not take it for a whole one."""
+    clone = site.clone("killed", container="killed")
+    container = site.folder / f"node-5/killed-{os.getpid()}"
+    (site.folder / "hold").touch()
+    try:
+        job = submit(cluster, site, clone, INSIDE, nodes="node-5")
+        wait_for(lambda: (container / "usr/bin/true").exists())
+        cluster.exec("scancel", "--signal=KILL", job)
+        assert cluster.wait(job).state in ("CANCELLED", "FAILED")
+    finally:
+        (site.folder / "hold").unlink()
+    assert container.exists() and not (container / "etc/which-image").exists()
+    assert cluster.left_over(job) == []
+    job = sbatch(cluster, site, clone, INSIDE, nodes="node-5")
+    assert job.state == "COMPLETED" and [rank["image"] for rank in seen(clone, job)] == ["first"], job.log
+    assert seen(clone, job)[0]["whole"] and len(site.creations("killed")) == 2
+
+
+def test_image_replaced_between_jobs(cluster, site, debian):
+    """The container is not taken from under a job that runs in it; after that job the next one gets the new image."""
+    image = site.folder / "replaced.sqsh"
+    shutil.copy2(site.image, image)
+    clone = site.clone("replaced", image=image, container="replaced")
+    first = submit(cluster, site, clone, INSIDE, "wait", nodes="node-6")
+    log = clone / f"log/{first}/node-6.out"
+    wait_for(lambda: log.exists() and "SEEN" in log.read_text())
+    make_image(debian, site.folder / "new.sqsh", "second")
+    (site.folder / "new.sqsh").rename(image)
+    refused = sbatch(cluster, site, clone, INSIDE, nodes="node-6")
+    assert refused.state == "FAILED" and refused.log.count("but another job is in container") == 1, refused.log
+    cluster.exec("scancel", first)
+    assert [rank["image"] for rank in seen(clone, cluster.wait(first))] == ["first"]
+    assert cluster.left_over(first) == []
+    for creations in (2, 2):  # the second time it is there
+        job = sbatch(cluster, site, clone, INSIDE, nodes="node-6")
+        assert [rank["image"] for rank in seen(clone, job)] == ["second"], job.log
+        assert len(site.creations("replaced")) == creations
+
+
+def test_container_made_by_hand_is_kept(cluster, site):
+    """With what its owner has installed in it, although no job has made it."""
+    clone = site.clone("by-hand", container="by-hand")
+    name = f"by-hand-{os.getpid()}"
+    made = cluster.exec("enroot", "create", "--name", name, site.image, node="node-7", env=site.environment)
+    assert made.returncode == 0, made.stderr
+    (site.folder / f"node-7/{name}/etc/which-image").write_text("mine")
+    job = sbatch(cluster, site, clone, INSIDE, nodes="node-7")
+    assert [rank["image"] for rank in seen(clone, job)] == ["mine"], job.log
+
+
+def test_a_failing_script_fails_the_job(cluster, site):
+    job = sbatch(cluster, site, site.clone("failing"), "tests/scripts/fail.py", "exit", nodes="node-[8-9]")
+    assert job.state == "FAILED" and job.exit_code != 0 and job.seconds < 30, job.log
+    assert re.search(r"rank +: 1 \(local_rank: 0\)\n +exitcode +: 3 ", job.log), job.log
+    assert cluster.left_over(job.id) == []
+
+
+def test_what_goes_wrong_is_one_sentence(cluster, site):
+    """With the host's name, in the job's log and in the node's; nothing half made is left."""
+    bad = site.folder / "bad.sqsh"
+    bad.write_text("no squashfs")
+    clones = {
+        "no enroot on this node": (site.clone("no-enroot"), {"PATH": environment()["PATH"]}),
+        "no image /no/image: run ./aux/import_image.sh": (site.clone("no-image", image=Path("/no/image")), {}),
+        "Invalid image format": (site.clone("bad-image", image=bad, container="bad"), {}),
+        "no torch here": (site.clone("no-torch", mounts=""), {}),
+        "the disk where Enroot keeps its containers is full": (site.clone("full"), {}),
+    }
+    (site.folder / "node-25").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", site.folder / "node-25"]
+    assert cluster.exec(*mount, node="node-25").returncode == 0
+    try:
+        ids = [
+            submit(cluster, site, clone, INSIDE, nodes=f"node-{node}", **env)
+            for node, (clone, env) in enumerate(clones.values(), start=21)
+        ]
+        jobs = [cluster.wait(job) for job in ids]
+        left = cluster.exec("ls", site.folder / "node-25", node="node-25").stdout
+    finally:
+        cluster.exec("umount", site.folder / "node-25", node="node-25")
+    for node, (job, (sentence, (clone, _))) in enumerate(zip(jobs, clones.items(), strict=True), start=21):
+        assert job.state == "FAILED" and job.exit_code == 1, job.log
+        said = [line for line in job.log.splitlines() if sentence in line]
+        assert len(said) == 1 and f" on node-{node}: " in said[0], job.log
+        assert "Traceback" not in job.log and len(job.log.splitlines()) <= 4, job.log
+        if "torch here" not in sentence:
+            assert said[0] in (clone / f"log/{job.id}/node-{node}.out").read_text()
+    assert left == ""
+
+
+@pytest.mark.parametrize("runtime", ["Pyxis", "Apptainer"])
+def test_other_runtimes(runtime, cluster, site):
+    """The documented command in the place of run_script.sh's last line. The stand-ins know no other options."""
+    clone = site.clone(runtime.lower())
+    script = (clone / "run_script.sh").read_text()
+    documented = re.search(rf"^# {runtime}:\n((?:#   .*\n)+)", script, re.M)[1].replace("#   ", "    ")
+    script, count = re.subn(r"^ +\./aux/enter_container\.sh .*\n", lambda _: documented, script, flags=re.M)
+    assert count == 1
+    (clone / "run_script.sh").write_text(script)
+    path = f"{STAND_INS / 'pyxis'}:{site.environment['PATH']}" if runtime == "Pyxis" else site.environment["PATH"]
+    job = sbatch(cluster, site, clone, INSIDE, *NASTY, nodes="node-[13-14]", PATH=path)
+    assert job.state == "COMPLETED", job.log
+    ranks = seen(clone, job)
+    assert [rank["variables"] for rank in ranks] == [[0, 0, 2], [1, 0, 2]]
+    assert all(rank["image"] == "first" and rank["folder"] == "/workspace/mnt" for rank in ranks)
+    assert all(rank["arguments"] == NASTY and "tiny" in rank["root"] for rank in ranks)
+
+
+def test_import_image(site, tmp_path):
+    """The file is by default the one in env.sh; what fails leaves none, what is there stays."""
+    clone = site.clone("import")
+    env = environment(**site.environment)
+    command, in_clone = [clone / "aux/import_image.sh"], {"cwd": clone, "env": env}
+    missing = run(*command, "docker://nvcr.io#nvidia/none:1", **in_clone)
+    assert missing.returncode == 1 and "404 Not Found" in missing.stderr and not list(clone.glob("*.sqsh*"))
+    assert missing.stderr.splitlines()[-1].startswith(
+        "import_image.sh: enroot cannot import docker://nvcr.io#nvidia/none:1"
+    )
+    (site.folder / "registry/debian:12").write_text("an image")
+    imported = run(*command, "docker://debian:12", **in_clone)
+    assert imported.returncode == 0, imported.stderr
+    (name,) = re.findall(r"^CONTAINER_IMAGE=\$PWD/(\S+)", (REPOSITORY / "env.sh").read_text(), re.M)
+    assert (clone / name).read_text() == "an image" and len(list(clone.glob("*.sqsh*"))) == 1
+    again = run(*command, "docker://debian:12", **in_clone)
+    assert again.returncode == 1 and "is there already" in again.stderr and len(again.stderr.splitlines()) == 1
+    without = run(*command, "docker://debian", tmp_path / "x.sqsh")
+    assert without.returncode == 1 and "no enroot on" in without.stderr
+    wrong = run(*command, "debian", tmp_path / "x.sqsh", env=env)
+    assert wrong.returncode == 1 and "does not begin with docker://" in wrong.stderr
