@@ -87,12 +87,14 @@ class Job:
 
 class Cluster:
     def __init__(self, name: str, nodes: int, cpus: int, gpus: int):
-        self.environment = {"CLUSTER": name}
+        self.environment, self.jobs = {"CLUSTER": name}, []
         size = ["--nodes", nodes, "--cpus", cpus, "--gpus", gpus]
         up = run(NAMESPACES, "up", *size, env=environment(**self.environment))
         assert up.returncode == 0, f"the Slurm cluster does not start: {up.stdout}{up.stderr}"
 
     def down(self):
+        for job in self.jobs:  # what env.sh keeps of them, in the folder they ran in
+            shutil.rmtree(REPOSITORY / "log" / str(job), ignore_errors=True)
         down = run(NAMESPACES, "down", env=environment(**self.environment))
         assert down.returncode == 0, down.stderr
 
@@ -104,7 +106,8 @@ class Cluster:
         """sbatch with options, launcher and arguments in `command`. Returns the job id."""
         sbatch = self.exec("sbatch", "--parsable", *command, env=env, cwd=cwd)
         assert sbatch.returncode == 0, sbatch.stderr
-        return int(sbatch.stdout)
+        self.jobs.append(int(sbatch.stdout))
+        return self.jobs[-1]
 
     def show(self, job: int) -> dict[str, str]:
         shown = self.exec("scontrol", "show", "job", "--oneliner", job).stdout

@@ -41,7 +41,7 @@ def block(containing: str) -> str:
 
 def test_every_block_is_run_here():
     """But the one about containers, which tests/test_containers.py runs."""
-    assert len(BLOCKS) == 6 and "run_script.sh" in block("import_image.sh")
+    assert len(BLOCKS) == 7 and "run_script.sh" in block("import_image.sh")
 
 
 def test_make_train(clone):
@@ -90,3 +90,10 @@ def test_on_a_cluster(clone, cluster):
     assert [job.state for job in ended] == ["COMPLETED"] * 5, [job.log for job in ended]
     finals = [re.search(r"^Finished: (.*)$", job.log, re.M)[1] for job in ended[1:4]]
     assert len({final.split()[0] for final in finals}) == 1 and time.time() - before < 240
+
+
+def test_rehearsal(clone, cluster):
+    shown = bash(block("scancel --batch"), clone, prefix=(NAMESPACES, "exec"), **cluster.environment)
+    assert re.search(r"^All 4 ranks are alive, at step \d+\.$", shown, re.M), shown
+    log = (clone / "rehearsal.out").read_text()
+    assert re.search(r"^Stopped after step \d+, saved, requeued$", log, re.M)

@@ -65,10 +65,10 @@ def data(tiny, text) -> dict[str, Path]:
     return {"train_ddp.py": tiny, "train_fsdp.py": text, "train_tp.py": text}
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder: Path, steps: int) -> dict[str, torch.Tensor]:
     """Of the newest checkpoint, whole, by name."""
     newest = checkpoint.find(folder)[0]
-    assert re.search(rf"_{STEPS}(\.pt)?$", newest.name), newest
+    assert newest.name.removesuffix(".pt") == f"checkpoint_step_{steps}"
     if newest.is_dir():
         whole = folder / "whole.pt"
         dcp_to_torch_save(newest, whole)
@@ -93,14 +93,14 @@ def uninterrupted(data, tmp_path_factory):
     return folder
 
 
-def assert_same_run(out: Path, reference: Path):
+def assert_same_run(out: Path, reference: Path, run_steps: int = STEPS):
     """Final weights bit for bit, and every step once in the metrics, with the same losses."""
-    ours, theirs = weights(out), weights(reference)
+    ours, theirs = weights(out, run_steps), weights(reference, run_steps)
     assert ours.keys() == theirs.keys()
     different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
     assert not different, different
     steps = [event["step"] for event in read_metrics(out) if "loss" in event]
-    assert steps == list(range(1, STEPS + 1))
+    assert steps == list(range(1, run_steps + 1))
     for name in ("loss", "val_loss", "test_loss"):
         found = [(event["step"], event[name]) for event in read_metrics(out) if name in event]
         assert found == [(event["step"], event[name]) for event in read_metrics(reference) if name in event]
@@ -330,6 +330,10 @@ def test_stopped_rank(way, script, cluster, data, tmp_path):
     trial = Trial(cluster, way, script, data, tmp_path, "--timeout", 20)
     node = trial.train_a_little()[1]
     os.kill(trial.rank(node), signal.SIGSTOP)
+    time.sleep(6)
+    watched = run(sys.executable, "aux/watch_job.py", trial.job, "--after", 5)
+    assert watched.returncode == 1 and re.search(rf"^ +\d  {node} +\d+ ", watched.stdout, re.M), watched
+    assert watched.stdout.endswith(f"sbatch --exclude={node}\n"), watched.stdout
     trial.wait_for(
         rf"^\[Rank \d on \S+\] rank \d on {node} has given no sign of life for 10 s; its last step is \d+", 30
     )
@@ -544,13 +548,17 @@ def test_stopped_at_twenty_random_steps(data, uninterrupted, tmp_path):
 
 
 @pytest.mark.matrix
-def test_chaos(cluster, data, uninterrupted, tmp_path):
-    """Twenty faults, one after the other."""
-    trial = Trial(cluster, "torchrun", "train_ddp.py", data, tmp_path, "--checkpoint-every", 1, slow=1)
+def test_chaos(cluster, data, tmp_path):
+    """Twenty faults, one after the other, and 180 steps."""
+    longer = ["./torchrun.sh", "distributed/train_ddp.py", *DDP, "--epochs", 12, "--data-dir", data["train_ddp.py"]]
+    longer += ["--checkpoint-dir", tmp_path / "reference"]
+    assert run(*longer, env=environment(NPROC_PER_NODE=4, OMP_NUM_THREADS=1)).returncode == 0
+    options = ("--epochs", 12, "--checkpoint-every", 1)
+    trial = Trial(cluster, "torchrun", "train_ddp.py", data, tmp_path, *options, slow=1)
     command = ("tests/chaos.py", trial.job, "--every", 12, "--faults", 20)
     done = run(sys.executable, *command, env=environment(**cluster.environment), timeout=1500)
     assert done.returncode == 0 and re.search(r"^COMPLETED after 20 faults", done.stdout, re.M), done.stdout + trial.log
-    assert_same_run(trial.out, uninterrupted("train_ddp.py"))
+    assert_same_run(trial.out, tmp_path / "reference", 180)
 
 
 def in_cluster(process: Path, cluster: Cluster) -> bool:
