@@ -25,7 +25,7 @@ CASES = {
     "late": (
         "after the first command",
         "cd /tmp\n#SBATCH --time=1:00:00  MISTAKE",
-        "# a comment\n\n#SBATCH --time=1:00\ncd /tmp\ncat <<'EOF' >other.sh\n#SBATCH --time=1\nEOF\necho '\n#SBATCH -n 2'",
+        "# a comment\n\n#SBATCH --time=1:00\ncd /tmp\ncat <<'EOF' >a.sh\n#SBATCH -n 1\nEOF\necho '\n#SBATCH -n 2'",
     ),
     "variable in a directive": (
         "does not expand",
