@@ -16,7 +16,7 @@ export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 # export CONTAINER_IMAGE=$PWD/image.sqsh             # EDIT: only where jobs run in a container
 
 # --- what Slurm already knows -----------------------------------------------------------------------------------------
-die() { echo "${SLURM_JOB_NAME:-$0}, job ${SLURM_JOB_ID:-none}: $*" >&2; exit 1; }
+die() { echo "${SLURM_JOB_NAME:-$0}, job ${SLURM_JOB_ID:-none}: ${*//[[:cntrl:]]/ }" >&2; exit 1; }
 
 # A job submitted from inside a job inherits that one's values; only what the user set may win over what Slurm says.
 if [[ "${ENV_SH_JOB_ID:-$SLURM_JOB_ID}" != "$SLURM_JOB_ID" ]]; then

@@ -6,7 +6,7 @@
 #        NPROC_PER_NODE=4 ./torchrun.sh distributed/train_ddp.py        (default: one rank per GPU, two without GPUs)
 set -euo pipefail
 die() {
-    echo "torchrun.sh on $HOSTNAME: $*" >&2
+    echo "torchrun.sh on $HOSTNAME: ${*//[[:cntrl:]]/ }" >&2
     [[ -z "${SLURM_STEP_ID:-}" ]] || sleep 1         # srun ends the step at once, and what it has not read is lost
     exit 1
 }

@@ -315,7 +315,7 @@ def main(paths: list[str]) -> int:
         try:
             script = Script(Path(path))
         except OSError as error:
-            print(f"lint_sbatch.py: cannot read {path}: {error.strerror}", file=sys.stderr)
+            print(f"lint_sbatch.py: cannot read {path!r}: {error.strerror}", file=sys.stderr)
             status = 2
             continue
         for line, sentence in sorted({finding for check in CHECKS for finding in check(script)}):

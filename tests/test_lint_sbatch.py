@@ -238,5 +238,5 @@ def test_files_that_cannot_be_read(tmp_path):
     for path in (tmp_path, tmp_path / "absent"):
         done = run(sys.executable, "aux/lint_sbatch.py", path, "torchrun.sh")
         assert done.returncode == 2 and done.stdout == ""
-        assert re.fullmatch(rf"lint_sbatch.py: cannot read {path}: [A-Z][a-z ]+\n", done.stderr)
+        assert re.fullmatch(rf"lint_sbatch.py: cannot read '{path}': [A-Z][a-z ]+\n", done.stderr)
     assert run(sys.executable, "aux/lint_sbatch.py").returncode == 2
