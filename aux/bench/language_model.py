@@ -150,8 +150,8 @@ def measure(sides: dict[str, Callable[[int], None]], rounds: int, seconds: float
     for turn in range(rounds + 1):
         for name, step in sides.items():
             start = time.perf_counter()
-            for number in range(steps):
-                step(2 + turn * steps + number)
+            for index in range(steps):
+                step(2 + turn * steps + index)
             taken[name].append((time.perf_counter() - start) / steps)
     return {name: statistics.median(times[1:]) for name, times in taken.items()}
 
