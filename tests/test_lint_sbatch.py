@@ -223,11 +223,18 @@ def test_ours_are_not_clean_once_edited_wrongly(tmp_path):
     assert done.returncode == 1 and done.stderr == ""
     said = [re.fullmatch(rf"{re.escape(str(script))}:(\d+): (.+)", line) for line in done.stdout.splitlines()]
     lines = text.splitlines()
-    found = {(lines[int(match[1]) - 1].split("=")[0], match[2].split(",")[0]) for match in said}
-    assert {first.split()[0] for first, _ in found} == {"#", "#SBATCH", "export", "srun", "run"} - {
-        "run" if "\nsrun" in text else "srun"
-    }
-    assert len(said) == 7, done.stdout  # blank, folder, port, devices, --nnodes=1, kill-on-bad-exit, count
+    found = {match[2].split(":")[0]: "\n".join(lines[int(match[1]) - 1 :][:2]) for match in said}  # srun: perhaps below
+    for sentence, line in (
+        ("take out|a comment and no directive", "# SBATCH --time"),
+        ("no folder logs", "#SBATCH --output=logs"),
+        ("port 29500", "export MASTER_PORT"),
+        ("CUDA_VISIBLE_DEVICES hard-coded", "export MASTER_PORT"),
+        ("--nnodes=1 on 2 nodes", "srun --ntasks"),
+        ("srun lets the others wait", "srun --ntasks"),
+        ("--nproc-per-node=2 repeats the header", "srun --ntasks"),
+    ):
+        assert [line in text for said, text in found.items() if re.match(sentence, said)] == [True], done.stdout
+    assert len(said) == 7, done.stdout
 
 
 def test_files_that_cannot_be_read(tmp_path):
