@@ -58,3 +58,61 @@ if [[ "${DEBUG:-0}" == 1 ]]; then                    # DEBUG=1 sbatch launch_...
     export TORCH_NCCL_TRACE_BUFFER_SIZE=20000 TORCH_NCCL_DUMP_ON_TIMEOUT=1
     env | grep -E '^(SLURM_|NCCL_|CUDA_VISIBLE|NNODES|NPROC|WORLD|MASTER|OMP)' | grep -v '^SLURM_JWT=' | sort    # a token
 fi
+
+# --- the job's step: started, stopped in time, requeued ---------------------------------------------------------------
+# Rank 0 leaves in JOB_OUTCOME what became of the job, as "finished STEP" or "stopped STEP": srun's status does not tell.
+max_restarts=100                                     # EDIT: how often a job may be requeued
+
+run_job() {                                          # script and arguments
+    local outcome='' step before status=0 log=log/$SLURM_JOB_ID start=${SLURM_RESTART_COUNT:-0}
+    mkdir -p "$log"
+    [[ "$start" != 0 ]] || rm --recursive --force "$log"/{outcome,ranks}-*    # left by another cluster's job of this number
+    before=$(cat "$log"/outcome-* 2>/dev/null | sort --key=2n | tail --lines=1) || true
+    [[ "$before" != finished* ]] || { echo "Finished at step ${before#* } before it was requeued: nothing to do"; exit 0; }
+    export JOB_OUTCOME="$log/outcome-$start"         # of this start: ranks of the one before may still be alive
+    trap 'signalled=1; [[ -z "${pid:-}" ]] || kill -USR1 "$pid" 2>/dev/null || true' USR1    # srun passes it on to the ranks
+    trap 'signalled=1' TERM                          # Slurm tells the ranks itself: outlive them
+    # shellcheck disable=SC2154  # start_ranks is the launcher's
+    if [[ "${PREFLIGHT:-0}" == 1 ]]; then            # PREFLIGHT=1 sbatch launch_...sh
+        in_background "${start_ranks[@]}" aux/check_ranks.py || die "not started: the preflight above has failed"
+    fi
+    in_background "${start_ranks[@]}" "$@" || status=$?
+    trap '' USR1 TERM
+    [[ ! -s "$JOB_OUTCOME" ]] || read -r outcome step <"$JOB_OUTCOME"
+    [[ "$outcome" != stopped ]] || requeue_job "$step" "${before#* }" "$@"
+    [[ "$status" == 0 ]] || echo "The ranks ended with status $status: the first line above that names a rank says why" >&2
+    exit "$status"
+}
+
+in_background() {                                    # bash runs a trap only between two commands, but at once while it waits
+    local code status=127
+    "$@" &
+    pid=$!
+    until
+        signalled='' code=0
+        wait "$pid" || code=$?                       # 127: waited for already, and the signal came just then
+        ((code == 127)) || status=$code
+        [[ -z "$signalled" ]]
+    do :; done
+    return "$status"
+}
+
+requeue_job() {                                      # step, step before, script and arguments
+    local shown reason='' step=$1 before=${2:--1} again=(--resume)
+    shown=$(scontrol show job "$SLURM_JOB_ID")
+    [[ " $* " == *" --checkpoint-dir"* ]] || again+=(--checkpoint-dir "checkpoints/$SLURM_JOB_ID")
+    if [[ "$shown" != *JobState=RUNNING* ]]; then
+        reason="Slurm is ending this job"            # scancel, or a requeue that is not ours
+    elif ((step <= before)); then
+        reason="it got no further than when it was requeued before"
+    elif ((${SLURM_RESTART_COUNT:-0} >= max_restarts)); then
+        reason="it has been requeued $SLURM_RESTART_COUNT times"
+    elif reason=$(scontrol requeue "$SLURM_JOB_ID" 2>&1); then
+        echo "Stopped after step $step, saved, requeued"
+        exit 0
+    fi
+    [[ "$shown" =~ Command=([^[:space:]]+) ]]
+    echo "Stopped after step $step, saved, not requeued: $reason. To go on, add your sbatch options to:" >&2
+    echo "    sbatch ${BASH_REMATCH[1]##*/}$(printf ' %q' "${@:3}" "${again[@]}")" >&2
+    exit 1
+}

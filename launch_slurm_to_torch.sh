@@ -5,6 +5,9 @@
 #SBATCH --cpus-per-task=1          # EDIT: CPUs of one rank, for its threads and loader workers
 #SBATCH --time=01:00:00            # EDIT
 #SBATCH --output=%x_%j.out
+#SBATCH --open-mode=append         # a requeued job goes on in its log
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120        # EDIT: seconds before the time limit, enough to save
 # Way 1: srun starts every rank; the script reads RANK, LOCAL_RANK and WORLD_SIZE from Slurm's own variables.
 #
 # Usage: sbatch [sbatch options] launch_slurm_to_torch.sh [train script] [its arguments]
@@ -23,5 +26,8 @@ source ./env.sh
 echo "Way 1: srun starts $WORLD_SIZE ranks on $SLURM_JOB_NODELIST, rendezvous at $MASTER_ADDR:$MASTER_PORT"
 # --cpus-per-task: srun of Slurm 22.05 and 23.02 does not inherit it. --kill-on-bad-exit: one dead rank ends the step.
 # --wait: nor does the step go on for ever when a rank has ended early. A minute is too little to start 4,096 ranks.
-srun --kill-on-bad-exit=1 --wait=300 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
-    python "$@"
+start_ranks=(
+    srun --kill-on-bad-exit=1 --wait=300 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}
+    python
+)
+run_job "$@"

@@ -5,6 +5,9 @@
 #SBATCH --cpus-per-task=2          # EDIT: CPUs of one node's ranks together
 #SBATCH --time=01:00:00            # EDIT
 #SBATCH --output=%x_%j.out
+#SBATCH --open-mode=append         # a requeued job goes on in its log
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120        # EDIT: seconds before the time limit, enough to save
 # Way 3: srun starts one spawner per node; torch.multiprocessing starts the ranks, which get RANK, LOCAL_RANK and WORLD_SIZE.
 #
 # Usage: sbatch [sbatch options] launch_slurm_with_mp.sh [train script] [its arguments]
@@ -23,6 +26,9 @@ source ./env.sh
 echo "Way 3: the spawner starts $NPROC_PER_NODE ranks on each of $SLURM_JOB_NODELIST, rendezvous at $MASTER_ADDR:$MASTER_PORT"
 # --cpus-per-task: srun of Slurm 22.05 and 23.02 does not inherit it. --kill-on-bad-exit: one dead spawner ends the step.
 # --wait: nor does the step go on for ever when a rank has ended early. A minute is too little to start 4,096 ranks.
-srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 \
-    ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$CPUS_PER_NODE"} \
-    python distributed/spawn_ranks.py "$@"
+start_ranks=(
+    srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300
+    ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$CPUS_PER_NODE"}
+    python distributed/spawn_ranks.py
+)
+run_job "$@"

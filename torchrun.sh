@@ -45,5 +45,6 @@ if [[ -n "${MASTER_ADDR:-}" && -n "${NNODES:-}" ]]; then
         --local-addr="${SLURMD_NODENAME:-$HOSTNAME}"
     )
 fi
+trap '' USR1                                         # torchrun would die of it; ranks that save when it comes listen for it
 export LOGLEVEL="${LOGLEVEL:-ERROR}"                 # torchrun warns on every node when another node's torchrun ends first
 exec torchrun "${rendezvous[@]}" --nproc-per-node="$NPROC_PER_NODE" "$@"

@@ -32,6 +32,7 @@ def parse_arguments() -> Namespace:
     device = os.environ.get("TRAIN_DEVICE", "auto")
     parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps (or TRAIN_DEVICE)")
     parser.add_argument("--checkpoint-dir", type=Path, default="checkpoints", help="the folder that all nodes must see")
+    parser.add_timeout_arguments()
     return parser.parse_args()
 
 
@@ -41,6 +42,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
+import heartbeat
 import step_zero
 
 MB = 2**20
@@ -102,15 +104,15 @@ def init_process_group(args: Namespace, fault: str | None = None, **facts) -> tu
     Returns (rank, world_size, device). A fault on any rank stops all of them, with one sentence.
     """
     launcher, rank, local_rank, world_size = find_ranks()
-    timeout = datetime.timedelta(minutes=5)
-    store = step_zero.meet(launcher, rank, local_rank, world_size, timeout)
+    store = step_zero.meet(launcher, rank, local_rank, world_size, datetime.timedelta(seconds=args.init_timeout))
     device, device_fault = choose_device(args.device, local_rank, world_size)
     facts = {"world size": world_size, "local rank": local_rank, "device": str(device), "launcher": launcher, **facts}
     step_zero.check(store, rank, world_size, device, facts, device_fault or fault)
     if world_size > 1:
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend, timeout = "nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=args.timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         assert dist.get_world_size() == world_size
+        heartbeat.start(rank, world_size, args.timeout)
     return rank, world_size, device
 
 

@@ -292,6 +292,7 @@ def prepare_shakespeare(folder: Path, synthetic: bool, text: Path | None) -> str
         source, data = text.name, text.read_bytes()
     if data is not None:
         sha256 = hashlib.sha256(data).hexdigest()
+        source = SHAKESPEARE if sha256 == SHAKESPEARE_SHA256 else source
     vocabulary, state = inspect_text(folder), "already there"
     if vocabulary is None or vocabulary["sha256"] != sha256:
         if vocabulary and vocabulary["source"] not in (PYTHON_DOCUMENTATION, source):

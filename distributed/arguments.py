@@ -41,16 +41,31 @@ class ArgumentParser(argparse.ArgumentParser):
             time.sleep(5)  # a rank that ends ends the job: let rank 0, which sees the same mistake, speak first
         raise SystemExit(2)
 
+    def add_checkpoint_arguments(self):
+        """What a run keeps of itself, and goes on from."""
+        self.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
+        help = "so many steps, or minutes: 500 or 10m (besides the end, and when the job is asked to stop)"
+        self.add_argument("--checkpoint-every", type=interval, default="10m", metavar="STEPS|MINUTESm", help=help)
+        self.add_argument("--keep-checkpoints", type=whole_number(1), default=2, metavar="N", help="the newest N")
+        help = "go on from the newest checkpoint in --checkpoint-dir (a requeued job does so unasked)"
+        requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+        self.add_argument("--resume", action="store_true", default=requeued, help=help)
 
-def new_checkpoint_dir() -> Path:
-    """Where a run keeps its checkpoints unless told: a folder of its job's, or without Slurm of the moment's."""
-    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    return Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
+    def add_timeout_arguments(self):
+        """How long a rank waits for others: slow nodes may come late, but in training none should be far behind."""
+        seconds = {"type": number(1), "metavar": "SECONDS"}
+        self.add_argument("--init-timeout", default=300, help="to wait for all ranks at the start", **seconds)
+        self.add_argument("--timeout", default=120, help="to wait for a rank in a collective", **seconds)
 
-
-def was_requeued() -> bool:
-    """Slurm has started this job before: it goes on from what it left, without being told to."""
-    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    def parse_args(self) -> argparse.Namespace:
+        """Fills in the folder for checkpoints: one of the job's, or without Slurm of the moment's."""
+        args = super().parse_args()
+        if "checkpoint_dir" in args and args.checkpoint_dir is None:
+            if (args.resume or vars(args).get("sample")) and "SLURM_JOB_ID" not in os.environ:
+                self.error(f"--{'resume' if args.resume else 'sample'} needs the --checkpoint-dir to go on from")
+            now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+            args.checkpoint_dir = Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
+        return args
 
 
 def device_name(text: str) -> str:
@@ -92,6 +107,17 @@ def number(minimum: float, below: float = 1e9) -> Callable[[str], float]:
         return number
 
     return parse
+
+
+def interval(text: str) -> tuple[float, str]:
+    """An argparse type: "500" is (500, "steps"), "10m" is (10.0, "minutes")."""
+    try:
+        every = (float(text[:-1]), "minutes") if text.endswith("m") else (int(text), "steps")
+    except ValueError:
+        every = (0, "")
+    if not 0 < every[0] < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of steps, as 500, nor of minutes, as 10m")
+    return every
 
 
 def uneven(flag: str, value: int, parts: int, what: str) -> str | None:

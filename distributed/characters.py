@@ -5,7 +5,6 @@ which says which number is which character.
 """
 
 import json
-import zlib
 from argparse import Namespace
 from pathlib import Path
 
@@ -13,11 +12,6 @@ import torch
 
 PASSED_OVER = -100  # cross_entropy's ignore_index
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16}
-
-
-def seed_from(*numbers: int) -> int:
-    """One 32-bit seed from several numbers: torch's generator on a CPU looks at no more bits than that."""
-    return zlib.crc32(repr(numbers).encode())
 
 
 def read_vocabulary(folder: Path) -> dict:

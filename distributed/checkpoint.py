@@ -1,56 +1,153 @@
-"""Checkpoints: a file is whole or not there, and the newest whole one is found again."""
+"""Checkpoints: a file is whole or not there, the newest whole one is found again, and the ranks agree when to save."""
 
+import contextlib
 import os
 import re
 import sys
+import time
 import zipfile
+import zlib
+from argparse import Namespace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+import heartbeat
+import step_zero
+import stop_request
 
-def save(state: dict, path: Path):
-    """Writes `state` so that `path` holds all of it or what it held before, whenever the process is killed.
 
-    Raises RuntimeError or OSError (a full disk, say) and then leaves no file behind.
+def seed_from(*numbers: int) -> int:
+    """One 32-bit seed from several numbers: torch's generator on a CPU looks at no more bits than that.
+
+    Seeded by (seed, step, rank) at every step, dropout needs no random state in a checkpoint to go on as it would have.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    return zlib.crc32(repr(numbers).encode())
+
+
+class Boundary:
+    """What the ranks do together between two steps: go on, save, or save and stop.
+
+    A signal may reach one rank only, and clocks differ, so the ranks exchange what they know: about once a second
+    rather than after each step, since it costs a collective and, on a GPU, a wait. How many steps a second has is
+    exchanged, too, so that all ranks count alike.
+    """
+
+    def __init__(self, args: Namespace, step: int, rank: int, world_size: int, device: torch.device):
+        self.args, self.rank, self.world_size, self.device = args, rank, world_size, device
+        self.step, self.next, self.time, self.saved = step, step + 1, time.monotonic(), time.monotonic()
+        if rank == 0:
+            stop_request.claim(args.checkpoint_dir)
+
+    def __call__(self, step: int) -> tuple[bool, bool]:
+        """After step number `step`, on every rank: whether to save, and whether to stop."""
+        heartbeat.step = step
+        every, unit = self.args.checkpoint_every
+        save = unit == "steps" and step % every == 0
+        if step < self.next:
+            return save, False
+        now = time.monotonic()
+        stop, overdue = stop_request.received > 0, unit == "minutes" and now - self.saved > 60 * every
+        other = self.rank == 0 and owner_fault(self.args.checkpoint_dir) is not None
+        stop, overdue, other, speed = self.highest(stop, overdue, other, (step - self.step) / (now - self.time))
+        if other:
+            step_zero.stop(owner_fault(self.args.checkpoint_dir) or "", self.rank, speak=self.rank == 0)
+        if overdue:
+            self.saved = now
+        self.step, self.time, self.next = step, now, step + max(1, int(speed))
+        return bool(save or overdue or stop), bool(stop)
+
+    def highest(self, *values: float) -> list[float]:
+        """The greatest of every value over the ranks."""
+        if self.world_size == 1:
+            return list(values)
+        known = torch.tensor(values, dtype=torch.float32, device=self.device)
+        dist.all_reduce(known, op=dist.ReduceOp.MAX)
+        return known.tolist()
+
+
+def save(state: dict, folder: Path, step: int, keep: int) -> bool:
+    """Writes checkpoint_step_N.pt, whole or not at all, and removes all but the newest `keep`. By rank 0 alone.
+
+    Returns False, after a warning, if it cannot be written (a full disk, say); what was there before still is.
+    """
+    path = folder / f"checkpoint_step_{step}.pt"
+    temporary = folder / f".{path.name}.{os.getpid()}.tmp"
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+        publish(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        warn_not_saved(path, first_line(error))
+        return False
+    for old in find(folder)[keep:]:
+        old.unlink()
+    return True
 
 
-def sync_folder(folder: Path):
-    """Brings the names in `folder` to the disk: a new one, too, must survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+def publish(temporary: Path, path: Path):
+    """Gives a file or folder its name, unless another start of the job has taken over; then this one ends."""
+    if fault := owner_fault(path.parent):
+        step_zero.stop(fault)
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)  # the new name, too, must survive a power cut
+    os.close(folder)
+
+
+def owner_fault(folder: Path) -> str | None:
+    """One sentence when another start of this job, or another job, has begun to write into `folder`; or None."""
+    owner = stop_request.owner(folder)
+    if owner == stop_request.token():
+        return None
+    return f"{folder} now belongs to another attempt ({owner}): this one writes nothing more and ends"
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong at first: of a full disk torch.save makes a RuntimeError that does not speak of it."""
+    for _, (failure, _) in getattr(error, "failures", {}).items():  # of dcp's CheckpointException
+        return first_line(failure)
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def warn_not_saved(path: Path, reason: str):
+    print(f"warning: {path} could not be saved, older ones are kept: {reason}", file=sys.stderr, flush=True)
 
 
 def find(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, the newest first: by the number in their name, never by their date.
 
-    Files checkpoint_epoch_N.pt, or the folders checkpoint_step_N that sharded_checkpoint.py writes.
+    Files checkpoint_step_N.pt, or the folders checkpoint_step_N that sharded_checkpoint.py writes.
     """
-    names = re.compile(r"checkpoint_(?:epoch_(\d+)\.pt|step_(\d+))")
-    matches = [names.fullmatch(path.name) for path in folder.glob("checkpoint_*")]
-    newest_first = sorted(filter(None, matches), key=lambda match: -int(match[1] or match[2]))
+    matches = [re.fullmatch(r"checkpoint_step_(\d+)(?:\.pt)?", path.name) for path in folder.glob("checkpoint_*")]
+    newest_first = sorted(filter(None, matches), key=lambda match: -int(match[1]))
     return [folder / match[0] for match in newest_first]
 
 
 def in_the_way(folder: Path, resume: bool) -> str | None:
-    """One sentence when a new run would mix its checkpoints with those of another one; None when all is well."""
+    """One sentence when a new run would mix its checkpoints with those of another one, or can have none; or None."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK):
+        return f"{there} cannot be written: choose another --checkpoint-dir"
     if resume or not (found := find(folder)):
         return None
     return f"{found[0]} is of an earlier run: continue that one with --resume, or choose another --checkpoint-dir"
+
+
+def changes(folder: Path, before: dict, now: dict) -> str | None:
+    """One sentence when what makes a run the same run differs from what a checkpoint has been made with; or None."""
+    told = [f"{name} was {before.get(name)}, not {value}" for name, value in now.items() if before.get(name) != value]
+    if not told:
+        return None
+    return f"the checkpoints in {folder} are of another run: {', '.join(told)}; or choose another --checkpoint-dir"
 
 
 def load_newest(folder: Path) -> dict | None:
@@ -63,7 +160,7 @@ def load_newest(folder: Path) -> dict | None:
                 return torch.load(path, map_location="cpu", weights_only=True)
             reason = f"{damaged} in it fails its checksum"
         except Exception as error:  # truncated, it raises one of half a dozen kinds, depending on where it was cut
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = first_line(error)
         print(f"warning: checkpoint {path} is damaged and skipped: {reason}", file=sys.stderr, flush=True)
     return None
 

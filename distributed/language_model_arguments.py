@@ -4,7 +4,7 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
-from arguments import ArgumentParser, device_name, new_checkpoint_dir, number, was_requeued, whole_number
+from arguments import ArgumentParser, device_name, number, whole_number
 
 SIZES = {
     "cpu": {"layers": 4, "heads": 4, "width": 128, "context": 64, "dropout": 0.0, "batch_size": 12, "steps": 2000},
@@ -39,15 +39,13 @@ class LanguageModelParser(ArgumentParser):
         device = os.environ.get("TRAIN_DEVICE", "auto")
         self.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps (or TRAIN_DEVICE)")
         self.add_argument("--data-dir", type=Path, default="data/shakespeare")
-        self.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
-        self.add_argument("--checkpoint-every", type=whole_number(1), default=500, metavar="STEPS")
-        help = "go on from the newest checkpoint in --checkpoint-dir (a requeued job does so unasked)"
-        self.add_argument("--resume", action="store_true", default=was_requeued(), help=help)
         self.add_argument("--log-every", type=whole_number(1), default=50, metavar="STEPS")
         self.add_argument("--eval-every", type=whole_number(1), default=250, metavar="STEPS")
         self.add_argument("--eval-windows", type=whole_number(0), default=500, help="of the validation split (0: all)")
         self.add_argument("--sample", type=whole_number(1), metavar="N", help="write N characters from a checkpoint")
         self.add_argument("--prompt", default="\n", help="what the sample goes on from")
+        self.add_checkpoint_arguments()
+        self.add_timeout_arguments()
 
     def parse_args(self) -> Namespace:
         args = super().parse_args()
@@ -56,10 +54,6 @@ class LanguageModelParser(ArgumentParser):
                 setattr(args, name, value)
         if args.width % args.heads:
             self.error(f"--heads {args.heads} does not divide --width {args.width}: {divisors(args.width)} would do")
-        if args.checkpoint_dir is None:
-            if (args.resume or args.sample) and "SLURM_JOB_ID" not in os.environ:
-                self.error("--resume and --sample need the --checkpoint-dir to go on from")
-            args.checkpoint_dir = new_checkpoint_dir()
         return args
 
 

@@ -1,10 +1,13 @@
 """MNIST as tensors: read once, normalised once, fetched a batch at a time."""
 
 import hashlib
+import itertools
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 try:
     import torchvision
@@ -39,6 +42,20 @@ class MNIST(Dataset):
         return self.images[indices], self.labels[indices]
 
 
+class ResumableSampler(Sampler):
+    """The indices that another sampler gives, without the first `done` of them: those before a run was stopped."""
+
+    def __init__(self, whole: Sampler):
+        self.whole, self.done = whole, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(self.whole, self.done, None)
+
+    def __len__(self) -> int:
+        """Of a whole epoch."""
+        return len(self.whole)
+
+
 def whole_batch(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """The collate function for `__getitems__`: there is nothing left to collate."""
     return batch
@@ -60,6 +77,11 @@ def missing_data(folder: str | Path) -> str | None:
             if len(start) < header or size != header + item * int.from_bytes(start[4:8], "big"):
                 return f"{path} is not a whole MNIST file ({size} bytes); move it away and {remedy}"
     return None
+
+
+def identity(folder: str | Path) -> int:
+    """A number by which a resumed run knows its data again: a checksum of the labels in their order."""
+    return zlib.crc32((Path(folder) / "MNIST" / "raw" / "train-labels-idx1-ubyte").read_bytes())
 
 
 def describe(folder: str | Path) -> str:

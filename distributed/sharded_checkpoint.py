@@ -13,7 +13,9 @@ import shutil
 import sys
 import warnings
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,42 +23,63 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from checkpoint import find, sync_folder
+import stop_request
+from checkpoint import find, first_line, publish, warn_not_saved
 
-KEEP = 2  # the newest may turn out to be damaged
 
+def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict, keep: int) -> bool:
+    """Writes checkpoint_step_N with `facts` (plain values) in its whole.json, and removes all but the newest `keep`.
 
-def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict) -> Path:
-    """Writes checkpoint_step_N with `facts` (plain values) in its whole.json. To be called by all ranks.
-
-    Raises OSError, RuntimeError or CheckpointException (a full disk, say); what was there before is then untouched.
+    By all ranks. Returns False everywhere, after a warning, when one of them could not write its part (a full disk,
+    say); what was there before still is.
     """
     rank, world_size = place()
-    path, temporary = folder / f"checkpoint_step_{step}", folder / f".checkpoint_step_{step}.tmp"
-    if rank == 0:
+    path = folder / f"checkpoint_step_{step}"
+    temporary = folder / f".checkpoint_step_{step}.{stop_request.ATTEMPT}.tmp"
+
+    def prepare():
         shutil.rmtree(temporary, ignore_errors=True)  # of an attempt that was killed
         temporary.mkdir(parents=True)
-    wait_for_all(world_size)
-    try:
+
+    def write():
         with warnings.catch_warnings(action="ignore"):  # one process alone need not be told that it is
             dcp.save(state_of(model, optimizer), checkpoint_id=temporary, no_dist=world_size == 1)
-        files = measure_files(temporary, rank, world_size)
-        if rank == 0:
-            with (temporary / "whole.json").open("w") as file:
-                json.dump({"step": step, **facts, "files": files}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            shutil.rmtree(path, ignore_errors=True)  # a damaged one of the same step
-            os.replace(temporary, path)
-            sync_folder(folder)
-            for old in find(folder)[KEEP:]:
-                shutil.rmtree(old, ignore_errors=True)
-    except BaseException:
+
+    def finish():
+        with (temporary / "whole.json").open("w") as file:
+            json.dump({"step": step, **facts, "files": files}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.rmtree(path, ignore_errors=True)  # a damaged one of the same step
+        publish(temporary, path)
+
+    try:
+        on_all_ranks(prepare if rank == 0 else None, world_size)
+        on_all_ranks(write, world_size)
+        files = merged(on_all_ranks(lambda: measure_files(temporary, rank, world_size), world_size))
+        on_all_ranks(finish if rank == 0 else None, world_size)
+    except OSError as error:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    wait_for_all(world_size)
-    return path
+            warn_not_saved(path, str(error))
+        return False
+    for old in find(folder)[keep:] if rank == 0 else []:
+        shutil.rmtree(old, ignore_errors=True)
+    return True
+
+
+def on_all_ranks(work: Callable[[], Any] | None, world_size: int) -> list:
+    """Does `work` here and waits for the others. Returns the results by rank; raises OSError on all if one failed."""
+    result, fault = None, None
+    try:
+        result = work() if work else None
+    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+        fault = first_line(error)
+    results = agree((result, fault), world_size)
+    for rank, (_, fault) in enumerate(results):
+        if fault is not None:
+            raise OSError(f"rank {rank}: {fault}")
+    return [result for result, _ in results]
 
 
 def newest(folder: Path) -> tuple[Path, dict] | None:
@@ -71,7 +94,7 @@ def newest(folder: Path) -> tuple[Path, dict] | None:
             promised = facts["files"]
         except (OSError, ValueError, KeyError) as error:
             facts, promised, reason = {}, None, f"its whole.json cannot be read ({error})"
-        found = measure_files(path, rank, world_size)
+        found = merged(agree(measure_files(path, rank, world_size), world_size))
         if promised is not None:
             names = sorted(name for name in found.keys() | promised.keys() if found.get(name) != promised.get(name))
             reason = f"{names[0]} in it is not the file that was written" if names else None
@@ -99,7 +122,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
 
 
 def measure_files(folder: Path, rank: int, world_size: int) -> dict[str, list[int]]:
-    """Length and CRC-32 of every file but whole.json, each one read by one of the ranks."""
+    """Length and CRC-32 of this rank's share of all files but whole.json."""
     mine = {}
     for path in sorted(path for path in folder.iterdir() if path.name != "whole.json")[rank::world_size]:
         length = checksum = 0
@@ -107,7 +130,11 @@ def measure_files(folder: Path, rank: int, world_size: int) -> dict[str, list[in
             while part := file.read(1 << 24):
                 length, checksum = length + len(part), zlib.crc32(part, checksum)
         mine[path.name] = [length, checksum]
-    return {name: facts for part in agree(mine, world_size) for name, facts in part.items()}
+    return mine
+
+
+def merged(parts: list[dict]) -> dict:
+    return {name: facts for part in parts for name, facts in part.items()}
 
 
 def agree(value, world_size: int) -> list:
@@ -120,8 +147,3 @@ def agree(value, world_size: int) -> list:
 
 def place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def wait_for_all(world_size: int):
-    if world_size > 1:
-        dist.barrier()

@@ -16,6 +16,7 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 
+import stop_request
 from arguments import let_srun_read
 
 HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -105,7 +106,7 @@ def gpu_uuid(device: torch.device) -> str | None:
 def check(store: dist.Store, rank: int, world_size: int, device: torch.device, facts: dict, fault: str | None = None):
     """Prints `facts`, one line per rank; any rank's fault, or one that only the comparison shows, stops every rank."""
     here = {"host": HOST, "fault": fault, "gpu": gpu_uuid(device), "facts": facts}
-    here |= {"job": os.environ.get("SLURM_JOB_ID"), "torch": torch.__version__}
+    here |= {"job": os.environ.get("SLURM_JOB_ID"), "start": stop_request.ATTEMPT, "torch": torch.__version__}
     store.set(f"step 0/{rank}", json.dumps(here))
     if rank != 0:
         if store.get("step 0/verdict"):
@@ -139,7 +140,7 @@ def first_fault(ranks: list[dict]) -> str:
         rank, here = said[0]
         more = f" (and {len(said) - 1} more ranks)" if len(said) > 1 else ""
         return f"[Rank {rank} on {here['host']}] {here['fault']}{more}"
-    for fact, what in (("job", "jobs"), ("torch", "versions of torch")):
+    for fact, what in (("job", "jobs"), ("start", "starts of the job"), ("torch", "versions of torch")):
         values = defaultdict(list)
         for rank, here in enumerate(ranks):
             values[here[fact]].append(f"rank {rank} on {here['host']}")

@@ -16,9 +16,11 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
-from arguments import ArgumentParser, device_name, new_checkpoint_dir, number, uneven, was_requeued, whole_number
+import stop_request
+from arguments import ArgumentParser, device_name, number, uneven, whole_number
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -36,20 +38,15 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps (or TRAIN_DEVICE)")
     parser.add_argument("--data-dir", type=Path, default="data/mnist")
     parser.add_argument("--num-workers", type=whole_number(0), default=0, help="loader processes of each rank")
-    parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
-    help = "go on from the newest checkpoint in --checkpoint-dir (a requeued job does so unasked)"
-    parser.add_argument("--resume", action="store_true", default=was_requeued(), help=help)
     parser.add_argument("--log-every", type=whole_number(1), default=100, help="steps between two log lines")
-    args = parser.parse_args()
-    if args.checkpoint_dir is None:
-        if args.resume and "SLURM_JOB_ID" not in os.environ:
-            parser.error("--resume needs the --checkpoint-dir to go on from")
-        args.checkpoint_dir = new_checkpoint_dir()
-    return args
+    parser.add_checkpoint_arguments()
+    parser.add_timeout_arguments()
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
     args = parse_arguments()  # before torch: a typing mistake costs no second
+    stop_request.listen()
 
 import torch
 import torch.distributed as dist
@@ -59,6 +56,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import checkpoint
+import heartbeat
 import mnist
 import step_zero
 from progress import Progress
@@ -120,15 +118,15 @@ def init_process_group(args: Namespace, fault: str | None = None, **facts) -> tu
     Returns (rank, world_size, device). A fault on any rank stops all of them, with one sentence.
     """
     launcher, rank, local_rank, world_size = find_ranks()
-    timeout = datetime.timedelta(minutes=5)
-    store = step_zero.meet(launcher, rank, local_rank, world_size, timeout)
+    store = step_zero.meet(launcher, rank, local_rank, world_size, datetime.timedelta(seconds=args.init_timeout))
     device, device_fault = choose_device(args.device, local_rank, world_size)
     facts = {"world size": world_size, "local rank": local_rank, "device": str(device), "launcher": launcher, **facts}
     step_zero.check(store, rank, world_size, device, facts, device_fault or fault)
     if world_size > 1:
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend, timeout = "nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=args.timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         assert dist.get_world_size() == world_size
+        heartbeat.start(rank, world_size, args.timeout)
     return rank, world_size, device
 
 
@@ -143,8 +141,9 @@ def make_loaders(args: Namespace, rank: int, world_size: int, device: torch.devi
     """
     train_set, test_set = mnist.MNIST(args.data_dir, train=True), mnist.MNIST(args.data_dir, train=False)
     options = {"collate_fn": mnist.whole_batch, "num_workers": args.num_workers, "pin_memory": device.type == "cuda"}
-    options["generator"] = torch.Generator()  # its own: the loader must not draw from the model's
+    options["worker_init_fn"] = stop_request.ignore
     sampler = DistributedSampler(train_set, world_size, rank, shuffle=True, seed=args.seed)
+    sampler = mnist.ResumableSampler(sampler)
     train_loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, **options)
     mine = range(rank, len(test_set), world_size)  # not padded as DistributedSampler does: every image once
     test_loader = DataLoader(test_set, batch_size=1000, sampler=mine, **options)
@@ -197,16 +196,20 @@ def all_reduced(values: torch.Tensor, world_size: int) -> list[float]:
     return values.tolist()
 
 
-def train_epoch(args, epoch, step, model, optimizer, scaler, loader, rank, world_size, device, progress) -> int:
-    """Trains on every image once, or until --max-steps. Returns the number of steps since the run began."""
+def train_epoch(args, step, model, optimizer, scaler, loader, rank, world_size, device, progress) -> Iterator[int]:
+    """Trains on every image once, or on those after `step` if that is inside the epoch; yields each new step number."""
     model.train()
-    loader.sampler.set_epoch(epoch)
+    epoch, done = step // len(loader) + 1, step % len(loader)
+    loader.sampler.whole.set_epoch(epoch)
+    loader.sampler.done = done * loader.batch_size
     mine = len(range(rank, len(loader.dataset), world_size))  # without what DistributedSampler pads to equal lengths
-    left = len(loader.dataset)  # images of this epoch, over all ranks
+    mine, left = mine - done * loader.batch_size, len(loader.dataset) - done * args.batch_size  # left: over all ranks
     loss_sum, count = torch.zeros((), device=device), 0  # since the last log line; read only there
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
+        if args.dropout:
+            torch.manual_seed(checkpoint.seed_from(args.seed, step, rank))
         with autocast(args, device):
             logits = model(images)
         here, everywhere = min(len(images), mine), min(args.batch_size, left)
@@ -223,9 +226,17 @@ def train_epoch(args, epoch, step, model, optimizer, scaler, loader, rank, world
             all_loss, all_count = all_reduced(torch.stack((loss_sum, torch.tensor(count, device=device))), world_size)
             progress.step(step, epoch, int(all_count), loss=all_loss / all_count)
             loss_sum, count = torch.zeros((), device=device), 0
-        if step == args.max_steps:
-            break
-    return step
+        yield step
+
+
+def settle_buckets(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device):
+    """Two backward passes whose gradients are thrown away, before a run is resumed.
+
+    DDP puts gradients into buckets anew after its first step; a sum in another order is a sum with other roundings.
+    """
+    for _ in range(2):
+        model(torch.zeros(1, 1, 28, 28, device=device)).sum().backward()
+    optimizer.zero_grad()
 
 
 @torch.inference_mode()
@@ -257,42 +268,53 @@ def main(args: Namespace):
     rank, world_size, device = init_process_group(args, find_fault(args))
     if rank == 0:
         print(f"Data: {mnist.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}", flush=True)
+    facts = {name: vars(args)[name] for name in ("batch_size", "learning_rate", "dropout", "seed", "precision")}
+    facts["data"] = mnist.identity(args.data_dir)
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # the same weights on every rank
     train_loader, test_loader = make_loaders(args, rank, world_size, device)
     bare_model, optimizer = make_model(args, device)
     model = bare_model
     if world_size > 1:
         model = DistributedDataParallel(bare_model, device_ids=[device.index] if device.type == "cuda" else None)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
-    torch.manual_seed(args.seed + rank)  # dropout differs from rank to rank
 
-    epoch, step, loss, accuracy = 0, 0, math.nan, math.nan
+    step, loss, accuracy, stop, saved = 0, math.nan, math.nan, False, True
+    parts = {"model": bare_model, "optimizer": optimizer, "scaler": scaler}
     if args.resume and (state := checkpoint.load_on_all_ranks(args.checkpoint_dir, rank, world_size, device)):
-        epoch, step, loss, accuracy = (state[name] for name in ("epoch", "step", "test_loss", "test_accuracy"))
-        bare_model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        scaler.load_state_dict(state["scaler"])
+        if fault := checkpoint.changes(args.checkpoint_dir, state["run"], facts):
+            step_zero.stop(fault, rank, speak=rank == 0)
+        settle_buckets(model, optimizer, device)
+        step, loss, accuracy = (state[name] for name in ("step", "test_loss", "test_accuracy"))
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
     if args.resume and rank == 0:
-        print(f"Resumed after epoch {epoch}, step {step}" if step else f"No checkpoint in {args.checkpoint_dir} yet")
+        print(f"Resumed after step {step}" if step else f"No checkpoint in {args.checkpoint_dir} yet", flush=True)
 
     total_steps = min(args.epochs * len(train_loader), args.max_steps or sys.maxsize)
     progress = Progress(args.checkpoint_dir if rank == 0 else None, "images", step, total_steps)
-    while epoch < args.epochs and step < total_steps:
-        epoch += 1
-        step = train_epoch(
-            args, epoch, step, model, optimizer, scaler, train_loader, rank, world_size, device, progress
-        )
-        loss, accuracy = evaluate(args, bare_model, test_loader, world_size, device)
-        progress.epoch(step, epoch, test_loss=loss, test_accuracy=accuracy)
-        if rank == 0 and step == epoch * len(train_loader):  # not where --max-steps has cut the epoch short
-            state = {"epoch": epoch, "step": step, "test_loss": loss, "test_accuracy": accuracy}
-            state["model"] = bare_model.state_dict()
-            state["optimizer"] = optimizer.state_dict()
-            state["scaler"] = scaler.state_dict()
-            checkpoint.save(state, args.checkpoint_dir / f"checkpoint_epoch_{epoch}.pt")
+    boundary = checkpoint.Boundary(args, step, rank, world_size, device)
+    while step < total_steps and not stop:
+        steps = train_epoch(args, step, model, optimizer, scaler, train_loader, rank, world_size, device, progress)
+        for step in steps:
+            save, stop = boundary(step)
+            if step % len(train_loader) == 0 or step == total_steps:
+                loss, accuracy = evaluate(args, bare_model, test_loader, world_size, device)
+                progress.epoch(step, math.ceil(step / len(train_loader)), test_loss=loss, test_accuracy=accuracy)
+                save = True
+            if save and rank == 0:
+                state = {"run": facts, "step": step, "test_loss": loss, "test_accuracy": accuracy}
+                state |= {name: part.state_dict() for name, part in parts.items()}
+                saved = checkpoint.save(state, args.checkpoint_dir, step, args.keep_checkpoints)
+            if stop or step == total_steps:
+                break
+    if not saved:
+        step_zero.stop("the last steps could not be saved", rank)
     if rank == 0:
-        print(f"Finished: epoch={epoch} average_loss={loss:.4f} accuracy={accuracy:.4f}")
+        stop_request.tell_launcher("finished" if step == total_steps else "stopped", step)
+        epoch = math.ceil(step / len(train_loader))
+        end = f"Finished: epoch={epoch} average_loss={loss:.4f} accuracy={accuracy:.4f}"
+        print(end if step == total_steps else f"Stopped after step {step}: --resume goes on", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 
+import stop_request
 from arguments import uneven, whole_number
 from language_model_arguments import LanguageModelParser, divisors
 
@@ -33,6 +34,7 @@ def parse_arguments() -> Namespace:
 
 if __name__ == "__main__":
     args = parse_arguments()  # before torch: a typing mistake costs no second
+    stop_request.listen()
 
 import torch
 import torch.distributed as dist
@@ -43,10 +45,11 @@ from torch.distributed.tensor import DTensor
 
 import characters
 import checkpoint
+import heartbeat
 import sharded_checkpoint
 import step_zero
 from char_transformer import CharTransformer, peak_flops
-from language_model import choose_precision, learning_rate, make_optimizer, sample
+from language_model import choose_precision, identity, learning_rate, make_optimizer, sample
 from progress import Progress
 
 # --- process group ----------------------------------------------------------------------------------------------------
@@ -106,15 +109,15 @@ def init_process_group(args: Namespace, fault: str | None = None, **facts) -> tu
     Returns (rank, world_size, device). A fault on any rank stops all of them, with one sentence.
     """
     launcher, rank, local_rank, world_size = find_ranks()
-    timeout = datetime.timedelta(minutes=5)
-    store = step_zero.meet(launcher, rank, local_rank, world_size, timeout)
+    store = step_zero.meet(launcher, rank, local_rank, world_size, datetime.timedelta(seconds=args.init_timeout))
     device, device_fault = choose_device(args.device, local_rank, world_size)
     facts = {"world size": world_size, "local rank": local_rank, "device": str(device), "launcher": launcher, **facts}
     step_zero.check(store, rank, world_size, device, facts, device_fault or fault)
     if world_size > 1:
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend, timeout = "nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=args.timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         assert dist.get_world_size() == world_size
+        heartbeat.start(rank, world_size, args.timeout)
     return rank, world_size, device
 
 
@@ -176,7 +179,7 @@ def draw_batch(args, windows, step: int, data_rank: int, data_ranks: int, device
     All ranks draw the whole batch, from seed and step alone, and take their part of it: the order of the data depends
     neither on the number of ranks nor on a restart.
     """
-    generator = torch.Generator().manual_seed(characters.seed_from(args.seed, step))
+    generator = torch.Generator().manual_seed(checkpoint.seed_from(args.seed, step))
     starts = torch.randint(len(windows), (args.batch_size,), generator=generator)
     return characters.read(windows, starts.chunk(data_ranks)[data_rank], device)
 
@@ -276,6 +279,7 @@ def main(args: Namespace):
     args.precision = choose_precision(args, device, world_size)
     facts = {"characters": characters.read_vocabulary(args.data_dir)["characters"], "val_loss": math.nan}
     facts["sizes"] = {name: getattr(args, name) for name in ("layers", "heads", "width", "context")}
+    facts["run"] = identity(args)
     if rank == 0:
         print(f"Data: {characters.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}", flush=True)
         print(f"Precision: {args.precision}. Device mesh: {mesh}", flush=True)
@@ -286,11 +290,11 @@ def main(args: Namespace):
     split(args, model, mesh)
     optimizer = make_optimizer(args, model)
 
-    step = 0
+    step, stop, saved = 0, False, True
     if args.resume and (found := sharded_checkpoint.newest(args.checkpoint_dir)):
         path, before = found
-        if other := [name for name in ("characters", "sizes") if before[name] != facts[name]]:
-            step_zero.stop(f"{path} has other {other[0]}: {before[other[0]]}", rank, speak=rank == 0)
+        if fault := checkpoint.changes(args.checkpoint_dir, before["run"], facts["run"]):
+            step_zero.stop(fault, rank, speak=rank == 0)
         sharded_checkpoint.load(path, model, optimizer)
         step, facts["val_loss"] = before["step"], before["val_loss"]
     if args.resume and rank == 0:
@@ -298,10 +302,11 @@ def main(args: Namespace):
 
     windows = characters.windows(args.data_dir, "train", args.context)
     progress = Progress(args.checkpoint_dir if rank == 0 else None, "tokens", step, args.steps)
+    boundary = checkpoint.Boundary(args, step, rank, world_size, device)
     loss_sum, logged = torch.zeros((), device=device), step  # since the last log line; read only there
-    while step < args.steps:
+    while step < args.steps and not stop:
         if args.dropout:
-            torch.manual_seed(characters.seed_from(args.seed, step, dropout_place(args, mesh)))
+            torch.manual_seed(checkpoint.seed_from(args.seed, step, dropout_place(args, mesh)))
         batch = draw_batch(args, windows, step, data_rank, data_ranks, device)
         loss, norm = train_step(args, step, model, optimizer, batch)
         loss_sum += loss
@@ -320,10 +325,15 @@ def main(args: Namespace):
             batches = characters.fixed_batches(args, data_rank, data_ranks, device)
             facts["val_loss"] = evaluate(args, model, batches, world_size, device)
             progress.epoch(step, epoch, val_loss=facts["val_loss"])
-        if step % args.checkpoint_every == 0 or step == args.steps:
-            sharded_checkpoint.save(args.checkpoint_dir, step, model, optimizer, facts)
+        save, stop = boundary(step)
+        if save or step == args.steps:
+            saved = sharded_checkpoint.save(args.checkpoint_dir, step, model, optimizer, facts, args.keep_checkpoints)
+    if not saved:
+        step_zero.stop("the last steps could not be saved", rank, speak=rank == 0)
     if rank == 0:
-        print(f"Finished: step={step} val_loss={facts['val_loss']:.4f}")
+        stop_request.tell_launcher("finished" if step == args.steps else "stopped", step)
+        end = f"Finished: step={step} val_loss={facts['val_loss']:.4f}"
+        print(end if step == args.steps else f"Stopped after step {step}: --resume goes on", flush=True)
 
 
 if __name__ == "__main__":

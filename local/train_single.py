@@ -12,11 +12,13 @@ import math
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
-from arguments import ArgumentParser, device_name, new_checkpoint_dir, number, was_requeued, whole_number
+import stop_request
+from arguments import ArgumentParser, device_name, number, whole_number
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -34,20 +36,14 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps (or TRAIN_DEVICE)")
     parser.add_argument("--data-dir", type=Path, default="data/mnist")
     parser.add_argument("--num-workers", type=whole_number(0), default=0, help="loader processes")
-    parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
-    help = "go on from the newest checkpoint in --checkpoint-dir (a requeued job does so unasked)"
-    parser.add_argument("--resume", action="store_true", default=was_requeued(), help=help)
     parser.add_argument("--log-every", type=whole_number(1), default=100, help="steps between two log lines")
-    args = parser.parse_args()
-    if args.checkpoint_dir is None:
-        if args.resume and "SLURM_JOB_ID" not in os.environ:
-            parser.error("--resume needs the --checkpoint-dir to go on from")
-        args.checkpoint_dir = new_checkpoint_dir()
-    return args
+    parser.add_checkpoint_arguments()
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
     args = parse_arguments()  # before torch: a typing mistake costs no second
+    stop_request.listen()
 
 import torch
 import torch.nn.functional as F
@@ -75,8 +71,8 @@ def make_loaders(args: Namespace, device: torch.device) -> tuple[DataLoader, Dat
     """The training and the test batches: images (n, 1, 28, 28) float32, labels (n,) int64."""
     train_set, test_set = mnist.MNIST(args.data_dir, train=True), mnist.MNIST(args.data_dir, train=False)
     options = {"collate_fn": mnist.whole_batch, "num_workers": args.num_workers, "pin_memory": device.type == "cuda"}
-    options["generator"] = torch.Generator()  # its own: the loader must not draw from the model's
-    sampler = RandomSampler(train_set, generator=torch.Generator())
+    options["worker_init_fn"] = stop_request.ignore
+    sampler = mnist.ResumableSampler(RandomSampler(train_set, generator=torch.Generator()))
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, **options)
     test_loader = DataLoader(test_set, batch_size=1000, **options)
     return train_loader, test_loader
@@ -121,14 +117,18 @@ def autocast(args: Namespace, device: torch.device) -> torch.autocast:
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
-def train_epoch(args, epoch, step, model, optimizer, scaler, loader, device, progress) -> int:
-    """Trains on every image once, or until --max-steps. Returns the number of steps since the run began."""
+def train_epoch(args, step, model, optimizer, scaler, loader, device, progress) -> Iterator[int]:
+    """Trains on every image once, or on those after `step` if that is inside the epoch; yields each new step number."""
     model.train()
-    loader.sampler.generator.manual_seed(args.seed + epoch)
+    epoch, done = step // len(loader) + 1, step % len(loader)
+    loader.sampler.whole.generator.manual_seed(args.seed + epoch)
+    loader.sampler.done = done * args.batch_size
     loss_sum, count = torch.zeros((), device=device), 0  # since the last log line; read only there
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
+        if args.dropout:
+            torch.manual_seed(checkpoint.seed_from(args.seed, step))
         with autocast(args, device):
             logits = model(images)
         loss = F.cross_entropy(logits.float(), labels, reduction="sum")
@@ -142,9 +142,7 @@ def train_epoch(args, epoch, step, model, optimizer, scaler, loader, device, pro
         if step % args.log_every == 0 or step == args.max_steps:
             progress.step(step, epoch, count, loss=loss_sum.item() / count)
             loss_sum, count = torch.zeros((), device=device), 0
-        if step == args.max_steps:
-            break
-    return step
+        yield step
 
 
 @torch.inference_mode()
@@ -171,34 +169,47 @@ def main(args: Namespace):
     device = choose_device(args.device)
     print(f"Data: {mnist.describe(args.data_dir)}. Device: {device}. Checkpoints: {args.checkpoint_dir}")
 
+    facts = {name: vars(args)[name] for name in ("batch_size", "learning_rate", "dropout", "seed", "precision")}
+    facts["data"] = mnist.identity(args.data_dir)
+
     torch.manual_seed(args.seed)
     train_loader, test_loader = make_loaders(args, device)
     model, optimizer = make_model(args, device)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
-    epoch, step, loss, accuracy = 0, 0, math.nan, math.nan
+    step, loss, accuracy, stop, saved = 0, math.nan, math.nan, False, True
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     if args.resume and (state := checkpoint.load_newest(args.checkpoint_dir)):
-        epoch, step, loss, accuracy = (state[name] for name in ("epoch", "step", "test_loss", "test_accuracy"))
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        scaler.load_state_dict(state["scaler"])
+        if fault := checkpoint.changes(args.checkpoint_dir, state["run"], facts):
+            sys.exit(f"train_single.py: {fault}")
+        step, loss, accuracy = (state[name] for name in ("step", "test_loss", "test_accuracy"))
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
     if args.resume:
-        print(f"Resumed after epoch {epoch}, step {step}" if step else f"No checkpoint in {args.checkpoint_dir} yet")
+        print(f"Resumed after step {step}" if step else f"No checkpoint in {args.checkpoint_dir} yet", flush=True)
 
     total_steps = min(args.epochs * len(train_loader), args.max_steps or sys.maxsize)
     progress = Progress(args.checkpoint_dir, "images", step, total_steps)
-    while epoch < args.epochs and step < total_steps:
-        epoch += 1
-        step = train_epoch(args, epoch, step, model, optimizer, scaler, train_loader, device, progress)
-        loss, accuracy = evaluate(args, model, test_loader, device)
-        progress.epoch(step, epoch, test_loss=loss, test_accuracy=accuracy)
-        if step == epoch * len(train_loader):  # not where --max-steps has cut the epoch short
-            state = {"epoch": epoch, "step": step, "test_loss": loss, "test_accuracy": accuracy}
-            state["model"] = model.state_dict()
-            state["optimizer"] = optimizer.state_dict()
-            state["scaler"] = scaler.state_dict()
-            checkpoint.save(state, args.checkpoint_dir / f"checkpoint_epoch_{epoch}.pt")
-    print(f"Finished: epoch={epoch} average_loss={loss:.4f} accuracy={accuracy:.4f}")
+    boundary = checkpoint.Boundary(args, step, 0, 1, device)
+    while step < total_steps and not stop:
+        steps = train_epoch(args, step, model, optimizer, scaler, train_loader, device, progress)
+        for step in steps:
+            save, stop = boundary(step)
+            if step % len(train_loader) == 0 or step == total_steps:
+                loss, accuracy = evaluate(args, model, test_loader, device)
+                progress.epoch(step, math.ceil(step / len(train_loader)), test_loss=loss, test_accuracy=accuracy)
+                save = True
+            if save:
+                state = {"run": facts, "step": step, "test_loss": loss, "test_accuracy": accuracy}
+                state |= {name: part.state_dict() for name, part in parts.items()}
+                saved = checkpoint.save(state, args.checkpoint_dir, step, args.keep_checkpoints)
+            if stop or step == total_steps:
+                break
+    if not saved:
+        sys.exit("train_single.py: the last steps could not be saved")
+    epoch = math.ceil(step / len(train_loader))
+    end = f"Finished: epoch={epoch} average_loss={loss:.4f} accuracy={accuracy:.4f}"
+    print(end if step == total_steps else f"Stopped after step {step}: --resume goes on", flush=True)
 
 
 if __name__ == "__main__":

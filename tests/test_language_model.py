@@ -267,7 +267,7 @@ def test_other_run_is_not_overwritten(trained, text):
     assert "is of an earlier run: continue that one with --resume" in done.stderr
     done = train("train_tp.py", 1, text, trained["fsdp 4"], "--resume", "--layers", 3)
     assert done.returncode == 1
-    assert "has other sizes" in done.stderr
+    assert "layers was 2, not 3" in done.stderr
 
 
 def test_it_learns(text, tmp_path):
@@ -288,6 +288,13 @@ def test_it_reaches_nanogpt(tmp_path):
     done = run(sys.executable, *command, env=environment(OMP_NUM_THREADS=2), timeout=600)
     assert done.returncode == 0, done.stderr
     assert read_metrics(tmp_path, "val_loss")[2000] <= 1.91
+    sample = ("distributed/train_fsdp.py", "--sample", 300, "--checkpoint-dir", tmp_path, "--device", "cpu")
+    written = run(sys.executable, *sample).stdout
+    print(written)
+    text = Path(os.environ["SHAKESPEARE"]).read_text()
+    words = re.findall(r"\b[a-z]{3,}\b", written.partition("\n")[2])
+    known = [word for word in words if re.search(rf"\b{word}\b", text)]
+    assert len(words) > 20 and len(known) > len(words) / 2, written
 
 
 # --- on the cluster ---------------------------------------------------------------------------------------------------

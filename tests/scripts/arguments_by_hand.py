@@ -1,0 +1,1 @@
+import sys, json; print(json.dumps(sys.argv[1:]))

@@ -1,0 +1,27 @@
+"""Runs a train script (argv[2]) with its arguments as it stands, argv[1] seconds slower at each step."""
+
+import runpy
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "distributed"))
+
+import stop_request
+
+stop_request.listen()  # as the script itself does, before torch
+
+import checkpoint
+
+seconds, call = float(sys.argv[1]), checkpoint.Boundary.__call__
+
+
+def slower(self, step):
+    time.sleep(seconds)
+    return call(self, step)
+
+
+checkpoint.Boundary.__call__ = slower
+del sys.argv[:2]
+sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,510 @@
+"""What befalls jobs on a cluster, done to real ones: signals, requeues, dead ranks and nodes, disks, damaged files.
+
+A job that goes on must end with weights that are bit for bit those of an uninterrupted run on as many ranks, with
+dropout on. Without options the quick part runs: `pytest -m matrix` is the whole of it.
+"""
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import checkpoint
+from conftest import LAUNCHERS, REPOSITORY, Cluster, Job, environment, read_metrics, run
+
+DDP = ["--epochs", 3, "--batch-size", 20, "--log-every", 1]  # 300 images: 45 steps
+LANGUAGE_MODEL = ["--layers", 2, "--heads", 4, "--width", 32, "--context", 32, "--batch-size", 8, "--dropout", 0.2]
+LANGUAGE_MODEL += ["--steps", 45, "--log-every", 1, "--eval-every", 20, "--eval-windows", 8, "--precision", "fp32"]
+SCRIPTS = {"train_ddp.py": DDP, "train_fsdp.py": LANGUAGE_MODEL, "train_tp.py": LANGUAGE_MODEL}
+STEPS = 45
+DIAGONAL = [("srun", "train_ddp.py"), ("torchrun", "train_fsdp.py"), ("mp", "train_tp.py")]
+ALL_NINE = [
+    pytest.param(way, script, marks=() if (way, script) in DIAGONAL else pytest.mark.matrix)
+    for way in LAUNCHERS
+    for script in SCRIPTS
+]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Nodes of its own: some of them do not survive."""
+    cluster = Cluster(f"survival-{os.getpid()}", nodes=10, cpus=4, gpus=2)
+    yield cluster
+    cluster.down()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    made = run(sys.executable, "aux/prepare_data.py", "shakespeare", "--synthetic", "--data-dir", folder)
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tiny, text) -> dict[str, Path]:
+    return {"train_ddp.py": tiny, "train_fsdp.py": text, "train_tp.py": text}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of the newest checkpoint, whole, by name."""
+    newest = checkpoint.find(folder)[0]
+    assert re.search(rf"_{STEPS}(\.pt)?$", newest.name), newest
+    if newest.is_dir():
+        whole = folder / "whole.pt"
+        dcp_to_torch_save(newest, whole)
+        return torch.load(whole, weights_only=False)["model"]
+    return torch.load(newest, weights_only=True)["model"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(data, tmp_path_factory):
+    """The folder of an uninterrupted run of a script on four ranks, made once."""
+    folders = {}
+
+    def folder(script: str) -> Path:
+        if script not in folders:
+            out = tmp_path_factory.mktemp(script)
+            command = ["./torchrun.sh", f"distributed/{script}", "--data-dir", data[script], *SCRIPTS[script]]
+            done = run(*command, "--checkpoint-dir", out, env=environment(NPROC_PER_NODE=4, OMP_NUM_THREADS=1))
+            assert done.returncode == 0, done.stderr
+            folders[script] = out
+        return folders[script]
+
+    return folder
+
+
+def assert_same_run(out: Path, reference: Path):
+    """Final weights bit for bit, and every step once in the metrics, with the same losses."""
+    ours, theirs = weights(out), weights(reference)
+    assert ours.keys() == theirs.keys()
+    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not different, different
+    steps = [event["step"] for event in read_metrics(out) if "loss" in event]
+    assert steps == list(range(1, STEPS + 1))
+    for name in ("loss", "val_loss", "test_loss"):
+        found = [(event["step"], event[name]) for event in read_metrics(out) if name in event]
+        assert found == [(event["step"], event[name]) for event in read_metrics(reference) if name in event]
+
+
+class Trial:
+    """A slowed down job on two nodes with two ranks each, in a checkpoint folder of its own."""
+
+    def __init__(self, cluster: Cluster, way: str, script: str, data: dict, folder: Path, *options, sbatch=(), **env):
+        self.cluster, self.way, self.script, self.folder, self.out = cluster, way, script, folder, folder / "out"
+        self.command = [LAUNCHERS[way], "tests/scripts/slowly.py", 0.15, f"distributed/{script}"]
+        self.command += ["--data-dir", data[script], *SCRIPTS[script], "--checkpoint-dir", self.out, *options]
+        self.job = cluster.submit(*sbatch, f"--output={folder}/log", *self.command, env=env)
+
+    @property
+    def log(self) -> str:
+        path = self.folder / "log"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, pattern: str, timeout: float = 60) -> float:
+        """Until the log has a line like that. Returns the seconds it took."""
+        start = time.monotonic()
+        while not re.search(pattern, self.log, re.M):
+            state = self.cluster.show(self.job)["JobState"]
+            ended = state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+            assert not ended and time.monotonic() - start < timeout, f"{state}, no {pattern!r} in:\n{self.log}"
+            time.sleep(0.1)
+        return time.monotonic() - start
+
+    def train_a_little(self) -> list[str]:
+        """Until the first steps are done. Returns the job's nodes."""
+        self.wait_for(r"^step=[7-9]/")
+        nodes = self.cluster.show(self.job)["NodeList"]
+        return self.cluster.exec("scontrol", "show", "hostnames", nodes).stdout.split()
+
+    def signal(self, *options: str):
+        told = self.cluster.exec("scancel", *options, self.job)
+        assert told.returncode == 0, told.stderr
+
+    def process(self, node: str, name: str) -> int:
+        """The process id, on the host, of a process of the job on a node, by what its command line contains."""
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                env, command = (process / "environ").read_bytes(), (process / "cmdline").read_text()
+            except OSError:
+                continue
+            mine = f"SLURM_JOB_ID={self.job}\0".encode() in env and f"SLURMD_NODENAME={node}\0".encode() in env
+            if mine and "python" in command.split("\0")[0] and name in command:
+                return int(process.name)
+        raise AssertionError(f"no {name} of job {self.job} on {node}")
+
+    def rank(self, node: str) -> int:
+        """A rank's process."""
+        found = {"srun": "slowly.py", "mp": "spawn_main", "torchrun": "-u\0tests/scripts/slowly.py"}
+        return self.process(node, found[self.way])
+
+    def ends(self, timeout: float = 90) -> Job:
+        """Its end, with no process left 30 s later."""
+        job = self.cluster.wait(self.job, timeout)
+        deadline = time.monotonic() + 30
+        while left := self.cluster.left_over(self.job):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.2)
+        return job
+
+    def is_equal_after_a_restart(self, reference: Path, restarts: int = 1):
+        job = self.ends()
+        assert job.state == "COMPLETED", job.log
+        assert int(self.cluster.show(self.job)["Restarts"]) == restarts, job.log
+        assert re.search(r"^Resumed after step [1-9]", job.log, re.M), job.log
+        assert_same_run(self.out, reference)
+
+
+# --- asked to stop ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("way", "script"), ALL_NINE)
+def test_usr1(way, script, cluster, data, uninterrupted, tmp_path):
+    """As --signal=B:USR1@120 sends it: the ranks save, and the batch shell requeues."""
+    trial = Trial(cluster, way, script, data, tmp_path)
+    trial.train_a_little()
+    trial.signal("--batch", "--signal=USR1")
+    assert trial.wait_for("^Stopped after step .*requeued$") < 15
+    trial.is_equal_after_a_restart(uninterrupted(script))
+
+
+@pytest.mark.parametrize("options", [["--signal=USR1"], ["--full", "--signal=USR1"], ["--signal=TERM"]], ids=" ".join)
+@pytest.mark.parametrize(("way", "script"), DIAGONAL)
+@pytest.mark.matrix
+def test_signals_that_reach_the_ranks(options, way, script, cluster, data, uninterrupted, tmp_path):
+    trial = Trial(cluster, way, script, data, tmp_path)
+    trial.train_a_little()
+    trial.signal(*options)
+    assert trial.wait_for("^Stopped after step .*requeued$") < 15
+    trial.is_equal_after_a_restart(uninterrupted(script))
+
+
+@pytest.mark.parametrize(("way", "script"), ALL_NINE)
+def test_scontrol_requeue(way, script, cluster, data, uninterrupted, tmp_path):
+    """Slurm ends the ranks with SIGTERM and, KillWait later, SIGKILL: they have that long to save."""
+    trial = Trial(cluster, way, script, data, tmp_path)
+    trial.train_a_little()
+    assert cluster.exec("scontrol", "requeue", trial.job).returncode == 0
+    trial.wait_for("^Resumed after step [1-9]")
+    trial.is_equal_after_a_restart(uninterrupted(script))
+
+
+@pytest.mark.matrix
+def test_time_limit(cluster, data, uninterrupted, tmp_path):
+    """The header's --signal does it: at most a minute, so 45 s before its end comes somewhere in the first 15."""
+    trial = Trial(cluster, "torchrun", "train_ddp.py", data, tmp_path, sbatch=["--time=1", "--signal=B:USR1@45"])
+    trial.wait_for("^Stopped after step .*requeued$", 90)
+    assert trial.ends(300).state == "COMPLETED"
+    assert_same_run(trial.out, uninterrupted("train_ddp.py"))
+
+
+def test_preemption(cluster, data, uninterrupted, tmp_path):
+    """By a job in a partition of higher priority: SIGTERM, a grace time, back into the queue, all by Slurm."""
+    trial = Trial(cluster, "srun", "train_ddp.py", data, tmp_path)
+    nodes = trial.train_a_little()
+    urgent = ["--partition=urgent", f"--nodelist={nodes[1]}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
+    other = cluster.submit(*urgent)
+    trial.wait_for("^Stopped after step [1-9]", 20)
+    trial.wait_for("^Resumed after step [1-9]")
+    trial.is_equal_after_a_restart(uninterrupted("train_ddp.py"))
+    assert cluster.wait(other).state == "COMPLETED"
+
+
+def test_job_that_may_not_be_requeued_says_what_to_type(cluster, data, uninterrupted, tmp_path):
+    trial = Trial(cluster, "srun", "train_ddp.py", data, tmp_path, sbatch=["--no-requeue"])
+    trial.train_a_little()
+    trial.signal("--batch", "--signal=USR1")
+    job = trial.ends()
+    assert job.state == "FAILED" and job.exit_code == 1, job.log
+    [typed] = re.findall(r"^    (sbatch .*--resume)$", job.log, re.M)
+    again = cluster.exec("bash", "-c", typed.replace("sbatch", f"sbatch --parsable --output={tmp_path}/again", 1))
+    assert cluster.wait(int(again.stdout)).state == "COMPLETED", again
+    assert_same_run(trial.out, uninterrupted("train_ddp.py"))
+
+
+def test_finished_job_that_is_requeued_does_nothing(cluster, data, tmp_path):
+    trial = Trial(cluster, "srun", "train_ddp.py", data, tmp_path, "--max-steps", 2)
+    assert trial.ends().state == "COMPLETED"
+    for _ in range(2):
+        before = len(trial.log)
+        assert cluster.exec("scontrol", "requeue", trial.job).returncode == 0
+        trial.wait_for(rf"(?s)\A.{{{before}}}.*^Finished at step 2 before it was requeued: nothing to do$")
+        assert trial.ends().state == "COMPLETED"
+
+
+def test_cancelled_job_stays_cancelled(cluster, data, tmp_path):
+    trial = Trial(cluster, "torchrun", "train_ddp.py", data, tmp_path)
+    trial.train_a_little()
+    trial.signal()
+    job = trial.ends(30)
+    assert job.state == "CANCELLED" and "requeued" not in job.log.splitlines()[-1], job.log
+
+
+def signalled(command: list, number: int, steps: int, **env) -> tuple[int, str]:
+    """Status and output of a command whose process group gets a signal, as from a terminal, after so many steps."""
+    options = {"cwd": REPOSITORY, "env": environment(OMP_NUM_THREADS=1, **env), "start_new_session": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([str(part) for part in command], **options, **pipes) as process:
+        timer = threading.Timer(120, os.killpg, (process.pid, signal.SIGKILL))
+        timer.start()
+        try:
+            shown = ""
+            for line in process.stdout:
+                shown += line
+                steps -= line.startswith("step=")
+                if steps == 0 and line.startswith("step="):
+                    os.killpg(process.pid, number)
+            return process.wait(), shown
+        finally:
+            timer.cancel()
+
+
+@pytest.mark.parametrize(
+    "start", [[], ["./torchrun.sh"], ["distributed/spawn_ranks.py"]], ids=["one", "torchrun", "mp"]
+)
+def test_control_c_on_a_laptop(start, data, tmp_path):
+    python = [] if start == ["./torchrun.sh"] else [sys.executable]
+    command = [*python, *start, "tests/scripts/slowly.py", "0.1", "distributed/train_ddp.py"]
+    command += ["--data-dir", data["train_ddp.py"], *DDP, "--checkpoint-dir", tmp_path]
+    _, shown = signalled(command, signal.SIGINT, 7)
+    stopped = re.search(r"^Stopped after step (\d+): --resume goes on$", shown, re.M)
+    assert stopped and ("Traceback" not in shown or "torchrun" in start[0]), shown  # torchrun's own
+    assert [path.name for path in checkpoint.find(tmp_path)] == [f"checkpoint_step_{stopped[1]}.pt"], shown
+
+
+# --- dead and stuck ---------------------------------------------------------------------------------------------------
+
+CULPRIT = {
+    "srun": r"^srun: error: {node}: task \d: Killed$",
+    "torchrun": r"exitcode +: -9",
+    "mp": r"^spawn_ranks.py: rank \d on {node} was killed by SIGKILL",
+}
+
+
+@pytest.mark.parametrize(("way", "script"), ALL_NINE)
+def test_killed_rank(way, script, cluster, data, tmp_path):
+    """It ends the job as FAILED, and the log names it."""
+    trial = Trial(cluster, way, script, data, tmp_path)
+    node = trial.train_a_little()[1]
+    os.kill(trial.rank(node), signal.SIGKILL)
+    job = trial.ends(20)
+    assert job.state == "FAILED" and job.exit_code != 0, job.log
+    assert re.search(CULPRIT[way].format(node=node), job.log, re.M), job.log
+
+
+@pytest.mark.matrix
+def test_killed_torchrun(cluster, data, tmp_path):
+    trial = Trial(cluster, "torchrun", "train_ddp.py", data, tmp_path)
+    node = trial.train_a_little()[1]
+    os.kill(trial.process(node, "bin/torchrun"), signal.SIGKILL)
+    job = trial.ends(40)
+    assert job.state == "FAILED" and job.exit_code != 0, job.log
+    assert re.search(rf"^srun: error: {node}: task 1: Killed$", job.log, re.M), job.log
+
+
+@pytest.mark.parametrize(
+    ("way", "script"), [DIAGONAL[0], *(pytest.param(*x, marks=pytest.mark.matrix) for x in DIAGONAL[1:])]
+)
+def test_stopped_rank(way, script, cluster, data, tmp_path):
+    """A rank that makes no progress is named before its peers give up after --timeout seconds."""
+    trial = Trial(cluster, way, script, data, tmp_path, "--timeout", 20)
+    node = trial.train_a_little()[1]
+    os.kill(trial.rank(node), signal.SIGSTOP)
+    trial.wait_for(
+        rf"^\[Rank \d on \S+\] rank \d on {node} has given no sign of life for 10 s; its last step is \d+", 30
+    )
+    job = trial.ends(60)
+    assert job.state == "FAILED" and job.exit_code != 0, job.log
+
+
+def test_node_crash(cluster, data, uninterrupted, tmp_path):
+    """Slurm requeues the job on other nodes: from crash to training again within 60 s."""
+    trial = Trial(
+        cluster, "torchrun", "train_fsdp.py", data, tmp_path, "--checkpoint-every", 5, sbatch=["--exclude=node-1"]
+    )
+    node = trial.train_a_little()[1]
+    os.kill(int(Path(f"/run/slurm-cluster-{cluster.environment['CLUSTER']}/{node}.pid").read_text()), signal.SIGKILL)
+    assert trial.wait_for("^Resumed after step [1-9]", 60) < 60
+    trial.is_equal_after_a_restart(uninterrupted("train_fsdp.py"))
+
+
+def test_split_brain(cluster, data, uninterrupted, tmp_path):
+    """slurmd dies, all ranks live on: the job starts again elsewhere, and the old ranks write nothing more and end."""
+    one = ["--nodes=1", "--ntasks-per-node=4", "--gpus-per-node=0", "--exclude=node-1"]
+    trial = Trial(cluster, "srun", "train_ddp.py", data, tmp_path, "--checkpoint-every", 5, "--epochs", 9, sbatch=one)
+    [node] = trial.train_a_little()
+    for process in Path("/proc").glob("[0-9]*"):
+        command = (process / "cmdline").read_text() if (process / "cmdline").exists() else ""
+        if command.startswith("slurmd\0") and command.endswith(f"{node}\0") and in_cluster(process, cluster):
+            os.kill(int(process.name), signal.SIGKILL)
+    trial.wait_for("^Resumed after step [1-9]")
+    trial.wait_for(r"^\[Rank 0 on .*now belongs to another attempt .*: this one writes nothing more and ends$", 30)
+    assert trial.ends().state == "COMPLETED", trial.log
+
+
+@pytest.mark.matrix
+def test_cut_link(cluster, data, uninterrupted, tmp_path):
+    trial = Trial(
+        cluster,
+        "mp",
+        "train_tp.py",
+        data,
+        tmp_path,
+        "--checkpoint-every",
+        5,
+        "--timeout",
+        20,
+        sbatch=["--exclude=node-1"],
+    )
+    node = trial.train_a_little()[1]
+    cluster.exec("ip", "link", "set", "eth0", "down", node=node)
+    try:
+        trial.wait_for("^Resumed after step [1-9]", 90)
+    finally:
+        cluster.exec("ip", "link", "set", "eth0", "up", node=node)
+    trial.is_equal_after_a_restart(uninterrupted("train_tp.py"))
+
+
+def test_two_jobs_on_one_port(cluster, data, uninterrupted, tmp_path):
+    """The second one does not join the first."""
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    first = Trial(cluster, "srun", "train_ddp.py", data, tmp_path / "a", MASTER_PORT=62000)
+    node = first.train_a_little()[0]
+    here = {"MASTER_ADDR": node, "MASTER_PORT": 62000}
+    second = Trial(cluster, "srun", "train_ddp.py", data, tmp_path / "b", sbatch=[f"--exclude={node}"], **here)
+    job = second.ends(60)
+    assert job.state == "FAILED" and "the ranks are of different jobs" in job.log, job.log
+    assert first.ends().state == "COMPLETED", first.log
+    assert_same_run(first.out, uninterrupted("train_ddp.py"))
+
+
+# --- disks and files --------------------------------------------------------------------------------------------------
+
+
+def alone(script: str, data: dict, out: Path, *options) -> subprocess.CompletedProcess:
+    command = (f"distributed/{script}", "--data-dir", data[script], *SCRIPTS[script], "--checkpoint-dir", out)
+    return run(sys.executable, *command, "--device", "cpu", *options)
+
+
+@pytest.fixture(scope="module")
+def one_rank(data, tmp_path_factory):
+    """The folder of a script's whole run as one process, with its checkpoints of steps 30 and 45."""
+    folders = {}
+
+    def folder(script: str) -> Path:
+        if script not in folders:
+            folders[script] = tmp_path_factory.mktemp(script)
+            done = alone(script, data, folders[script], "--checkpoint-every", 30)
+            assert done.returncode == 0, done.stderr
+        return folders[script]
+
+    return folder
+
+
+def truncated(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+def zeroed(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes(4096) + content[middle + 4096 :]
+
+
+def a_web_page(content: bytes) -> bytes:
+    return b"<!DOCTYPE html><html><body>502 Bad Gateway</body></html>"
+
+
+@pytest.mark.parametrize("damage", [truncated, flipped, zeroed, a_web_page], ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
+def test_damaged_checkpoint(script, damage, data, one_rank, tmp_path):
+    """It is named and passed over: the one before goes on, to the same end."""
+    shutil.copytree(one_rank(script), tmp_path / "out")
+    newest, before = checkpoint.find(tmp_path / "out")
+    file = max(newest.glob("*.distcp")) if newest.is_dir() else newest
+    file.write_bytes(damage(file.read_bytes()))
+    done = alone(script, data, tmp_path / "out", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("is damaged and skipped") == 1 and str(newest) in done.stderr
+    assert f"Resumed after step {before.name.removesuffix('.pt')[16:]}" in done.stdout
+    assert_same_run(tmp_path / "out", one_rank(script))
+
+
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
+def test_full_disk(script, data, one_rank, tmp_path):
+    """Old checkpoints stay, the run goes on, and only an end that cannot be saved is a failure."""
+    out = tmp_path / "out"
+    out.mkdir()
+    size = sum(file.stat().st_size for file in checkpoint.find(one_rank(script))[0].parent.rglob("*") if file.is_file())
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size // 2048 + 200}k", "tmpfs", out], check=True)
+    try:
+        done = alone(script, data, out, "--checkpoint-every", 10, "--keep-checkpoints", 4)
+        assert done.returncode == 1 and "could not be saved" in done.stderr.splitlines()[-1], done.stderr
+        assert "No space left" in done.stderr and "Traceback" not in done.stderr
+        assert re.search(r"^step=45/", done.stdout, re.M)
+        assert len(checkpoint.find(out)) >= 1 and not list(out.glob(".*.tmp"))
+        subprocess.run(["mount", "-o", "remount,size=200m", out], check=True)
+        again = alone(script, data, out, "--resume")
+        assert again.returncode == 0 and re.search("^Resumed after step [1-9]", again.stdout, re.M), again.stderr
+        assert_same_run(out, one_rank(script))
+    finally:
+        subprocess.run(["umount", out], check=True)
+
+
+def test_read_only_folder(data, tmp_path):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", tmp_path], check=True)
+    try:
+        done = alone("train_ddp.py", data, tmp_path / "out")
+        assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+        assert f"{tmp_path} cannot be written: choose another --checkpoint-dir" in done.stderr
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_arguments_that_would_change_the_run_are_refused(data, one_rank, tmp_path):
+    shutil.copytree(one_rank("train_fsdp.py"), tmp_path / "out")
+    done = alone("train_fsdp.py", data, tmp_path / "out", "--resume", "--seed", 5, "--batch-size", 4)
+    assert done.returncode == 1 and "batch_size was 8, not 4, seed was 0, not 5" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_keep_checkpoints(data, tmp_path):
+    assert alone("train_ddp.py", data, tmp_path, "--checkpoint-every", 5, "--keep-checkpoints", 3).returncode == 0
+    assert [path.name for path in checkpoint.find(tmp_path)] == [f"checkpoint_step_{step}.pt" for step in (45, 40, 35)]
+
+
+# --- many -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.matrix
+def test_stopped_at_twenty_random_steps(data, uninterrupted, tmp_path):
+    """Four local ranks, stopped by SIGUSR1 again and again."""
+    moments, stops, shown = random.Random(7), 0, ""
+    command = ["./torchrun.sh", "tests/scripts/slowly.py", "0.3", "distributed/train_ddp.py", *DDP]
+    command += ["--data-dir", data["train_ddp.py"], "--checkpoint-dir", tmp_path, "--resume"]
+    while "Finished" not in shown:
+        status, shown = signalled(
+            command, signal.SIGUSR1, moments.randint(1, 2) if stops < 20 else 99, NPROC_PER_NODE=4
+        )
+        assert status == 0 and ("Stopped after step" in shown or "Finished" in shown), shown
+        stops += "Stopped" in shown
+    assert stops >= 15
+    assert_same_run(tmp_path, uninterrupted("train_ddp.py"))
+
+
+def in_cluster(process: Path, cluster: Cluster) -> bool:
+    return (process / f"root/run/slurm-cluster-{cluster.environment['CLUSTER']}/inside/spool").exists()
