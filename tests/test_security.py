@@ -119,12 +119,12 @@ def test_a_checkpoint_from_a_stranger_runs_no_code(tiny, tmp_path):
     """It is passed over with a warning, and the training begins anew."""
     make = "import torch, os, sys\nclass Evil:\n    def __reduce__(self):\n"
     make += "        return os.system, (f'touch {sys.argv[1]}/canary',)\n"
-    make += "torch.save({'epoch': 1, 'model': Evil()}, f'{sys.argv[1]}/checkpoint_epoch_1.pt')"
+    make += "torch.save({'epoch': 1, 'model': Evil()}, f'{sys.argv[1]}/checkpoint_step_1.pt')"
     assert run(sys.executable, "-c", make, tmp_path).returncode == 0
-    control = f"import torch; torch.load('{tmp_path}/checkpoint_epoch_1.pt', weights_only=False)"
+    control = f"import torch; torch.load('{tmp_path}/checkpoint_step_1.pt', weights_only=False)"
     assert run(sys.executable, "-c", control).returncode == 0 and canaries(tmp_path) == ["canary"]
     (tmp_path / "canary").unlink()
     train = ["local/train_single.py", "--data-dir", tiny, "--max-steps", 1, "--resume", "--checkpoint-dir", tmp_path]
     done = run(sys.executable, *train)
-    assert "checkpoint_epoch_1.pt is damaged and skipped" in done.stderr, done.stdout + done.stderr
+    assert "checkpoint_step_1.pt is damaged and skipped" in done.stderr, done.stdout + done.stderr
     assert canaries(tmp_path) == []

@@ -1,1 +1,0 @@
-import sys, json; print(json.dumps(sys.argv[1:]))
