@@ -29,6 +29,7 @@ SCRIPTS = {  # how many command lines for each
     "aux/check_ranks.py": 30,
     "aux/prepare_data.py": 40,
     "aux/lint_sbatch.py": 15,
+    "aux/watch_job.py": 15,
     "aux/bench/mnist.py": 25,
     "aux/bench/language_model.py": 25,
     "torchrun.sh": 20,
