@@ -4,7 +4,7 @@
 
 # --- your cluster -----------------------------------------------------------------------------------------------------
 set +u                                               # module and conda are not written for set -u
-# module purge && module load cuda/12.8              # EDIT: whatever `import torch` needs on a compute node
+# source /etc/profile.d/modules.sh && module load cuda/12.8    # EDIT: whatever `import torch` needs on a compute node
 # shellcheck source=/dev/null
 [[ ! -d .venv ]] || source .venv/bin/activate        # EDIT: your virtual environment; or with conda:
 # source "$(conda info --base)/etc/profile.d/conda.sh" && conda activate NAME
@@ -18,7 +18,7 @@ CONTAINER_NAME=pytorch                               # EDIT: the name of its con
 CONTAINER_MOUNTS=                                    # EDIT: what it sees besides the repository: HOST:CONTAINER,...
 
 # --- what Slurm already knows -----------------------------------------------------------------------------------------
-die() { echo "${SLURM_JOB_NAME:-$0}, job ${SLURM_JOB_ID:-none}: $*" >&2; exit 1; }
+die() { echo "${SLURM_JOB_NAME:-$0}, job ${SLURM_JOB_ID:-none}: ${*//[[:cntrl:]]/ }" >&2; exit 1; }
 
 # A job submitted from inside a job inherits that one's values; only what the user set may win over what Slurm says.
 if [[ "${ENV_SH_JOB_ID:-$SLURM_JOB_ID}" != "$SLURM_JOB_ID" ]]; then
@@ -53,12 +53,13 @@ OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_
 
 export ENV_SH_JOB_ID NNODES NPROC_PER_NODE WORLD_SIZE MASTER_ADDR MASTER_PORT CPUS_PER_NODE OMP_NUM_THREADS
 export CONTAINER_IMAGE CONTAINER_NAME CONTAINER_MOUNTS PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+export BASH_ENV=                                     # a file the submitter's shell would slip into every bash here
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"           # else every survivor prints C++ stacks when one rank dies
 ulimit -c 0                                          # no core files: one per rank fills a quota
 if [[ "${DEBUG:-0}" == 1 ]]; then                    # DEBUG=1 sbatch launch_...sh
     export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL TORCH_CPP_LOG_LEVEL=INFO LOGLEVEL=INFO
     export TORCH_NCCL_TRACE_BUFFER_SIZE=20000 TORCH_NCCL_DUMP_ON_TIMEOUT=1
-    env | grep -E '^(SLURM_|NCCL_|CUDA_VISIBLE|NNODES|NPROC|WORLD|MASTER|OMP)' | sort
+    env | grep -E '^(SLURM_|NCCL_|CUDA_VISIBLE|NNODES|NPROC|WORLD|MASTER|OMP)' | grep -v '^SLURM_JWT=' | sort    # a token
 fi
 
 # --- the job's step: started, stopped in time, requeued ---------------------------------------------------------------

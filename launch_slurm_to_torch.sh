@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/bin/bash -p
 #SBATCH --nodes=2                  # EDIT
 #SBATCH --ntasks-per-node=2        # EDIT: one task per GPU: Slurm starts every rank
 #SBATCH --gpus-per-node=2          # EDIT

@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/bin/bash -p
 #SBATCH --nodes=2                  # EDIT
 #SBATCH --ntasks-per-node=1        # one task per node: torchrun starts its ranks
 #SBATCH --gpus-per-node=2          # EDIT

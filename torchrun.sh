@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/bin/bash -p
 # Start this machine's ranks with torchrun: as one node of a job (way 2), or by hand on one machine, without Slurm.
 # The only file that spells torchrun's flags.
 #
@@ -6,21 +6,23 @@
 #        NPROC_PER_NODE=4 ./torchrun.sh distributed/train_ddp.py        (default: one rank per GPU, two without GPUs)
 set -euo pipefail
 die() {
-    echo "torchrun.sh on ${SLURMD_NODENAME:-$HOSTNAME}: $*" >&2        # in a task of srun HOSTNAME is the batch shell's
+    echo "torchrun.sh on ${SLURMD_NODENAME:-$HOSTNAME}: ${*//[[:cntrl:]]/ }" >&2    # in a task HOSTNAME is the batch shell's
     [[ -z "${SLURM_STEP_ID:-}" ]] || sleep 1         # srun ends the step at once, and what it has not read is lost
     exit 1
 }
+
+[[ $# -gt 0 ]] || set -- distributed/train_ddp.py
+[[ -f "$1" ]] || die "no such train script: $1 (in $PWD)"
 
 if [[ -z "${NNODES:-}" ]]; then                      # by hand: no launcher has read env.sh
     venv=$(dirname "${BASH_SOURCE[0]}")/.venv
     # shellcheck source=/dev/null
     [[ -n "${VIRTUAL_ENV:-}" || ! -d "$venv" ]] || source "$venv/bin/activate"
     NPROC_PER_NODE=${NPROC_PER_NODE:-$(python -c 'import torch; print(torch.cuda.device_count() or 2)')}
+    [[ "$NPROC_PER_NODE" =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE is '$NPROC_PER_NODE', not a number of ranks"
     cpus=$(getconf _NPROCESSORS_ONLN)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > NPROC_PER_NODE ? cpus / NPROC_PER_NODE : 1))}
 fi
-[[ $# -gt 0 ]] || set -- distributed/train_ddp.py
-[[ -f "$1" ]] || die "no such train script: $1 (in $PWD)"
 command -v torchrun >/dev/null || die "no torch here: activate an environment that has it, or take an image that has it"
 
 rendezvous=(--standalone)                            # a free port on this machine, no other node

@@ -1,14 +1,19 @@
-"""Step 0 alone, to run before a long job: where every rank is, one all-reduce, and a verdict.
+"""Step 0 alone, to run before a long job: where every rank is, what its node is fit for, one all-reduce, and a verdict.
 
     sbatch --nodes=4 --gpus-per-node=8 launch_slurm_with_torchrun.sh aux/check_ranks.py
     ./torchrun.sh aux/check_ranks.py
 
 Exit code 0 and a line that begins with VERDICT when every rank is where it should be; otherwise one sentence that names
-the rank, the node and the fault, and another exit code.
+the rank, the node and the fault, and another exit code. Looked at: CPUs, names that resolve to loopback, open files,
+/dev/shm, the folder for checkpoints (space, inodes, the same on all nodes; a quota does not show) and the clocks.
 """
 
 import datetime
 import os
+import resource
+import secrets
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -26,6 +31,7 @@ def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__)
     device = os.environ.get("TRAIN_DEVICE", "auto")
     parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps (or TRAIN_DEVICE)")
+    parser.add_argument("--checkpoint-dir", type=Path, default="checkpoints", help="the folder that all nodes must see")
     parser.add_timeout_arguments()
     return parser.parse_args()
 
@@ -38,6 +44,8 @@ import torch.distributed as dist
 
 import heartbeat
 import step_zero
+
+MB = 2**20
 
 # --- process group ----------------------------------------------------------------------------------------------------
 
@@ -122,30 +130,142 @@ def count_cpus() -> tuple[int, str | None]:
     return cpus, fault if cpus < asked else None
 
 
-def check_all_reduce(rank: int, world_size: int, device: torch.device) -> float:
-    """Milliseconds of one all-reduce of four bytes, whose result must be right."""
-    if world_size == 1:
-        return 0.0
+def check_names() -> str | None:
+    """Gloo listens at the address of the node's own name, and at 127.0.1.1 (Debian's habit) nobody else reaches it."""
+    nodes = os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("GROUP_WORLD_SIZE") or "1"
+    for name in {socket.gethostname(), os.environ.get("MASTER_ADDR", "localhost")} if nodes != "1" else ():
+        try:
+            address = socket.gethostbyname(name)
+        except OSError:
+            continue  # Step 0 has its own sentence for this
+        if address.startswith("127."):
+            return f"the name {name} resolves to {address}, where no other node is: look at /etc/hosts here"
+    return None
+
+
+def check_open_files(world_size: int) -> str | None:
+    """A rank has a socket for each of its peers, rank 0 two, besides some hundred files of Python's and torch's."""
+    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 512 + 2 * world_size
+    if limit == resource.RLIM_INFINITY or limit >= needed:
+        return None
+    return f"may have {limit} files open, {needed} are needed: say ulimit -n {needed} in env.sh"
+
+
+def check_shared_memory() -> str | None:
+    """Loader workers and NCCL hand data over in /dev/shm, of which a container has 64 MB unless told."""
+    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else sys.maxsize
+    if free >= 256 * MB:
+        return None
+    return f"/dev/shm has {free // MB} MB free, 256 MB are needed: clear it, or start the container with --shm-size=1g"
+
+
+def check_space(folder: Path) -> str | None:
+    there = os.statvfs(folder)
+    free = there.f_bavail * there.f_frsize
+    if free < 1024 * MB:
+        return (
+            f"{folder} has {free // MB} MB free, and 1024 MB are needed: delete old checkpoints, or take another disk"
+        )
+    if there.f_files and there.f_favail < 1000:  # some file systems do not count them and say 0
+        return f"{folder} has inodes for {there.f_favail} files left, and 1000 are needed: delete files there"
+    return None
+
+
+def check_folder(folder: Path, rank: int, world_size: int) -> str | None:
+    """Rank 0 makes a file with a random name where checkpoints will be, and every rank looks for it."""
+    token, fault = [None], None
+    if rank == 0:
+        folder = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+        fault = check_space(folder)
+        path = folder / f".check_ranks_{secrets.token_hex(8)}"
+        try:
+            path.touch()
+            token = [str(path)]
+        except OSError as error:
+            fault = fault or f"cannot write in {folder}: {error.strerror}"
+    if world_size > 1:
+        dist.broadcast_object_list(token)
+        if rank != 0 and token[0]:
+            folder = Path(token[0]).parent
+            fault = check_space(folder) if folder.is_dir() else None
+            if not fault and not os.path.exists(token[0]):
+                fault = f"does not see what rank 0 writes in {folder}: it must be on a file system that all nodes share"
+        dist.barrier()
+    if rank == 0 and token[0]:
+        path.unlink()
+    return fault
+
+
+def clock_difference(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> float:
+    """Seconds by which our clock is ahead of theirs, at least (negative: behind); 0 where they may be equal.
+
+    Each pair is the time before and after an all-reduce. All ranks are in it at some one moment, so that two clocks
+    which agree cannot show spans that do not overlap, however long the network takes.
+    """
+    ahead = max(ours[0] - theirs[1] for ours, theirs in zip(ours, theirs, strict=True))
+    behind = max(theirs[0] - ours[1] for ours, theirs in zip(ours, theirs, strict=True))
+    return max(ahead, 0.0) - max(behind, 0.0)
+
+
+def check_clocks(world_size: int, device: torch.device) -> str | None:
+    spans = []
+    for _ in range(5):
+        before = time.time()
+        all_reduce(torch.ones(1, device=device), world_size)
+        spans.append((before, time.time()))
+    everywhere = [spans] * world_size
+    if world_size > 1:
+        dist.all_gather_object(everywhere, spans)
+    seconds = clock_difference(spans, everywhere[0])
+    if abs(seconds) < 1:
+        return None
+    how = "ahead of" if seconds > 0 else "behind"
+    return f"its clock is {abs(seconds):.1f} s {how} rank 0's: have chronyd or ntpd run on this node"
+
+
+def all_reduce(value: torch.Tensor, world_size: int) -> float:
+    """The sum over all ranks, when it is there."""
+    if world_size > 1:
+        dist.all_reduce(value)
+    return value.item()
+
+
+def check_all_reduce(rank: int, world_size: int, device: torch.device) -> tuple[float, str | None]:
+    """Milliseconds of one all-reduce of four bytes, and a sentence if its result is not right."""
     for _ in range(2):  # the first one also makes the connections
         start = time.perf_counter()
-        total = torch.tensor(float(rank), device=device)
-        dist.all_reduce(total)
-        found, right = int(total.item()), world_size * (world_size - 1) // 2
-        if found != right:
-            step_zero.stop(f"the all-reduce of all ranks gave {found} instead of {right}", rank)
-    return (time.perf_counter() - start) * 1000
+        found = int(all_reduce(torch.tensor(float(rank), device=device), world_size))
+    right = world_size * (world_size - 1) // 2
+    fault = None if found == right else f"the all-reduce of all ranks gave {found} instead of {right}"
+    return (time.perf_counter() - start) * 1000, fault
+
+
+def stop_together(fault: str | None, rank: int, world_size: int):
+    """As in Step 0: a fault on any rank stops all of them, and the first that has one says it."""
+    faults = [fault] * world_size
+    if world_size > 1:
+        dist.all_gather_object(faults, fault)
+    if any(faults):
+        step_zero.stop(fault, rank, speak=rank == next(i for i in range(world_size) if faults[i]))
 
 
 # --- main -------------------------------------------------------------------------------------------------------------
 
 
 def main(args: Namespace):
-    launcher, _, local_rank, world_size = find_ranks()
+    launcher, rank, local_rank, world_size = find_ranks()
     device, _ = choose_device(args.device, local_rank, world_size)
     cpus, fault = count_cpus()
+    if names_fault := check_names():  # a rank that seeks rank 0 at a loopback address would never meet it
+        time.sleep(min(2 * int(os.environ.get("SLURM_NODEID", 0)), 10))  # one node that has the fault says it
+        step_zero.stop(names_fault, rank, speak=local_rank == 0)
+    fault = fault or check_open_files(world_size) or check_shared_memory()
     facts = {"GPU": step_zero.gpu_uuid(device) or "none", "CPUs": cpus, "threads": torch.get_num_threads()}
     rank, world_size, device = init_process_group(args, fault, **facts)
-    milliseconds = check_all_reduce(rank, world_size, device)
+    milliseconds, fault = check_all_reduce(rank, world_size, device)
+    folder_fault = check_folder(args.checkpoint_dir, rank, world_size)
+    clock_fault = check_clocks(world_size, device)
+    stop_together(fault or folder_fault or clock_fault, rank, world_size)
     if rank == 0:
         print(f"VERDICT: {world_size} ranks started by {launcher} are fine, all-reduce in {milliseconds:.2f} ms")
 

@@ -316,6 +316,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data-dir", type=Path, help="where to (default: data/mnist, data/shakespeare)")
     parser.add_argument("--synthetic", action="store_true", help="make the data here instead of downloading it")
     parser.add_argument("--input", type=Path, metavar="FILE", help="shakespeare: a UTF-8 text file to use instead")
+    parser.error = lambda message: sys.exit(f"prepare_data.py: {message!r} (--help lists the arguments)")
     args = parser.parse_args(arguments)
     if args.input and (args.dataset != "shakespeare" or args.synthetic):
         sys.exit("--input is for the data set shakespeare, without --synthetic")

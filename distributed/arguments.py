@@ -21,6 +21,11 @@ def let_srun_read():
         time.sleep(1)
 
 
+def one_line(text: str) -> str:
+    """The text as a log may show it: no line breaks, and nothing that a terminal would obey."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse, except that an error is one sentence and that of many ranks only the first one says it."""
 
@@ -30,7 +35,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str):
         rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
         if rank == "0":
-            print(f"{self.prog}: {message} (--help lists the arguments)", file=sys.stderr)
+            print(f"{self.prog}: {one_line(message)} (--help lists the arguments)", file=sys.stderr)
             let_srun_read()
         else:
             time.sleep(5)  # a rank that ends ends the job: let rank 0, which sees the same mistake, speak first
@@ -71,7 +76,7 @@ def device_name(text: str) -> str:
 
 
 def whole_number(minimum: int) -> Callable[[str], int]:
-    """An argparse type: a whole number of at least `minimum`."""
+    """An argparse type: a whole number of at least `minimum`, and not more than torch takes for a seed or a size."""
 
     def parse(text: str) -> int:
         try:
@@ -80,12 +85,14 @@ def whole_number(minimum: int) -> Callable[[str], int]:
             number = minimum - 1
         if number < minimum:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+        if number >= 2**31:
+            raise argparse.ArgumentTypeError(f"{text!r} is too large a number")
         return number
 
     return parse
 
 
-def number(minimum: float, below: float = math.inf) -> Callable[[str], float]:
+def number(minimum: float, below: float = 1e9) -> Callable[[str], float]:
     """An argparse type: a number of at least `minimum` and less than `below`."""
 
     def parse(text: str) -> float:
@@ -94,8 +101,9 @@ def number(minimum: float, below: float = math.inf) -> Callable[[str], float]:
         except ValueError:
             number = math.nan
         if not minimum <= number < below:
-            upper = "" if below == math.inf else f" and less than {below:g}"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {minimum:g}{upper}")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a number of at least {minimum:g} and less than {below:g}"
+            )
         return number
 
     return parse

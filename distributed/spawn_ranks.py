@@ -14,10 +14,29 @@ import socket
 import sys
 from pathlib import Path
 
+from arguments import let_srun_read, one_line
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def parse_arguments() -> list[str]:
+    """The script and its arguments; ends the program when there is no script, or when it is not there."""
+    command = sys.argv[1:]
+    if not command or command[0] in ("-h", "--help"):
+        print(__doc__)
+        sys.exit(0 if command else 2)
+    if not os.path.isfile(command[0]):
+        print(f"spawn_ranks.py: no such script: {one_line(command[0])} (in {os.getcwd()})", file=sys.stderr)
+        let_srun_read()
+        sys.exit(2)
+    return command
+
+
+if __name__ == "__main__":
+    command = parse_arguments()  # before torch: a typing mistake costs no second
+
 import torch
 import torch.multiprocessing as mp
-
-from arguments import let_srun_read
 
 
 def run_rank(local_rank: int, node_rank: int, nnodes: int, nproc_per_node: int, command: list[str]):
@@ -48,13 +67,6 @@ def free_port() -> int:
 
 def main(command: list[str]) -> int:
     """Spawns the ranks and waits for all of them. Returns 0, or the exit code of the rank that failed first."""
-    if not command or command[0] in ("-h", "--help"):
-        print(__doc__)
-        return 0 if command else 2
-    if not os.path.isfile(command[0]):
-        print(f"spawn_ranks.py: no such script: {command[0]} (in {os.getcwd()})", file=sys.stderr)
-        let_srun_read()
-        return 2
     in_job = "NNODES" in os.environ  # env.sh has been read
     nnodes = int(os.environ["NNODES"]) if in_job else 1
     node_rank = int(os.environ["SLURM_NODEID"]) if in_job else 0
@@ -83,4 +95,4 @@ def main(command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(command))

@@ -11,6 +11,11 @@ before the head, and the largest logit and g in the loss.
 import os
 from pathlib import Path
 
+from arguments import ArgumentParser
+
+if __name__ == "__main__":
+    ArgumentParser(description=__doc__).parse_args()  # it takes none, and says so
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -11,15 +11,34 @@ the rounds are compared: trust the ratios, not the tokens per second. The ratio 
 which train_fsdp.py chooses on this CPU; float32 is shown beside it. Last comes a whole training and its loss.
 """
 
-import argparse
 import os
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
+
+from arguments import ArgumentParser, number, whole_number
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def parse_arguments() -> Namespace:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--data-dir", type=Path, default="data/shakespeare")
+    parser.add_argument("--rounds", type=whole_number(1), default=9)
+    parser.add_argument("--seconds", type=number(0), default=2.0, help="of one side's turn in a round")
+    parser.add_argument("--skip-compile", action="store_true", help="leave out torch.compile (it needs a C++ compiler)")
+    parser.add_argument("--skip-training", action="store_true", help="leave out the whole training at the end")
+    parser.add_argument("--check", action="store_true", help="status 1 when something stated is missed")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    options = parse_arguments()  # before torch: a typing mistake costs no second
 
 import numpy as np
 import torch
@@ -132,8 +151,8 @@ def measure(sides: dict[str, Callable[[int], None]], rounds: int, seconds: float
     for turn in range(rounds + 1):
         for name, step in sides.items():
             start = time.perf_counter()
-            for number in range(steps):
-                step(2 + turn * steps + number)
+            for index in range(steps):
+                step(2 + turn * steps + index)
             taken[name].append((time.perf_counter() - start) / steps)
     return {name: statistics.median(times[1:]) for name, times in taken.items()}
 
@@ -144,15 +163,7 @@ def time_of_first_step(step: Callable[[int], None]) -> float:
     return time.perf_counter() - start
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, default="data/shakespeare")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of one side's turn in a round")
-    parser.add_argument("--skip-compile", action="store_true", help="leave out torch.compile (it needs a C++ compiler)")
-    parser.add_argument("--skip-training", action="store_true", help="leave out the whole training at the end")
-    parser.add_argument("--check", action="store_true", help="status 1 when something stated is missed")
-    options = parser.parse_args()
+def main(options: Namespace):
     if fault := characters.missing_data(options.data_dir, 256):
         sys.exit(f"language_model.py: {fault}")
     missed = []
@@ -193,8 +204,8 @@ def main():
     if not options.skip_training:
         args = parse(options.data_dir, "--size", "cpu", "--eval-windows", "0")
         step, start = ours(args), time.perf_counter()
-        for number in range(args.steps):
-            step(number)
+        for index in range(args.steps):
+            step(index)
         seconds = time.perf_counter() - start
         loss = train_fsdp.evaluate(args, step.model, characters.fixed_batches(args, 0, 1, CPU), 1, CPU)
         print(f"\n{args.steps} steps of nanoGPT's CPU settings took {seconds:.0f} s on {threads[-1]} threads; the loss")
@@ -209,4 +220,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(options)

@@ -27,7 +27,7 @@ state="/run/slurm-cluster-$CLUSTER"
 inside="$state/inside" # where the namespaces, and only they, see a tmpfs of their own
 
 fail() {
-  echo "namespaces.sh: $*" >&2
+  echo "namespaces.sh: ${*//[[:cntrl:]]/ }" >&2
   exit 1
 }
 

@@ -21,6 +21,6 @@ torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"uuid-{g
 launcher, rank, local_rank, world_size = train_ddp.find_ranks()
 device, fault = train_ddp.choose_device("auto", local_rank, world_size)
 if "join" in sys.argv:
-    train_ddp.init_process_group(SimpleNamespace(device="auto"))
+    train_ddp.init_process_group(SimpleNamespace(device="auto", init_timeout=300, timeout=120))
 else:
     print(visible, device, fault)

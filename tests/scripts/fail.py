@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from check_ranks import init_process_group
 
-rank, world_size, device = init_process_group(Namespace(device="cpu"))
+rank, world_size, device = init_process_group(Namespace(device="cpu", init_timeout=300, timeout=120))
 for step in range(600):
     if step == 5 and rank == 1:
         if sys.argv[1] == "exit":

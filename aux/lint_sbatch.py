@@ -1,0 +1,328 @@
+#!/usr/bin/env python3
+"""Find in job scripts the mistakes that cost a night: python aux/lint_sbatch.py my_job.sh
+
+One line for each finding, `FILE:LINE: what is wrong, why: what to do`, and status 1; silence and 0 when there is none;
+2 when a file cannot be read. Run it where you type sbatch: it also looks whether the log's folder is there. It reads a
+script as bash does as far as commands, quotes, comments and here-documents go, and runs nothing.
+"""
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+Findings = Iterator[tuple[int, str]]  # line, sentence
+
+# --- reading bash -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Command:
+    """A simple command: its first line, its text, the text less what bash does not expand, and what ends it."""
+
+    line: int
+    text: str = ""
+    live: str = ""
+    end: str = ""
+
+    @property
+    def name(self) -> str:
+        """The first word that is neither an assignment nor one that leads up to a command, without its folder."""
+        lead = r"(?:(?:[!{]|if|then|elif|else|while|until|do|time|exec|nohup|timeout( -\S+)* \S+)\s+)*"
+        value = r"""(?:"(?:\\.|[^"])*"|'[^']*'|\\.|[^\s"'])*"""
+        return re.match(rf"\s*{lead}(?:\w+={value}\s+)*{lead}(\S*)", self.text)[3].rpartition("/")[2]
+
+
+def read_bash(text: str) -> tuple[list[Command], dict[int, str]]:
+    """The commands of a script, and its comments by line. Here-documents are left out."""
+    commands, comments, here_documents = [], {}, []
+    command, nested, i, line = Command(1), [], 0, 1  # nested: what closes what is open, the innermost last
+    token = re.compile(r"<<(-?)\s*(['\"\\]?)(\w+)\2|<<<|>&|<&|&>|&&|\|\||\|&|;;|[;|&()\n]")
+    while i < len(text):
+        piece, ends, live, quoted = text[i], False, True, nested[-1:] == ['"']
+        found = token.match(text, i)
+        if text[i : i + 2] == "\\\n":  # the command goes on in the next line
+            i, line, piece = i + 1, line + 1, " "
+        elif piece == "\\":
+            piece, live = text[i : i + 2], False
+        elif piece == "'" and not quoted:
+            piece, live = re.compile(r"'[^']*'?").match(text, i)[0], False
+        elif nested and piece == nested[-1]:
+            nested.pop()
+        elif piece in '"`':
+            nested.append(piece)
+        elif text[i : i + 2] in ("$(", "${"):
+            piece = text[i : i + 2]
+            nested.append(")" if piece == "$(" else "}")
+        elif piece == "#" and (i == 0 or text[i - 1] in " \t\n;&|()") and nested[-1:] in ([], [")"]):
+            comments[line] = re.compile(r".*").match(text, i)[0]
+            i += len(comments[line])
+            continue
+        elif found and not quoted:
+            piece = found[0]
+            if found[3]:
+                here_documents += [] if "((" in command.text else [found]
+            elif piece == "(" and (nested or text[i - 1 : i] == "=" or text[i + 1 : i + 2] == "("):
+                nested.append(")")  # an array, arithmetic, or parentheses in one of them: no commands
+            else:
+                ends = not nested and piece not in ("<<<", ">&", "<&", "&>")
+            if piece == "\n":
+                for start in here_documents:
+                    tabs = "\t*" if start[1] else ""
+                    last = re.compile(rf"^{tabs}{start[3]}$\n?", re.M).search(text, i + 1)
+                    piece = text[i : last.end() - 1 if last else len(text)]
+                    i, line, piece = i + len(piece) - 1, line + piece.count("\n") - 1, "\n"
+                here_documents = []
+        if not command.text.strip():
+            command.line = line
+        if ends:
+            command.end = piece
+            commands += [command] if command.text.strip() else []
+            command = Command(line)
+        else:
+            command.text += piece
+            command.live += piece if live else " " * len(piece)
+        i, line = i + len(text[i : i + 1] if piece in " \n" else piece), line + piece.count("\n")
+    return [*commands, command] if command.text.strip() else commands, comments
+
+
+# --- what the script says ---------------------------------------------------------------------------------------------
+
+SHORT = {"-N": "nodes", "-n": "ntasks", "-c": "cpus-per-task", "-G": "gpus", "-o": "output", "-e": "error"}
+SHORT |= {"-J": "job-name", "-D": "chdir", "-K": "kill-on-bad-exit"}
+SPEAK = r"echo|printf|die|cat|logger|grep|sed|which|type|trap|pkill|pgrep"  # of commands, and run none
+TORCHRUN = r"(?<![\w.])(?:torchrun|torch\.distributed\.(?:run|launch))(?![\w./-])"
+TRAINS = rf"{TORCHRUN}|(?<![\w=.:-])(?:python3?|accelerate|deepspeed|apptainer|singularity|bash)\b|\.(?:py|sh)\b|\$@"
+
+
+def first_number(text: str | None) -> int:
+    found = re.search(r"\d+", text or "")
+    return int(found[0]) if found else 0
+
+
+def options(text: str) -> dict[str, str]:
+    """Slurm's options in `text` by their long names; one without a value has an empty one."""
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError:
+        words = text.split()
+    found = {}
+    for word, following in zip(words, [*words[1:], "-"], strict=False):
+        value = "" if following.startswith("-") else following
+        if match := re.fullmatch(r"--([a-z][a-z-]+)(?:=(.*))?", word, re.S):
+            found[match[1]] = value if match[2] is None else match[2]
+        elif word[:2] in SHORT:
+            found[SHORT[word[:2]]] = word[2:] or value
+    return found
+
+
+class Script:
+    """A job script taken apart: what its directives ask for, its commands, the values of its variables."""
+
+    def __init__(self, path: Path):
+        self.path, self.text = path, path.read_bytes().decode(errors="replace").replace("\r\n", "\n")
+        self.commands, comments = read_bash(self.text)
+        self.comments = [(i, line) for i, line in enumerate(self.text.split("\n"), 1) if i in comments]
+        self.directives = [(i, line) for i, line in self.comments if line.startswith("#SBATCH")]
+        self.end = self.commands[0].line if self.commands else sys.maxsize  # Slurm reads directives up to there
+        self.asked, self.asked_at = {}, {}
+        for line, text in self.directives:
+            found = options(text.removeprefix("#SBATCH")) if line < self.end else {}
+            self.asked |= found
+            self.asked_at |= dict.fromkeys(found, line)
+        gpus = next((self.asked[name] for name in ("gpus-per-node", "gres", "gpus") if name in self.asked), "")
+        self.nodes, self.gpus = first_number(self.asked.get("nodes")), first_number(gpus.rpartition(":")[2])
+        self.body = [command for command in self.commands if not re.fullmatch(SPEAK, command.name)]
+        self.sruns = [command for command in self.body if re.search(r"(?<![\w.=\"'-])srun\s", command.text)]
+        self.values: dict[str, str] = {}
+        value = r"(\"(?:\\.|[^\"])*\"|'[^']*'|\([^()]*\)|\$\([^()]*\)|\S+)"
+        for name, text in (pair for c in self.commands for pair in re.findall(rf"(?<![\w-])(\w+)\+?={value}", c.text)):
+            more = re.sub(rf"\$\{{?{name}\b", "", text.strip("\"'()"))  # X="$X --more"
+            self.values[name] = f"{self.values.get(name, '')} {more}"
+
+    def expanded(self, command: Command) -> str:
+        """The command with the values of variables that the script itself sets in place of their names."""
+        text = command.text
+        for _ in range(3):
+            text = re.sub(r"\$\{?(\w+)(?:\[[@*]\])?\}?", lambda match: self.values.get(match[1], match[0]), text)
+        return text
+
+    def has_pipefail(self, line: int) -> bool:
+        return any(re.match(r"\s*set\s.*\bpipefail", command.text) for command in self.commands if command.line <= line)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def directives_not_read(script: Script) -> Findings:
+    for line, text in script.comments:
+        if re.match(r"(\s*#\s+SBATCH|\s+#SBATCH|#sbatch)\s+-", text):
+            yield line, "a comment and no directive, Slurm reads lines that begin with #SBATCH: take out the blanks"
+    for line, text in script.directives:
+        if line > script.end:
+            yield line, "a directive after the first command, where Slurm has stopped reading: move it to the top"
+        if "$" in text.split(" #")[0]:
+            yield line, "a variable in a directive, which Slurm does not expand: %j, %x or %u, or sbatch's command line"
+
+
+def no_log_folder(script: Script) -> Findings:
+    for option in script.asked.keys() & {"output", "error"}:
+        name, line = script.asked[option], script.asked_at[option]
+        folder = Path(name).parent
+        places = Path(script.asked.get("chdir", ".")), script.path.parent
+        if "%" in str(folder):
+            yield line, f"no folder {folder} for the log before the job runs, and it dies without a word: only name%j"
+        elif not any((place / folder).is_dir() for place in places):
+            yield line, f"no folder {folder} for the log, and the job dies without a word: mkdir before sbatch"
+        if "%x" in name and "/" in script.asked.get("job-name", ""):
+            yield line, "%x is the job's name, which has a /, so the log has no folder: take the / out of --job-name"
+
+
+def torchrun_alone(script: Script) -> Findings:
+    alone, found = re.compile(r"--standalone|--nnodes[ =]+1(?![\w:.])"), []
+    for command in script.body:
+        text = script.expanded(command)
+        srun = options(re.split(TRAINS, text)[0]) if command in script.sruns else {}
+        nodes = first_number(srun.get("nodes")) or script.nodes
+        if nodes > 1 and re.search(TORCHRUN, text) and (match := alone.search(text)):
+            found.append((command, match[0], nodes))
+    written_here = [item for item in found if alone.search(item[0].text)]
+    for command, option, nodes in written_here or found:
+        how = '--nnodes="$SLURM_JOB_NUM_NODES" and one --rdzv-endpoint for all'
+        yield command.line, f"{option} on {nodes} nodes, trainings that do not know of each other: {how}"
+
+
+def rank_variables(script: Script) -> Findings:
+    for command in script.body if script.directives or script.sruns else []:
+        if found := re.search(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))", command.live):
+            how = "read it inside srun, in a script or in srun bash -c '...' with single quotes"
+            yield command.line, f"{found[1]} expanded in the batch shell, where it is always 0: {how}"
+
+
+def devices(script: Script) -> Findings:
+    for command in script.body:
+        if re.search(r"\bCUDA_VISIBLE_DEVICES=[\"']?\d", command.text):
+            yield command.line, "CUDA_VISIBLE_DEVICES hard-coded, but Slurm has chosen this job's GPUs: remove it"
+    asked = [(script.asked_at.get("gpus-per-task", 0), script.asked)]
+    asked += [(command.line, options(script.expanded(command))) for command in script.sruns]
+    names = re.findall(r"[\w./-]+\.py\b", script.text)
+    files = {Path(folder, name) for name in names for folder in (".", script.path.parent)}
+    sources = [script.text, *(file.read_text(errors="replace") for file in files if file.is_file())]
+    if any(re.search(r"(?i)set_device\([^)\n]*local_?(rank|id)", source) for source in sources):
+        for line in (line for line, given in asked if given.get("gpus-per-task") == "1"):
+            why = "each rank sees one GPU, number 0, and the second one dies of an invalid device ordinal"
+            yield line, f"--gpus-per-task=1 and set_device(local_rank), {why}: --gpus-per-node"
+
+
+def addresses(script: Script) -> Findings:
+    port = r"(?:MASTER_PORT=[\"']?(?:\$\{\w+:-)?|--(?:master|main_process)[-_]port[ =]|--rdzv[-_]endpoint[ =]\S+:)(\d+)"
+    for command in script.body:
+        if found := re.search(port, command.text):
+            how = "MASTER_PORT=$((61000 + 10#$SLURM_JOB_ID % 4536))"
+            yield command.line, f"port {found[1]} hard-coded, and two jobs on a node disturb each other: {how}"
+        text = script.expanded(command)
+        address = re.search(r"(?:MASTER_ADDR=|--(?:master[-_]addr|rdzv[-_]endpoint)[ =])(.*)", text, re.S)
+        text = address[1] if address else ""
+        found = re.search(r"/etc/hosts|hostname +(-[iI]\b|--ip-address)|SLURM_LAUNCH_NODE_IPADDR", text)
+        found = found or (script.nodes > 1 and re.match(r"\W*(localhost|127\.\d+\.\d+\.\d+)", text))
+        if found:
+            how = 'the first line of scontrol show hostnames "$SLURM_JOB_NODELIST"'
+            yield command.line, f"the address is from {found[0].strip()}, which other nodes may not reach: {how}"
+
+
+def pipes(script: Script) -> Findings:
+    for command in script.body:
+        safe = script.has_pipefail(command.line)
+        if safe and re.search(r"scontrol show hostnames?\b[^|()]*\|\s*head\b", command.text):
+            how = "hosts=$(scontrol ...), then ${hosts%%$'\\n'*}"
+            yield command.line, f"scontrol into head under pipefail, where SIGPIPE ends the job on a long list: {how}"
+        runs = command in script.sruns or re.search(rf"{TORCHRUN}|\bpython3? (-u )?\S+\.py\b", command.text)
+        trains = runs and re.search(TRAINS, script.expanded(command))
+        if trains and command.end in ("|", "|&") and not safe and "PIPESTATUS" not in script.text:
+            yield command.line, "a pipe hides the exit status, and a failed job ends as COMPLETED: set -o pipefail"
+
+
+def srun_options(script: Script) -> Findings:
+    for command in script.sruns:
+        line, environment = re.split(TRAINS, script.expanded(command)), " ".join(script.values)
+        if len(line) == 1 or re.search(r"\$\{?\w*(srun|opt|arg|flag)\w*", line[0], re.I):  # or set in another file
+            continue
+        given = options(line[0])
+        counts = [asked.get(name) for asked in (script.asked, given) for name in ("nodes", "ntasks", "ntasks-per-node")]
+        several = given.get("ntasks") != "1" and any(count not in (None, "1") for count in counts)
+        if several and "kill-on-bad-exit" not in given and "SLURM_KILL_BAD_EXIT" not in environment:
+            yield command.line, "srun lets the others wait for a dead rank until the time limit: --kill-on-bad-exit=1"
+        passed = "cpus-per-task" in given or "--cpus-per-task" in line[0] or "SRUN_CPUS_PER_TASK" in environment
+        if "cpus-per-task" in script.asked and not passed:
+            why = "Slurm 22.05 and 23.02 do not hand it on, and a rank gets one CPU"
+            yield command.line, f'srun without --cpus-per-task, {why}: --cpus-per-task="$SLURM_CPUS_PER_TASK"'
+
+
+def signals(script: Script) -> Findings:
+    asked = re.fullmatch(r"(?:([RB]*):)?(?:SIG)?(\w+)(?:@.*)?", script.asked.get("signal", ""))
+    name, heard_here = (asked[2], "B" in (asked[1] or "")) if asked else ("", True)
+    trap = re.compile(r"\s*trap\s+(?:--\s+)?(\S.*?)((?:\s+(?:SIG)?[A-Z]+[12]?)+)\s*$", re.S)
+    traps = [trap.match(command.text) for command in script.commands]
+    handled = " ".join(found[2] for found in traps if found and found[1] not in ("''", '""', "-"))
+    training = [c for c in script.body if re.search(TRAINS, script.expanded(c))]
+    training = [c for c in training if re.fullmatch(r'srun|torchrun|python3?|"\$@"', c.name)]
+    if re.search("USR|TERM" if script.directives else "USR", handled):
+        for command in (command for command in training if command.end != "&"):
+            why = "bash runs the trap only after the command has ended"
+            yield command.line, f"{command.name} in the foreground of a shell with a trap, {why}: add & and wait for it"
+        if name and name in handled and not heard_here:
+            yield script.asked_at["signal"], f"{name} reaches the ranks, not this shell's trap: --signal=B:{name}@..."
+    waits = any("wait" in command.name for command in script.commands)
+    if script.directives and training and not waits and all(command.end == "&" for command in training):
+        yield training[0].line, f"{training[0].name} in the background, and the job ends before it: add wait"
+    told = re.search(r"\b(?:kill|scancel)\b.*(?:-|--signal[= ]|-s *)(?:SIG)?USR", script.text)
+    ignored = re.search(r"trap\s+(?:--\s+)?\\?([\"'])\\?\1\s+.*USR", script.text)
+    for command in script.body if not ignored and (told or (name and not heard_here)) else []:
+        if re.search(TORCHRUN, command.text):
+            how = 'trap "" USR1 in a shell that then says exec torchrun, and a handler in the ranks'
+            yield command.line, f"{name or 'USR1'} kills torchrun, which does not know the signal, ranks and all: {how}"
+
+
+def counts_typed_twice(script: Script) -> Findings:
+    for command in script.body:
+        srun = r"|\bsrun(?:\s+-\S+)*?\s+(?:--nodes[ =]|-N ?)(\d+)" if command in script.sruns else ""
+        for pattern, asked, instead in (
+            (r"(?:--nnodes[ =]|\bN(?:UM_)?NODES=)[\"']?(\d+)(?![\d:.])" + srun, script.nodes, "$SLURM_JOB_NUM_NODES"),
+            (r"(?:--nproc[-_]per[-_]node[ =]|(?:PROC|GPU)S?_PER_NODE=)[\"']?(\d+)", script.gpus, "$SLURM_GPUS_ON_NODE"),
+            (r"\bWORLD_SIZE=[\"']?(\d+)", script.nodes, "nodes times GPUs, or $SLURM_NTASKS"),
+        ):
+            found = re.search(pattern, command.text, re.S)
+            if asked and found and int(next(filter(None, found.groups()))) > 1:
+                text = " ".join(found[0].split())
+                yield command.line, f"{text} repeats the header, and one day only one of the two is changed: {instead}"
+
+
+# --- main -------------------------------------------------------------------------------------------------------------
+
+CHECKS = (directives_not_read, no_log_folder, torchrun_alone, rank_variables, devices, addresses, pipes, srun_options)
+CHECKS += (signals, counts_typed_twice)
+
+
+def main(paths: list[str]) -> int:
+    """Prints what is found in the files. Returns 0, 1 when there was something, 2 when a file cannot be read."""
+    if not paths or paths[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if paths else 2
+    status = 0
+    for path in paths:
+        try:
+            script = Script(Path(path))
+        except OSError as error:
+            print(f"lint_sbatch.py: cannot read {path!r}: {error.strerror}", file=sys.stderr)
+            status = 2
+            continue
+        for line, sentence in sorted({finding for check in CHECKS for finding in check(script)}):
+            print(f"{path}:{line}: {sentence}")
+            status = status or 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,210 @@
+"""Command lines that cannot be right, generated from a seed: each is refused with one sentence, at once, and no more.
+
+They are made from what every script's --help says, so that a new argument is tried without a word here. All are run as
+processes of their own, in an empty folder, with a secret in the environment and words that would touch a canary file.
+"""
+
+import os
+import random
+import re
+import string
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from conftest import LAUNCHERS, REPOSITORY, environment, run
+
+SECRET = "canary-8b2e41"  # the value of a variable: no output may hold it
+SCRIPTS = {  # how many command lines for each
+    "local/train_single.py": 55,
+    "distributed/train_ddp.py": 55,
+    "distributed/train_fsdp.py": 60,
+    "distributed/train_tp.py": 60,
+    "distributed/tensor_parallel_by_hand.py": 20,
+    "distributed/spawn_ranks.py": 25,
+    "aux/check_ranks.py": 30,
+    "aux/prepare_data.py": 40,
+    "aux/lint_sbatch.py": 15,
+    "aux/watch_job.py": 15,
+    "aux/bench/mnist.py": 25,
+    "aux/bench/language_model.py": 25,
+    "torchrun.sh": 20,
+    **dict.fromkeys(LAUNCHERS.values(), 10),
+    "local/cluster/namespaces.sh": 20,
+}
+IN_JOBS = {"srun": 14, "torchrun": 3, "mp": 3}  # and these, by the launchers on the cluster
+ANY_FILE = (
+    "distributed/spawn_ranks.py",
+    "aux/lint_sbatch.py",
+    "torchrun.sh",
+    *LAUNCHERS.values(),
+)  # take a file's name
+HOSTILE = [
+    "$(touch canary)",
+    "`touch canary`",
+    "; touch canary",
+    "| touch canary",
+    "\n touch canary\n",
+    "a[$(touch canary)]",
+    "'; touch canary; '",
+    '"; touch canary; "',
+    "$SECRET_TOKEN",
+    "${SECRET_TOKEN}",
+    "%(SECRET_TOKEN)s",
+    "{SECRET_TOKEN}",
+    "__import__('os').system('touch canary')",
+    "{0.__class__}",
+    "\x1b[2J\x07",
+    "%s%n%d",
+    "\\",
+    "",
+    " ",
+    "*",
+    "ä€😀",
+    "../" * 50,
+    "9" * 5000,
+    "x" * 5000,
+]
+NO_NUMBERS = ["one", "1e", "0x10", "1,5", "nan", "1_", "None", "1 2", "½", *HOSTILE]
+OUT_OF_RANGE = ["-1", "-0.5", "-9999999999", "1e400", "-inf", "9" * 30, "-" + "9" * 30]
+
+
+@dataclass
+class Option:
+    """An option as --help shows it: its flag, its choices, and whether it takes a value, and one of any kind."""
+
+    flag: str
+    value: str
+    choices: list[str]
+
+    @property
+    def is_text(self) -> bool:
+        return bool(re.search(r"DIR|FILE|PROMPT|INPUT|FOLDER|DEVICE", self.value))
+
+
+def read_options(script: str) -> list[Option]:
+    """What `--help` lists; none for those that know no options."""
+    shown = run(sys.executable, script, "--help") if script.endswith(".py") else None
+    found = re.findall(r"^  (--[\w-]+)(?:,? (\[?[A-Z_]+\]?|\{[\w,]+\}))?(?=  |$)", shown.stdout if shown else "", re.M)
+    return [Option(flag, value, value.strip("{}").split(",") if "{" in value else []) for flag, value in found]
+
+
+def bad_line(pick: random.Random, script: str, options: list[Option]) -> list[str]:
+    """Arguments that the script cannot accept, whatever else they hold."""
+    valued = [option for option in options if option.value and not option.value.startswith("[")]
+    numbers = [option for option in valued if not option.is_text and not option.choices]
+    kinds = ["unknown", "abbreviated", "positional", "short"]
+    kinds += ["missing", "choice"] * bool(valued) + ["no number", "out of range", "given twice"] * 2 * bool(numbers)
+    kinds += ["flag with value"] * any(not option.value for option in options)
+    kind = pick.choice(kinds)
+    word = "".join(pick.choices(string.ascii_lowercase, k=6))
+    nasty = pick.choice(HOSTILE)
+    if script in ANY_FILE:  # a file that is not there, then anything
+        more = 0 if script == "aux/lint_sbatch.py" else 2  # it has a sentence for each file
+        return [pick.choice([word, f"{word}.py", *HOSTILE]), *pick.choices([word, "--epochs", "-1", *HOSTILE], k=more)]
+    if kind == "abbreviated" and options:
+        bad = [pick.choice(options).flag[:-1] + "_"]
+    elif kind == "positional":
+        bad = [nasty if nasty and not nasty.startswith("-") else word, word]
+    elif kind == "short":
+        bad = [f"-{pick.choice('qxyz')}{nasty}"]
+    elif kind == "missing":
+        bad = [pick.choice(valued).flag]
+        return harmless(pick, numbers) + bad  # last, so that nothing can be its value
+    elif kind == "choice" and (chosen := [x for x in valued if x.choices or "DEVICE" in x.value]):
+        bad = [pick.choice(chosen).flag, pick.choice([word, *(x for x in HOSTILE if not x.startswith("-"))])]
+    elif kind == "no number":
+        bad = [f"{pick.choice(numbers).flag}={pick.choice(NO_NUMBERS)}"]
+    elif kind == "out of range":
+        bad = [f"{pick.choice(numbers).flag}={pick.choice(OUT_OF_RANGE)}"]
+    elif kind == "given twice":
+        flag = pick.choice(numbers).flag
+        bad = [f"{flag}=1", f"{flag}={pick.choice(NO_NUMBERS)}"]
+    elif kind == "flag with value":
+        bad = [f"{pick.choice([option.flag for option in options if not option.value])}={nasty}"]
+    else:
+        bad = [f"--{word}={nasty}"]
+    lines = [harmless(pick, numbers), bad]
+    pick.shuffle(lines)
+    return lines[0] + lines[1]
+
+
+def harmless(pick: random.Random, numbers: list[Option]) -> list[str]:
+    chosen = pick.sample(numbers, k=min(len(numbers), pick.randint(0, 2)))
+    return [f"{option.flag}=1" for option in chosen]
+
+
+def is_refused(done, seconds: float, folder: Path) -> str | None:
+    """What is not as it should be with a run that has ended, or None."""
+    output = done.stdout + done.stderr
+    checks = {
+        "status 1 or 2": done.returncode in (1, 2),
+        "one sentence on stderr": len(done.stderr.splitlines()) == 1 and len(done.stderr) > 10,
+        "nothing on stdout": done.stdout == "",
+        "no traceback": "Traceback" not in output,
+        "no secret": SECRET not in output,
+        "no control characters": done.stderr.rstrip("\n").isprintable(),
+        "nothing written": os.listdir(folder) == [],
+        "within 5 seconds": seconds < 5,
+    }
+    failed = [name for name, holds in checks.items() if not holds]
+    return (
+        f"not {', '.join(failed)}: {done.args}\n{done.returncode} {output[-2000:]!r} {seconds:.1f} s"
+        if failed
+        else None
+    )
+
+
+def try_out(script: str, arguments: list[str], folder: Path) -> str | None:
+    folder.mkdir(parents=True)
+    command = [*([sys.executable] if script.endswith(".py") else ["bash", "-p"]), REPOSITORY / script, *arguments]
+    variables = {"SECRET_TOKEN": SECRET, "PYTHONDONTWRITEBYTECODE": "1", "CLUSTER": "bad-input"}
+    start = time.monotonic()
+    done = run(*command, cwd=folder, env=environment(**variables), timeout=20)
+    return is_refused(done, time.monotonic() - start, folder)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_bad_command_lines_are_refused(script, tmp_path):
+    """Each script has its own sequence: a new script does not change what the others are given."""
+    pick, options = random.Random(script), read_options(script)
+    lines = [bad_line(pick, script, options) for _ in range(SCRIPTS[script])]
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda i: try_out(script, lines[i], tmp_path / str(i)), range(len(lines)))
+    faults = [fault for fault in found if fault]
+    assert not faults, f"{len(faults)} of {len(lines)}:\n" + "\n".join(faults[:10])
+
+
+def test_bad_command_lines_are_refused_in_jobs(cluster, tmp_path):
+    """By every launcher, all at once: FAILED, one sentence, and nothing that bash or torch would add to it."""
+    pick, jobs, before = random.Random("jobs"), [], sorted(os.listdir(REPOSITORY))
+    script = "distributed/train_ddp.py"
+    options = read_options(script)
+    for way, count in IN_JOBS.items():
+        for i in range(count):
+            node = f"node-{20 + len(jobs)}"
+            size = ["--nodes=1", f"--nodelist={node}", "--gpus-per-node=1", f"--output={tmp_path}/{way}-{i}"]
+            size += ["--ntasks-per-node=1"] if way == "srun" else []
+            arguments = bad_line(pick, *((script, options) if i else (LAUNCHERS[way], [])))  # the first: no such script
+            command = [LAUNCHERS[way], *([script] if i else []), *arguments]
+            variables = {"SECRET_TOKEN": SECRET, "PYTHONDONTWRITEBYTECODE": "1"}
+            jobs.append((way, command, cluster.submit(*size, *command, env=variables)))
+    for way, command, number in jobs:
+        job = cluster.wait(number)
+        said = [line for line in job.log.splitlines() if re.search(r"--help lists|no such train script", line)]
+        assert job.state == "FAILED" and len(said) == 1 and said[0].isprintable(), f"{command}\n{job.log}"
+        assert SECRET not in job.log and not re.search(r"line \d+: |syntax error|command not found", job.log), job.log
+        if way != "torchrun":  # which prints a traceback of its own whenever a rank has failed
+            assert "Traceback" not in job.log, job.log
+    assert sorted(os.listdir(REPOSITORY)) == before and not list(REPOSITORY.glob("canary*"))
+
+
+def test_five_hundred_in_all():
+    assert sum(SCRIPTS.values()) + sum(IN_JOBS.values()) >= 500
+    scripts = {str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("*/**/*.py") if ".venv" not in path.parts}
+    runs = {path for path in scripts if 'if __name__ == "__main__"' in (REPOSITORY / path).read_text()}
+    assert {path for path in runs if not path.startswith("tests/")} <= set(SCRIPTS), "a script that is not tried"
