@@ -432,9 +432,12 @@ def test_two_jobs_on_one_port(cluster, data, uninterrupted, tmp_path):
 # --- disks and files --------------------------------------------------------------------------------------------------
 
 
-def alone(script: str, data: dict, out: Path, *options) -> subprocess.CompletedProcess:
+def alone(script: str, data: dict, out: Path, *options, ranks: int = 1) -> subprocess.CompletedProcess:
+    """A whole run on this machine, as one process or on spawned ranks."""
     command = (f"distributed/{script}", "--data-dir", data[script], *SCRIPTS[script], "--checkpoint-dir", out)
-    return run(sys.executable, *command, "--device", "cpu", *options)
+    command = command if ranks == 1 else ("distributed/spawn_ranks.py", *command)
+    env = environment(OMP_NUM_THREADS=1, NPROC_PER_NODE=ranks)
+    return run(sys.executable, *command, "--device", "cpu", *options, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -485,23 +488,24 @@ def test_damaged_checkpoint(script, damage, data, one_rank, tmp_path):
     assert_same_run(tmp_path / "out", one_rank(script))
 
 
-@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
-def test_full_disk(script, data, one_rank, tmp_path):
+@pytest.mark.parametrize(("script", "ranks"), [("train_ddp.py", 1), ("train_fsdp.py", 2)])
+def test_full_disk(script, ranks, data, tmp_path):
     """Old checkpoints stay, the run goes on, and only an end that cannot be saved is a failure."""
-    out = tmp_path / "out"
+    reference, out = tmp_path / "reference", tmp_path / "out"
+    assert alone(script, data, reference, "--checkpoint-every", 30, ranks=ranks).returncode == 0
     out.mkdir()
-    size = sum(file.stat().st_size for file in checkpoint.find(one_rank(script))[0].parent.rglob("*") if file.is_file())
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size // 2048 + 200}k", "tmpfs", out], check=True)
+    size = sum(file.stat().st_size for file in reference.rglob("*") if file.is_file()) // 2  # of one checkpoint
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size // 1024 + 200}k", "tmpfs", out], check=True)
     try:
-        done = alone(script, data, out, "--checkpoint-every", 10, "--keep-checkpoints", 4)
-        assert done.returncode == 1 and "could not be saved" in done.stderr.splitlines()[-1], done.stderr
+        done = alone(script, data, out, "--checkpoint-every", 10, "--keep-checkpoints", 4, ranks=ranks)
+        assert done.returncode == 1 and done.stderr.count("the last steps could not be saved") == 1, done.stderr
         assert "No space left" in done.stderr and "Traceback" not in done.stderr
         assert re.search(r"^step=45/", done.stdout, re.M)
         assert len(checkpoint.find(out)) >= 1 and not list(out.glob(".*.tmp"))
         subprocess.run(["mount", "-o", "remount,size=200m", out], check=True)
-        again = alone(script, data, out, "--resume")
+        again = alone(script, data, out, "--resume", ranks=ranks)
         assert again.returncode == 0 and re.search("^Resumed after step [1-9]", again.stdout, re.M), again.stderr
-        assert_same_run(out, one_rank(script))
+        assert_same_run(out, reference)
     finally:
         subprocess.run(["umount", out], check=True)
 
