@@ -7,6 +7,7 @@ set -euo pipefail
 
 repository=/data
 cluster=/run/slurm-cluster # of this container, except for the volumes key and state
+export SLURM_CONF=$cluster/slurm.conf # sudo has dropped it
 
 fail() {
   echo "entrypoint.sh on $HOSTNAME: $*" >&2
