@@ -54,13 +54,18 @@ printf '%s' "${gpus[@]/#/$'\nName=gpu File='}" >"$cluster/gres.conf"
 cat >>"$cluster/generated.conf" <<END_OF_LINES
 # Not bound to CPUs: every node would take the machine's first one.
 TaskPlugin=task/none
-# Day and minute, so that a cluster made anew does not find the checkpoints of its predecessor's jobs under its own ids.
-FirstJobId=$(date +%-j%H%M)
+# The key's day and minute, so that a cluster made anew does not find its predecessor's checkpoints under its own job ids.
+FirstJobId=$(date --reference="$key" +%-j%H%M)
 END_OF_LINES
 
 munged --key-file="$key" --socket="$cluster/munge/socket" --pid-file="$cluster/munge/pid" \
   --seed-file="$cluster/munge/seed" --log-file="$cluster/munge/log"
-trap 'trap - EXIT; kill $(jobs -p); wait; exit 0' TERM INT # docker stop: slurmctld saves its state
+# A restarted node has lost its ranks, and is back before Slurm misses it: the other ranks would wait for them. While
+# it is down for a moment, Slurm ends its jobs or requeues them; slurmd's registration brings it up again.
+if (: </dev/tcp/node-1/6817) 2>/dev/null; then
+  scontrol update NodeName="$HOSTNAME" State=DOWN Reason=restarted || true
+fi
+trap 'kill $(jobs -p); wait; exit 0' TERM INT # docker stop: slurmctld saves its state
 if [[ "$HOSTNAME" == node-1 ]]; then
   slurmctld -D &
 fi
