@@ -54,9 +54,8 @@ def engine():
             process.wait(60)
             # What dockerd leaves behind: its bridge, its rules, a kernel that forwards.
             run("ip", "link", "delete", "docker0")
-            empty = "".join(f"*{table}\nCOMMIT\n" for table in ("filter", "nat"))
+            empty = "*filter\n:INPUT ACCEPT\n:FORWARD ACCEPT\n:OUTPUT ACCEPT\nCOMMIT\n*nat\nCOMMIT\n"
             subprocess.run(["iptables-restore"], input=empty + rules, text=True, check=True)
-            run("iptables", "--policy", "FORWARD", "ACCEPT") if "FORWARD DROP" not in rules else None
             forward.write_text(forwarded)
             shutil.rmtree(folder)
 
