@@ -34,7 +34,7 @@ setpriv --reuid "$uid" --regid "$gid" --clear-groups test -w "$repository" ||
   fail "user $uid may not write into the repository, where jobs leave their logs: clone it into a folder of your own"
 getent group "$gid" >/dev/null || groupmod --gid "$gid" user
 sed --in-place "s/^user:x:[0-9]*:[0-9]*:/user:x:$uid:$gid:/" /etc/passwd
-chown --recursive "$uid:$gid" /home/user
+chown --recursive "$uid:$gid" ~user
 
 # The first node that comes makes the key, whole or not at all. `docker compose down --volumes` throws it away.
 key="$cluster/key/munge.key"
