@@ -3,10 +3,12 @@ SHELL := /bin/bash -euo pipefail
 PYTHON ?= python3
 DATA_DIR ?= data/mnist
 ARGS ?=
+NODES ?= 2
+COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help train cluster cluster-down test test-all test-scale bench lint clean
+.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-scale bench lint clean
 help:           ## list the targets
-	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand --tabs=24
+	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand --tabs=28
 
 train: .venv/ready data  ## set everything up, train train_ddp.py on local ranks (DATA_DIR=data/mnist ARGS="--epochs 3")
 	./torchrun.sh distributed/train_ddp.py --data-dir $(DATA_DIR) $(ARGS)
@@ -22,10 +24,25 @@ cluster: .venv/ready data slurm  ## start a two-node Slurm cluster on this machi
 cluster-down:   ## end that cluster, leave nothing behind
 	./local/cluster/namespaces.sh down
 
-test: .venv/tests slurm  ## install what the tests need, Slurm too (root), and run them
+docker-cluster:  ## start a Slurm cluster with Docker Compose (NODES=2, up to 8), say what to type next
+	@[[ "$(NODES)" =~ ^[2-8]$$ ]] || { echo "NODES takes a number from 2 to 8, not '$(NODES)'" >&2; exit 1; }
+	@docker version >/dev/null || { echo "It needs a running Docker engine" >&2; exit 1; }
+	cd local/cluster && $(COMPOSE) build
+	cd local/cluster && NODES=$(NODES) $(COMPOSE) up --detach ready $(wordlist 1,$(NODES),$(all_nodes))
+	@echo 'Now type, for example:'
+	@echo '  docker exec node-1 sinfo -N -l'
+	@echo '  docker exec node-1 sbatch --ntasks-per-node=1 launch_slurm_to_torch.sh aux/check_ranks.py'
+	@echo '  docker exec node-1 squeue'
+	@echo '  make docker-cluster-down'
+all_nodes = node-1 node-2 node-3 node-4 node-5 node-6 node-7 node-8
+
+docker-cluster-down:  ## end that cluster, leave nothing behind but the image
+	cd local/cluster && $(COMPOSE) --profile more down --volumes
+
+test: .venv/tests slurm docker  ## install what the tests need, Slurm too (root), and run them
 	.venv/bin/python -m pytest tests $(ARGS)
 
-test-all: .venv/tests slurm  ## the tests and the whole matrix of faults: an hour
+test-all: .venv/tests slurm docker  ## the tests and the whole matrix of faults: an hour
 	.venv/bin/python -m pytest tests -m "not scale" $(ARGS)
 
 test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 4 GB of memory, some minutes)
@@ -58,12 +75,16 @@ data: .venv/ready
 	.venv/bin/python -m pip install --quiet --requirement requirements-test.txt
 	touch .venv/tests
 
-.PHONY: slurm
-slurm:
-	@missing=; for tool in slurmctld:slurm-wlm munged:munge ip:iproute2 shellcheck:shellcheck pgrep:procps \
-	    mksquashfs:squashfs-tools debootstrap:debootstrap; do \
-	    PATH=$$PATH:/usr/sbin:/usr/local/sbin type -P $${tool%%:*} >/dev/null || missing+=" $${tool##*:}"; done; \
+# The programs that are not there are installed, named with the package that they come in.
+install = missing=; for tool in $(1); do \
+	    PATH=$$PATH:/usr/sbin:/usr/local/sbin type -P $${tool%%:*} >/dev/null || missing+=" $${tool\#\#*:}"; done; \
 	[[ -z $$missing ]] || ./aux/install.sh $$missing
+
+.PHONY: slurm docker
+slurm:
+	@$(call install,slurmctld:slurm-wlm munged:munge ip:iproute2 shellcheck:shellcheck pgrep:procps mksquashfs:squashfs-tools)
+docker:
+	@$(call install,dockerd:docker.io docker-compose:docker-compose debootstrap:debootstrap iptables-save:iptables)
 
 clean:          ## remove the virtual environment and the caches, not data or checkpoints
 	rm -rf .venv .pytest_cache .ruff_cache

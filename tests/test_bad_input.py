@@ -31,6 +31,7 @@ SCRIPTS = {  # how many command lines for each
     "aux/lint_sbatch.py": 15,
     "aux/watch_job.py": 15,
     "aux/bench/mnist.py": 25,
+    "aux/bench/checkpoint.py": 5,
     "aux/bench/language_model.py": 25,
     "torchrun.sh": 20,
     **dict.fromkeys(LAUNCHERS.values(), 10),

@@ -14,14 +14,19 @@ from conftest import NAMESPACES, REPOSITORY, environment, run
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", (REPOSITORY / "README.md").read_text(), re.M | re.S)
 
 
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory, tiny) -> Path:
-    """The files that git tracks, the virtual environment of the tests, and small data where the README has them."""
-    folder = tmp_path_factory.mktemp("clone")
+def copy_of_repository(folder: Path) -> Path:
+    """The files that git tracks."""
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True).stdout
     for path in filter(None, tracked.split("\0")):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(REPOSITORY / path, folder / path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory, tiny) -> Path:
+    """A copy with the virtual environment of the tests, and small data where the README has them."""
+    folder = copy_of_repository(tmp_path_factory.mktemp("clone"))
     (folder / ".venv").symlink_to(REPOSITORY / ".venv")
     shutil.copytree(tiny, folder / "data/mnist")
     return folder
@@ -39,9 +44,9 @@ def block(containing: str) -> str:
     return found[0]
 
 
-def test_every_block_is_run_here():
-    """But the one about containers, which tests/test_containers.py runs."""
-    assert len(BLOCKS) == 7 and "run_script.sh" in block("import_image.sh")
+def test_every_block_is_run():
+    """Here, but two: that about containers by tests/test_containers.py, that about Docker by tests/test_docker.py."""
+    assert len(BLOCKS) == 8 and "run_script.sh" in block("import_image.sh") and block("docker exec")
 
 
 def test_make_train(clone):

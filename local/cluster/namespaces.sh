@@ -229,41 +229,22 @@ address() {
 
 write_configuration() {
   local nodes="$1" cpus="$2" gpus="$3" gpu
-  cp "$here/slurm.conf" "$here/task_prolog.sh" "$inside"
-  {
-    # A munged per node: newer Slurm takes a credential that one munged decodes twice for a replay.
-    # cred_expire: a requeued job waits for so many seconds (and one) instead of two minutes. Within that time
-    # a job has to reach its last node, which takes longer the more nodes share this machine.
-    echo "AuthInfo=socket=$inside/munge/socket,cred_expire=$((5 + nodes / 10))"
-    echo "StateSaveLocation=$inside/state"
-    echo "SlurmctldPidFile=$inside/state/slurmctld.pid"
-    echo "SlurmdSpoolDir=$inside/spool/%n"
-    echo "SlurmdPidFile=$inside/spool/%n.pid"
-    # Binding needs CPUs that exist. Nodes share them: every node's first CPU is the machine's first.
-    if ((cpus <= $(nproc --all))); then
-      echo "TaskPlugin=task/affinity"
-    else
-      echo "TaskPlugin=task/none"
-    fi
-    if ((gpus > 0)); then
-      echo "TaskProlog=$inside/task_prolog.sh"
-    fi
-    echo "NodeName=node-[1-$nodes] CPUs=$cpus RealMemory=$(awk '/^MemTotal/ { print int($2 / 1024) }' /proc/meminfo)$(
-      ((gpus == 0)) || echo " Gres=gpu:$gpus"
-    )"
-  } >"$inside/generated.conf"
-  # slurmd wants cgroups to manage although nothing here uses them. 22.05 has no word for "none yet": its v1 plugin
-  # touches nothing until it is used.
-  if [[ "$(slurmd -V)" == *" 22."* ]]; then
-    echo "CgroupPlugin=cgroup/v1" >"$inside/cgroup.conf"
+  "$here/configure.sh" "$inside" "$nodes" "$cpus" "$gpus"
+  # Binding needs CPUs that exist. Nodes share them: every node's first CPU is the machine's first.
+  if ((cpus <= $(nproc --all))); then
+    echo "TaskPlugin=task/affinity" >>"$inside/generated.conf"
   else
-    echo "CgroupPlugin=disabled" >"$inside/cgroup.conf"
+    echo "TaskPlugin=task/none" >>"$inside/generated.conf"
   fi
   # Slurm insists on character devices, and uses nothing of them but the name. These are copies of /dev/null.
   for ((gpu = 0; gpu < gpus; gpu++)); do
     mknod "$inside/gpu$gpu" c 1 3
     echo "Name=gpu File=$inside/gpu$gpu" >>"$inside/gres.conf"
   done
+  if ((gpus > 0)); then
+    cp "$here/task_prolog.sh" "$inside"
+    echo "TaskProlog=$inside/task_prolog.sh" >>"$inside/generated.conf"
+  fi
 }
 
 # The first process of a node.

@@ -1,0 +1,31 @@
+#!/bin/bash
+# Write the Slurm configuration of a local cluster into a folder that each of its nodes sees under the same path:
+# slurm.conf (the one beside this file), generated.conf and cgroup.conf. Used by namespaces.sh and by entrypoint.sh,
+# which add to generated.conf what only they need.
+#
+# Usage: ./local/cluster/configure.sh FOLDER NODES CPUS GPUS
+set -euo pipefail
+
+folder="$1" nodes="$2" cpus="$3" gpus="$4"
+
+cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
+{
+  # A munged per node: newer Slurm takes a credential that one munged decodes twice for a replay.
+  # cred_expire: a requeued job waits for so many seconds (and one) instead of two minutes. Within that time
+  # a job has to reach its last node, which takes longer the more nodes share this machine.
+  echo "AuthInfo=socket=$folder/munge/socket,cred_expire=$((5 + nodes / 10))"
+  echo "StateSaveLocation=$folder/state"
+  echo "SlurmctldPidFile=$folder/slurmctld.pid"
+  echo "SlurmdSpoolDir=$folder/spool/%n"
+  echo "SlurmdPidFile=$folder/spool/%n.pid"
+  echo "NodeName=node-[1-$nodes] CPUs=$cpus RealMemory=$(awk '/^MemTotal/ { print int($2 / 1024) }' /proc/meminfo)$(
+    ((gpus == 0)) || echo " Gres=gpu:$gpus"
+  )"
+} >"$folder/generated.conf"
+# slurmd wants cgroups to manage although nothing here uses them. 22.05 has no word for "none yet": its v1 plugin
+# touches nothing until it is used.
+if [[ "$(slurmd -V)" == *" 22."* ]]; then
+  echo "CgroupPlugin=cgroup/v1" >"$folder/cgroup.conf"
+else
+  echo "CgroupPlugin=disabled" >"$folder/cgroup.conf"
+fi

@@ -1,0 +1,226 @@
+"""The Docker Compose cluster on a real engine: one that is running already, or one started for these tests."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import LAUNCHERS, Cluster, environment, read_metrics, run
+from test_readme import bash, block, copy_of_repository
+
+OWNER = 1234  # whom the clone belongs to, and so the number of the jobs' user
+COMPOSE = ["docker", "compose"] if run("docker", "compose", "version").returncode == 0 else ["docker-compose"]
+TENSOR_PARALLEL = ["distributed/train_tp.py", "--tensor-parallel", 2, "--across-nodes", "--steps", 5, "--log-every", 1]
+
+
+def wait_until(condition, seconds: float, what: str):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """The environment in which `docker` reaches an engine. One that is running already is used, and left running."""
+    if run("docker", "info").returncode == 0:
+        yield {}
+        return
+    folder = Path(tempfile.mkdtemp(prefix="docker-"))  # not pytest's: a socket's path may have 108 characters
+    variables = {"DOCKER_HOST": f"unix://{folder}/socket"}
+    forward = Path("/proc/sys/net/ipv4/ip_forward")
+    forwarded, rules = forward.read_text(), run("iptables-save").stdout
+    options = ["--host", variables["DOCKER_HOST"], "--data-root", folder / "data", "--exec-root", folder / "exec"]
+    options += ["--pidfile", folder / "pid"]
+    log = folder / "log"
+    with (
+        log.open("w") as output,
+        subprocess.Popen(["dockerd", *options], stdout=output, stderr=output, start_new_session=True) as process,
+    ):
+        try:
+            answers = lambda: run("docker", "info", env=environment(**variables)).returncode == 0  # noqa: E731
+            wait_until(answers, 60, f"dockerd answers\n{log.read_text()}")
+            yield variables
+        finally:
+            process.terminate()
+            process.wait(60)
+            # What dockerd leaves behind: its bridge, its rules, a kernel that forwards.
+            run("ip", "link", "delete", "docker0")
+            empty = "*filter\n:INPUT ACCEPT\n:FORWARD ACCEPT\n:OUTPUT ACCEPT\nCOMMIT\n*nat\nCOMMIT\n"
+            subprocess.run(["iptables-restore"], input=empty + rules, text=True, check=True)
+            forward.write_text(forwarded)
+            shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def base_image(engine, tmp_path_factory):
+    """debian:bookworm-slim as far as it matters, made here: no registry is needed, and apt and pip have the packages
+    that this machine has."""
+    name = f"tests-{os.getpid()}-base"
+    root = tmp_path_factory.mktemp("base")
+    suite = ["--format", "$(REPO_URI)", "Identifier: Packages", "Codename: bookworm"]
+    mirror = run("apt-get", "indextargets", *suite).stdout.split()[:1]
+    made = run("debootstrap", "--variant=minbase", "bookworm", root, *mirror, timeout=300)
+    assert made.returncode == 0, made.stdout[-3000:]
+    for path in ("/etc/apt", "/usr/share/keyrings"):
+        shutil.copytree(path, f"{root}{path}", dirs_exist_ok=True)
+    (root / "etc/apt/sources.list").unlink() if not Path("/etc/apt/sources.list").exists() else None
+    (root / "etc/dpkg/dpkg.cfg.d/unsafe-io").write_text("force-unsafe-io\n")
+    wheels = ["--only-binary=:all:", "--python-version=3.11", "--dest", root / "wheels"]
+    made = run(sys.executable, "-m", "pip", "download", *wheels, "--requirement", "requirements.txt", timeout=300)
+    assert made.returncode == 0, made.stderr
+    (root / "etc/pip.conf").write_text("[global]\nno-index = true\nfind-links = /wheels\n")
+    made = run("bash", "-c", f"tar --directory={root} --create . | docker import - {name}", env=environment(**engine))
+    assert made.returncode == 0, made.stderr
+    shutil.rmtree(root)
+    yield name
+    run("docker", "image", "rm", name, env=environment(**engine))
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory, tiny) -> Path:
+    """A clone that belongs to an ordinary user, with small data where the README has them."""
+    folder = copy_of_repository(tmp_path_factory.mktemp("clone"))
+    shutil.copytree(tiny, folder / "data/mnist")
+    made = run(sys.executable, "aux/prepare_data.py", "shakespeare", "--synthetic", cwd=folder)
+    assert made.returncode == 0, made.stderr
+    run("chown", "--recursive", f"{OWNER}:{OWNER}", folder)
+    return folder
+
+
+class Nodes(Cluster):
+    """The containers of one Compose project; commands run in node-1, as whoever `docker exec` is there."""
+
+    def __init__(self, clone: Path, variables: dict):
+        self.clone, self.environment = clone, environment(**variables)
+
+    def compose(self, *command: object, **variables):
+        options = {"cwd": self.clone / "local/cluster", "env": self.environment | variables, "timeout": 300}
+        done = run(*COMPOSE, *command, **options)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+    def docker(self, *command: object, **options):
+        return run("docker", *command, env=self.environment, **options)
+
+    def exec(self, *command: object, node: str = "node-1", env: dict | None = None, cwd: Path | None = None, **options):
+        return self.docker("exec", node, *command, **options)
+
+    def show(self, job: int) -> dict[str, str]:
+        """The clone is /data in there."""
+        return {name: value.replace("/data", str(self.clone), 1) for name, value in super().show(job).items()}
+
+    def states(self) -> list[str]:
+        return self.exec("sinfo", "--noheader", "--Node", "--format=%N %c %T").stdout.splitlines()
+
+    def left(self) -> list[str]:
+        """The project's containers, volumes and networks."""
+        label = f"--filter=label=com.docker.compose.project={self.environment['COMPOSE_PROJECT_NAME']}"
+        kinds = (["ps", "--all"], ["volume", "ls"], ["network", "ls"])
+        return [line for kind in kinds for line in self.docker(*kind, "--quiet", label).stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def project(clone, engine, base_image):
+    """Nothing of it is up yet; afterwards nothing of it is left, its images included."""
+    nodes = Nodes(clone, engine | {"COMPOSE_PROJECT_NAME": f"tests-{os.getpid()}", "BASE_IMAGE": base_image})
+    yield nodes
+    nodes.compose("--profile", "more", "down", "--volumes", "--rmi", "local")
+    assert nodes.left() == []
+
+
+def test_readme(project):
+    """Builds the image; the block ends with the cluster's end."""
+    shown = bash(block("make docker-cluster\n"), project.clone, **project.environment)
+    assert len(re.findall(r"^node-[12] +1 +train\* +idle 1 ", shown, re.M)) == 2
+    assert set(re.findall(r"SLURMD_NODENAME: (\S+)", shown)) == {"node-1", "node-2"}
+    assert project.left() == []
+
+
+@pytest.fixture(scope="module")
+def nodes(project) -> Nodes:
+    project.compose("up", "--detach", "ready")
+    return project
+
+
+def test_up_returns_when_the_nodes_are_idle(nodes):
+    assert nodes.states() == ["node-1 1 idle", "node-2 1 idle"]
+    for node in ("node-1", "node-2"):
+        shown = json.loads(nodes.docker("inspect", node).stdout)[0]
+        assert shown["State"]["Health"]["Status"] in ("starting", "healthy")
+        assert not shown["HostConfig"]["PortBindings"] and not shown["NetworkSettings"]["Ports"]
+
+
+def test_tensor_parallel_over_both_nodes(nodes, cluster):
+    """The losses of the namespace cluster, where the same two ranks are on two nodes too."""
+    size = ["--ntasks-per-node=1", "--gpus-per-node=0", "--output=%j.out", LAUNCHERS["srun"]]
+    here = nodes.sbatch(*size, *TENSOR_PARALLEL, "--checkpoint-dir", "checkpoints/docker")
+    there = cluster.sbatch(*size, *TENSOR_PARALLEL, "--checkpoint-dir", "checkpoints/namespaces", cwd=nodes.clone)
+    assert here.state == there.state == "COMPLETED", here.log + there.log
+    assert re.findall(r"SLURMD_NODENAME: (\S+)", here.log) == ["node-1", "node-2"]
+    losses = [
+        [event["loss"] for event in read_metrics(nodes.clone / "checkpoints" / name) if "loss" in event]
+        for name in ("docker", "namespaces")
+    ]
+    assert len(losses[0]) == 5 and losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("way", ["torchrun", "mp"])
+def test_the_other_ways(way, nodes):
+    job = nodes.sbatch("--cpus-per-task=1", LAUNCHERS[way], "aux/check_ranks.py")
+    assert job.state == "COMPLETED" and f"VERDICT: 2 ranks started by {way} are fine" in job.log, job.log
+    assert re.findall(r"SLURMD_NODENAME: (\S+)", job.log) == ["node-1", "node-2"]
+
+
+def test_jobs_are_an_ordinary_users_and_their_files_the_owners(nodes):
+    script = "srun id --user; sudo --non-interactive id"
+    job = nodes.sbatch("--nodes=2", "--ntasks=2", "--output=whoami.out", f"--wrap={script}")
+    assert job.log.splitlines()[:2] == [str(OWNER)] * 2 and job.state == "FAILED", job.log
+    assert (nodes.clone / "whoami.out").stat().st_uid == OWNER
+    assert nodes.exec("id", "--user").stdout.strip() == str(OWNER)
+    assert "munge.key" in nodes.docker("exec", "--user=root", "node-1", "ls", "/run/slurm-cluster/key").stdout
+    assert nodes.exec("cat", "/run/slurm-cluster/key/munge.key").returncode != 0
+
+
+def test_the_munge_key_is_not_in_the_image(nodes, tmp_path):
+    """Nor in one of its layers."""
+    image = json.loads(nodes.docker("inspect", "node-1").stdout)[0]["Image"]
+    assert nodes.docker("save", "--output", tmp_path / "image.tar", image).returncode == 0
+    names = []
+    with tarfile.open(tmp_path / "image.tar") as archive:
+        for member in archive:
+            if member.name.endswith("layer.tar"):
+                with tarfile.open(fileobj=archive.extractfile(member)) as layer:
+                    names += layer.getnames()
+    assert "usr/sbin/munged" in names
+    assert not [name for name in names if "munge.key" in name]
+
+
+def test_a_node_restarts_in_mid_job(nodes):
+    """The job is requeued or fails, in time; the node is used again, with the key that it had, by the next job."""
+    command = ["--ntasks-per-node=1", LAUNCHERS["srun"], "distributed/train_ddp.py", "--epochs", 1000]
+    job = nodes.submit(*command)
+    log = nodes.clone / f"{LAUNCHERS['srun']}_{job}.out"
+    wait_until(lambda: log.exists() and "step=" in log.read_text(), 60, "it trains")
+    assert nodes.docker("restart", "node-2").returncode == 0
+    wait_until(lambda: (shown := nodes.show(job))["Restarts"] == "1" or "FAIL" in shown["JobState"], 60, "it has ended")
+    nodes.exec("scancel", job)
+    wait_until(lambda: nodes.states() == ["node-1 1 idle", "node-2 1 idle"], 60, "both nodes are idle")
+    job = nodes.sbatch("--nodes=2", "--ntasks=2", "--output=%j.out", "--wrap=srun hostname")
+    assert sorted(job.log.split()) == ["node-1", "node-2"], job.log
+
+
+def test_three_nodes(nodes):
+    nodes.compose("up", "--detach", "ready", "node-3", NODES="3")
+    assert nodes.states() == [f"node-{node} 1 idle" for node in (1, 2, 3)]
+    job = nodes.sbatch("--nodes=3", "--ntasks-per-node=1", LAUNCHERS["srun"], "aux/check_ranks.py")
+    assert "VERDICT: 3 ranks started by srun are fine" in job.log, job.log
+    nodes.compose("--profile", "more", "down", "--volumes")
+    assert nodes.left() == []
