@@ -10,15 +10,31 @@ every step (checkpoint.Boundary, as train_fsdp.py does), and one that also saves
 medians of the rounds; a round is 200 steps, so with its share of one checkpoint.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
+
+from arguments import ArgumentParser, whole_number
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def parse_arguments() -> Namespace:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--data-dir", type=Path, default="data/shakespeare")
+    parser.add_argument("--rounds", type=whole_number(1), default=9)
+    parser.add_argument("--check", action="store_true", help="status 1 when something stated is missed")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    options = parse_arguments()  # before torch: a typing mistake costs no second
 
 import torch
 
@@ -28,22 +44,16 @@ import sharded_checkpoint
 import train_fsdp
 from char_transformer import CharTransformer
 
+# --- main -------------------------------------------------------------------------------------------------------------
+
 CPU, STEPS = torch.device("cpu"), 200
 HIGHEST = {"asks": 1.01, "asks and saves": 1.02}  # times as long as the bare steps
 
 
 def training(data_dir: Path, folder: Path, asks: bool, saves: bool) -> Callable[[], None]:
     """A function that trains 200 steps more at nanoGPT's CPU settings."""
-    every = str(STEPS) if saves else "1000000"
-    sys.argv = [
-        "train_fsdp.py",
-        "--data-dir",
-        str(data_dir),
-        "--checkpoint-dir",
-        str(folder),
-        "--checkpoint-every",
-        every,
-    ]
+    sys.argv = ["train_fsdp.py", "--data-dir", str(data_dir), "--checkpoint-dir", str(folder)]
+    sys.argv += ["--checkpoint-every", str(STEPS) if saves else "1000000"]
     args = train_fsdp.parse_arguments()
     args.precision = train_fsdp.choose_precision(args, CPU, 1)
     torch.manual_seed(args.seed)
@@ -66,12 +76,7 @@ def training(data_dir: Path, folder: Path, asks: bool, saves: bool) -> Callable[
     return train
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, default="data/shakespeare")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--check", action="store_true", help="status 1 when something stated is missed")
-    options = parser.parse_args()
+def main(options: Namespace):
     if fault := characters.missing_data(options.data_dir, 64):
         sys.exit(f"checkpoint.py: {fault}")
     torch.set_num_threads(1)
@@ -96,4 +101,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(options)
