@@ -38,7 +38,10 @@ class Boundary:
         self.args, self.rank, self.world_size, self.device = args, rank, world_size, device
         self.step, self.next, self.time, self.saved = step, step + 1, time.monotonic(), time.monotonic()
         if rank == 0:
-            stop_request.claim(args.checkpoint_dir)
+            try:
+                stop_request.claim(args.checkpoint_dir)
+            except OSError as error:
+                step_zero.stop(f"{args.checkpoint_dir} cannot be written ({error.strerror}): nothing could be saved")
 
     def __call__(self, step: int) -> tuple[bool, bool]:
         """After step number `step`, on every rank: whether to save, and whether to stop."""

@@ -52,7 +52,10 @@ class Progress:
     def write(self, event: dict[str, float], after_step: str, end: str, live: bool):
         if self.file is None:
             return
-        self.file.write(json.dumps(event) + "\n")
+        try:
+            self.file.write(json.dumps(event) + "\n")
+        except OSError as error:  # a full disk: no reason to end, and this line is on stdout as well
+            print(f"warning: {self.file.name} is without step {event['step']}: {error.strerror}", file=sys.stderr)
         shown = {key: f"{value:.5g}" if isinstance(value, float) else str(value) for key, value in event.items()}
         shown["step"] += after_step
         line = " ".join(f"{key}={value}" for key, value in shown.items()) + end

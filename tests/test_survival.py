@@ -29,11 +29,12 @@ LANGUAGE_MODEL += ["--steps", 45, "--log-every", 1, "--eval-every", 20, "--eval-
 SCRIPTS = {"train_ddp.py": DDP, "train_fsdp.py": LANGUAGE_MODEL, "train_tp.py": LANGUAGE_MODEL}
 STEPS = 45
 DIAGONAL = [("srun", "train_ddp.py"), ("torchrun", "train_fsdp.py"), ("mp", "train_tp.py")]
-ALL_NINE = [
-    pytest.param(way, script, marks=() if (way, script) in DIAGONAL else pytest.mark.matrix)
-    for way in LAUNCHERS
-    for script in SCRIPTS
-]
+
+
+def nine(*quick: tuple[str, str]) -> list:
+    """Every launcher with every script; only those in `quick` are run by make test."""
+    pairs = [(way, script) for way in LAUNCHERS for script in SCRIPTS]
+    return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.matrix) for pair in pairs]
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +179,7 @@ class Trial:
 # --- asked to stop ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("way", "script"), ALL_NINE)
+@pytest.mark.parametrize(("way", "script"), nine(*DIAGONAL))
 def test_usr1(way, script, cluster, data, uninterrupted, tmp_path):
     """As --signal=B:USR1@120 sends it: the ranks save, and the batch shell requeues."""
     trial = Trial(cluster, way, script, data, tmp_path)
@@ -199,7 +200,7 @@ def test_signals_that_reach_the_ranks(options, way, script, cluster, data, unint
     trial.is_equal_after_a_restart(uninterrupted(script))
 
 
-@pytest.mark.parametrize(("way", "script"), ALL_NINE)
+@pytest.mark.parametrize(("way", "script"), nine(DIAGONAL[1]))
 def test_scontrol_requeue(way, script, cluster, data, uninterrupted, tmp_path):
     """Slurm ends the ranks with SIGTERM and, KillWait later, SIGKILL: they have that long to save."""
     trial = Trial(cluster, way, script, data, tmp_path)
@@ -301,7 +302,7 @@ CULPRIT = {
 }
 
 
-@pytest.mark.parametrize(("way", "script"), ALL_NINE)
+@pytest.mark.parametrize(("way", "script"), nine(*DIAGONAL))
 def test_killed_rank(way, script, cluster, data, tmp_path):
     """It ends the job as FAILED, and the log names it."""
     trial = Trial(cluster, way, script, data, tmp_path)
@@ -474,7 +475,7 @@ def a_web_page(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", [truncated, flipped, zeroed, a_web_page], ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
+@pytest.mark.parametrize("script", ["train_ddp.py", pytest.param("train_fsdp.py", marks=pytest.mark.matrix)])
 def test_damaged_checkpoint(script, damage, data, one_rank, tmp_path):
     """It is named and passed over: the one before goes on, to the same end."""
     shutil.copytree(one_rank(script), tmp_path / "out")
