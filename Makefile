@@ -22,7 +22,7 @@ cluster: .venv/ready data slurm  ## start a two-node Slurm cluster on this machi
 cluster-down:   ## end that cluster, leave nothing behind
 	./local/cluster/namespaces.sh down
 
-test: .venv/tests slurm  ## install what the tests need, Slurm too (root), and run them
+test: .venv/tests slurm sshd  ## install what the tests need, Slurm and sshd too (root), and run them
 	.venv/bin/python -m pytest tests $(ARGS)
 
 test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 4 GB of memory, some minutes)
@@ -60,6 +60,11 @@ slurm:
 	@missing=; for tool in slurmctld:slurm-wlm munged:munge ip:iproute2 shellcheck:shellcheck pgrep:procps; do \
 	    PATH=$$PATH:/usr/sbin:/usr/local/sbin type -P $${tool%%:*} >/dev/null || missing+=" $${tool##*:}"; done; \
 	[[ -z $$missing ]] || ./aux/install.sh $$missing
+
+# For the tests of submission alone: `make cluster` must not leave an SSH server on somebody's machine.
+.PHONY: sshd
+sshd:
+	@PATH=$$PATH:/usr/sbin type -P sshd >/dev/null || ./aux/install.sh openssh-server
 
 clean:          ## remove the virtual environment and the caches, not data or checkpoints
 	rm -rf .venv .pytest_cache .ruff_cache

@@ -13,7 +13,15 @@ from pathlib import Path
 KEYS = {
     "cluster": {"backend": str, "job_base_dir": str, "environment": list, "backend_config": dict},
     "cluster.backend_config": {"hostname": str, "username": str, "port": int, "identity_file": str},
-    "packaging": {"type": str, "link": list, "dockerfile": str, "image": str, "push": bool, "squashfs": bool},
+    "packaging": {
+        "type": str,
+        "link": list,
+        "dockerfile": str,
+        "build_args": list,
+        "image": str,
+        "push": bool,
+        "squashfs": bool,
+    },
     "submit": {},  # any option of sbatch
 }
 KINDS = {str: "a string", int: "a whole number", bool: "true or false", list: "a list of strings", dict: "a table"}
@@ -185,4 +193,8 @@ def check_whole(path: Path, text: str, environment: str, settings: dict[str, dic
     packaging.setdefault("link", [])
     choose("packaging", "type", ("none", "container"))
     if packaging["type"] == "container":
+        packaging.setdefault("dockerfile", "Dockerfile")
         need("packaging", packaging, "image", "the name of the image that is built")
+        how = "push = true (the cluster imports it from a registry) or squashfs = true (it is copied)"
+        if bool(packaging.get("push")) == bool(packaging.get("squashfs")):
+            refuse("packaging", "image", f"say how the image gets to the cluster, by {how}")

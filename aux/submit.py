@@ -30,6 +30,7 @@ from typing import BinaryIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
+import container
 import jobs
 import slurmfile
 from arguments import ArgumentParser
@@ -58,6 +59,8 @@ def parse_submission(arguments: list[str]) -> Namespace:
     if not Path(args.command[0]).is_file():
         hint = f": write {args.sbatch[-1]}={args.command[0]}" if args.sbatch and "=" not in args.sbatch[-1] else ""
         parser.error(f"no launcher {args.command[0]!r} in {Path.cwd()}{hint}")
+    if "source ./env.sh" in Path(args.command[0]).read_text(errors="replace") and not Path("env.sh").is_file():
+        parser.error(f"no env.sh in {Path.cwd()}: cd to the repository")
     if args.command[1:] and args.command[1].endswith(".py") and not Path(args.command[1]).is_file():
         parser.error(f"no train script {args.command[1]!r} in {Path.cwd()}")
     return args
@@ -109,16 +112,16 @@ def git(*arguments: object) -> str:
     return os.fsdecode(subprocess.run(["git", *map(str, arguments)], check=True, capture_output=True).stdout)
 
 
-def pack(packed: BinaryIO, root: Path, files: list[str], mark: dict, variables: list[str]) -> tuple[int, int]:
-    """Writes what there.sh's `submit` reads. Returns the bytes that the variables take, and the bytes of code."""
+def pack(packed: BinaryIO, files: dict[str, Path], mark: dict, variables: list[str]) -> tuple[int, int]:
+    """Writes what there.sh's `submit` reads. Returns the bytes that the variables take, and those of the archive."""
     packed.write("".join(f"export {name}={shlex.quote(os.environ[name])}\n" for name in variables).encode())
     start = packed.tell()
     with tarfile.open(fileobj=packed, mode="w") as archive:
-        for name in files:
-            info = archive.gettarinfo(root / name, arcname=name)
+        for name, path in files.items():
+            info = archive.gettarinfo(path, arcname=name)
             info.uid = info.gid = info.mtime = 0
             info.uname = info.gname = ""
-            with (root / name).open("rb") if info.isreg() else nullcontext() as file:
+            with path.open("rb") if info.isreg() else nullcontext() as file:
                 archive.addfile(info, file)
         last = tarfile.TarInfo(jobs.MARK)
         last.size = len(text := json.dumps(mark).encode())
@@ -141,17 +144,25 @@ def submit(args: Namespace) -> int:
     """Copies the code and submits it. Returns the exit status: the job's own, if it is waited for."""
     path = slurmfile.find()
     settings = slurmfile.read(path, args.env)
-    cluster, links = settings["cluster"], settings["packaging"]["link"]
+    cluster, packaging = settings["cluster"], settings["packaging"]
+    links, extra = packaging["link"], {}
     root, files = list_files()
     sbatch = ["sbatch", "--parsable", *sbatch_options(settings["submit"]), *args.sbatch]
     sbatch += [launcher_in(root, files, args.command[0]), *args.command[1:]]
     base = cluster["job_base_dir"]
     if cluster["backend"] == "local":
         base = path.parent / Path(base).expanduser()
-    command = ["submit", base, name_of(args.command), os.path.relpath(Path.cwd(), root), jobs.MARK]
-    with tempfile.TemporaryFile() as packed:
+    image = container.uri(packaging["image"]) if packaging.get("push") else ""
+    command = ["submit", base, name_of(args.command), os.path.relpath(Path.cwd(), root), jobs.MARK, image]
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as packed:
+        if packaging["type"] == "container" and args.dry_run:
+            for build in container.build_commands(packaging, root):
+                print(shlex.join(build))
+        elif packaging["type"] == "container":
+            extra = container.make(packaging, root, files, Path(scratch))
         try:
-            start, size = pack(packed, root, files, {"env": args.env, "sbatch": sbatch}, cluster["environment"])
+            copied = {name: root / name for name in files} | extra
+            start, size = pack(packed, copied, {"env": args.env, "sbatch": sbatch}, cluster["environment"])
         except OSError as error:
             fail(f"cannot read {error.filename}: {error.strerror}")
         command += [start, len(links), *links, *sbatch]
@@ -161,7 +172,7 @@ def submit(args: Namespace) -> int:
             print(f"# which makes a new folder in {base}, and in that one runs")
             print(shlex.join(sbatch))
             return 0
-        print(f"Copying {len(files)} files, {size / 1e6:.1f} MB, to {host_of(cluster)}", flush=True)
+        print(f"Copying {len(copied)} files, {size / 1e6:.1f} MB, to {host_of(cluster)}", flush=True)
         job, folder, log = send(cluster, command, packed)
     record = {"env": args.env, "job": int(job), "cluster": cluster, "folder": folder, "log": log, "sbatch": sbatch}
     jobs.save(path.parent / "slurm-jobs", record)
@@ -194,11 +205,12 @@ def send(cluster: dict, command: list[object], packed: BinaryIO) -> tuple[str, s
     """Submits; returns the job's id, its folder and its log."""
     try:
         with answer(cluster, *command, stdin=packed) as lines:
-            job, folder, log = [*lines.read().decode().splitlines(), ""][:3]
-        return job, folder, log
+            said = lines.read().decode()
     except Lost as lost:
         unsure = "; whether the job was submitted is not known: look with squeue --me there" if lost.begun else ""
         fail(explain(cluster, lost.said)[0] + unsure)
+    job, folder, log = [*said.splitlines(), ""][:3]
+    return job, folder, log
 
 
 # --- main -------------------------------------------------------------------------------------------------------------

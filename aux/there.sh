@@ -8,12 +8,12 @@ die() {
     exit 1
 }
 
-# submit BASE NAME DIRECTORY MARK BYTES LINKS LINK... sbatch [options] SCRIPT [arguments]
+# submit BASE NAME DIRECTORY MARK IMAGE BYTES LINKS LINK... sbatch [options] SCRIPT [arguments]
 # stdin: so many BYTES of `export NAME=value`, which touch no disk and no command line, then a tar archive of the code.
 # Makes a new folder NAME.XXXXXX in BASE, and submits from DIRECTORY in it. If anything fails, nothing is left.
 submit() {
-    base=$1 name=$2 directory=$3 mark=$4 bytes=$5 links=$6
-    shift 6
+    base=$1 name=$2 directory=$3 mark=$4 image=$5 bytes=$6 links=$7
+    shift 7
     command -v sbatch >/dev/null ||
         die "there is no sbatch for a shell that is not a login shell: add its folder to PATH on top of ~/.bashrc there"
     eval "$(dd bs=1 count="$bytes" 2>/dev/null)"
@@ -37,6 +37,9 @@ submit() {
         links=$((links - 1))
         shift
     done
+    if [ -n "$image" ]; then
+        (cd "$folder" && ./aux/import_image.sh "$image" pytorch.sqsh >&2) || die "no image $image for the job, see above"
+    fi
     cd "$folder/$directory"
     touch "$folder/$mark"
     job=$("$@") # sbatch
