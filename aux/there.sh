@@ -4,7 +4,7 @@
 set -eu
 
 die() {
-    echo "$*" >&2
+    echo "$*" | head -n 1 >&2
     exit 1
 }
 
@@ -25,7 +25,7 @@ submit() {
 
     # -m: now is the date of every file, so that newer ones are the job's own
     said=$(tar -x -m --no-same-owner -f - -C "$folder" 2>&1) ||
-        die "copying to $folder failed, and it is removed: $(echo "$said" | head -n 1)"
+        die "copying to $folder failed, and it is removed: $(echo "$said" | grep -i -E "space|quota" || echo "$said")"
     [ -e "$folder/$mark" ] || die "copying to $folder broke off, and it is removed"
     while [ "$links" -gt 0 ]; do
         case $1 in /*) target=$1 ;; *) target=$base/$1 ;; esac

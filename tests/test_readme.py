@@ -39,8 +39,9 @@ def block(containing: str) -> str:
     return found[0]
 
 
-def test_every_block_is_run_here():
-    assert len(BLOCKS) == 5
+def test_every_block_is_run():
+    """Here, but for one: test_submit.py has the laptop."""
+    assert len(BLOCKS) == 6
 
 
 def test_make_train(clone):

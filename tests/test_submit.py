@@ -17,6 +17,7 @@ import pytest
 
 from conftest import LAUNCHERS, REPOSITORY, environment, read_metrics, run
 from test_launchers import NASTY
+from test_readme import block
 
 SUBMIT = [sys.executable, "aux/submit.py"]
 ADDRESS = "10.7.0.1"  # node-1's
@@ -72,14 +73,15 @@ def start_sshd(cluster, folder: Path, port: int, mounts: str) -> subprocess.Pope
     folder.mkdir()
     run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "host_key")
     shadow = re.sub(r"^root:[^:]*", "root:*", Path("/etc/shadow").read_text(), flags=re.M)
-    (folder / "shadow").write_text(shadow)
+    (folder / "shadow").write_text(shadow)  # sshd lets no locked account in
     inside = f"/run/slurm-cluster-{cluster.environment['CLUSTER']}/inside"
     (folder / "sshd_config").write_text(
         f"Port {port}\nHostKey {folder}/host_key\nAuthorizedKeysFile {folder.parent}/user_key.pub\nPidFile none\n"
         f"UsePAM no\nPermitRootLogin yes\nPasswordAuthentication no\nKbdInteractiveAuthentication no\nStrictModes no\n"
         f"SetEnv SLURM_CONF={inside}/slurm.conf\n"
     )
-    script = f"mount --bind {folder}/shadow /etc/shadow\n{mounts}\nexec /usr/sbin/sshd -D -e -f {folder}/sshd_config"
+    mounts = f"mount --bind {folder}/shadow /etc/shadow\nmount --bind {folder.parent}/passwd /etc/passwd\n{mounts}"
+    script = f"{mounts}\nexec /usr/sbin/sshd -D -e -f {folder}/sshd_config"
     where = [REPOSITORY / "local/cluster/namespaces.sh", "exec", "unshare", "--mount", "sh", "-euc", script]
     log = (folder / "log").open("w")
     process = subprocess.Popen(
@@ -92,12 +94,20 @@ def start_sshd(cluster, folder: Path, port: int, mounts: str) -> subprocess.Pope
     return process
 
 
+def write_passwd(path: Path, home: Path):
+    """root's home is where ssh looks for ~, whatever HOME says."""
+    path.write_text(
+        re.sub(r"^(root:.*):[^:]+:[^:]+$", rf"\1:{home}:/bin/bash", Path("/etc/passwd").read_text(), flags=re.M)
+    )
+
+
 @pytest.fixture(scope="module")
 def laptop(cluster, tmp_path_factory, tiny):
     folder = tmp_path_factory.mktemp("laptop")
     clone, home, base = folder / "clone", folder / "home", folder / "the cluster's jobs"
-    for path in (home / ".ssh", base / "data", folder / "full"):
+    for path in (home / ".ssh", base / "data", folder / "full", folder / "there"):
         path.mkdir(parents=True)
+    (folder / "there/jobs").symlink_to(base)
     (base / ".venv").symlink_to(REPOSITORY / ".venv")
     (base / "data/mnist").symlink_to(tiny)
     files = subprocess.run(["git", "ls-files", "-zco", "--exclude-standard"], cwd=REPOSITORY, capture_output=True)
@@ -123,9 +133,11 @@ def laptop(cluster, tmp_path_factory, tiny):
     user_key = folder / "sshd/user_key"
     user_key.parent.mkdir()
     host("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", user_key)
-    (home / ".ssh/config").write_text(f"Host login\n  HostName {ADDRESS}\n  Port 2222\n  IdentityFile {user_key}\n")
-    passwd = re.sub(r"^(root:.*):[^:]+:[^:]+$", rf"\1:{home}:/bin/bash", Path("/etc/passwd").read_text(), flags=re.M)
-    (folder / "passwd").write_text(passwd)  # ssh looks for ~ there, not in HOME
+    (home / ".ssh/config").write_text(
+        f"Host login login.example.org\n  HostName {ADDRESS}\n  Port 2222\n  IdentityFile {user_key}\n"
+    )
+    write_passwd(folder / "passwd", home)
+    write_passwd(folder / "sshd/passwd", folder / "there")
     hide = "".join(
         f"mount --bind /dev/null {path}\n"
         for tool in (
@@ -174,11 +186,15 @@ def laptop(cluster, tmp_path_factory, tiny):
         Path("/run/sshd").rmdir()
 
 
-def descendants(pid: int) -> list[int]:
-    found = []
-    for child in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split():
-        found += [int(child), *descendants(int(child))]
-    return found
+def sessions(laptop: Laptop) -> list[int]:
+    """The server's processes that hold a connection each."""
+    found = subprocess.run(["pgrep", "--full", "sshd: root@notty"], capture_output=True, text=True).stdout.split()
+    return [int(pid) for pid in found if laptop.sshd in ancestors(int(pid))]
+
+
+def ancestors(pid: int) -> list[int]:
+    parent = subprocess.run(["ps", "--no-headers", "-o", "ppid", str(pid)], capture_output=True, text=True).stdout
+    return [int(parent), *ancestors(int(parent))] if parent.strip() not in ("", "0") else []
 
 
 def one_sentence(done: subprocess.CompletedProcess, *parts: str, status: int = 1) -> str:
@@ -196,10 +212,10 @@ TRAIN = ["distributed/train_ddp.py", "--epochs", 2, "--log-every", 1]
 @pytest.fixture(scope="module")
 def by_hand(laptop) -> list[dict]:
     """The same training on the laptop itself."""
-    arguments = ["--epochs", 2, "--log-every", 1, "--checkpoint-dir", "by-hand"]
+    arguments = ["--epochs", 2, "--log-every", 1, "--checkpoint-dir", "checkpoints/by-hand"]
     done = laptop.run("./torchrun.sh", "distributed/train_ddp.py", *arguments, NPROC_PER_NODE=2)
     assert done.returncode == 0, done.stderr
-    return read_metrics(laptop.clone / "by-hand")
+    return read_metrics(laptop.clone / "checkpoints/by-hand")
 
 
 @pytest.fixture(scope="module")
@@ -230,11 +246,9 @@ def test_three_launchers_followed_waited_for_and_fetched(laptop, by_hand, over_t
             assert line, started["srun"].stderr.read()
         fault = started["mp"].communicate(timeout=30)
         assert started["mp"].returncode == 0, fault
-        sessions = [
-            pid for pid in descendants(laptop.sshd) if b"sshd: root@notty" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-        assert sessions
-        for pid in sessions:
+        connections = sessions(laptop)
+        assert len(connections) >= 2
+        for pid in connections:
             os.kill(pid, signal.SIGKILL)
         outputs = {"mp": fault}
         for way in ("srun", "torchrun"):
@@ -346,6 +360,23 @@ def test_from_this_machine(laptop):
     assert done.returncode == 0 and "COMPLETED" in done.stderr, done.stdout + done.stderr
     assert "hunter2" not in done.stdout and f"{laptop.clone}/slurm-jobs/environment-" in done.stdout
     assert (laptop.clone / f"slurm-jobs/local-{job_of(done.stdout)}.json").exists()
+
+
+def test_readme(laptop):
+    """The block as it stands, with the repository's own Slurmfile.toml; its login node is an alias of ours."""
+    ours = laptop.clone / "Slurmfile.toml"
+    kept = ours.read_text()
+    shutil.copy(REPOSITORY / "Slurmfile.toml", ours)
+    try:
+        done = laptop.run("bash", "-euo", "pipefail", "-c", block("--env production"))
+    finally:
+        ours.write_text(kept)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall("^Finished: ", done.stdout, re.M)) == 2
+    assert re.findall(r"^Fetched (\d) files of job \d+ into slurm-jobs/production-\d+$", done.stdout, re.M) == [
+        "3",
+        "3",
+    ]
 
 
 def test_dry_run_is_exact_and_runs_nothing(laptop):
@@ -493,6 +524,6 @@ def test_uv(laptop):
     assert sync.returncode == 0 and re.search(r"^ \+ torch==2", sync.stderr, re.M), sync.stderr
     assert "pytorch-on-slurm" not in sync.stderr
     (laptop.clone / ".venv").symlink_to(REPOSITORY / ".venv")
-    script = ["distributed/train_ddp.py", "--max-steps", 1, "--checkpoint-dir", "uv"]
+    script = ["distributed/train_ddp.py", "--max-steps", 1, "--checkpoint-dir", "checkpoints/uv"]
     trained = run("uv", "run", "--no-sync", *script, **options)
     assert trained.returncode == 0 and "step=1/1" in trained.stdout, trained.stderr
