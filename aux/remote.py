@@ -48,7 +48,13 @@ def there(cluster: dict, *command: object) -> list[str]:
     shell = ["sh", "-c", THERE.read_text(), "there.sh", *map(str, command)]
     if cluster["backend"] == "local":
         return shell
-    options = ["BatchMode=yes", "StrictHostKeyChecking=yes", "ConnectTimeout=6", "LogLevel=ERROR"]
+    options = [
+        "BatchMode=yes",
+        "StrictHostKeyChecking=yes",
+        "ConnectTimeout=6",
+        "LogLevel=ERROR",
+        "ClearAllForwardings=yes",
+    ]
     options += ["ServerAliveInterval=5", "ServerAliveCountMax=3"]  # a silent link counts as broken after 15 s
     return ["ssh", "-T", *(f"-o{option}" for option in options), *destination(cluster), f"exec {shlex.join(shell)}"]
 
@@ -61,7 +67,9 @@ def answer(cluster: dict, *command: object, stdin=subprocess.DEVNULL) -> Iterato
         env = {name: value for name, value in os.environ.items() if KEPT.fullmatch(name)}
     with tempfile.TemporaryFile() as stderr:
         try:
-            process = subprocess.Popen(there(cluster, *command), stdin=stdin, stdout=-1, stderr=stderr, env=env)
+            process = subprocess.Popen(
+                there(cluster, *command), stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, env=env
+            )
         except FileNotFoundError as error:
             fail(f"{error.filename} is not installed here")
         try:

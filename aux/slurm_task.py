@@ -126,7 +126,7 @@ def submit_script(resources: dict[str, str | int], asked: Namespace) -> int:
     script = os.path.relpath(sys.argv[0])
     asked.sbatch = submit.sbatch_options(options)
     asked.command = [os.path.relpath(REPOSITORY / f"launch_slurm_{way}.sh"), script, *sys.argv[1:]]
-    return submit.submit(asked)
+    return submit.interruptible(submit.submit, asked)
 
 
 def write_result(name: str, result: object, folder: Path):

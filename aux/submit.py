@@ -24,6 +24,7 @@ import tarfile
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO
@@ -179,6 +180,10 @@ def submit(args: Namespace) -> int:
     print(f"Submitted batch job {job} to {args.env}, in {folder}. Type next:")
     for verb in ("status", "logs --follow", "fetch", "cancel"):
         print(f"  {jobs.later(verb, job)}", flush=True)
+    return look_after(record, args)
+
+
+def look_after(record: dict, args: Namespace) -> int:
     if not (args.follow or args.wait or args.fetch):
         return 0
     status = jobs.watch(record, show_log=args.follow)
@@ -227,9 +232,14 @@ def main(arguments: list[str]) -> int:
     return jobs.fetch(record) if verb == "fetch" else jobs.cancel(record)
 
 
-if __name__ == "__main__":
+def interruptible(function: Callable[..., int], argument: object) -> int:
+    """The function's exit status, or what ctrl-C gives, without a traceback."""
     try:
-        sys.exit(main(sys.argv[1:]))
+        return function(argument)
     except KeyboardInterrupt:
-        print("submit.py: interrupted; a job that was submitted goes on", file=sys.stderr)
-        sys.exit(130)
+        print("interrupted; a job that was submitted goes on", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(interruptible(main, sys.argv[1:]))

@@ -108,6 +108,7 @@ def laptop(cluster, tmp_path_factory, tiny):
     for path in (home / ".ssh", base / "data", folder / "full", folder / "there"):
         path.mkdir(parents=True)
     (folder / "there/jobs").symlink_to(base)
+    (folder / "there/.bashrc").write_text("echo Welcome; echo Mind the step >&2\n")
     (base / ".venv").symlink_to(REPOSITORY / ".venv")
     (base / "data/mnist").symlink_to(tiny)
     files = subprocess.run(["git", "ls-files", "-zco", "--exclude-standard"], cwd=REPOSITORY, capture_output=True)
