@@ -1,9 +1,6 @@
 # What a job in a container needs: NVIDIA's PyTorch, the dependencies in requirements.txt that it does not have, the code.
-# aux/submit.py builds it when the Slurmfile says packaging type = "container". By hand (podman takes the same):
-#
-#   docker build --tag pytorch-on-slurm .
-#   docker build --tag pytorch-on-slurm --platform linux/amd64 .                      # on a Mac with an Arm processor
-#   docker build --tag pytorch-on-slurm --build-arg BASE=debian:bookworm-slim .       # another base: it has to have pip
+# aux/submit.py builds it, of the files that git knows, when Slurmfile.toml says packaging type = "container".
+# Another base, which has to have Python 3.11 and pip: build_args = ["BASE=debian:bookworm"] there.
 ARG BASE=nvcr.io/nvidia/pytorch:25.06-py3
 FROM ${BASE}
 WORKDIR /workspace

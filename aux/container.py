@@ -36,7 +36,7 @@ def make(packaging: dict, root: Path, files: list[str], scratch: Path) -> dict[s
         fail(f"there is no {packaging['dockerfile']} among the files of {root} to build a container from")
     if packaging.get("squashfs") and not shutil.which("sqfstar"):
         fail("squashfs = true needs sqfstar (squashfs-tools 4.5 or newer), and it is not installed here")
-    for name in files:  # copies: the image gets what is copied without a container, whatever else lies in the folder
+    for name in set(files) - {".dockerignore"}:  # copies: the image gets what git knows, whatever else is in the folder
         (scratch / "context" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(root / name, scratch / "context" / name, follow_symlinks=False)
     for command in build_commands(packaging, scratch / "context"):
