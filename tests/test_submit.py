@@ -52,8 +52,9 @@ class Laptop:
 
     def start(self, *arguments: object, **variables: object) -> subprocess.Popen:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = self.command(*SUBMIT, *arguments)
-        return subprocess.Popen(command, env=self.environment(**variables), start_new_session=True, **pipes)
+        return subprocess.Popen(
+            self.command(*arguments), env=self.environment(**variables), start_new_session=True, **pipes
+        )
 
     def job_folders(self) -> set[str]:
         return {path.name for path in self.base.iterdir()}
@@ -235,63 +236,70 @@ def test_the_laptop_has_no_slurm(laptop):
     assert laptop.run("ssh", "login", "sbatch", "--version").returncode == 0
 
 
-def test_three_launchers_followed_waited_for_and_fetched(laptop, by_hand, over_time):
-    """Submitted in the same second. The connections of the two that look on are cut, and the jobs do not care."""
-    looks = {"srun": ["--follow", "--fetch"], "torchrun": ["--wait"], "mp": []}
-    command = {way: [*looks[way], "--gpus-per-node=2", LAUNCHERS[way], *TRAIN] for way in LAUNCHERS}
-    started = {way: laptop.start("--env", "plain", *command[way]) for way in LAUNCHERS}
+def test_training_over_connections_that_break(laptop, by_hand, over_time):
+    """The three launchers and the task, submitted in the same second; all connections are cut, and no job cares."""
+    commands = {way: [*SUBMIT, "--env", "plain", "--gpus-per-node=2", LAUNCHERS[way], *TRAIN] for way in LAUNCHERS}
+    commands["task"] = [sys.executable, "distributed/train_task.py", "--submit", "--env=plain", *TRAIN[1:]]
+    looks = {
+        "srun": ["--follow", "--fetch"],
+        "torchrun": ["--wait"],
+        "mp": ["--follow"],
+        "task": ["--fetch", "--follow"],
+    }
+    started = {}
     try:
-        shown = ""
-        while "Way 1" not in shown:
-            shown += (line := started["srun"].stdout.readline())
-            assert line, started["srun"].stderr.read()
-        fault = started["mp"].communicate(timeout=30)
-        assert started["mp"].returncode == 0, fault
+        for way, command in commands.items():
+            started[way] = laptop.start(*command[:2], *looks[way], *command[2:])
+        shown = {way: read_until("Submitted" if way == "torchrun" else "Way ", started[way]) for way in commands}
         connections = sessions(laptop)
-        assert len(connections) >= 2
+        assert len(connections) >= 4
         for pid in connections:
             os.kill(pid, signal.SIGKILL)
-        outputs = {"mp": fault}
-        for way in ("srun", "torchrun"):
-            outputs[way] = started[way].communicate(timeout=90)
-            assert started[way].returncode == 0, outputs[way]
-            assert "trying again" in outputs[way][1] and "COMPLETED" in outputs[way][1]
+        for way, process in started.items():
+            out, said = process.communicate(timeout=120)
+            assert process.returncode == 0, out + said
+            assert "trying again" in said and "COMPLETED" in said
+            shown[way] += out
     finally:
         for process in started.values():
             process.kill()
-    shown += outputs["srun"][0]
-    ids = {way: job_of(shown if way == "srun" else outputs[way][0]) for way in LAUNCHERS}
-    assert len(set(ids.values())) == 3
+            process.wait()
+    ids = {way: job_of(out) for way, out in shown.items()}
+    assert len(set(ids.values())) == 4
 
-    followed = laptop.submit("logs", "--follow", ids["mp"])
-    assert followed.returncode == 0 and "Finished: epoch=2" in followed.stdout
-    assert laptop.submit("logs", ids["mp"]).stdout == followed.stdout
     assert "COMPLETED" in laptop.submit("status", ids["mp"]).stdout
-    for way in LAUNCHERS:
-        if way != "srun":
-            assert laptop.submit("fetch", ids[way]).returncode == 0
-        fetched = laptop.clone / f"slurm-jobs/plain-{ids[way]}"
-        log = (fetched / f"{LAUNCHERS[way]}_{ids[way]}.out").read_text()
-        assert log in shown if way == "srun" else "Finished: epoch=2" in log
-        results = fetched / f"checkpoints/{ids[way]}"
+    assert laptop.submit("logs", ids["mp"]).stdout in shown["mp"]
+    for way in ("mp", "torchrun"):
+        assert laptop.submit("fetch", ids[way]).returncode == 0
+    for way, job in ids.items():
+        fetched = laptop.clone / f"slurm-jobs/plain-{job}"
+        (log,) = fetched.glob(f"*_{job}.out")
+        assert f"accuracy={by_hand[-1]['test_accuracy']:.4f}" in log.read_text()
+        assert log.read_text() in shown[way] or way == "torchrun", "every line once, whatever has broken between"
+        results = fetched / f"checkpoints/{job}"
         assert losses(read_metrics(results)) == pytest.approx(losses(by_hand))
-        assert (results / "checkpoint_epoch_2.pt").stat().st_size > 1e6
+        assert (results / ("result.json" if way == "task" else "checkpoint_epoch_2.pt")).exists()
+    result = json.loads(
+        (laptop.clone / f"slurm-jobs/plain-{ids['task']}/checkpoints/{ids['task']}/result.json").read_text()
+    )
+    assert result["test_loss"] == pytest.approx(by_hand[-1]["test_loss"]) and result["world_size"] == 2
 
 
-def test_task_here_and_there(laptop, by_hand):
-    """One process, torchrun's two ranks, and a job over SSH: figures of two ranks are the same, and train_ddp.py's."""
-    final = f"accuracy={by_hand[-1]['test_accuracy']:.4f}"
+def read_until(word: str, process: subprocess.Popen) -> str:
+    shown = ""
+    while word not in shown:
+        shown += (line := process.stdout.readline())
+        assert line, f"{shown}{process.stderr.read()}"
+    return shown
+
+
+def test_task_here(laptop, by_hand):
+    """One process; and two ranks of torchrun, whose figures are train_ddp.py's."""
     alone = laptop.run("python", "distributed/train_task.py", "--epochs", 1)
     assert alone.returncode == 0 and "Finished: " in alone.stdout, alone.stderr
     ranks = laptop.run("./torchrun.sh", "distributed/train_task.py", "--epochs", 2, NPROC_PER_NODE=2)
-    assert f"Finished: average_loss={by_hand[-1]['test_loss']:.4f} {final}" in ranks.stdout, ranks.stderr
-    there = laptop.run(
-        "python", "distributed/train_task.py", "--submit", "--env=plain", "--follow", "--fetch", "--epochs=2"
-    )
-    assert there.returncode == 0 and final in there.stdout, there.stdout + there.stderr
-    job = job_of(there.stdout)
-    result = json.loads((laptop.clone / f"slurm-jobs/plain-{job}/checkpoints/{job}/result.json").read_text())
-    assert result["test_loss"] == pytest.approx(by_hand[-1]["test_loss"]) and result["world_size"] == 2
+    final = f"average_loss={by_hand[-1]['test_loss']:.4f} accuracy={by_hand[-1]['test_accuracy']:.4f}"
+    assert f"Finished: {final}\n" in ranks.stdout, ranks.stderr
 
 
 def test_context_of_a_task(laptop):
@@ -389,19 +397,22 @@ def test_dry_run_is_exact_and_runs_nothing(laptop):
     lines = done.stdout.splitlines()
     assert shlex.split(lines[-1])[-4:] == [LAUNCHERS["srun"], "tests/scripts/variables.py", "a b", "it's"]
     ssh = shlex.split("\n".join(lines[1:-2]))
-    assert ssh[0] == "ssh" and "-oStrictHostKeyChecking=yes" in ssh and len(shlex.split(ssh[-1])) > 10
+    assert ssh[0] == "ssh" and "-oStrictHostKeyChecking=yes" in ssh
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=laptop.clone, capture_output=True).stdout
+    for sent, sentence in ((archive[: len(archive) // 2], b"copying to "), (archive, b" broke off, and it is removed")):
+        options = {"input": sent, "capture_output": True, "env": laptop.environment(), "timeout": 30}
+        done = subprocess.run(laptop.command(*ssh), **options)
+        assert done.returncode == 1 and sentence in done.stderr.splitlines()[-1], done.stderr
+    assert laptop.job_folders() == before
 
 
 def test_failed_cancelled_and_partition(laptop):
     (laptop.clone / "fail.sh").write_text("#!/bin/bash\necho no luck\nexit 3\n")
-    waits = laptop.start("--env", "plain", "--wait", "sleep.sh")
+    waits = laptop.start(*SUBMIT, "--env", "plain", "--wait", "sleep.sh")
     failed = laptop.submit("--env", "plain", "--follow", "fail.sh")
     assert failed.returncode == 3 and "no luck\n" in failed.stdout
     assert re.search(r"^submit.py: job \d+ has failed with exit status 3; ", failed.stderr, re.M)
-    shown = ""
-    while "Submitted" not in shown:
-        shown += (line := waits.stdout.readline())
-        assert line, waits.stderr.read()
+    shown = read_until("Submitted", waits)
     cancelled = laptop.submit("cancel", job_of(shown))
     assert cancelled.returncode == 0, cancelled.stderr
     _, said = waits.communicate(timeout=30)
@@ -462,6 +473,37 @@ def test_time_limit(laptop, over_time):
         done.stderr
     )
     assert "asleep on node-" in done.stdout
+
+
+def test_mistakes_before_anything_is_sent(laptop, tmp_path):
+    (laptop.clone / "ignored.out").write_text("#!/bin/bash\n")
+    size = ["--env", "plain", "--nodes", "2", LAUNCHERS["mp"]]
+    for status, command, sentence in (
+        (2, ["sleep.sh"], "--env NAME is missing"),
+        (2, ["--env", "plain"], "which launcher?"),
+        (2, size, "write --nodes=2"),
+        (2, ["--env", "plain", LAUNCHERS["mp"], "nope.py"], "no train script 'nope.py'"),
+        (2, ["--env", "plain", "--array=1-3", "sleep.sh"], "--array cannot be used here"),
+        (1, ["--env", "nope", "sleep.sh"], "it has production, plain, "),
+        (1, ["--env", "plain", "ignored.out"], "git ignores it"),
+        (1, ["--env", "production", "sleep.sh"], "ALLOWED is to travel with the job, but is not set in this shell"),
+    ):
+        one_sentence(laptop.submit(*command), sentence, status=status)
+    one_sentence(laptop.submit("--env", "plain", "sleep.sh", SLURMFILE="nope.toml"), "SLURMFILE names nope.toml")
+    (tmp_path / "sleep.sh").write_text(SLEEP)
+    away = {"cwd": tmp_path, "env": environment(SLURMFILE=laptop.clone / "Slurmfile.toml")}
+    submit = [sys.executable, REPOSITORY / "aux/submit.py", "--env", "plain", "sleep.sh"]
+    one_sentence(run(*submit, **away), "is not in a git repository")
+
+
+def test_result_that_is_no_json():
+    script = "import pathlib, slurm_task; slurm_task.write_result('train', {1, 2}, pathlib.Path('never'))"
+    done = run(sys.executable, "-c", script, cwd=REPOSITORY / "aux")
+    assert (
+        done.returncode == 1
+        and done.stderr.startswith("what train returns is no JSON")
+        and "\n" not in done.stderr[:-1]
+    )
 
 
 SLURMFILE = """[default.submit]
