@@ -381,7 +381,7 @@ def test_readme(laptop):
     finally:
         ours.write_text(kept)
     assert done.returncode == 0, done.stdout + done.stderr
-    print(done.stdout)
+    print(done.stdout, done.stderr)
     assert len(re.findall("^Finished: ", done.stdout, re.M)) == 2
     assert re.findall(r"^Fetched (\d) files of job \d+ into slurm-jobs/production-\d+$", done.stdout, re.M) == [
         "3",
