@@ -25,6 +25,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux")]
 
+import slurmfile
 import submit
 from arguments import ArgumentParser, let_srun_read
 
@@ -112,6 +113,8 @@ def take_options(resources: dict[str, str | int]) -> Namespace | None:
     for name, value in resources.items():
         parser.add_argument(f"--{name.replace('_', '-')}", dest=name, type=type(value))
     asked, sys.argv[1:] = parser.parse_known_args()
+    if asked.env is None:
+        parser.error("--submit needs --env NAME, one of the names in Slurmfile.toml")
     return asked
 
 
@@ -119,6 +122,8 @@ def submit_script(resources: dict[str, str | int], asked: Namespace) -> int:
     """Submits this script, with the arguments that are its own, by submit.py."""
     said = {name: value for name in resources if (value := getattr(asked, name)) is not None}
     options = resources | said
+    for fault in filter(None, (slurmfile.option_fault(name.replace("_", "-")) for name in options)):
+        slurmfile.fail(f"@task: {fault}")
     if "ntasks_per_node" not in options:  # else the launcher's header would say how many
         options["ntasks_per_node"] = -(-options.get("ntasks", options["nodes"]) // options["nodes"])
     gpus = int(str(options["gpus_per_node"]).rpartition(":")[2])  # a100:4

@@ -496,6 +496,17 @@ def test_mistakes_before_anything_is_sent(laptop, tmp_path):
     one_sentence(run(*submit, **away), "is not in a git repository")
 
 
+def test_mistakes_of_a_task(tmp_path):
+    missing = run(sys.executable, "distributed/train_task.py", "--submit")
+    assert missing.returncode == 2 and missing.stderr.startswith("train_task.py: --submit needs --env NAME")
+    wrong = run(sys.executable, "distributed/train_task.py", "--submit", "--env", "local", "--epochs", "x")
+    assert wrong.returncode == 2 and "--epochs" in wrong.stderr and len(wrong.stderr.splitlines()) == 1
+    script = tmp_path / "wrong.py"
+    script.write_text("from slurm_task import task\n\n\n@task(ntaks=2)\ndef f(job=None): ...\n\n\nf()\n")
+    named = run(sys.executable, script, "--submit", "--env=local", env=environment(PYTHONPATH=REPOSITORY / "aux"))
+    assert named.returncode == 1 and "knows no option 'ntaks', but ntasks" in named.stderr
+
+
 def test_result_that_is_no_json():
     script = "import pathlib, slurm_task; slurm_task.write_result('train', {1, 2}, pathlib.Path('never'))"
     done = run(sys.executable, "-c", script, cwd=REPOSITORY / "aux")
