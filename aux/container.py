@@ -49,7 +49,7 @@ def make(packaging: dict, root: Path, files: list[str], scratch: Path) -> dict[s
 
 def squash(image: str, path: Path) -> Path:
     """Writes the image's files as a squashfs, which Enroot takes."""
-    made = subprocess.run([engine(), "create", image], capture_output=True, text=True)
+    made = subprocess.run([engine(), "create", image, "true"], capture_output=True, text=True)
     if made.returncode != 0:
         fail(f"no container from {image}: {made.stderr.strip()}")
     container = made.stdout.strip()

@@ -50,12 +50,14 @@ def base_image(engine, debian, tmp_path_factory):  # noqa: F811
     (root / "etc/uv").mkdir(parents=True)
     (root / "etc/uv/uv.toml").write_text('no-index = true\nfind-links = ["/wheels"]\n')
     name = f"tests-{os.getpid()}-small"
-    both = f"tar --create --exclude=./proc/* --exclude=./sys/* --directory={debian} . --directory={root} ."
-    script = f"{both} | docker import --change 'ENV MARKER=from_the_base' - {name}"
+    script = f"tar --create --exclude=./proc/* --exclude=./sys/* --directory={debian} . | docker import - {name}:bare"
     made = run("bash", "-o", "pipefail", "-c", script, env=environment(**engine))
     assert made.returncode == 0, made.stderr
+    (root / "Dockerfile").write_text(f"FROM {name}:bare\nCOPY . /\nENV MARKER=from_the_base\n")
+    made = run("docker", "build", "--tag", name, root, env=environment(**engine))
+    assert made.returncode == 0, made.stderr
     yield name
-    run("docker", "image", "rm", "--force", name, f"{name}:ours", env=environment(**engine))
+    run("docker", "image", "rm", "--force", name, f"{name}:bare", f"{name}:ours", env=environment(**engine))
 
 
 @pytest.fixture(scope="module")
