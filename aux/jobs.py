@@ -101,7 +101,7 @@ def describe(record: dict, facts: dict[str, str]) -> str:
         return f"job {record['job']}: Slurm does not answer on {host_of(record['cluster'])} just now"
     if facts["JobState"] == "UNKNOWN":
         return f"job {record['job']}: Slurm on {host_of(record['cluster'])} has forgotten it and keeps no accounting"
-    where = f" on {nodes}" if (nodes := facts.get("NodeList", "(null)")) != "(null)" else ""
+    where = f" on {nodes}" if (nodes := facts.get("NodeList")) not in (None, "", "(null)") else ""
     why = f" ({reason})" if (reason := facts.get("Reason", "None")) != "None" else ""
     return f"job {record['job']}: {facts['JobState']}{why}{where}, run time {facts['RunTime']}"
 

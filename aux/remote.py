@@ -82,7 +82,7 @@ def answer(cluster: dict, *command: object, stdin=subprocess.DEVNULL) -> Iterato
             process.kill()
             process.wait()
             stderr.seek(0)
-            said = stderr.read().decode(errors="replace").strip()
+            said = stderr.read().decode(errors="replace").rpartition("there.sh begins\n")[2].strip()
     if cluster["backend"] == "ssh" and (status == 255 or status < 0):  # ssh's own, or it was killed
         raise Lost(said, begun)
     if status != 0 or not begun:

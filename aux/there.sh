@@ -90,4 +90,5 @@ fetch() {
 cancel() { scancel "$1"; }
 
 echo "there.sh begins" # whatever ~/.bashrc has printed ends here
+echo "there.sh begins" >&2
 "$@"

@@ -410,6 +410,7 @@ def test_failed_cancelled_and_partition(laptop):
     (laptop.clone / "fail.sh").write_text("#!/bin/bash\necho no luck\nexit 3\n")
     waits = laptop.start(*SUBMIT, "--env", "plain", "--wait", "sleep.sh")
     failed = laptop.submit("--env", "plain", "--follow", "fail.sh")
+    assert "Welcome" not in failed.stdout and "Mind the step" not in failed.stderr
     assert failed.returncode == 3 and "no luck\n" in failed.stdout
     assert re.search(r"^submit.py: job \d+ has failed with exit status 3; ", failed.stderr, re.M)
     shown = read_until("Submitted", waits)
