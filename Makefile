@@ -39,10 +39,10 @@ all_nodes = node-1 node-2 node-3 node-4 node-5 node-6 node-7 node-8
 docker-cluster-down:  ## end that cluster, leave nothing behind but the image
 	cd local/cluster && $(COMPOSE) --profile more down --volumes
 
-test: .venv/tests slurm docker  ## install what the tests need, Slurm too (root), and run them
+test: .venv/tests slurm docker sshd  ## install what the tests need (root: Slurm, Docker, sshd), and run them
 	.venv/bin/python -m pytest tests $(ARGS)
 
-test-all: .venv/tests slurm docker  ## the tests and the whole matrix of faults: an hour
+test-all: .venv/tests slurm docker sshd  ## the tests and the whole matrix of faults: an hour
 	.venv/bin/python -m pytest tests -m "not scale" $(ARGS)
 
 test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 4 GB of memory, some minutes)
@@ -80,11 +80,14 @@ install = missing=; for tool in $(1); do \
 	    PATH=$$PATH:/usr/sbin:/usr/local/sbin type -P $${tool%%:*} >/dev/null || missing+=" $${tool\#\#*:}"; done; \
 	[[ -z $$missing ]] || ./aux/install.sh $$missing
 
-.PHONY: slurm docker
+.PHONY: slurm docker sshd
 slurm:
 	@$(call install,slurmctld:slurm-wlm munged:munge ip:iproute2 shellcheck:shellcheck pgrep:procps mksquashfs:squashfs-tools)
+# For the tests alone: `make cluster` must not leave an engine or an SSH server on somebody's machine.
 docker:
 	@$(call install,dockerd:docker.io docker-compose:docker-compose debootstrap:debootstrap iptables-save:iptables)
+sshd:
+	@$(call install,sshd:openssh-server)
 
 clean:          ## remove the virtual environment and the caches, not data or checkpoints
 	rm -rf .venv .pytest_cache .ruff_cache

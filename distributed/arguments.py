@@ -63,9 +63,14 @@ class ArgumentParser(argparse.ArgumentParser):
         if "checkpoint_dir" in args and args.checkpoint_dir is None:
             if (args.resume or vars(args).get("sample")) and "SLURM_JOB_ID" not in os.environ:
                 self.error(f"--{'resume' if args.resume else 'sample'} needs the --checkpoint-dir to go on from")
-            now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-            args.checkpoint_dir = Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
+            args.checkpoint_dir = new_checkpoint_dir()
         return args
+
+
+def new_checkpoint_dir() -> Path:
+    """Where a run keeps what it makes unless told: a folder of its job's, or without Slurm of the moment's."""
+    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    return Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
 
 
 def device_name(text: str) -> str:

@@ -45,8 +45,8 @@ def block(containing: str) -> str:
 
 
 def test_every_block_is_run():
-    """Here, but two: that about containers by tests/test_containers.py, that about Docker by tests/test_docker.py."""
-    assert len(BLOCKS) == 8 and "run_script.sh" in block("import_image.sh") and block("docker exec")
+    """Here, but three: containers in test_containers.py, Docker in test_docker.py, the laptop in test_submit.py."""
+    assert len(BLOCKS) == 9 and block("import_image.sh") and block("docker exec") and block("submit.py")
 
 
 def test_make_train(clone):

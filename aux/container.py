@@ -1,0 +1,69 @@
+"""Container images for jobs: built by docker or podman from the files that would be copied, then pushed or unpacked."""
+
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from slurmfile import fail
+
+SQUASHFS = "pytorch.sqsh"  # what env.sh calls it, in the job's folder
+
+
+def engine() -> str:
+    """docker or podman, whichever there is."""
+    found = shutil.which("docker") or shutil.which("podman")
+    if not found:
+        fail("packaging by container needs docker or podman, and neither is installed here")
+    return Path(found).name
+
+
+def build_commands(packaging: dict, folder: Path) -> list[list[str]]:
+    """What builds the image from the files in `folder`, and pushes it if that is asked for."""
+    # Clusters are x86; on an Arm Mac the engine would otherwise build for Arm.
+    where = ["--platform", "linux/amd64"] if platform.machine() in ("arm64", "aarch64") else []
+    arguments = [word for argument in packaging.get("build_args", []) for word in ("--build-arg", argument)]
+    build = ["build", *where, *arguments, "--file", str(folder / packaging["dockerfile"]), "--tag", packaging["image"]]
+    commands = [[engine(), *build, str(folder)]]
+    return [*commands, [engine(), "push", packaging["image"]]] if packaging.get("push") else commands
+
+
+def make(packaging: dict, root: Path, files: list[str], scratch: Path) -> dict[str, Path]:
+    """Builds the image, showing the log. Returns what to copy besides the code."""
+    if packaging["dockerfile"] not in files:
+        fail(f"there is no {packaging['dockerfile']} among the files of {root} to build a container from")
+    if packaging.get("squashfs") and not shutil.which("sqfstar"):
+        fail("squashfs = true needs sqfstar (squashfs-tools 4.5 or newer), and it is not installed here")
+    for name in set(files) - {".dockerignore"}:  # copies: the image gets what git knows, whatever else is in the folder
+        (scratch / "context" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / name, scratch / "context" / name, follow_symlinks=False)
+    for command in build_commands(packaging, scratch / "context"):
+        print(f"+ {shlex.join(command)}", file=sys.stderr, flush=True)
+        status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode
+        if status != 0:
+            fail(f"no container: {command[0]} {command[1]} ended with exit status {status}, see its log above")
+    return {SQUASHFS: squash(packaging["image"], scratch / SQUASHFS)} if packaging.get("squashfs") else {}
+
+
+def squash(image: str, path: Path) -> Path:
+    """Writes the image's files as a squashfs, which Enroot takes."""
+    made = subprocess.run([engine(), "create", image, "true"], capture_output=True, text=True)
+    if made.returncode != 0:
+        fail(f"no container from {image}: {made.stderr.strip()}")
+    container = made.stdout.strip()
+    try:
+        with subprocess.Popen([engine(), "export", container], stdout=subprocess.PIPE) as export:
+            packed = subprocess.run(["sqfstar", path], stdin=export.stdout, capture_output=True, text=True)
+    finally:
+        subprocess.run([engine(), "rm", container], capture_output=True)
+    if export.returncode != 0 or packed.returncode != 0:
+        fail(f"{image} does not become a squashfs: {packed.stderr.strip() or 'its export fails'}")
+    return path
+
+
+def uri(image: str) -> str:
+    """The name by which Enroot imports a pushed image: the registry ends with a # there."""
+    registry, slash, rest = image.partition("/")
+    return f"docker://{registry}#{rest}" if slash and ("." in registry or ":" in registry) else f"docker://{image}"

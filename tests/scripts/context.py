@@ -1,0 +1,23 @@
+"""A task without torch: every rank prints its place as one line of JSON, and rank 0's is what it returns."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "aux"))
+
+from slurm_task import JobContext, task
+
+
+@task(time=5, nodes=2, ntasks_per_node=1, gpus_per_node=2)
+def show(arguments: list[str], job: JobContext | None = None) -> dict | None:
+    if job is None:
+        return None
+    place = asdict(job) | {"output_dir": str(job.output_dir), "five": job.torch_distributed_env()}
+    os.write(1, f"CONTEXT {json.dumps(place)}\n".encode())
+    return {"rank": job.rank, "world_size": job.world_size, "arguments": arguments}
+
+
+print("returned", show(sys.argv[1:]))

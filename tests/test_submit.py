@@ -1,0 +1,585 @@
+"""Submission from a laptop: a network namespace without Slurm. A real sshd on the cluster's node-1, Slurm behind it."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from conftest import LAUNCHERS, REPOSITORY, environment, read_metrics, run
+from test_launchers import NASTY
+from test_readme import block
+
+SUBMIT = [sys.executable, "aux/submit.py"]
+ADDRESS = "10.7.0.1"  # node-1's
+SLEEP = "#!/bin/bash\necho asleep on $SLURMD_NODENAME\nexec sleep 600\n"
+
+
+@dataclass
+class Laptop:
+    """Network and mount namespaces, held by a process; a home folder, a clone of the repository. No Slurm.
+
+    `base` is job_base_dir, which the test sees because cluster and laptop are one machine; `sshd` is the server's pid.
+    """
+
+    cluster: object
+    holder: int
+    home: Path
+    clone: Path
+    base: Path
+    sshd: int
+
+    def command(self, *command: object) -> list[str]:
+        return ["nsenter", f"--target={self.holder}", "--net", "--mount", f"--wd={self.clone}", *map(str, command)]
+
+    def environment(self, **variables: object) -> dict[str, str]:
+        return environment(HOME=self.home, OMP_NUM_THREADS=1, **variables)
+
+    def run(self, *command: object, timeout: float = 120, **variables: object) -> subprocess.CompletedProcess:
+        return run(*self.command(*command), env=self.environment(**variables), timeout=timeout)
+
+    def submit(self, *arguments: object, timeout: float = 120, **variables) -> subprocess.CompletedProcess:
+        return self.run(*SUBMIT, *arguments, timeout=timeout, **variables)
+
+    def start(self, *arguments: object, **variables: object) -> subprocess.Popen:
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(
+            self.command(*arguments), env=self.environment(**variables), start_new_session=True, **pipes
+        )
+
+    def job_folders(self) -> set[str]:
+        return {path.name for path in self.base.iterdir()}
+
+
+def job_of(shown: str) -> int:
+    return int(re.search(r"^Submitted batch job (\d+) ", shown, re.M)[1])
+
+
+def host(*command: object):
+    done = run(*command)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+
+
+def start_sshd(cluster, folder: Path, port: int, mounts: str) -> subprocess.Popen:
+    """sshd on node-1, in a mount namespace of its own, with throw-away keys and nothing of this machine's settings."""
+    folder.mkdir()
+    run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "host_key")
+    shadow = re.sub(r"^root:[^:]*", "root:*", Path("/etc/shadow").read_text(), flags=re.M)
+    (folder / "shadow").write_text(shadow)  # sshd lets no locked account in
+    inside = f"/run/slurm-cluster-{cluster.environment['CLUSTER']}/inside"
+    (folder / "sshd_config").write_text(
+        f"Port {port}\nHostKey {folder}/host_key\nAuthorizedKeysFile {folder.parent}/user_key.pub\nPidFile none\n"
+        f"UsePAM no\nPermitRootLogin yes\nPasswordAuthentication no\nKbdInteractiveAuthentication no\nStrictModes no\n"
+        f"SetEnv SLURM_CONF={inside}/slurm.conf\n"
+    )
+    mounts = f"mount --bind {folder}/shadow /etc/shadow\nmount --bind {folder.parent}/passwd /etc/passwd\n{mounts}"
+    script = f"{mounts}\nexec /usr/sbin/sshd -D -e -f {folder}/sshd_config"
+    where = [REPOSITORY / "local/cluster/namespaces.sh", "exec", "unshare", "--mount", "sh", "-euc", script]
+    log = (folder / "log").open("w")
+    process = subprocess.Popen(
+        list(map(str, where)), env=environment(**cluster.environment), stdin=subprocess.DEVNULL, stderr=log
+    )
+    deadline = time.monotonic() + 10
+    while "Server listening" not in (said := (folder / "log").read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, f"sshd does not start: {said}"
+        time.sleep(0.02)
+    return process
+
+
+def write_passwd(path: Path, home: Path):
+    """root's home is where ssh looks for ~, whatever HOME says."""
+    path.write_text(
+        re.sub(r"^(root:.*):[^:]+:[^:]+$", rf"\1:{home}:/bin/bash", Path("/etc/passwd").read_text(), flags=re.M)
+    )
+
+
+@pytest.fixture(scope="module")
+def laptop(cluster, tmp_path_factory, tiny):
+    folder = tmp_path_factory.mktemp("laptop")
+    clone, home, base = folder / "clone", folder / "home", folder / "the cluster's jobs"
+    for path in (home / ".ssh", base / "data", folder / "full", folder / "there"):
+        path.mkdir(parents=True)
+    (folder / "there/jobs").symlink_to(base)
+    (folder / "there/.bashrc").write_text("echo Welcome; echo Mind the step >&2\n")
+    (base / ".venv").symlink_to(REPOSITORY / ".venv")
+    (base / "data/mnist").symlink_to(tiny)
+    files = subprocess.run(["git", "ls-files", "-zco", "--exclude-standard"], cwd=REPOSITORY, capture_output=True)
+    for path in filter(None, files.stdout.decode().split("\0")):
+        (clone / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPOSITORY / path, clone / path)
+    (clone / "data").symlink_to(base / "data")  # git ignores it, as in the repository
+    for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=x", "-c", "user.email=x@y", "commit", "-qm", "x"]):
+        host("git", "-C", clone, *command)
+    (clone / "sleep.sh").write_text(SLEEP)
+    (clone / "Slurmfile.toml").write_text(
+        f'[default.cluster]\nbackend = "ssh"\njob_base_dir = "{base}"\n'
+        f'[default.packaging]\nlink = [".venv", "data"]\n'
+        f'[default.cluster.backend_config]\nhostname = "login"\n'
+        "[default.submit]\nnodes = 1\ntime = 10\n"
+        '[production.cluster]\nenvironment = ["ALLOWED"]\n'
+        '[plain.submit]\ncomment = "it\'s \\"plain\\""\n'
+        "[unknown.cluster.backend_config]\nport = 2223\n"
+        "[without.cluster.backend_config]\nport = 2223\n"
+        f'[full.cluster]\njob_base_dir = "{folder}/full"\n'
+        f'[far.cluster.backend_config]\nhostname = "10.7.200.1"\n'
+    )
+    user_key = folder / "sshd/user_key"
+    user_key.parent.mkdir()
+    host("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", user_key)
+    (home / ".ssh/config").write_text(
+        f"Host login login.example.org\n  HostName {ADDRESS}\n  Port 2222\n  IdentityFile {user_key}\n"
+    )
+    write_passwd(folder / "passwd", home)
+    write_passwd(folder / "sshd/passwd", folder / "there")
+    hide = "".join(
+        f"mount --bind /dev/null {path}\n"
+        for tool in (
+            "sbatch",
+            "srun",
+            "salloc",
+            "scontrol",
+            "squeue",
+            "scancel",
+            "sacct",
+            "sinfo",
+            "slurmctld",
+            "slurmd",
+        )
+        if (path := shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin"))
+    )
+    made = not Path("/run/sshd").exists()
+    Path("/run/sshd").mkdir(exist_ok=True)  # sshd insists on it
+    servers = [
+        start_sshd(cluster, folder / "sshd/login", 2222, f"mount -t tmpfs -o size=128k tmpfs {folder}/full"),
+        start_sshd(cluster, folder / "sshd/without", 2223, hide),
+    ]
+    script = f"mount --bind {folder}/passwd /etc/passwd\n{hide}\necho ready\nexec sleep infinity"
+    holder = subprocess.Popen(["unshare", "--net", "--mount", "sh", "-euc", script], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "ready\n"
+    state = Path(f"/run/slurm-cluster-{cluster.environment['CLUSTER']}")
+    router = f"--target={(state / 'machine.pid').read_text().strip()}"
+    cable = "laptop address 02:00:00:00:00:01 type veth peer name eth0 address 02:00:00:00:00:01 netns"
+    host("nsenter", router, "--net", "ip", "link", "add", *cable.split(), holder.pid)
+    for command in (
+        "link set laptop arp off up",
+        "route add 10.7.255.254 dev laptop",
+        "route add blackhole 10.7.200.1",
+    ):
+        host("nsenter", router, "--net", "ip", *command.split())
+    for command in ("link set lo up", "link set eth0 arp off up", "address add 10.7.255.254/16 dev eth0"):
+        host("nsenter", f"--target={holder.pid}", "--net", "ip", *command.split())
+    there = Laptop(cluster, holder.pid, home, clone, base, servers[0].pid)
+    key = (folder / "sshd/login/host_key.pub").read_text()
+    (home / ".ssh/known_hosts").write_text(f"[{ADDRESS}]:2222 {key}")
+    yield there
+    for process in (holder, *servers):
+        process.terminate()
+        process.wait(timeout=10)
+    if made:
+        Path("/run/sshd").rmdir()
+
+
+def sessions(laptop: Laptop) -> list[int]:
+    """The server's processes that hold a connection each."""
+    found = subprocess.run(["pgrep", "--full", "sshd: root@notty"], capture_output=True, text=True).stdout.split()
+    return [int(pid) for pid in found if laptop.sshd in ancestors(int(pid))]
+
+
+def ancestors(pid: int) -> list[int]:
+    parent = subprocess.run(["ps", "--no-headers", "-o", "ppid", str(pid)], capture_output=True, text=True).stdout
+    return [int(parent), *ancestors(int(parent))] if parent.strip() not in ("", "0") else []
+
+
+def one_sentence(done: subprocess.CompletedProcess, *parts: str, status: int = 1) -> str:
+    """The last line on stderr, which must have these parts; there is no traceback, and nothing was submitted."""
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr and "Submitted" not in done.stdout
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("submit.py: ") and all(part in last for part in parts), done.stderr
+    return last
+
+
+TRAIN = ["distributed/train_ddp.py", "--epochs", 2, "--log-every", 1]
+
+
+@pytest.fixture(scope="module")
+def by_hand(laptop) -> list[dict]:
+    """The same training on the laptop itself."""
+    arguments = ["--epochs", 2, "--log-every", 1, "--checkpoint-dir", "checkpoints/by-hand"]
+    done = laptop.run("./torchrun.sh", "distributed/train_ddp.py", *arguments, NPROC_PER_NODE=2)
+    assert done.returncode == 0, done.stderr
+    return read_metrics(laptop.clone / "checkpoints/by-hand")
+
+
+@pytest.fixture(scope="module")
+def over_time(laptop) -> int:
+    """A job that its time limit of a minute will end, submitted early and looked at last."""
+    return job_of(laptop.submit("--env", "plain", "--time=1", "sleep.sh").stdout)
+
+
+def losses(events: list[dict]) -> list[float]:
+    return [event.get("loss", event.get("test_loss")) for event in events]
+
+
+def test_the_laptop_has_no_slurm(laptop):
+    for tool in ("sbatch", "scontrol", "squeue"):
+        assert laptop.run("bash", "-c", f"{tool} --version").returncode == 126
+    assert laptop.run("ssh", "login", "sbatch", "--version").returncode == 0
+
+
+def test_training_over_connections_that_break(laptop, by_hand, over_time):
+    """The three launchers and the task, submitted in the same second; all connections are cut, and no job cares."""
+    commands = {way: [*SUBMIT, "--env", "plain", "--gpus-per-node=2", LAUNCHERS[way], *TRAIN] for way in LAUNCHERS}
+    commands["task"] = [sys.executable, "distributed/train_task.py", "--submit", "--env=plain", *TRAIN[1:]]
+    looks = {
+        "srun": ["--follow", "--fetch"],
+        "torchrun": ["--wait"],
+        "mp": ["--follow"],
+        "task": ["--fetch", "--follow"],
+    }
+    started = {}
+    try:
+        for way, command in commands.items():
+            started[way] = laptop.start(*command[:2], *looks[way], *command[2:])
+        shown = {way: read_until("Submitted" if way == "torchrun" else "Way ", started[way]) for way in commands}
+        connections = sessions(laptop)
+        assert len(connections) >= 4
+        for pid in connections:
+            os.kill(pid, signal.SIGKILL)
+        for way, process in started.items():
+            out, said = process.communicate(timeout=120)
+            assert process.returncode == 0, out + said
+            assert "trying again" in said and "COMPLETED" in said
+            shown[way] += out
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
+    ids = {way: job_of(out) for way, out in shown.items()}
+    assert len(set(ids.values())) == 4
+
+    assert "COMPLETED" in laptop.submit("status", ids["mp"]).stdout
+    assert laptop.submit("logs", ids["mp"]).stdout in shown["mp"]
+    for way in ("mp", "torchrun"):
+        assert laptop.submit("fetch", ids[way]).returncode == 0
+    for way, job in ids.items():
+        fetched = laptop.clone / f"slurm-jobs/plain-{job}"
+        (log,) = fetched.glob(f"*_{job}.out")
+        assert f"accuracy={by_hand[-1]['test_accuracy']:.4f}" in log.read_text()
+        assert log.read_text() in shown[way] or way == "torchrun", "every line once, whatever has broken between"
+        results = fetched / f"checkpoints/{job}"
+        assert losses(read_metrics(results)) == pytest.approx(losses(by_hand))
+        assert (results / ("result.json" if way == "task" else "checkpoint_epoch_2.pt")).exists()
+    result = json.loads(
+        (laptop.clone / f"slurm-jobs/plain-{ids['task']}/checkpoints/{ids['task']}/result.json").read_text()
+    )
+    assert result["test_loss"] == pytest.approx(by_hand[-1]["test_loss"]) and result["world_size"] == 2
+
+
+def read_until(word: str, process: subprocess.Popen) -> str:
+    shown = ""
+    while word not in shown:
+        shown += (line := process.stdout.readline())
+        assert line, f"{shown}{process.stderr.read()}"
+    return shown
+
+
+def test_task_here(laptop, by_hand):
+    """One process; and two ranks of torchrun, whose figures are train_ddp.py's."""
+    alone = laptop.run("python", "distributed/train_task.py", "--epochs", 1)
+    assert alone.returncode == 0 and "Finished: " in alone.stdout, alone.stderr
+    ranks = laptop.run("./torchrun.sh", "distributed/train_task.py", "--epochs", 2, NPROC_PER_NODE=2)
+    final = f"average_loss={by_hand[-1]['test_loss']:.4f} accuracy={by_hand[-1]['test_accuracy']:.4f}"
+    assert f"Finished: {final}\n" in ranks.stdout, ranks.stderr
+
+
+def test_context_of_a_task(laptop):
+    """Under both launchers a task can get, with its resources and with others; and None without a job."""
+    script = ["python", "tests/scripts/context.py"]
+    assert laptop.run(*script, "--submitted").stdout == "returned None\n"
+    for options, nodes, size in (([], 2, 4), (["--nodes=1", "--ntasks-per-node=3", "--gpus-per-node=0"], 1, 3)):
+        done = laptop.run(*script, "--submit", "--env", "plain", "--follow", "--fetch", *options, *NASTY)
+        assert done.returncode == 0, done.stdout + done.stderr
+        job = job_of(done.stdout)
+        places = sorted(map(json.loads, re.findall(r"^CONTEXT (.*)$", done.stdout, re.M)), key=lambda x: x["rank"])
+        assert [place["rank"] for place in places] == list(range(size))
+        assert [place["local_rank"] for place in places] == [*range(size // nodes)] * nodes
+        assert [place["node_rank"] for place in places] == sorted([*range(nodes)] * (size // nodes))
+        assert {place["job_id"] for place in places} == {job} and places[0]["restart_count"] == 0
+        for place in places:
+            five = place["five"]
+            assert five["RANK"] == str(place["rank"]) and five["WORLD_SIZE"] == str(size)
+            assert five["LOCAL_RANK"] == str(place["local_rank"]) and five["MASTER_ADDR"].startswith("node-")
+        result = json.loads((laptop.clone / f"slurm-jobs/plain-{job}/checkpoints/{job}/result.json").read_text())
+        assert result == {"rank": 0, "world_size": size, "arguments": NASTY}
+
+
+ARRIVED = """
+import json, os, sys
+given = {"arguments": sys.argv[1:], "environment": dict(os.environ), "files": sorted(os.listdir())}
+print("ARRIVED", json.dumps(given))
+"""
+
+
+def test_what_arrives(laptop):
+    """Arguments, paths, options and named variables, unchanged; new files; nothing else."""
+    script = laptop.clone / "a b; touch pwned/it's $HOME.py"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(ARRIVED)
+    (laptop.clone / "ignored.out").write_text("")
+    (laptop.clone / "line\nbreak").write_text("")
+    (laptop.clone / "LICENSE").unlink()
+    nasty = [*NASTY, "$(touch pwned)", "; touch pwned", "`touch pwned`", "ä", "\\n", "--follow", "-"]
+    secret = {"ALLOWED": "it's\n$(touch pwned) `touch pwned`", "WANDB_API_KEY": "hunter2"}
+    options = ["--ntasks-per-node=1", "--gpus-per-node=0", "--comment=it's $(touch pwned)", "--wait", "--fetch"]
+    command = [*options, LAUNCHERS["srun"], script.relative_to(laptop.clone), *nasty]
+    done = laptop.submit("--env=production", *command, **secret)
+    assert done.returncode == 0, done.stderr
+    job = job_of(done.stdout)
+    fetched = laptop.clone / f"slurm-jobs/production-{job}"
+    log = (fetched / f"launch_slurm_to_torch.sh_{job}.out").read_text()
+    arrived = json.loads(re.search("^ARRIVED (.*)$", log, re.M)[1])
+    assert arrived["arguments"] == nasty
+    assert arrived["environment"]["ALLOWED"] == secret["ALLOWED"]
+    assert "hunter2" not in log + (laptop.clone / f"slurm-jobs/production-{job}.json").read_text()
+    assert {"line\nbreak", "README.md", ".venv", "data"} < set(arrived["files"])
+    assert not {"ignored.out", "LICENSE", ".git"} & set(arrived["files"])
+    assert "Comment=it's $(touch pwned)" in laptop.cluster.exec("scontrol", "show", "job", job).stdout
+    assert not [*laptop.clone.parent.rglob("pwned"), *laptop.home.rglob("pwned")] and not Path("/root/pwned").exists()
+    assert [path.name for path in fetched.iterdir()] == [f"launch_slurm_to_torch.sh_{job}.out"]
+
+
+def test_from_this_machine(laptop):
+    """The repository's own Slurmfile.toml as it is, on a login node; a folder below; a secret stays here, too."""
+    (laptop.clone / "environment.sh").write_text("#!/bin/bash\nenv; pwd; git --version\n")
+    command = [*SUBMIT, "--env", "local", "--nodes=1", "--follow", "environment.sh"]
+    variables = laptop.environment(SLURMFILE=REPOSITORY / "Slurmfile.toml", WANDB_API_KEY="hunter2")
+    copied = laptop.clone / "own.toml"
+    copied.write_text((REPOSITORY / "Slurmfile.toml").read_text())
+    done = laptop.cluster.exec(*command, cwd=laptop.clone, env=variables | {"SLURMFILE": str(copied)})
+    assert done.returncode == 0 and "COMPLETED" in done.stderr, done.stdout + done.stderr
+    assert "hunter2" not in done.stdout and f"{laptop.clone}/slurm-jobs/environment-" in done.stdout
+    assert (laptop.clone / f"slurm-jobs/local-{job_of(done.stdout)}.json").exists()
+
+
+def test_readme(laptop):
+    """The block as it stands, with the repository's own Slurmfile.toml; its login node is an alias of ours."""
+    ours = laptop.clone / "Slurmfile.toml"
+    kept = ours.read_text()
+    shutil.copy(REPOSITORY / "Slurmfile.toml", ours)
+    try:
+        done = laptop.run("bash", "-euo", "pipefail", "-c", block("--env production"))
+    finally:
+        ours.write_text(kept)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout, done.stderr)
+    assert len(re.findall("^Finished: ", done.stdout, re.M)) == 2
+    assert re.findall(r"^Fetched (\d) files of job \d+ into slurm-jobs/production-\d+$", done.stdout, re.M) == [
+        "3",
+        "3",
+    ]
+
+
+def test_dry_run_is_exact_and_runs_nothing(laptop):
+    command = ["--env", "plain", "--dry-run", LAUNCHERS["srun"], "tests/scripts/variables.py", "a b", "it's"]
+    before = laptop.job_folders()
+    done = laptop.submit(*command)
+    assert done.returncode == 0 and laptop.job_folders() == before
+    lines = done.stdout.splitlines()
+    assert shlex.split(lines[-1])[-4:] == [LAUNCHERS["srun"], "tests/scripts/variables.py", "a b", "it's"]
+    ssh = shlex.split("\n".join(lines[1:-2]))
+    assert ssh[0] == "ssh" and "-oStrictHostKeyChecking=yes" in ssh
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=laptop.clone, capture_output=True).stdout
+    for sent, sentence in ((archive[: len(archive) // 2], b"copying to "), (archive, b" broke off, and it is removed")):
+        options = {"input": sent, "capture_output": True, "env": laptop.environment(), "timeout": 30}
+        done = subprocess.run(laptop.command(*ssh), **options)
+        assert done.returncode == 1 and sentence in done.stderr.splitlines()[-1], done.stderr
+    assert laptop.job_folders() == before
+
+
+def test_failed_cancelled_and_partition(laptop):
+    (laptop.clone / "fail.sh").write_text("#!/bin/bash\necho no luck\nexit 3\n")
+    waits = laptop.start(*SUBMIT, "--env", "plain", "--wait", "sleep.sh")
+    failed = laptop.submit("--env", "plain", "--follow", "fail.sh")
+    assert "Welcome" not in failed.stdout and "Mind the step" not in failed.stderr
+    assert failed.returncode == 3 and "no luck\n" in failed.stdout
+    assert re.search(r"^submit.py: job \d+ has failed with exit status 3; ", failed.stderr, re.M)
+    shown = read_until("Submitted", waits)
+    cancelled = laptop.submit("cancel", job_of(shown))
+    assert cancelled.returncode == 0, cancelled.stderr
+    _, said = waits.communicate(timeout=30)
+    assert waits.returncode == 1 and f"submit.py: job {job_of(shown)} was cancelled" in said
+    assert "CANCELLED" in laptop.submit("status", job_of(shown)).stdout
+
+    before = laptop.job_folders()
+    refused = laptop.submit("--env", "plain", "--partition=nope", "sleep.sh")
+    one_sentence(refused, "login: ", "nvalid partition")
+    assert laptop.job_folders() == before
+    one_sentence(laptop.submit("status", 999999), "no job 999999")
+
+
+def test_unknown_and_changed_host_key(laptop):
+    known = laptop.home / ".ssh/known_hosts"
+    kept = known.read_text()
+    before = laptop.job_folders()
+    try:
+        unknown = one_sentence(laptop.submit("--env", "without", "sleep.sh"), "not known here")
+        key = laptop.clone.parent / "sshd/without/host_key.pub"
+        fingerprint = run("ssh-keygen", "-lf", key).stdout.split()[1]
+        assert fingerprint in unknown and known.read_text() == kept
+        accept = shlex.split(unknown.split("accept it with: ")[1])
+        (laptop.clone / "yes.out").write_text(f"#!/bin/sh\necho {fingerprint}\n")  # ssh takes that for a yes
+        (laptop.clone / "yes.out").chmod(0o755)
+        asked = laptop.run(*accept, SSH_ASKPASS=laptop.clone / "yes.out", SSH_ASKPASS_REQUIRE="force")
+        assert asked.returncode == 0, asked.stderr
+        one_sentence(laptop.submit("--env", "without", "sleep.sh"), "there is no sbatch")
+
+        login = run("ssh-keygen", "-lf", laptop.clone.parent / "sshd/login/host_key.pub").stdout.split()[1]
+        known.write_text(kept.replace(kept.split()[2], key.read_text().split()[1]))
+        one_sentence(laptop.submit("--env", "plain", "sleep.sh"), "refused", login, "line 1 of ")
+        known.write_text("")
+        one_sentence(laptop.submit("--env", "plain", "sleep.sh"), "not known here", login)
+    finally:
+        known.write_text(kept)
+    assert laptop.job_folders() == before
+
+
+def test_no_route_no_key_and_full_disk(laptop):
+    start = time.monotonic()
+    one_sentence(laptop.submit("--env", "far", "sleep.sh"), "no connection to 10.7.200.1")
+    assert time.monotonic() - start < 10
+    full = laptop.clone.parent / "full"
+    one_sentence(laptop.submit("--env", "full", "sleep.sh"), "No space left on device", "it is removed")
+    seen = laptop.run("ssh", "login", "ls", "-A", full)
+    assert seen.returncode == 0 and seen.stdout == "Welcome\n"
+    config = laptop.home / ".ssh/config"
+    kept = config.read_text()
+    config.write_text(kept.replace("user_key", "no_key"))
+    one_sentence(laptop.submit("--env", "plain", "sleep.sh"), "does not let you in", "ssh-copy-id")
+    config.write_text(kept)
+
+
+def test_time_limit(laptop, over_time):
+    done = laptop.submit("logs", "--follow", over_time)
+    assert done.returncode == 1 and f"submit.py: job {over_time} was ended by its time limit" in done.stderr, (
+        done.stderr
+    )
+    assert "asleep on node-" in done.stdout
+
+
+def test_mistakes_before_anything_is_sent(laptop, tmp_path):
+    (laptop.clone / "ignored.out").write_text("#!/bin/bash\n")
+    size = ["--env", "plain", "--nodes", "2", LAUNCHERS["mp"]]
+    for status, command, sentence in (
+        (2, ["sleep.sh"], "--env NAME is missing"),
+        (2, ["--env", "plain"], "which launcher?"),
+        (2, size, "write --nodes=2"),
+        (2, ["--env", "plain", LAUNCHERS["mp"], "nope.py"], "no train script 'nope.py'"),
+        (2, ["--env", "plain", "--array=1-3", "sleep.sh"], "--array cannot be used here"),
+        (1, ["--env", "nope", "sleep.sh"], "it has production, plain, "),
+        (1, ["--env", "plain", "ignored.out"], "git ignores it"),
+        (1, ["--env", "production", "sleep.sh"], "ALLOWED is to travel with the job, but is not set in this shell"),
+    ):
+        one_sentence(laptop.submit(*command), sentence, status=status)
+    one_sentence(laptop.submit("--env", "plain", "sleep.sh", SLURMFILE="nope.toml"), "SLURMFILE names nope.toml")
+    (tmp_path / "sleep.sh").write_text(SLEEP)
+    away = {"cwd": tmp_path, "env": environment(SLURMFILE=laptop.clone / "Slurmfile.toml")}
+    submit = [sys.executable, REPOSITORY / "aux/submit.py", "--env", "plain", "sleep.sh"]
+    one_sentence(run(*submit, **away), "is not in a git repository")
+
+
+def test_mistakes_of_a_task(tmp_path):
+    missing = run(sys.executable, "distributed/train_task.py", "--submit")
+    assert missing.returncode == 2 and missing.stderr.startswith("train_task.py: --submit needs --env NAME")
+    wrong = run(sys.executable, "distributed/train_task.py", "--submit", "--env", "local", "--epochs", "x")
+    assert wrong.returncode == 2 and "--epochs" in wrong.stderr and len(wrong.stderr.splitlines()) == 1
+    script = tmp_path / "wrong.py"
+    script.write_text("from slurm_task import task\n\n\n@task(ntaks=2)\ndef f(job=None): ...\n\n\nf()\n")
+    named = run(sys.executable, script, "--submit", "--env=local", env=environment(PYTHONPATH=REPOSITORY / "aux"))
+    assert named.returncode == 1 and "knows no option 'ntaks', but ntasks" in named.stderr
+
+
+def test_result_that_is_no_json():
+    script = "import pathlib, slurm_task; slurm_task.write_result('train', {1, 2}, pathlib.Path('never'))"
+    done = run(sys.executable, "-c", script, cwd=REPOSITORY / "aux")
+    assert (
+        done.returncode == 1
+        and done.stderr.startswith("what train returns is no JSON")
+        and "\n" not in done.stderr[:-1]
+    )
+
+
+SLURMFILE = """[default.submit]
+time = "01:00:00"
+
+[ours.cluster]
+backend = "ssh"
+job_base_dir = "/jobs"
+
+[ours.cluster.backend_config]
+hostname = "login"
+"""
+FAULTS = [
+    ('hostname = "login"', 'hostnam = "login"', 9, "'hostnam'; it has hostname, username, port, identity_file"),
+    ('hostname = "login"', 'hostname = "login"\nport = "22"', 10, "port has to be a whole number, not '22'"),
+    ('hostname = "login"', 'password = "x"', 9, "a password is refused"),
+    ('hostname = "login"', 'username = "me"', 8, "has to say hostname"),
+    ('hostname = "login"', 'hostname = "-oProxyCommand=x"', 9, "is no hostname"),
+    (
+        "[ours.cluster.backend_config]",
+        "[ours.clutser]",
+        8,
+        "knows no table 'clutser'; it has cluster, packaging, submit",
+    ),
+    ('backend = "ssh"', 'backend = "shh"', 5, 'backend has to be "ssh" or "local"'),
+    ('job_base_dir = "/jobs"', "", 4, "has to say job_base_dir"),
+    ('job_base_dir = "/jobs"', 'job_base_dir = "/jobs"\nenvironment = ["NOT_SET"]', 7, "not set in this shell"),
+    ('time = "01:00:00"', 'partitoin = "gpu"', 2, "sbatch knows no option 'partitoin', but partition"),
+    ('time = "01:00:00"', "time = 01:00:00", 2, 'write time = "01:00:00"'),
+    ('time = "01:00:00"', 'array = "1-3"', 2, "--array cannot be used here"),
+    ("[default.submit]", "[default.submit", 1, "is not TOML"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "line", "sentence"), FAULTS, ids=[fault[3][:40] for fault in FAULTS])
+def test_slurmfile_faults_are_named_with_their_line(old, new, line, sentence, tmp_path):
+    assert SLURMFILE.count(old) == 1
+    (tmp_path / "x.toml").write_text(SLURMFILE.replace(old, new))
+    command = [*SUBMIT, "--env", "ours", "--dry-run", LAUNCHERS["srun"]]
+    done = run(*command, env=environment(SLURMFILE=tmp_path / "x.toml"))
+    assert len(done.stderr.splitlines()) == 1
+    one_sentence(done, f"line {line}", sentence)
+
+
+def test_promised_overhead(laptop):
+    done = laptop.run("python", "aux/bench/submission.py", "--env", "plain", "--check", "--rounds", 3)
+    print(done.stdout)
+    assert done.returncode == 0 and "submission overhead: " in done.stdout, done.stdout + done.stderr
+
+
+def test_one_list_of_dependencies():
+    """pyproject.toml is the list; requirements.txt says the same for plain pip, and uv takes the former as it is."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert project["dependencies"] == (REPOSITORY / "requirements.txt").read_text().split()
+
+
+def test_uv(laptop):
+    """`uv sync` would install torch and build nothing; `uv run` starts a script, in an environment that is there."""
+    where = {"UV_CACHE_DIR": laptop.home / "uv", "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS") or str(laptop.home)}
+    options = {"cwd": laptop.clone, "env": laptop.environment(**where)}
+    sync = run("uv", "sync", "--dry-run", **options)
+    assert sync.returncode == 0 and re.search(r"^ \+ torch==2", sync.stderr, re.M), sync.stderr
+    assert "pytorch-on-slurm" not in sync.stderr
+    (laptop.clone / ".venv").symlink_to(REPOSITORY / ".venv")
+    script = ["distributed/train_ddp.py", "--max-steps", 1, "--checkpoint-dir", "checkpoints/uv"]
+    trained = run("uv", "run", "--no-sync", *script, **options)
+    assert trained.returncode == 0 and "step=1/1" in trained.stdout, trained.stderr
