@@ -113,9 +113,11 @@ def git(*arguments: object) -> str:
     return os.fsdecode(subprocess.run(["git", *map(str, arguments)], check=True, capture_output=True).stdout)
 
 
-def pack(packed: BinaryIO, files: dict[str, Path], mark: dict, variables: list[str]) -> tuple[int, int]:
-    """Writes what there.sh's `submit` reads. Returns the bytes that the variables take, and those of the archive."""
-    packed.write("".join(f"export {name}={shlex.quote(os.environ[name])}\n" for name in variables).encode())
+def pack(packed: BinaryIO, files: dict[str, Path], mark: dict, variables: list[str]) -> int:
+    """Writes what there.sh's `submit` reads. Returns the bytes of the archive."""
+    for name in variables:
+        value = os.environ[name].replace("\\", r"\\").replace("\n", r"\n")
+        packed.write(os.fsencode(f"{name}={value}\n"))
     start = packed.tell()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name, path in files.items():
@@ -129,7 +131,7 @@ def pack(packed: BinaryIO, files: dict[str, Path], mark: dict, variables: list[s
         archive.addfile(last, io.BytesIO(text))
     size = packed.tell() - start
     packed.seek(0)
-    return start, size
+    return size
 
 
 def sbatch_options(options: dict[str, str | int | bool]) -> list[str]:
@@ -163,10 +165,10 @@ def submit(args: Namespace) -> int:
             extra = container.make(packaging, root, files, Path(scratch))
         try:
             copied = {name: root / name for name in files} | extra
-            start, size = pack(packed, copied, {"env": args.env, "sbatch": sbatch}, cluster["environment"])
+            size = pack(packed, copied, {"env": args.env, "sbatch": sbatch}, cluster["environment"])
         except OSError as error:
             fail(f"cannot read {error.filename}: {error.strerror}")
-        command += [start, len(links), *links, *sbatch]
+        command += [len(cluster["environment"]), len(links), *links, *sbatch]
         if args.dry_run:
             print(f"# {len(files)} files, {size / 1e6:.1f} MB, as a tar archive into the standard input of")
             print(shlex.join(there(cluster, *command)))

@@ -8,15 +8,21 @@ die() {
     exit 1
 }
 
-# submit BASE NAME DIRECTORY MARK IMAGE BYTES LINKS LINK... sbatch [options] SCRIPT [arguments]
-# stdin: so many BYTES of `export NAME=value`, which touch no disk and no command line, then a tar archive of the code.
+# submit BASE NAME DIRECTORY MARK IMAGE VARIABLES LINKS LINK... sbatch [options] SCRIPT [arguments]
+# stdin: so many VARIABLES, a line of NAME=value each, which touch no disk and no command line (a line break in a value is
+# \n, a backslash \\), then a tar archive of the code.
 # Makes a new folder NAME.XXXXXX in BASE, and submits from DIRECTORY in it. If anything fails, nothing is left.
 submit() {
-    base=$1 name=$2 directory=$3 mark=$4 image=$5 bytes=$6 links=$7
+    base=$1 name=$2 directory=$3 mark=$4 image=$5 variables=$6 links=$7
     shift 7
     command -v sbatch >/dev/null ||
         die "there is no sbatch for a shell that is not a login shell: add its folder to PATH on top of ~/.bashrc there"
-    eval "$(dd bs=1 count="$bytes" 2>/dev/null)"
+    while [ "$variables" -gt 0 ]; do
+        IFS= read -r line
+        value=$(printf '%b.' "${line#*=}") # the full stop keeps line breaks at the end
+        export "${line%%=*}=${value%.}"
+        variables=$((variables - 1))
+    done
     case $base in [~] | [~]/*) base=$HOME${base#?} ;; esac
     { mkdir -p "$base" && cd "$base" && base=$(pwd) && folder=$base/$(mktemp -d "$name.XXXXXX"); } ||
         die "no new folder in job_base_dir $base"

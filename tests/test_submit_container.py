@@ -14,6 +14,8 @@ from conftest import REPOSITORY, environment, run
 from test_docker import engine  # noqa: F401  a fixture
 from test_submit import job_of, laptop, one_sentence  # noqa: F401  the former is a fixture
 
+pytestmark = pytest.mark.matrix  # two minutes, most of them for images
+
 INSIDE = """
 import json, os, jinja2
 facts = {"jinja2": jinja2.__file__, "built": os.path.exists("/workspace/inside.py"), "rank": os.environ["RANK"]}
