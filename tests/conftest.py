@@ -192,6 +192,15 @@ def tiny(mnist_full, tmp_path_factory) -> Path:
     return first_images(mnist_full, tmp_path_factory.mktemp("tiny"), 300, 100)
 
 
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> Path:
+    """Prepared text, made on this machine."""
+    folder = tmp_path_factory.mktemp("text")
+    made = run(sys.executable, "aux/prepare_data.py", "shakespeare", "--synthetic", "--data-dir", folder)
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
 def read_metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

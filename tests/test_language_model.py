@@ -24,15 +24,6 @@ FLAGS += ["--batch-size", BATCH_SIZE, "--steps", STEPS, "--warmup-steps", WARMUP
 FLAGS += ["--log-every", 1, "--eval-every", 10, "--eval-windows", 50, "--checkpoint-every", 10, "--device", "cpu"]
 
 
-@pytest.fixture(scope="session")
-def text(tmp_path_factory) -> Path:
-    """Prepared text, made on this machine."""
-    folder = tmp_path_factory.mktemp("text")
-    made = run(sys.executable, "aux/prepare_data.py", "shakespeare", "--synthetic", "--data-dir", folder)
-    assert made.returncode == 0, made.stderr
-    return folder
-
-
 def train(script: str, ranks: int, text: Path, folder: Path, *flags: object):
     """A training on this machine, by hand. Returns the process; its metrics are in `folder`."""
     command = ["distributed/" + script, *FLAGS, "--data-dir", text, "--checkpoint-dir", folder, *flags]

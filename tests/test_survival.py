@@ -54,14 +54,6 @@ def nothing_runs_on(request):
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    made = run(sys.executable, "aux/prepare_data.py", "shakespeare", "--synthetic", "--data-dir", folder)
-    assert made.returncode == 0, made.stderr
-    return folder
-
-
-@pytest.fixture(scope="module")
 def data(tiny, text) -> dict[str, Path]:
     return {"train_ddp.py": tiny, "train_fsdp.py": text, "train_tp.py": text}
 
