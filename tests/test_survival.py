@@ -215,6 +215,8 @@ def test_preemption(cluster, data, uninterrupted, tmp_path):
     """By a job in a partition of higher priority: SIGTERM, a grace time, back into the queue, all by Slurm."""
     trial = Trial(cluster, "srun", "train_ddp.py", data, tmp_path)
     nodes = trial.train_a_little()
+    urgent = cluster.exec("scontrol", "create", "PartitionName=urgent", "Nodes=ALL", "PriorityTier=2", "State=UP")
+    assert urgent.returncode == 0, urgent.stderr
     urgent = ["--partition=urgent", f"--nodelist={nodes[1]}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
     other = cluster.submit(*urgent)
     trial.wait_for("^Stopped after step [1-9]", 20)
