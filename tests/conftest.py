@@ -1,5 +1,6 @@
 """What the tests share: a real Slurm cluster in network namespaces, jobs on it, small data in MNIST's own format."""
 
+import contextlib
 import json
 import os
 import re
@@ -95,6 +96,8 @@ class Cluster:
     def down(self):
         for job in self.jobs:  # what env.sh keeps of them, in the folder they ran in
             shutil.rmtree(REPOSITORY / "log" / str(job), ignore_errors=True)
+        with contextlib.suppress(OSError):  # not empty, or not there
+            (REPOSITORY / "log").rmdir()
         down = run(NAMESPACES, "down", env=environment(**self.environment))
         assert down.returncode == 0, down.stderr
 
