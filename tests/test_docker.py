@@ -100,7 +100,7 @@ class Nodes(Cluster):
     """The containers of one Compose project; commands run in node-1, as whoever `docker exec` is there."""
 
     def __init__(self, clone: Path, variables: dict):
-        self.clone, self.environment = clone, environment(**variables)
+        self.clone, self.environment, self.jobs = clone, environment(**variables), []
 
     def compose(self, *command: object, **variables):
         options = {"cwd": self.clone / "local/cluster", "env": self.environment | variables, "timeout": 300}

@@ -336,6 +336,16 @@ def test_stopped_rank(way, script, cluster, data, tmp_path):
     assert job.state == "FAILED" and job.exit_code != 0, job.log
 
 
+@pytest.mark.matrix
+def test_stuck_rank(cluster, data, tmp_path):
+    """One that is alive, but waits for something else than its peers: the log says where in the program it is."""
+    trial = Trial(cluster, "srun", "train_ddp.py", data, tmp_path, "--timeout", 20, STUCK=2)
+    node = trial.train_a_little()[1]
+    trial.wait_for(rf"^\[Rank 0 on \S+\] no step for 10 s. First to look at: rank 2 on {node} \(step 7\), in$", 40)
+    trial.wait_for(r"^    wait_for_ever \(\S+slowly.py:\d+\)$", 5)
+    assert trial.ends(60).state == "FAILED"
+
+
 def test_node_crash(cluster, data, uninterrupted, tmp_path):
     """Slurm requeues the job on other nodes: from crash to training again within 60 s."""
     trial = Trial(

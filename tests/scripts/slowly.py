@@ -1,5 +1,9 @@
-"""Runs a train script (argv[2]) with its arguments as it stands, argv[1] seconds slower at each step."""
+"""Runs a train script (argv[2]) with its arguments as it stands, argv[1] seconds slower at each step.
 
+The rank that the variable STUCK names stays for ever in step 8.
+"""
+
+import os
 import runpy
 import sys
 import time
@@ -18,7 +22,13 @@ seconds, call = float(sys.argv[1]), checkpoint.Boundary.__call__
 
 def slower(self, step):
     time.sleep(seconds)
+    if step == 8 and str(self.rank) == os.environ.get("STUCK"):
+        wait_for_ever()
     return call(self, step)
+
+
+def wait_for_ever():
+    time.sleep(3600)
 
 
 checkpoint.Boundary.__call__ = slower
