@@ -57,9 +57,9 @@ class ArgumentParser(argparse.ArgumentParser):
         self.add_argument("--init-timeout", default=300, help="to wait for all ranks at the start", **seconds)
         self.add_argument("--timeout", default=120, help="to wait for a rank in a collective", **seconds)
 
-    def parse_args(self) -> argparse.Namespace:
+    def parse_args(self, arguments: list[str] | None = None) -> argparse.Namespace:
         """Fills in the folder for checkpoints: one of the job's, or without Slurm of the moment's."""
-        args = super().parse_args()
+        args = super().parse_args(arguments)
         if "checkpoint_dir" in args and args.checkpoint_dir is None:
             if (args.resume or vars(args).get("sample")) and "SLURM_JOB_ID" not in os.environ:
                 self.error(f"--{'resume' if args.resume else 'sample'} needs the --checkpoint-dir to go on from")
