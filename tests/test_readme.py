@@ -62,7 +62,7 @@ def test_by_hand(clone):
 
 def test_language_model(clone):
     """Without internet, as here, the first line falls back on the text that Python brings along."""
-    shown = bash(block("train_tp.py"), clone)
+    shown = bash(block("--sample 200"), clone)
     losses = [float(loss) for loss in re.findall(r"^Finished: step=100 val_loss=(\S+)$", shown, re.M)]
     assert losses[0] == pytest.approx(losses[1], abs=0.02) and losses[0] < 3.2
     assert re.search(r"^Sample from checkpoints/fsdp/checkpoint_step_100:$", shown, re.M)

@@ -119,12 +119,13 @@ class Trial:
     def wait_for(self, pattern: str, timeout: float = 60) -> float:
         """Until the log has a line like that. Returns the seconds it took."""
         start = time.monotonic()
-        while not re.search(pattern, self.log, re.M):
-            state = self.cluster.show(self.job)["JobState"]
+        while True:
+            state = self.cluster.show(self.job)["JobState"]  # first: what has ended writes nothing after it
             ended = state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+            if re.search(pattern, self.log, re.M):
+                return time.monotonic() - start
             assert not ended and time.monotonic() - start < timeout, f"{state}, no {pattern!r} in:\n{self.log}"
             time.sleep(0.1)
-        return time.monotonic() - start
 
     def train_a_little(self) -> list[str]:
         """Until the first steps are done. Returns the job's nodes."""
