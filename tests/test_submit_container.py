@@ -23,6 +23,7 @@ print("INSIDE", json.dumps(facts | {"marker": os.environ.get("MARKER"), "folder"
 """
 ENVIRONMENT = """
 [boxed.cluster]
+job_base_dir = "BOXES"
 environment = ["PATH", "ENROOT_STAND_IN"]
 [boxed.packaging]
 type = "container"
@@ -68,6 +69,7 @@ def boxed(laptop, engine, base_image, tmp_path_factory):  # noqa: F811
     site = tmp_path_factory.mktemp("enroot")
     clone = laptop.clone
     settings = ENVIRONMENT.replace("BASE_IMAGE", base_image).replace("IMAGE", f"{base_image}:ours")
+    settings = settings.replace("BOXES", str(tmp_path_factory.mktemp("boxes")))  # Enroot takes no blank in a mount
     (clone / "Slurmfile.toml").write_text((clone / "Slurmfile.toml").read_text() + settings)
     (clone / "requirements.txt").write_text("jinja2\n")
     (clone / "inside.py").write_text(INSIDE)
@@ -109,7 +111,7 @@ def test_failed_build_push_and_no_engine(laptop, boxed):  # noqa: F811
     dockerfile.write_text(kept)
     tools = laptop.clone.parent / "tools"
     tools.mkdir()
-    for tool in ("git", "sqfstar", "ssh", "sh"):
+    for tool in ("git", "sqfstar", "ssh", "sh", "nsenter"):
         (tools / tool).symlink_to(shutil.which(tool))
     missing = laptop.run(sys.executable, "aux/submit.py", "--env", "boxed", "sleep.sh", **boxed | {"PATH": tools})
     one_sentence(missing, "needs docker or podman")
