@@ -25,7 +25,16 @@ def build_commands(packaging: dict, folder: Path) -> list[list[str]]:
     # Clusters are x86; on an Arm Mac the engine would otherwise build for Arm.
     where = ["--platform", "linux/amd64"] if platform.machine() in ("arm64", "aarch64") else []
     arguments = [word for argument in packaging.get("build_args", []) for word in ("--build-arg", argument)]
-    build = ["build", *where, *arguments, "--file", str(folder / packaging["dockerfile"]), "--tag", packaging["image"]]
+    build = [
+        "build",
+        "--force-rm",
+        *where,
+        *arguments,
+        "--file",
+        str(folder / packaging["dockerfile"]),
+        "--tag",
+        packaging["image"],
+    ]
     commands = [[engine(), *build, str(folder)]]
     return [*commands, [engine(), "push", packaging["image"]]] if packaging.get("push") else commands
 

@@ -73,7 +73,8 @@ def boxed(laptop, engine, base_image, tmp_path_factory):  # noqa: F811
     (clone / "Slurmfile.toml").write_text((clone / "Slurmfile.toml").read_text() + settings)
     (clone / "requirements.txt").write_text("jinja2\n")
     (clone / "inside.py").write_text(INSIDE)
-    (site / "torchrun").write_text("#!/usr/bin/python3\nfrom torch.distributed.run import main\n\nmain()\n")
+    torchrun = "import sys\n\nsys.path.append('/opt/torch')\nfrom torch.distributed.run import main\n\nmain()\n"
+    (site / "torchrun").write_text(f"#!/usr/bin/python3\n{torchrun}")
     (site / "torchrun").chmod(0o755)
     mounts = f"{sysconfig.get_path('purelib')}:/opt/torch,{site}/torchrun:/usr/local/bin/torchrun"
     text, count = re.subn(
