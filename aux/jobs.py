@@ -14,6 +14,7 @@ from typing import BinaryIO
 import slurmfile
 from remote import Lost, answer, explain, host_of
 from slurmfile import fail
+from stop_request import write_whole
 
 MARK = ".submission.json"  # the last file of a submission's archive; older than every file that the job makes
 PATIENCE = 300  # seconds for which a job is followed without reaching the cluster
@@ -21,11 +22,8 @@ PATIENCE = 300  # seconds for which a job is followed without reaching the clust
 
 def save(folder: Path, record: dict):
     """Keeps what the verbs need to know of a job: nothing secret."""
-    folder.mkdir(exist_ok=True)
     record["file"] = str(folder / f"{record['env']}-{record['job']}.json")
-    temporary = Path(f"{record['file']}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(temporary, record["file"])
+    write_whole(Path(record["file"]), json.dumps(record, indent=1) + "\n")
 
 
 def find_record(args: Namespace) -> dict:

@@ -28,6 +28,7 @@ sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux")]
 import slurmfile
 import submit
 from arguments import ArgumentParser, let_srun_read
+from stop_request import write_whole
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,4 @@ def write_result(name: str, result: object, folder: Path):
         print(f"what {name} returns is no JSON ({error}): return numbers, strings, lists and dicts", file=sys.stderr)
         let_srun_read()
         os._exit(1)
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".result.json.{os.getpid()}.tmp"
-    temporary.write_text(text + "\n")
-    os.replace(temporary, folder / "result.json")
+    write_whole(folder / "result.json", text + "\n")

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from stop_request import ATTEMPT
+
 
 def let_srun_read():
     """To be called between a last sentence and a bad exit: srun then ends the step, and what it has not read is lost.
@@ -48,8 +50,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.add_argument("--checkpoint-every", type=interval, default="10m", metavar="STEPS|MINUTESm", help=help)
         self.add_argument("--keep-checkpoints", type=whole_number(1), default=2, metavar="N", help="the newest N")
         help = "go on from the newest checkpoint in --checkpoint-dir (a requeued job does so unasked)"
-        requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-        self.add_argument("--resume", action="store_true", default=requeued, help=help)
+        self.add_argument("--resume", action="store_true", default=ATTEMPT != "0", help=help)
 
     def add_timeout_arguments(self):
         """How long a rank waits for others: slow nodes may come late, but in training none should be far behind."""

@@ -153,6 +153,16 @@ def changes(folder: Path, before: dict, now: dict) -> str | None:
     return f"the checkpoints in {folder} are of another run: {', '.join(told)}; or choose another --checkpoint-dir"
 
 
+def finish(step: int, total_steps: int, saved: bool, rank: int, result: str):
+    """The last words of a run, in the log and to the launcher, which requeues a job that was stopped before its end."""
+    if not saved:
+        step_zero.stop("the last steps could not be saved", rank, speak=rank == 0)
+    if rank == 0:
+        done = step == total_steps
+        stop_request.tell_launcher("finished" if done else "stopped", step)
+        print(f"Finished: {result}" if done else f"Stopped after step {step}: --resume goes on", flush=True)
+
+
 def load_newest(folder: Path) -> dict | None:
     """The newest checkpoint that is whole, on the CPU, or None; damaged ones are named on stderr and passed over."""
     for path in find(folder):

@@ -10,7 +10,6 @@ The files are log/JOB/ranks-START/RANK, a line of JSON each; aux/watch_job.py sh
 import faulthandler
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -18,7 +17,8 @@ import traceback
 from collections import defaultdict
 from pathlib import Path
 
-HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+from stop_request import ATTEMPT, HOST
+
 LINE = 4096  # bytes, always as many: a reader never finds the end of an older, longer line
 
 step = 0  # that this rank has done; checkpoint.Boundary counts
@@ -27,7 +27,7 @@ step = 0  # that this rank has done; checkpoint.Boundary counts
 def start(rank: int, world_size: int, timeout: float):
     """Starts the thread that gives the signs, if this is a job. `timeout`, in seconds, is that of the collectives."""
     if world_size > 1 and "SLURM_JOB_ID" in os.environ:
-        folder = Path("log", os.environ["SLURM_JOB_ID"], f"ranks-{os.environ.get('SLURM_RESTART_COUNT', '0')}")
+        folder = Path("log", os.environ["SLURM_JOB_ID"], f"ranks-{ATTEMPT}")
         folder.mkdir(parents=True, exist_ok=True)
         threading.Thread(target=beat, args=(folder, rank, world_size, timeout), daemon=True).start()
 

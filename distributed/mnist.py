@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import zlib
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,9 +80,11 @@ def missing_data(folder: str | Path) -> str | None:
     return None
 
 
-def identity(folder: str | Path) -> int:
-    """A number by which a resumed run knows its data again: a checksum of the labels in their order."""
-    return zlib.crc32((Path(folder) / "MNIST" / "raw" / "train-labels-idx1-ubyte").read_bytes())
+def identity(args: Namespace) -> dict:
+    """What makes a run the same run when it is resumed, on any number of ranks."""
+    labels = (Path(args.data_dir) / "MNIST" / "raw" / "train-labels-idx1-ubyte").read_bytes()
+    names = ("batch_size", "learning_rate", "dropout", "seed", "precision")
+    return {name: vars(args)[name] for name in names} | {"data": zlib.crc32(labels)}
 
 
 def describe(folder: str | Path) -> str:

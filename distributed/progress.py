@@ -2,10 +2,11 @@
 
 import datetime
 import json
-import os
 import sys
 import time
 from pathlib import Path
+
+from stop_request import write_whole
 
 
 class Progress:
@@ -30,9 +31,7 @@ class Progress:
         if path.exists():
             lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
             kept = [line for line in lines if json.loads(line)["step"] <= first_step]
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(line + "\n" for line in kept))
-            os.replace(temporary, path)
+            write_whole(path, "".join(line + "\n" for line in kept))
         return path.open("a", buffering=1)
 
     def step(self, step: int, epoch: int, count: int, **values: float):

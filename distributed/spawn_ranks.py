@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from arguments import let_srun_read, one_line
+from stop_request import HOST
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -84,11 +85,10 @@ def main(command: list[str]) -> int:
     try:
         mp.spawn(run_rank, (node_rank, nnodes, nproc_per_node, command), nprocs=nproc_per_node)
     except mp.ProcessExitedException as failure:
-        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         rank = node_rank * nproc_per_node + failure.error_index
         code = failure.exit_code
         how = f"was killed by {failure.signal_name}" if code < 0 else f"ended with exit code {code}"
-        print(f"spawn_ranks.py: rank {rank} on {host} {how}; the others are ended", file=sys.stderr)
+        print(f"spawn_ranks.py: rank {rank} on {HOST} {how}; the others are ended", file=sys.stderr)
         let_srun_read()
         return code if code > 0 else 128 - code  # as a shell counts a signal
     return 0

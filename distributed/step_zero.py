@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 import stop_request
 from arguments import let_srun_read
-
-HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+from stop_request import HOST
 
 
 def stop(sentence: str, rank: int = 0, speak: bool = True):
@@ -116,6 +115,31 @@ def is_here(family: int, address: tuple) -> bool:
     return True
 
 
+def choose_device(name: str, local_rank: int, world_size: int) -> tuple[torch.device, str | None]:
+    """This rank's device, and in one sentence what is wrong with it, or None. CUDA_VISIBLE_DEVICES is left to Slurm."""
+    cpu = torch.device("cpu")
+    if name == "auto":
+        granted = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+        if granted and not torch.cuda.is_available():
+            return cpu, (
+                f"Slurm granted {granted} GPUs on this node, but torch {torch.__version__} sees none: look at "
+                f"nvidia-smi and the build of torch here, or say --device cpu (or TRAIN_DEVICE=cpu) if that is meant"
+            )
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        if name == "mps" and world_size > 1:
+            name = "cpu"  # gloo does not know MPS
+    if name == "mps" and (world_size > 1 or not torch.backends.mps.is_available()):
+        return cpu, "--device mps needs an Apple GPU and one process alone"
+    if name != "cuda":
+        return torch.device(name), None
+    count = torch.cuda.device_count()
+    index = 0 if count == 1 else local_rank  # one device in sight: Slurm has bound it to this task
+    if index >= count:
+        return cpu, f"local rank {local_rank} has no GPU: torch sees {count}; ask for as many GPUs a node as ranks"
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index), None
+
+
 def gpu_uuid(device: torch.device) -> str | None:
     """What tells two GPUs of a node apart, whatever CUDA_VISIBLE_DEVICES has renumbered; None for another device."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
@@ -124,7 +148,7 @@ def gpu_uuid(device: torch.device) -> str | None:
 def check(store: dist.Store, rank: int, world_size: int, device: torch.device, facts: dict, fault: str | None = None):
     """Prints `facts`, one line per rank; any rank's fault, or one that only the comparison shows, stops every rank."""
     here = {"host": HOST, "fault": fault, "gpu": gpu_uuid(device), "facts": facts}
-    here |= {"job": os.environ.get("SLURM_JOB_ID"), "start": stop_request.ATTEMPT, "torch": torch.__version__}
+    here["torch"] = torch.__version__
     store.set(f"step 0/{rank}", json.dumps(here))
     if rank != 0:
         if store.get("step 0/verdict"):
@@ -158,12 +182,12 @@ def first_fault(ranks: list[dict]) -> str:
         rank, here = said[0]
         more = f" (and {len(said) - 1} more ranks)" if len(said) > 1 else ""
         return f"[Rank {rank} on {here['host']}] {here['fault']}{more}"
-    for fact, what in (("job", "jobs"), ("start", "starts of the job"), ("torch", "versions of torch")):
-        values = defaultdict(list)
-        for rank, here in enumerate(ranks):
-            values[here[fact]].append(f"rank {rank} on {here['host']}")
-        if len(values) > 1:
-            return f"the ranks are of different {what}: " + ", ".join(f"{x} ({who[0]})" for x, who in values.items())
+    versions = defaultdict(list)
+    for rank, here in enumerate(ranks):
+        versions[here["torch"]].append(f"rank {rank} on {here['host']}")
+    if len(versions) > 1:
+        told = ", ".join(f"{version} ({who[0]})" for version, who in versions.items())
+        return f"the ranks are of different versions of torch: {told}"
     gpus = {}
     for rank, here in enumerate(ranks):
         other = gpus.setdefault((here["host"], here["gpu"] or rank), rank)

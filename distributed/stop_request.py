@@ -11,6 +11,7 @@ import socket
 import time
 from pathlib import Path
 
+HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 ATTEMPT = os.environ.get("SLURM_RESTART_COUNT", "0")  # how often Slurm has started this job before
 received, received_at = 0, 0.0  # the first signal that asked this process to stop, and when
 
@@ -43,7 +44,7 @@ def tell_launcher(outcome: str, step: int):
 
 def token() -> str:
     """Who writes into a checkpoint folder: a start of a job, or a process."""
-    return f"job {os.environ.get('SLURM_JOB_ID', 'none')}, start {ATTEMPT}, {socket.gethostname()}:{os.getpid()}"
+    return f"job {os.environ.get('SLURM_JOB_ID', 'none')}, start {ATTEMPT}, {HOST}:{os.getpid()}"
 
 
 def claim(folder: Path):

@@ -22,9 +22,9 @@ from slurm_task import JobContext, task
 
 def get_device(name: str, local_rank: int, world_size: int):
     """CUDA, else Apple's MPS (for one process alone: gloo does not know it), else the CPU, unless `name` says which."""
-    import train_ddp
+    import step_zero
 
-    device, fault = train_ddp.choose_device(name, local_rank, world_size)
+    device, fault = step_zero.choose_device(name, local_rank, world_size)
     if fault:
         sys.exit(f"train_task.py: {fault}")
     return device

@@ -86,31 +86,6 @@ def find_ranks() -> tuple[str, int, int, int]:
     return launcher, int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"])
 
 
-def choose_device(name: str, local_rank: int, world_size: int) -> tuple[torch.device, str | None]:
-    """This rank's device, and in one sentence what is wrong with it, or None. CUDA_VISIBLE_DEVICES is left to Slurm."""
-    cpu = torch.device("cpu")
-    if name == "auto":
-        granted = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
-        if granted and not torch.cuda.is_available():
-            return cpu, (
-                f"Slurm granted {granted} GPUs on this node, but torch {torch.__version__} sees none: look at "
-                f"nvidia-smi and the build of torch here, or say --device cpu (or TRAIN_DEVICE=cpu) if that is meant"
-            )
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        if name == "mps" and world_size > 1:
-            name = "cpu"  # gloo does not know MPS
-    if name == "mps" and (world_size > 1 or not torch.backends.mps.is_available()):
-        return cpu, "--device mps needs an Apple GPU and one process alone"
-    if name != "cuda":
-        return torch.device(name), None
-    count = torch.cuda.device_count()
-    index = 0 if count == 1 else local_rank  # one device in sight: Slurm has bound it to this task
-    if index >= count:
-        return cpu, f"local rank {local_rank} has no GPU: torch sees {count}; ask for as many GPUs a node as ranks"
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index), None
-
-
 def init_process_group(args: Namespace, fault: str | None = None, **facts) -> tuple[int, int, torch.device]:
     """Finds this rank's place, meets the others, prints Step 0 (with `facts`) and starts NCCL or gloo.
 
@@ -118,7 +93,7 @@ def init_process_group(args: Namespace, fault: str | None = None, **facts) -> tu
     """
     launcher, rank, local_rank, world_size = find_ranks()
     store = step_zero.meet(launcher, rank, local_rank, world_size, datetime.timedelta(seconds=args.init_timeout))
-    device, device_fault = choose_device(args.device, local_rank, world_size)
+    device, device_fault = step_zero.choose_device(args.device, local_rank, world_size)
     facts = {"world size": world_size, "local rank": local_rank, "device": str(device), "launcher": launcher, **facts}
     step_zero.check(store, rank, world_size, device, facts, device_fault or fault)
     if world_size > 1:
@@ -347,12 +322,7 @@ def main(args: Namespace):
         save, stop = boundary(step)
         if save or step == args.steps:
             saved = sharded_checkpoint.save(args.checkpoint_dir, step, model, optimizer, facts, args.keep_checkpoints)
-    if not saved:
-        step_zero.stop("the last steps could not be saved", rank, speak=rank == 0)
-    if rank == 0:
-        stop_request.tell_launcher("finished" if step == args.steps else "stopped", step)
-        end = f"Finished: step={step} val_loss={facts['val_loss']:.4f}"
-        print(end if step == args.steps else f"Stopped after step {step}: --resume goes on", flush=True)
+    checkpoint.finish(step, args.steps, saved, rank, f"step={step} val_loss={facts['val_loss']:.4f}")
 
 
 if __name__ == "__main__":

@@ -169,8 +169,7 @@ def main(args: Namespace):
     device = choose_device(args.device)
     print(f"Data: {mnist.describe(args.data_dir)}. Device: {device}. Checkpoints: {args.checkpoint_dir}")
 
-    facts = {name: vars(args)[name] for name in ("batch_size", "learning_rate", "dropout", "seed", "precision")}
-    facts["data"] = mnist.identity(args.data_dir)
+    facts = mnist.identity(args)
 
     torch.manual_seed(args.seed)
     train_loader, test_loader = make_loaders(args, device)
@@ -205,11 +204,9 @@ def main(args: Namespace):
                 saved = checkpoint.save(state, args.checkpoint_dir, step, args.keep_checkpoints)
             if stop or step == total_steps:
                 break
-    if not saved:
-        sys.exit("train_single.py: the last steps could not be saved")
     epoch = math.ceil(step / len(train_loader))
-    end = f"Finished: epoch={epoch} average_loss={loss:.4f} accuracy={accuracy:.4f}"
-    print(end if step == total_steps else f"Stopped after step {step}: --resume goes on", flush=True)
+    result = f"epoch={epoch} average_loss={loss:.4f} accuracy={accuracy:.4f}"
+    checkpoint.finish(step, total_steps, saved, 0, result)
 
 
 if __name__ == "__main__":

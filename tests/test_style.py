@@ -58,7 +58,7 @@ def test_screens():
     assert len((REPOSITORY / "env.sh").read_text().splitlines()) <= 125  # a screen to edit, one that stops and requeues
     for path in TRACKED:
         if re.search(r"(^|/)train_\w+\.py$", path):
-            assert len((REPOSITORY / path).read_text().splitlines()) <= 360, path
+            assert len((REPOSITORY / path).read_text().splitlines()) <= 335, path
 
 
 def test_linters_and_paths():

@@ -1,4 +1,4 @@
-"""train_ddp.py's own device function with pretended GPUs: torch is made to see what CUDA_VISIBLE_DEVICES grants."""
+"""The scripts' own device function with pretended GPUs: torch is made to see what CUDA_VISIBLE_DEVICES grants."""
 
 import os
 import sys
@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 import torch
 
+import step_zero
 import train_ddp
 
 visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -19,7 +20,7 @@ torch.cuda.set_device = lambda index: None
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"uuid-{granted[device.index]}")
 
 launcher, rank, local_rank, world_size = train_ddp.find_ranks()
-device, fault = train_ddp.choose_device("auto", local_rank, world_size)
+device, fault = step_zero.choose_device("auto", local_rank, world_size)
 if "join" in sys.argv:
     train_ddp.init_process_group(SimpleNamespace(device="auto", init_timeout=300, timeout=120))
 else:
