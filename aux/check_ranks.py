@@ -30,7 +30,7 @@ from arguments import ArgumentParser, device_name
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__)
     device = os.environ.get("TRAIN_DEVICE", "auto")
-    parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps (or TRAIN_DEVICE)")
+    parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps; or TRAIN_DEVICE")
     parser.add_argument("--checkpoint-dir", type=Path, default="checkpoints", help="the folder that all nodes must see")
     parser.add_timeout_arguments()
     return parser.parse_args()

@@ -186,9 +186,14 @@ def synthetic_labels(count: int) -> bytes:
     return (0x801).to_bytes(4, "big") + count.to_bytes(4, "big") + bytes(i % 10 for i in range(count))
 
 
+def checksums(files: dict[Path, bytes]) -> bytes:
+    """Return what a file SHA256SUMS beside `files` holds: distributed/checksums.py and sha256sum --check read it."""
+    return "".join(f"{hashlib.sha256(content).hexdigest()}  {path.name}\n" for path, content in files.items()).encode()
+
+
 def inspect_mnist(raw: Path) -> dict[str, str]:
     """Return what each of the four files in `raw` is: missing, MNIST, broken, synthetic or other (valid IDX)."""
-    kinds = {}
+    kinds, sums = {}, (raw / "SHA256SUMS").read_text() if (raw / "SHA256SUMS").exists() else ""
     for name, sha256 in reversed(MNIST_SHA256.items()):  # labels first: they tell whether the images are drawn ones
         content = (raw / name).read_bytes() if (raw / name).exists() else None
         split, kind, _ = name.split("-", 2)
@@ -204,7 +209,8 @@ def inspect_mnist(raw: Path) -> dict[str, str]:
             kinds[name] = "synthetic"
         else:
             drawn = kinds.get(f"{split}-labels-idx1-ubyte") == "synthetic" and header[1:] == [count, 28, 28]
-            kinds[name] = "synthetic" if drawn else "other"
+            damaged = f"  {name}\n" in sums and hashlib.sha256(content).hexdigest() not in sums
+            kinds[name] = "other" if not drawn else "broken" if damaged else "synthetic"
     return kinds
 
 
@@ -221,21 +227,23 @@ def prepare_mnist(folder: Path, synthetic: bool) -> str:
             sys.exit(f"{raw / name} is left as it is ({what}): move {folder} away, or give another --data-dir")
     for name in lacking:
         if kinds[name] != "missing":
-            what = "not a complete IDX file" if kinds[name] == "broken" else "a synthetic one"
+            what = "damaged" if kinds[name] == "broken" else "a synthetic one"
             print(f"{raw / name} is {what} and will be replaced")
     # Labels are drawn before images and downloaded after them: at any moment, drawn images can be told by their labels.
+    files = {}
     if lacking and synthetic:
         from draw_digits import draw_digits  # here: it needs torch, and a download does not
 
-        files = {}
         for seed, (split, count) in enumerate(MNIST_COUNTS.items()):
             header = b"".join(number.to_bytes(4, "big") for number in (0x803, count, 28, 28))
             files[raw / f"{split}-labels-idx1-ubyte"] = synthetic_labels(count)
             files[raw / f"{split}-images-idx3-ubyte"] = header + draw_digits(count, seed)
-        write_whole(files)
     elif lacking:
         contents = fetch_all({f"{name}.gz": MNIST_SHA256[name] for name in lacking}, MNIST_MIRRORS, raw)
-        write_whole({raw / name: contents[f"{name}.gz"] for name in lacking})
+        files = {raw / name: contents[f"{name}.gz"] for name in lacking}
+    if lacking:
+        four = {raw / name: files.get(raw / name) or (raw / name).read_bytes() for name in MNIST_SHA256}
+        write_whole(files | {raw / "SHA256SUMS": checksums(four)}, outdated=raw / "SHA256SUMS")
         for name in lacking:
             (raw / f"{name}.gz.part").unlink(missing_ok=True)
     source = "synthetic digits" if synthetic else "MNIST, checksums right"
@@ -303,7 +311,8 @@ def prepare_shakespeare(folder: Path, synthetic: bool, text: Path | None) -> str
             data = fetch_all({"input.txt": sha256}, SHAKESPEARE_MIRRORS, folder)["input.txt"]
         vocabulary, train, val = encode(data, source)
         last, state = folder / "vocabulary.json", "written"  # the last file says that the set is complete
-        write_whole({folder / "train.bin": train, folder / "val.bin": val, last: json.dumps(vocabulary).encode()}, last)
+        files = {folder / "train.bin": train, folder / "val.bin": val, last: json.dumps(vocabulary).encode()}
+        write_whole({folder / "SHA256SUMS": checksums(files)} | files, last)
         (folder / "input.txt.part").unlink(missing_ok=True)
     counts = f"{vocabulary['train_tokens']:,} training and {vocabulary['val_tokens']:,} validation characters"
     return f"{folder}: {counts}, {len(vocabulary['characters']):,} different ones, {vocabulary['source']}, {state}"

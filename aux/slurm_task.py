@@ -108,11 +108,13 @@ def take_options(resources: dict[str, str | int]) -> Namespace | None:
     """What the command line says of the submission, taken off sys.argv; None without --submit."""
     if "--submit" not in sys.argv[1:]:
         return None
-    parser = ArgumentParser(add_help=False)
-    parser.add_argument("--submit", action="store_true")
+    description = "What job --submit asks for. The script's own arguments: --help without --submit."
+    parser = ArgumentParser(description=description)
+    parser.add_argument("--submit", action="store_true", help="as a job, as Slurmfile.toml says")
     submit.add_options(parser)
     for name, value in resources.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, type=type(value))
+        help = f"as for sbatch (@task: {value})"
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, type=type(value), help=help)
     asked, sys.argv[1:] = parser.parse_known_args()
     if asked.env is None:
         parser.error("--submit needs --env NAME, one of the names in Slurmfile.toml")

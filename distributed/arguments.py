@@ -28,11 +28,17 @@ def one_line(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str:
+        shown = type(action.default) in (int, float, str) and action.default != argparse.SUPPRESS
+        return f"{action.help} (default: {action.default})" if shown and "default" not in action.help else action.help
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse, except that an error is one sentence and that of many ranks only the first one says it."""
 
     def __init__(self, **options):
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
 
     def error(self, message: str):
         rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
@@ -46,8 +52,8 @@ class ArgumentParser(argparse.ArgumentParser):
     def add_checkpoint_arguments(self):
         """What a run keeps of itself, and goes on from."""
         self.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
-        help = "so many steps, or minutes: 500 or 10m (besides the end, and when the job is asked to stop)"
-        self.add_argument("--checkpoint-every", type=interval, default="10m", metavar="STEPS|MINUTESm", help=help)
+        help = "so many steps, 500, or minutes, 10m; at the end, and when the job is asked to stop, in any case"
+        self.add_argument("--checkpoint-every", type=interval, default="10m", metavar="N|Nm", help=help)
         self.add_argument("--keep-checkpoints", type=whole_number(1), default=2, metavar="N", help="the newest N")
         help = "go on from the newest checkpoint in --checkpoint-dir (a requeued job does so unasked)"
         self.add_argument("--resume", action="store_true", default=ATTEMPT != "0", help=help)

@@ -1,7 +1,7 @@
 """Text as characters: the files that aux/prepare_data.py wrote, memory-mapped, and windows of them.
 
 A folder holds train.bin and val.bin, one number (uint8 or little-endian uint16) per character, and vocabulary.json,
-which says which number is which character.
+which says which number is which character; SHA256SUMS has their checksums.
 """
 
 import json
@@ -10,30 +10,33 @@ from pathlib import Path
 
 import torch
 
+import checksums
+
 PASSED_OVER = -100  # cross_entropy's ignore_index
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16}
 
 
 def read_vocabulary(folder: Path) -> dict:
-    """What is in vocabulary.json: characters, dtype, source, train_tokens, val_tokens and the sums of the files."""
+    """What is in vocabulary.json: characters, dtype, source, its sha256, train_tokens and val_tokens."""
     return json.loads((Path(folder) / "vocabulary.json").read_text())
 
 
 def missing_data(folder: Path, context: int) -> str | None:
-    """What is wrong with the data in `folder` as one sentence, or None. Looks at the vocabulary and at sizes only."""
+    """What is wrong with the data in `folder` as one sentence, or None: files, sizes and checksums."""
     folder = Path(folder)
     remedy = "prepare it once, before the job: python aux/prepare_data.py shakespeare"
     try:
         vocabulary = read_vocabulary(folder)
         itemsize = DTYPES[vocabulary["dtype"]].itemsize
         sizes = {split: (vocabulary[f"{split}_tokens"], folder / f"{split}.bin") for split in ("train", "val")}
-        damaged = next((path for count, path in sizes.values() if path.stat().st_size != count * itemsize), None)
+        wrong = next((path for count, path in sizes.values() if path.stat().st_size != count * itemsize), None)
+        damage = f"{wrong} is not as long as vocabulary.json beside it says" if wrong else checksums.damaged(folder)
     except OSError as error:
         return f"no prepared text at {error.filename} ({error.strerror}); {remedy}"
     except (ValueError, KeyError) as error:
         return f"{folder / 'vocabulary.json'} is not one that aux/prepare_data.py wrote ({error!r}); {remedy}"
-    if damaged:
-        return f"{damaged} is not as long as vocabulary.json beside it says; remove the folder and {remedy}"
+    if damage:
+        return f"{damage}; move the folder away and {remedy}"
     shortest, path = min(sizes.values())
     if shortest <= context:
         return f"--context {context} is too long for the {shortest} characters in {path}: {shortest - 1} would do"

@@ -12,38 +12,45 @@ SIZES = {
 }
 
 
+def either(name: str, what: str) -> str:
+    """The help for an argument whose default depends on --size."""
+    return f"{what} (default: {SIZES['cpu'][name]}, or {SIZES['gpu'][name]} for --size gpu)"
+
+
 class LanguageModelParser(ArgumentParser):
     """A script adds what is its own; `parse_args` fills in the size's values and refuses what cannot be."""
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.add_argument("--size", choices=SIZES, default="cpu", help="defaults of the next seven: see SIZES")
-        self.add_argument("--layers", type=whole_number(1))
-        self.add_argument("--heads", type=whole_number(1), help="attention heads, a divisor of --width")
-        self.add_argument("--width", type=whole_number(1), help="channels between the layers")
-        self.add_argument("--context", type=whole_number(1), help="characters the model looks back on")
-        self.add_argument("--dropout", type=number(0, below=1), help="share of activations dropped")
-        self.add_argument("--batch-size", type=whole_number(1), help="sequences per step, over all ranks")
-        self.add_argument("--steps", type=whole_number(1), help="in all; the learning rate's cosine is as long")
+        self.add_argument("--size", choices=SIZES, default="cpu", help="which defaults the next seven have")
+        self.add_argument("--layers", type=whole_number(1), help=either("layers", "blocks of attention and MLP"))
+        self.add_argument("--heads", type=whole_number(1), help=either("heads", "of attention, a divisor of --width"))
+        self.add_argument("--width", type=whole_number(1), help=either("width", "channels between the layers"))
+        self.add_argument("--context", type=whole_number(1), help=either("context", "characters that it looks back on"))
+        self.add_argument("--dropout", type=number(0, below=1), help=either("dropout", "share of activations dropped"))
+        self.add_argument("--batch-size", type=whole_number(1), help=either("batch_size", "sequences over all ranks"))
+        self.add_argument("--steps", type=whole_number(1), help=either("steps", "in all, as is the rate's cosine"))
         self.add_argument(
             "--accumulation", type=whole_number(1), default=1, help="parts in which a rank does its share"
         )
         self.add_argument("--learning-rate", type=number(0), default=1e-3, help="the highest; it ends at a tenth")
-        self.add_argument("--warmup-steps", type=whole_number(0), default=100)
+        self.add_argument("--warmup-steps", type=whole_number(0), default=100, help="in which the learning rate rises")
         self.add_argument("--weight-decay", type=number(0), default=0.1, help="of matrices; vectors have none")
-        self.add_argument("--clip", type=number(0), default=1.0, help="greatest norm of the gradient (0: any)")
+        self.add_argument("--clip", type=number(0), default=1.0, help="greatest norm of the gradient, 0: any")
         self.add_argument("--activation-checkpointing", action="store_true", help="less memory, a third more computing")
         self.add_argument("--compile", action="store_true", help="torch.compile: pays after some 1,000 steps")
         self.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 where fast")
-        self.add_argument("--seed", type=whole_number(0), default=0)
+        self.add_argument("--seed", type=whole_number(0), default=0, help="of weights, windows and dropout")
         device = os.environ.get("TRAIN_DEVICE", "auto")
-        self.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps (or TRAIN_DEVICE)")
-        self.add_argument("--data-dir", type=Path, default="data/shakespeare")
-        self.add_argument("--log-every", type=whole_number(1), default=50, metavar="STEPS")
-        self.add_argument("--eval-every", type=whole_number(1), default=250, metavar="STEPS")
-        self.add_argument("--eval-windows", type=whole_number(0), default=500, help="of the validation split (0: all)")
+        self.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps; or TRAIN_DEVICE")
+        self.add_argument("--data-dir", type=Path, default="data/shakespeare", help="of aux/prepare_data.py")
+        steps = {"type": whole_number(1), "metavar": "STEPS"}
+        self.add_argument("--log-every", default=50, help="from log line to log line", **steps)
+        self.add_argument("--eval-every", default=250, help="between two validation losses", **steps)
+        help = "stretches of text to validate on, 0: all"
+        self.add_argument("--eval-windows", type=whole_number(0), default=500, help=help)
         self.add_argument("--sample", type=whole_number(1), metavar="N", help="write N characters from a checkpoint")
-        self.add_argument("--prompt", default="\n", help="what the sample goes on from")
+        self.add_argument("--prompt", default="\n", help="what the sample goes on from (default: a line break)")
         self.add_checkpoint_arguments()
         self.add_timeout_arguments()
 

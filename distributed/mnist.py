@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset, Sampler
 
+import checksums
+
 try:
     import torchvision
 except RuntimeError as error:
@@ -63,7 +65,7 @@ def whole_batch(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor,
 
 
 def missing_data(folder: str | Path) -> str | None:
-    """What is wrong with the data in `folder` as one sentence, or None. Looks at names, sizes and headers only."""
+    """What is wrong with the data in `folder` as one sentence, or None: files, sizes, labels and checksums."""
     raw = Path(folder) / "MNIST" / "raw"
     remedy = "prepare it once, before the job: python aux/prepare_data.py mnist"
     for split in ("train", "t10k"):
@@ -77,7 +79,10 @@ def missing_data(folder: str | Path) -> str | None:
                 return f"no MNIST data at {path} ({error.strerror}); {remedy}"
             if len(start) < header or size != header + item * int.from_bytes(start[4:8], "big"):
                 return f"{path} is not a whole MNIST file ({size} bytes); move it away and {remedy}"
-    return None
+        if (label := max(path.read_bytes()[header:], default=0)) > 9:
+            return f"{path} has the label {label}: only the digits 0 to 9 are known"
+    damage = checksums.damaged(raw)
+    return damage and f"{damage}; move it away and {remedy}"
 
 
 def identity(args: Namespace) -> dict:

@@ -4,6 +4,7 @@
     ./torchrun.sh distributed/train_task.py --epochs 3                              # here, several ranks
     python distributed/train_task.py --submit --env local --follow --epochs 3       # a job: sbatch on this machine
     python distributed/train_task.py --submit --env production --fetch --epochs 3   # a job over SSH, result.json back
+    python distributed/train_task.py --submit --help                                # what a job can be asked for
 
 Data, model and steps are train_ddp.py's, so its figures are these. Nothing above the function imports torch: who
 submits needs none.
@@ -75,11 +76,11 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
 
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=whole_number(1), default=3)
+    parser.add_argument("--epochs", type=whole_number(1), default=3, help="passes over the images")
     parser.add_argument("--batch-size", type=whole_number(1), default=64, help="images per step, over all ranks")
     device = os.environ.get("TRAIN_DEVICE", "auto")
-    parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps (or TRAIN_DEVICE)")
-    parser.add_argument("--data-dir", type=Path, default="data/mnist")
+    parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps; or TRAIN_DEVICE")
+    parser.add_argument("--data-dir", type=Path, default="data/mnist", help="of aux/prepare_data.py")
     parser.add_argument("--log-every", type=whole_number(1), default=100, help="steps between two log lines")
     # What train_ddp.py has besides, at its defaults
     parser.set_defaults(learning_rate=0.02, dropout=0.25, seed=0, precision="fp32", num_workers=0, max_steps=None)

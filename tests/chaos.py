@@ -61,6 +61,22 @@ def stop_a_rank_for_a_while(job: int, moments: random.Random):
         os.kill(victim, signal.SIGCONT)
 
 
+def kill_a_launcher(job: int, moments: random.Random):
+    """torchrun, or the spawner, of one node."""
+    found = [*processes(job, "bin/torchrun"), *processes(job, "spawn_ranks.py")]
+    if found:
+        os.kill(moments.choice(found), signal.SIGKILL)
+
+
+def cut_a_link_for_a_while(job: int, moments: random.Random):
+    """Too short to be noticed, but for the time lost."""
+    nodes = slurm("scontrol", "show", "hostnames", show(job)["NodeList"]).split() or ["node-1"]  # it has just ended
+    victim = ("--node", moments.choice(nodes), "ip", "link", "set", "eth0")
+    slurm(*victim, "down")
+    time.sleep(2)
+    slurm(*victim, "up")
+
+
 FAULTS: dict[str, Callable[[int, random.Random], object]] = {
     "SIGUSR1 to the batch shell": lambda job, moments: slurm("scancel", "--batch", "--signal=USR1", job),
     "SIGUSR1 to the ranks": lambda job, moments: slurm("scancel", "--signal=USR1", job),
@@ -68,7 +84,9 @@ FAULTS: dict[str, Callable[[int, random.Random], object]] = {
     "SIGTERM to the ranks": lambda job, moments: slurm("scancel", "--signal=TERM", job),
     "scontrol requeue": lambda job, moments: slurm("scontrol", "requeue", job),
     "kill -9 of a rank": kill_a_rank,
+    "kill -9 of torchrun or the spawner on one node": kill_a_launcher,
     "a rank stopped for 2 s": stop_a_rank_for_a_while,
+    "the link of a node down for 2 s": cut_a_link_for_a_while,
 }
 
 

@@ -17,6 +17,8 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parent.parent / "aux" / "prepare_data.py"
 sys.path.insert(0, str(SCRIPT.parent))
+import characters
+import mnist
 import prepare_data
 from draw_digits import draw_digits
 
@@ -114,7 +116,9 @@ def refused(capsys, *arguments) -> str:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Of all files but the one with the checksums, by name."""
+    files = {path for path in folder.rglob("*") if path.is_file() and path.name != "SHA256SUMS"}
+    return {path.name: path.read_bytes() for path in files}
 
 
 def decoded(folder: Path) -> str:
@@ -232,7 +236,7 @@ def test_broken_file_is_replaced(server, tmp_path, capsys, spoil):
     server.asked.clear()
     run("mnist", "--data-dir", tmp_path)
     assert contents(tmp_path) == server.mnist and server.asked == ["train-labels-idx1-ubyte.gz"]
-    assert f"{path} is not a complete IDX file" in capsys.readouterr().out
+    assert f"{path} is damaged and will be replaced" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags", [(), ("--synthetic",)])
@@ -244,6 +248,31 @@ def test_own_data_is_never_replaced(server, tmp_path, capsys, flags):
     before = contents(tmp_path)
     assert "--data-dir" in refused(capsys, "mnist", "--data-dir", tmp_path, *flags)
     assert contents(tmp_path) == before and not server.asked
+
+
+@pytest.mark.parametrize("flags", [(), ("--synthetic",)])
+@pytest.mark.parametrize(("name", "module"), [("mnist", mnist), ("shakespeare", characters)])
+def test_checksums_find_what_has_changed(server, tmp_path, name, module, flags):
+    run(name, "--data-dir", tmp_path, *flags)
+    [sums] = tmp_path.rglob("SHA256SUMS")
+    check = ["sha256sum", "--check", "--strict", "--quiet", sums.name]
+    assert subprocess.run(check, cwd=sums.parent, capture_output=True).stdout == b""
+    context = () if name == "mnist" else (64,)
+    assert module.missing_data(tmp_path, *context) is None
+    for path in sums.parent.iterdir():
+        if path != sums:
+            whole = path.read_bytes()
+            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+            assert str(path) in module.missing_data(tmp_path, *context)
+            path.write_bytes(whole)
+
+
+def test_damaged_digit_is_drawn_again(server, tmp_path, capsys):
+    run("mnist", "--data-dir", tmp_path, "--synthetic")
+    drawn, path = contents(tmp_path), tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x07")
+    run("mnist", "--data-dir", tmp_path, "--synthetic")
+    assert f"{path} is damaged and will be replaced" in capsys.readouterr().out and contents(tmp_path) == drawn
 
 
 def test_synthetic_digits_give_way_to_mnist_but_not_the_reverse(server, tmp_path, capsys):

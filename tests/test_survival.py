@@ -29,11 +29,11 @@ LANGUAGE_MODEL += ["--steps", 45, "--log-every", 1, "--eval-every", 20, "--eval-
 SCRIPTS = {"train_ddp.py": DDP, "train_fsdp.py": LANGUAGE_MODEL, "train_tp.py": LANGUAGE_MODEL}
 STEPS = 45
 DIAGONAL = [("srun", "train_ddp.py"), ("torchrun", "train_fsdp.py"), ("mp", "train_tp.py")]
+NINE = [(way, script) for way in LAUNCHERS for script in SCRIPTS]
 
 
-def nine(*quick: tuple[str, str]) -> list:
-    """Every launcher with every script; only those in `quick` are run by make test."""
-    pairs = [(way, script) for way in LAUNCHERS for script in SCRIPTS]
+def cells(pairs: list[tuple[str, str]], *quick: tuple[str, str]) -> list:
+    """Launchers with scripts; only those in `quick` are run by make test."""
     return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.matrix) for pair in pairs]
 
 
@@ -172,7 +172,7 @@ class Trial:
 # --- asked to stop ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("way", "script"), nine(*DIAGONAL))
+@pytest.mark.parametrize(("way", "script"), cells(NINE, *DIAGONAL))
 def test_usr1(way, script, cluster, data, uninterrupted, tmp_path):
     """As --signal=B:USR1@120 sends it: the ranks save, and the batch shell requeues."""
     trial = Trial(cluster, way, script, data, tmp_path)
@@ -193,7 +193,7 @@ def test_signals_that_reach_the_ranks(options, way, script, cluster, data, unint
     trial.is_equal_after_a_restart(uninterrupted(script))
 
 
-@pytest.mark.parametrize(("way", "script"), nine(DIAGONAL[1]))
+@pytest.mark.parametrize(("way", "script"), cells(NINE, DIAGONAL[1]))
 def test_scontrol_requeue(way, script, cluster, data, uninterrupted, tmp_path):
     """Slurm ends the ranks with SIGTERM and, KillWait later, SIGKILL: they have that long to save."""
     trial = Trial(cluster, way, script, data, tmp_path)
@@ -297,7 +297,7 @@ CULPRIT = {
 }
 
 
-@pytest.mark.parametrize(("way", "script"), nine(*DIAGONAL))
+@pytest.mark.parametrize(("way", "script"), cells(NINE, *DIAGONAL))
 def test_killed_rank(way, script, cluster, data, tmp_path):
     """It ends the job as FAILED, and the log names it."""
     trial = Trial(cluster, way, script, data, tmp_path)
@@ -318,9 +318,17 @@ def test_killed_torchrun(cluster, data, tmp_path):
     assert re.search(rf"^srun: error: {node}: task 1: Killed$", job.log, re.M), job.log
 
 
-@pytest.mark.parametrize(
-    ("way", "script"), [DIAGONAL[0], *(pytest.param(*x, marks=pytest.mark.matrix) for x in DIAGONAL[1:])]
-)
+@pytest.mark.parametrize(("way", "script"), cells(DIAGONAL, DIAGONAL[1]))
+def test_out_of_memory(way, script, cluster, data, tmp_path):
+    """Slurm ends a job that uses more than its --mem; the log names the node."""
+    trial = Trial(cluster, way, script, data, tmp_path, sbatch=["--mem=4G"], HUNGRY=2)
+    node = trial.train_a_little()[1]
+    job = trial.ends(40)
+    assert job.state == "FAILED" and job.exit_code != 0, job.log
+    assert re.search(rf"^slurmstepd-{node}: error: StepId=\S+ exceeded memory limit", job.log, re.M), job.log
+
+
+@pytest.mark.parametrize(("way", "script"), cells(DIAGONAL, DIAGONAL[0]))
 def test_stopped_rank(way, script, cluster, data, tmp_path):
     """A rank that makes no progress is named before its peers give up after --timeout seconds."""
     trial = Trial(cluster, way, script, data, tmp_path, "--timeout", 20)
@@ -516,6 +524,20 @@ def test_full_disk(script, ranks, data, tmp_path):
         subprocess.run(["umount", out], check=True)
 
 
+@pytest.mark.parametrize(("way", "script"), DIAGONAL[::2])
+def test_corrupt_data(way, script, cluster, data, tmp_path):
+    """One bit that is not as aux/prepare_data.py wrote it: a sentence from one rank, and no step."""
+    folder = tmp_path / "data"
+    shutil.copytree(data[script], folder)
+    file = next(folder.rglob("train-images-idx3-ubyte"), folder / "train.bin")
+    subprocess.run("sha256sum train* > SHA256SUMS", shell=True, cwd=file.parent, check=True)
+    file.write_bytes(flipped(file.read_bytes()))
+    job = Trial(cluster, way, script, {script: folder}, tmp_path).ends(40)
+    assert job.state == "FAILED" and job.exit_code != 0, job.log
+    assert job.log.count(f"{file} is damaged: it is not the file that SHA256SUMS beside it tells of; move") == 1
+    assert "step=" not in job.log and "Traceback" not in job.log, job.log
+
+
 def test_read_only_folder(data, tmp_path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", tmp_path], check=True)
     try:
@@ -569,6 +591,10 @@ def test_chaos(cluster, data, tmp_path):
     done = run(sys.executable, *command, env=environment(**cluster.environment), timeout=1500)
     assert done.returncode == 0 and re.search(r"^COMPLETED after 20 faults", done.stdout, re.M), done.stdout + trial.log
     assert_same_run(trial.out, tmp_path / "reference", 180)
+    done_before = 0  # with a checkpoint after every step, no start may lose more than the step it was in
+    for step, resumed in re.findall(r"^step=(\d+)/|^Resumed after step (\d+)", trial.log, re.M):
+        assert not resumed or int(resumed) >= done_before - 1, trial.log
+        done_before = max(done_before, int(step or resumed))
 
 
 def in_cluster(process: Path, cluster: Cluster) -> bool:

@@ -18,7 +18,7 @@ cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
   echo "SlurmctldPidFile=$folder/slurmctld.pid"
   echo "SlurmdSpoolDir=$folder/spool/%n"
   echo "SlurmdPidFile=$folder/spool/%n.pid"
-  echo "NodeName=node-[1-$nodes] CPUs=$cpus RealMemory=$(awk '/^MemTotal/ { print int($2 / 1024) }' /proc/meminfo)$(
+  echo "NodeName=node-[1-$nodes] CPUs=$cpus RealMemory=$((cpus * 1000000))$(
     ((gpus == 0)) || echo " Gres=gpu:$gpus"
   )"
 } >"$folder/generated.conf"

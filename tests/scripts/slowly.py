@@ -1,6 +1,6 @@
 """Runs a train script (argv[2]) with its arguments as it stands, argv[1] seconds slower at each step.
 
-The rank that the variable STUCK names stays for ever in step 8.
+The rank that the variable STUCK names stays for ever in step 8; the one that HUNGRY names takes memory without end.
 """
 
 import os
@@ -18,13 +18,15 @@ stop_request.listen()  # as the script itself does, before torch
 
 import checkpoint
 
-seconds, call = float(sys.argv[1]), checkpoint.Boundary.__call__
+seconds, call, memory = float(sys.argv[1]), checkpoint.Boundary.__call__, []
 
 
 def slower(self, step):
     time.sleep(seconds)
     if step == 8 and str(self.rank) == os.environ.get("STUCK"):
         wait_for_ever()
+    if step >= 8 and str(self.rank) == os.environ.get("HUNGRY"):
+        memory.append(b"\1" * 500_000_000)
     return call(self, step)
 
 
