@@ -4,7 +4,7 @@
 
 # --- your cluster -----------------------------------------------------------------------------------------------------
 set +u                                               # module and conda are not written for set -u
-# source /etc/profile.d/modules.sh && module load cuda/12.8    # EDIT: whatever `import torch` needs on a compute node
+# source /etc/profile.d/modules.sh && module load cuda/12.8    # EDIT: whatever `import torch` needs (Lmod: lmod.sh)
 # shellcheck source=/dev/null
 [[ ! -d .venv ]] || source .venv/bin/activate        # EDIT: your virtual environment; or with conda:
 # source "$(conda info --base)/etc/profile.d/conda.sh" && conda activate NAME
@@ -12,6 +12,8 @@ set -u
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # EDIT: only where ranks pick the wrong network interface
 # export NCCL_IB_DISABLE=1                           # EDIT: no InfiniBand, or a broken one: use TCP
 # export NCCL_NET_GDR_LEVEL=PHB                      # EDIT: how near a GPU and its network card must be for GPUDirect
+# umask 077                                          # EDIT: where nobody else may read what jobs write
+# export SLURM_EXPORT_ENV=ALL                        # EDIT: for sbatch --export=NONE, after which srun has no PATH
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 CONTAINER_IMAGE=$PWD/pytorch.sqsh                    # EDIT: for run_script.sh: what aux/import_image.sh has made,
 CONTAINER_NAME=pytorch                               # EDIT: the name of its container on every node,
