@@ -60,7 +60,16 @@ def run(*command: object, timeout: float = 120, **options) -> subprocess.Complet
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-MATRIX: list[tuple] = []  # what test_survival.py has found: fault, launcher, script, state, status, restarts, seconds
+MATRIX: list[tuple] = []
+
+
+def note(way: str, script: str, state: str, status: int, restarts: object, seconds: float):
+    """A row of the table at the end: the fault is the running test, with those of its parameters that are not here."""
+    name, _, case = os.environ["PYTEST_CURRENT_TEST"].split("::")[1].rpartition(" (")[0].partition("[")
+    for known in (way, script):
+        case = case.rstrip("]").replace(known, "", 1).removeprefix("-")
+    fault = name.removeprefix("test_").replace("_", " ") + (f": {case}" if case else "")
+    MATRIX.append((fault, way, script, state, status, restarts, f"{seconds:.0f} s"))
 
 
 def pytest_terminal_summary(terminalreporter):

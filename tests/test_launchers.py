@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, REPOSITORY, environment, run
+from conftest import LAUNCHERS, REPOSITORY, environment, note, run
 
 VARIABLES = "tests/scripts/variables.py"
 NASTY = [
@@ -344,6 +344,7 @@ def test_occupied_port(cluster, tmp_path):
             job = cluster.sbatch(*options, launcher, "aux/check_ranks.py", env={"MASTER_PORT": "64321"})
             assert job.state == "FAILED" and job.seconds < 30, job.log
             assert len(re.findall(r"port 64321 on \S+ is taken by another program", job.log)) == 1, job.log
+            note(way, "check_ranks.py", job.state, job.exit_code, 0, job.seconds)
     finally:
         cluster.exec("scancel", holder)
 

@@ -21,13 +21,18 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import chaos
 import checkpoint
-from conftest import LAUNCHERS, MATRIX, REPOSITORY, Cluster, Job, environment, read_metrics, run
+from conftest import LAUNCHERS, REPOSITORY, Cluster, Job, environment, note, read_metrics, run
 
 DDP = ["--epochs", 3, "--batch-size", 20, "--log-every", 1]  # 300 images: 45 steps
 LANGUAGE_MODEL = ["--layers", 2, "--heads", 4, "--width", 32, "--context", 32, "--batch-size", 8, "--dropout", 0.2]
 LANGUAGE_MODEL += ["--steps", 45, "--log-every", 1, "--eval-every", 20, "--eval-windows", 8, "--precision", "fp32"]
 SCRIPTS = {"train_ddp.py": DDP, "train_fsdp.py": LANGUAGE_MODEL, "train_tp.py": LANGUAGE_MODEL}
 STEPS = 45
+BY_HAND = {
+    "none": [sys.executable],
+    "torchrun": ["./torchrun.sh"],
+    "mp": [sys.executable, "distributed/spawn_ranks.py"],
+}
 DIAGONAL = [("srun", "train_ddp.py"), ("torchrun", "train_fsdp.py"), ("mp", "train_tp.py")]
 NINE = [(way, script) for way in LAUNCHERS for script in SCRIPTS]
 
@@ -156,9 +161,8 @@ class Trial:
         while left := self.cluster.left_over(self.job):
             assert time.monotonic() < deadline, left
             time.sleep(0.2)
-        fault = os.environ["PYTEST_CURRENT_TEST"].split("::")[1].partition("[")[0].removeprefix("test_")
-        took, restarts = time.monotonic() - self.fault_at, self.cluster.show(self.job)["Restarts"]
-        MATRIX.append((fault, self.way, self.script, job.state, job.exit_code, restarts, f"{took:.0f} s"))
+        restarts, seconds = self.cluster.show(self.job)["Restarts"], time.monotonic() - self.fault_at
+        note(self.way, self.script, job.state, job.exit_code, restarts, seconds)
         return job
 
     def is_equal_after_a_restart(self, reference: Path, restarts: int = 1):
@@ -275,16 +279,15 @@ def signalled(command: list, number: int, steps: int, **env) -> tuple[int, str]:
             timer.cancel()
 
 
-@pytest.mark.parametrize(
-    "start", [[], ["./torchrun.sh"], ["distributed/spawn_ranks.py"]], ids=["one", "torchrun", "mp"]
-)
-def test_control_c_on_a_laptop(start, data, tmp_path):
-    python = [] if start == ["./torchrun.sh"] else [sys.executable]
-    command = [*python, *start, "tests/scripts/slowly.py", "0.1", "distributed/train_ddp.py"]
+@pytest.mark.parametrize("way", BY_HAND)
+def test_control_c_on_a_laptop(way, data, tmp_path):
+    start = time.monotonic()
+    command = [*BY_HAND[way], "tests/scripts/slowly.py", "0.1", "distributed/train_ddp.py"]
     command += ["--data-dir", data["train_ddp.py"], *DDP, "--checkpoint-dir", tmp_path]
-    _, shown = signalled(command, signal.SIGINT, 7)
+    status, shown = signalled(command, signal.SIGINT, 7)
+    note(way, "train_ddp.py", "saved", status, 0, time.monotonic() - start)
     stopped = re.search(r"^Stopped after step (\d+): --resume goes on$", shown, re.M)
-    assert stopped and ("Traceback" not in shown or "torchrun" in start[0]), shown  # torchrun's own
+    assert stopped and ("Traceback" not in shown or way == "torchrun"), shown  # torchrun's own
     assert [path.name for path in checkpoint.find(tmp_path)] == [f"checkpoint_step_{stopped[1]}.pt"], shown
 
 
@@ -390,9 +393,10 @@ def test_superseded_attempt(data, tmp_path):
     command = [sys.executable, "tests/scripts/slowly.py", "1", "distributed/train_ddp.py", *DDP]
     command += ["--data-dir", data["train_ddp.py"], "--checkpoint-dir", tmp_path, "--checkpoint-every", 5]
     options = {"cwd": REPOSITORY, "env": environment(OMP_NUM_THREADS=1), "text": True, "stderr": subprocess.PIPE}
+    start = time.monotonic()
     with subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL, **options) as first:
         try:
-            deadline = time.monotonic() + 60
+            deadline = start + 60
             while not checkpoint.find(tmp_path):
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
@@ -401,6 +405,7 @@ def test_superseded_attempt(data, tmp_path):
             _, said = first.communicate(timeout=30)
         finally:
             first.kill()
+    note("none", "train_ddp.py", "ended", first.returncode, 0, time.monotonic() - start)
     assert first.returncode == 1
     assert re.fullmatch(r"\[Rank 0 on \S+\] .* now belongs to another attempt .* writes nothing more and ends\n", said)
     assert [event["step"] for event in read_metrics(tmp_path) if "loss" in event] == list(range(1, STEPS + 1))
@@ -495,7 +500,9 @@ def test_damaged_checkpoint(script, damage, data, one_rank, tmp_path):
     newest, before = checkpoint.find(tmp_path / "out")
     file = max(newest.glob("*.distcp")) if newest.is_dir() else newest
     file.write_bytes(damage(file.read_bytes()))
+    start = time.monotonic()
     done = alone(script, data, tmp_path / "out", "--resume")
+    note("none", script, "went on", done.returncode, 0, time.monotonic() - start)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("is damaged and skipped") == 1 and str(newest) in done.stderr
     assert f"Resumed after step {before.name.removesuffix('.pt')[16:]}" in done.stdout
@@ -511,13 +518,17 @@ def test_full_disk(script, ranks, data, tmp_path):
     size = sum(file.stat().st_size for file in reference.rglob("*") if file.is_file()) // 2  # of one checkpoint
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size // 1024 + 200}k", "tmpfs", out], check=True)
     try:
+        start = time.monotonic()
         done = alone(script, data, out, "--checkpoint-every", 10, "--keep-checkpoints", 4, ranks=ranks)
+        way = "none" if ranks == 1 else "mp"
+        note(way, script, "trained, not saved", done.returncode, 0, time.monotonic() - start)
         assert done.returncode == 1 and done.stderr.count("the last steps could not be saved") == 1, done.stderr
         assert "No space left" in done.stderr and "Traceback" not in done.stderr
         assert re.search(r"^step=45/", done.stdout, re.M)
         assert len(checkpoint.find(out)) >= 1 and not list(out.glob(".*.tmp"))
         subprocess.run(["mount", "-o", "remount,size=200m", out], check=True)
         again = alone(script, data, out, "--resume", ranks=ranks)
+        note(way, script, "went on with space", again.returncode, 0, time.monotonic() - start)
         assert again.returncode == 0 and re.search("^Resumed after step [1-9]", again.stdout, re.M), again.stderr
         assert_same_run(out, reference)
     finally:
@@ -541,7 +552,9 @@ def test_corrupt_data(way, script, cluster, data, tmp_path):
 def test_read_only_folder(data, tmp_path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", tmp_path], check=True)
     try:
+        start = time.monotonic()
         done = alone("train_ddp.py", data, tmp_path / "out")
+        note("none", "train_ddp.py", "not begun", done.returncode, 0, time.monotonic() - start)
         assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
         assert f"{tmp_path} cannot be written: choose another --checkpoint-dir" in done.stderr
     finally:
@@ -566,7 +579,7 @@ def test_keep_checkpoints(data, tmp_path):
 @pytest.mark.matrix
 def test_stopped_at_twenty_random_steps(data, uninterrupted, tmp_path):
     """Four local ranks, stopped by SIGUSR1 again and again."""
-    moments, stops, shown = random.Random(7), 0, ""
+    moments, stops, shown, start = random.Random(7), 0, "", time.monotonic()
     command = ["./torchrun.sh", "tests/scripts/slowly.py", "0.3", "distributed/train_ddp.py", *DDP]
     command += ["--data-dir", data["train_ddp.py"], "--checkpoint-dir", tmp_path, "--resume"]
     while "Finished" not in shown:
@@ -575,6 +588,7 @@ def test_stopped_at_twenty_random_steps(data, uninterrupted, tmp_path):
         )
         assert status == 0 and ("Stopped after step" in shown or "Finished" in shown), shown
         stops += "Stopped" in shown
+    note("torchrun", "train_ddp.py", "finished", status, stops, time.monotonic() - start)
     assert stops >= 15
     assert_same_run(tmp_path, uninterrupted("train_ddp.py"))
 
@@ -589,6 +603,9 @@ def test_chaos(cluster, data, tmp_path):
     trial = Trial(cluster, "torchrun", "train_ddp.py", data, tmp_path, *options, slow=1)
     command = ("tests/chaos.py", trial.job, "--every", 12, "--faults", 20)
     done = run(sys.executable, *command, env=environment(**cluster.environment), timeout=1500)
+    shown = cluster.show(trial.job)
+    seconds = time.monotonic() - trial.fault_at
+    note(trial.way, trial.script, shown["JobState"], shown["ExitCode"], shown["Restarts"], seconds)
     assert done.returncode == 0 and re.search(r"^COMPLETED after 20 faults", done.stdout, re.M), done.stdout + trial.log
     assert_same_run(trial.out, tmp_path / "reference", 180)
     done_before = 0  # with a checkpoint after every step, no start may lose more than the step it was in
