@@ -107,7 +107,7 @@ requeue_job() {                                      # step, step before, script
     shown=$(scontrol show job "$SLURM_JOB_ID")
     [[ " $* " == *" --checkpoint-dir"* ]] || again+=(--checkpoint-dir "checkpoints/$SLURM_JOB_ID")
     if [[ "$shown" != *JobState=RUNNING* ]]; then
-        reason="Slurm is ending this job"            # scancel, or a requeue that is not ours
+        reason="Slurm is ending or requeueing it"    # scancel, scontrol requeue, preemption
     elif ((step <= before)); then
         reason="it got no further than when it was requeued before"
     elif ((${SLURM_RESTART_COUNT:-0} >= max_restarts)); then

@@ -1,15 +1,23 @@
 """What train_fsdp.py and train_tp.py do alike, and is not what they teach: nanoGPT's recipe, precision, samples."""
 
+import datetime
 import math
 from argparse import Namespace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import characters
 import sharded_checkpoint
 import step_zero
 from char_transformer import CharTransformer
+
+
+def limit_waiting(mesh: DeviceMesh | None, seconds: float):
+    """Makes the groups of a mesh give up, too: what init_process_group was told does not hold for them."""
+    for name in mesh.mesh_dim_names if mesh else ():
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), mesh.get_group(name))
 
 
 def make_optimizer(args: Namespace, model: torch.nn.Module) -> torch.optim.Optimizer:

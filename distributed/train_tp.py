@@ -56,7 +56,7 @@ import heartbeat
 import sharded_checkpoint
 import step_zero
 from char_transformer import CharTransformer, peak_flops
-from language_model import choose_precision, identity, learning_rate, make_optimizer, sample
+from language_model import choose_precision, identity, learning_rate, limit_waiting, make_optimizer, sample
 from parallel_plan import parallel_plan, sum_partial_gradients, whole
 from progress import Progress
 
@@ -269,6 +269,7 @@ def main(args: Namespace):
     if args.sample:
         return sample(args, device)
     mesh = make_mesh(args, device, world_size)
+    limit_waiting(mesh, args.timeout)
     data_rank, data_ranks = data_place(mesh)
     args.precision = choose_precision(args, device, world_size)
     facts = {"characters": characters.read_vocabulary(args.data_dir)["characters"], "val_loss": math.nan}
