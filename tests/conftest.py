@@ -171,13 +171,17 @@ def write_idx(path: Path, shape: tuple[int, ...], data: bytes):
     path.write_bytes(header + data)
 
 
-@pytest.fixture(scope="session")
-def mnist_full(tmp_path_factory) -> Path:
-    """The whole synthetic set, as `aux/prepare_data.py mnist --synthetic` writes it."""
-    folder = tmp_path_factory.mktemp("mnist-full")
-    made = run(sys.executable, "aux/prepare_data.py", "mnist", "--synthetic", "--data-dir", folder)
+def synthetic(name: str, folder: Path) -> Path:
+    """The folder, with a data set that aux/prepare_data.py has made on this machine."""
+    made = run(sys.executable, "aux/prepare_data.py", name, "--synthetic", "--data-dir", folder)
     assert made.returncode == 0, made.stderr
     return folder
+
+
+@pytest.fixture(scope="session")
+def mnist_full(tmp_path_factory) -> Path:
+    """The whole synthetic set."""
+    return synthetic("mnist", tmp_path_factory.mktemp("mnist-full"))
 
 
 def first_images(full: Path, folder: Path, train: int, test: int) -> Path:
@@ -206,11 +210,8 @@ def tiny(mnist_full, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
-    """Prepared text, made on this machine."""
-    folder = tmp_path_factory.mktemp("text")
-    made = run(sys.executable, "aux/prepare_data.py", "shakespeare", "--synthetic", "--data-dir", folder)
-    assert made.returncode == 0, made.stderr
-    return folder
+    """Prepared text."""
+    return synthetic("shakespeare", tmp_path_factory.mktemp("text"))
 
 
 def read_metrics(folder: Path) -> list[dict]:
