@@ -27,6 +27,11 @@ sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux")]
 signal.signal(signal.SIGTERM, signal.default_int_handler)  # like ctrl-C: by way of the fixtures, which end the cluster
 
 
+def cells(pairs: list[tuple], *quick: tuple) -> list:
+    """Cases for parametrize, of which make test runs only those in `quick`."""
+    return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.matrix) for pair in pairs]
+
+
 def environment(**values: object) -> dict[str, str]:
     """This process's environment without what would lead a launcher astray, the virtual environment first in PATH."""
     stray = (
@@ -41,6 +46,8 @@ def environment(**values: object) -> dict[str, str]:
         "LOCAL_",
         "TRAIN_",
         "VIRTUAL_ENV",
+        "ARGS",
+        "MAKE",
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith(stray)}
     clean["PATH"] = f"{Path(sys.executable).parent}:{clean['PATH']}"

@@ -19,6 +19,7 @@ def bench(monkeypatch):
     return module
 
 
+@pytest.mark.matrix  # more than a minute, and it wants the machine for itself
 def test_promised_speed():
     done = run(sys.executable, "aux/bench/mnist.py", "--check", timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from char_transformer import CharTransformer
-from conftest import LAUNCHERS, environment, run
+from conftest import LAUNCHERS, cells, environment, run
 
 SIZES = {"layers": 2, "heads": 4, "width": 32, "context": 16}
 BATCH_SIZE, STEPS, WARMUP_STEPS = 8, 20, 5
@@ -299,20 +299,22 @@ def alone(text, tmp_path_factory) -> dict[int, float]:
     return read_metrics(folder / "out")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("script", [["train_fsdp.py"], ["train_fsdp.py", "--hybrid"], ["train_tp.py"]], ids=" ".join)
+NINE = [(way, script) for way in LAUNCHERS for script in ("train_fsdp.py", "train_fsdp.py --hybrid", "train_tp.py")]
+
+
+@pytest.mark.parametrize(("launcher", "script"), cells(NINE, NINE[0], NINE[5], NINE[7]))
 def test_launchers_give_the_same_losses(script, launcher, cluster, alone, text, tmp_path):
     """Two nodes with two ranks each; --hybrid shards inside a node, and so do the tensor-parallel groups."""
-    command = [LAUNCHERS[launcher], f"distributed/{script[0]}", *script[1:], *FLAGS, "--data-dir", text]
+    command = [LAUNCHERS[launcher], *f"distributed/{script}".split(), *FLAGS, "--data-dir", text]
     job = cluster.sbatch(f"--output={tmp_path}/log", *command, "--checkpoint-dir", tmp_path / "out")
     assert job.state == "COMPLETED", job.log
     assert read_metrics(tmp_path / "out") == pytest.approx(alone, abs=1e-5)
-    if script != ["train_fsdp.py"]:
+    if script != "train_fsdp.py":
         groups = re.findall(r"^\[Rank: \d .*(ranks \d to \d)", job.log, re.M)
         assert groups == ["ranks 0 to 1"] * 2 + ["ranks 2 to 3"] * 2, job.log
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", cells([(way,) for way in LAUNCHERS], ("srun",)))
 def test_bad_sizes_on_every_launcher(launcher, cluster, text, tmp_path):
     bad = {"train_fsdp.py": (("--batch-size", 7), "6 or 8 would do"), "train_tp.py": (("--heads", 1), "1 would do")}
     size = ["--nodes=1", f"--output={tmp_path}/%j"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, REPOSITORY, environment, note, run
+from conftest import LAUNCHERS, REPOSITORY, cells, environment, note, run
 
 VARIABLES = "tests/scripts/variables.py"
 NASTY = [
@@ -53,7 +53,7 @@ def test_way_1_at_512_ranks(cluster, tmp_path):
     assert job.ranks()[0]["job_world_size"] == ["64", "8", "512"]
 
 
-@pytest.mark.parametrize("way", ["torchrun", "mp"])
+@pytest.mark.parametrize("way", cells([("torchrun",), ("mp",)], ("torchrun",)))
 def test_ways_2_and_3_at_16_ranks(way, cluster, tmp_path):
     job = cluster.sbatch("--nodes=8", f"--output={tmp_path}/log", LAUNCHERS[way], VARIABLES, timeout=180)
     assert job.state == "COMPLETED", job.log
@@ -302,7 +302,7 @@ def test_a_failing_rank_ends_the_job(way, fault, cluster, tmp_path):
         assert len(re.findall(CAUSES[way][fault], job.log)) == 1, job.log
 
 
-@pytest.mark.parametrize("way", LAUNCHERS)
+@pytest.mark.parametrize("way", cells([(way,) for way in LAUNCHERS], ("torchrun",)))
 def test_missing_script_and_missing_data(way, cluster, tmp_path):
     job = cluster.sbatch(f"--output={tmp_path}/log-1", LAUNCHERS[way], "distributed/train_dpd.py")
     assert job.state == "FAILED" and job.log.count("no such train script: distributed/train_dpd.py") == 1, job.log

@@ -270,7 +270,7 @@ def test_checksums_find_what_has_changed(server, tmp_path, name, module, flags):
 def test_damaged_digit_is_drawn_again(server, tmp_path, capsys):
     run("mnist", "--data-dir", tmp_path, "--synthetic")
     drawn, path = contents(tmp_path), tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
-    path.write_bytes(path.read_bytes()[:-1] + b"\x07")
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
     run("mnist", "--data-dir", tmp_path, "--synthetic")
     assert f"{path} is damaged and will be replaced" in capsys.readouterr().out and contents(tmp_path) == drawn
 

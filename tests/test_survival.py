@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import chaos
 import checkpoint
-from conftest import LAUNCHERS, REPOSITORY, Cluster, Job, environment, note, read_metrics, run
+from conftest import LAUNCHERS, REPOSITORY, Cluster, Job, cells, environment, note, read_metrics, run
 
 DDP = ["--epochs", 3, "--batch-size", 20, "--log-every", 1]  # 300 images: 45 steps
 LANGUAGE_MODEL = ["--layers", 2, "--heads", 4, "--width", 32, "--context", 32, "--batch-size", 8, "--dropout", 0.2]
@@ -35,11 +35,6 @@ BY_HAND = {
 }
 DIAGONAL = [("srun", "train_ddp.py"), ("torchrun", "train_fsdp.py"), ("mp", "train_tp.py")]
 NINE = [(way, script) for way in LAUNCHERS for script in SCRIPTS]
-
-
-def cells(pairs: list[tuple[str, str]], *quick: tuple[str, str]) -> list:
-    """Launchers with scripts; only those in `quick` are run by make test."""
-    return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.matrix) for pair in pairs]
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +171,7 @@ class Trial:
 # --- asked to stop ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("way", "script"), cells(NINE, *DIAGONAL))
+@pytest.mark.parametrize(("way", "script"), cells(NINE, *DIAGONAL[1:]))
 def test_usr1(way, script, cluster, data, uninterrupted, tmp_path):
     """As --signal=B:USR1@120 sends it: the ranks save, and the batch shell requeues."""
     trial = Trial(cluster, way, script, data, tmp_path)
@@ -186,18 +181,27 @@ def test_usr1(way, script, cluster, data, uninterrupted, tmp_path):
     trial.is_equal_after_a_restart(uninterrupted(script))
 
 
-@pytest.mark.parametrize("options", [["--signal=USR1"], ["--full", "--signal=USR1"], ["--signal=TERM"]], ids=" ".join)
-@pytest.mark.parametrize(("way", "script"), DIAGONAL)
+@pytest.mark.parametrize(
+    ("way", "script", "options"),
+    [
+        ("srun", "train_ddp.py", "--full --signal=USR1"),
+        ("torchrun", "train_fsdp.py", "--signal=USR1"),
+        ("torchrun", "train_fsdp.py", "--full --signal=USR1"),
+        ("torchrun", "train_ddp.py", "--signal=TERM"),
+        ("mp", "train_tp.py", "--signal=USR1"),
+        ("mp", "train_tp.py", "--signal=TERM"),
+    ],
+)
 @pytest.mark.matrix
 def test_signals_that_reach_the_ranks(options, way, script, cluster, data, uninterrupted, tmp_path):
     trial = Trial(cluster, way, script, data, tmp_path)
     trial.train_a_little()
-    trial.signal(*options)
+    trial.signal(*options.split())
     assert trial.wait_for("^Stopped after step .*requeued$") < 15
     trial.is_equal_after_a_restart(uninterrupted(script))
 
 
-@pytest.mark.parametrize(("way", "script"), cells(NINE, DIAGONAL[1]))
+@pytest.mark.parametrize(("way", "script"), cells(NINE))
 def test_scontrol_requeue(way, script, cluster, data, uninterrupted, tmp_path):
     """Slurm ends the ranks with SIGTERM and, KillWait later, SIGKILL: they have that long to save."""
     trial = Trial(cluster, way, script, data, tmp_path)
@@ -300,7 +304,7 @@ CULPRIT = {
 }
 
 
-@pytest.mark.parametrize(("way", "script"), cells(NINE, *DIAGONAL))
+@pytest.mark.parametrize(("way", "script"), cells(NINE, *DIAGONAL[1:]))
 def test_killed_rank(way, script, cluster, data, tmp_path):
     """It ends the job as FAILED, and the log names it."""
     trial = Trial(cluster, way, script, data, tmp_path)
@@ -321,7 +325,7 @@ def test_killed_torchrun(cluster, data, tmp_path):
     assert re.search(rf"^srun: error: {node}: task 1: Killed$", job.log, re.M), job.log
 
 
-@pytest.mark.parametrize(("way", "script"), cells(DIAGONAL, DIAGONAL[1]))
+@pytest.mark.parametrize(("way", "script"), cells(DIAGONAL))
 def test_out_of_memory(way, script, cluster, data, tmp_path):
     """Slurm ends a job that uses more than its --mem; the log names the node."""
     trial = Trial(cluster, way, script, data, tmp_path, sbatch=["--mem=4G"], HUNGRY=2)
@@ -358,6 +362,7 @@ def test_stuck_rank(cluster, data, tmp_path):
     assert trial.ends(60).state == "FAILED"
 
 
+@pytest.mark.matrix
 def test_node_crash(cluster, data, uninterrupted, tmp_path):
     """Slurm requeues the job on other nodes: from crash to training again within 60 s."""
     trial = Trial(
@@ -509,7 +514,7 @@ def test_damaged_checkpoint(script, damage, data, one_rank, tmp_path):
     assert_same_run(tmp_path / "out", one_rank(script))
 
 
-@pytest.mark.parametrize(("script", "ranks"), [("train_ddp.py", 1), ("train_fsdp.py", 2)])
+@pytest.mark.parametrize(("script", "ranks"), cells([("train_ddp.py", 1), ("train_fsdp.py", 2)], ("train_ddp.py", 1)))
 def test_full_disk(script, ranks, data, tmp_path):
     """Old checkpoints stay, the run goes on, and only an end that cannot be saved is a failure."""
     reference, out = tmp_path / "reference", tmp_path / "out"
@@ -600,8 +605,8 @@ def test_chaos(cluster, data, tmp_path):
     longer += ["--checkpoint-dir", tmp_path / "reference"]
     assert run(*longer, env=environment(NPROC_PER_NODE=4, OMP_NUM_THREADS=1)).returncode == 0
     options = ("--epochs", 12, "--checkpoint-every", 1)
-    trial = Trial(cluster, "torchrun", "train_ddp.py", data, tmp_path, *options, slow=1)
-    command = ("tests/chaos.py", trial.job, "--every", 12, "--faults", 20)
+    trial = Trial(cluster, "torchrun", "train_ddp.py", data, tmp_path, *options, slow=1, ALWAYS=1)
+    command = ("tests/chaos.py", trial.job, "--every", 10, "--faults", 20)
     done = run(sys.executable, *command, env=environment(**cluster.environment), timeout=1500)
     shown = cluster.show(trial.job)
     seconds = time.monotonic() - trial.fault_at

@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 
-from conftest import LAUNCHERS, REPOSITORY, environment, read_metrics, run
+from conftest import LAUNCHERS, REPOSITORY, cells, environment, read_metrics, run
 
 STEPS = ["--epochs", "1", "--log-every", "1", "--dropout", "0", "--seed", "7"]
 
@@ -42,9 +42,7 @@ SHAPES = [(way, shape) for way in LAUNCHERS for shape in ("1x2", "2x1", "2x2", "
 QUICK = [("srun", "2x2"), ("torchrun", "2x2"), ("mp", "2x2"), ("srun", "1x2"), ("torchrun", "4x1"), ("mp", "2x1")]
 
 
-@pytest.mark.parametrize(
-    ("way", "shape"), [pytest.param(*x, marks=() if x in QUICK else pytest.mark.matrix) for x in SHAPES]
-)
+@pytest.mark.parametrize(("way", "shape"), cells(SHAPES, *QUICK))
 def test_equal_losses(way, shape, cluster, one_process, mnist, tmp_path):
     nodes, ranks = map(int, shape.split("x"))
     size = [f"--nodes={nodes}", f"--gpus-per-node={ranks}", f"--output={tmp_path}/log"]
@@ -108,6 +106,7 @@ def test_loader_workers_change_nothing(one_process, mnist, tmp_path):
     assert losses(tmp_path) == pytest.approx(one_process[0][:4], rel=2e-4)
 
 
+@pytest.mark.matrix
 def test_resume_continues_the_curve(mnist, tmp_path):
     """Two epochs at once, and one and then another: the same losses, every step once."""
     options = ["--data-dir", mnist, "--log-every", "4", "--dropout", "0"]
@@ -131,6 +130,7 @@ def test_resume_continues_the_curve(mnist, tmp_path):
     assert len(list((tmp_path / "b").glob("*.pt"))) == 2
 
 
+@pytest.mark.matrix
 def test_killed_while_writing_a_checkpoint(cluster, tiny, tmp_path):
     """Rank 0 killed between first byte and rename of the second checkpoint: the first one is whole and goes on."""
     (tmp_path / "site").mkdir()

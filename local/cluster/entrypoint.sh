@@ -54,8 +54,9 @@ printf '%s' "${gpus[@]/#/$'\nName=gpu File='}" >"$cluster/gres.conf"
 cat >>"$cluster/generated.conf" <<END_OF_LINES
 # Not bound to CPUs: every node would take the machine's first one.
 TaskPlugin=task/none
-# The key's day and minute, so that a cluster made anew does not find its predecessor's checkpoints under its own job ids.
-FirstJobId=$(date --reference="$key" +%-j%H%M)
+# The key's second in the year, so that a cluster made anew does not find logs and checkpoints of its predecessor's jobs
+# under its own job ids.
+FirstJobId=$(($(stat --format=%Y "$key") % 31536000 + 1))
 END_OF_LINES
 
 munged --key-file="$key" --socket="$cluster/munge/socket" --pid-file="$cluster/munge/pid" \

@@ -1,5 +1,6 @@
 """Runs a train script (argv[2]) with its arguments as it stands, argv[1] seconds slower at each step.
 
+A requeued job is as fast as it can, unless the variable ALWAYS is set: what was to happen has happened.
 The rank that the variable STUCK names stays for ever in step 8; the one that HUNGRY names takes memory without end.
 """
 
@@ -18,7 +19,8 @@ stop_request.listen()  # as the script itself does, before torch
 
 import checkpoint
 
-seconds, call, memory = float(sys.argv[1]), checkpoint.Boundary.__call__, []
+seconds = float(sys.argv[1]) if stop_request.ATTEMPT == "0" or "ALWAYS" in os.environ else 0
+call, memory = checkpoint.Boundary.__call__, []
 
 
 def slower(self, step):
