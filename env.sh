@@ -2,6 +2,8 @@
 # Read once per job by every launcher, in the batch shell: what to edit for your cluster, then what Slurm already knows.
 # What differs from rank to rank (RANK, LOCAL_RANK) is not here: it exists only inside srun.
 
+trap 'asked_to_stop=1' USR1                          # so early that it cannot end this shell: run_job takes it up
+
 # --- your cluster -----------------------------------------------------------------------------------------------------
 set +u                                               # module and conda are not written for set -u
 # source /etc/profile.d/modules.sh && module load cuda/12.8    # EDIT: whatever `import torch` needs (Lmod: lmod.sh)
@@ -27,10 +29,17 @@ if [[ "${ENV_SH_JOB_ID:-$SLURM_JOB_ID}" != "$SLURM_JOB_ID" ]]; then
     unset NPROC_PER_NODE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS
 fi
 ENV_SH_JOB_ID=$SLURM_JOB_ID
+job=$SLURM_JOB_ID                                    # as scontrol knows it: the number of an array alone is the whole array
+[[ "${SLURM_ARRAY_JOB_ID:-}" != "$SLURM_JOB_ID" ]] || job+=_$SLURM_ARRAY_TASK_ID
+shown=$(scontrol show job "$job") || shown=''
+[[ "$shown" =~ Restarts=([0-9]+) ]] && SLURM_RESTART_COUNT=${BASH_REMATCH[1]}    # what was inherited is not this job's
+[[ "${SLURM_RESTART_COUNT:-}" =~ ^[0-9]+$ ]] || SLURM_RESTART_COUNT=0
+export SLURM_RESTART_COUNT
 command -v python >/dev/null || [[ -e "$CONTAINER_IMAGE" ]] || die "no python on $HOSTNAME: make a .venv here, or edit env.sh"
 
 NNODES=$SLURM_JOB_NUM_NODES
 gpus=${SLURM_GPUS_ON_NODE:-0}
+[[ "$gpus" =~ ^[0-9]+$ ]] || die "SLURM_GPUS_ON_NODE is '$gpus', not a number"
 NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : ${SLURM_NTASKS_PER_NODE:-1}))}
 [[ "$NPROC_PER_NODE" =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE is '$NPROC_PER_NODE', not a number of ranks"
 WORLD_SIZE=$((NPROC_PER_NODE * NNODES))
@@ -61,7 +70,7 @@ ulimit -c 0                                          # no core files: one per ra
 if [[ "${DEBUG:-0}" == 1 ]]; then                    # DEBUG=1 sbatch launch_...sh
     export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL TORCH_CPP_LOG_LEVEL=INFO LOGLEVEL=INFO
     export TORCH_NCCL_TRACE_BUFFER_SIZE=20000 TORCH_NCCL_DUMP_ON_TIMEOUT=1
-    env | grep -E '^(SLURM_|NCCL_|CUDA_VISIBLE|NNODES|NPROC|WORLD|MASTER|OMP)' | grep -v '^SLURM_JWT=' | sort    # a token
+    env | grep -E '^((SLURM|NCCL|CUDA|OMP)_|(NNODES|NPROC_PER_NODE|WORLD_SIZE|MASTER_(ADDR|PORT))=)' | grep -v ^SLURM_JWT= | sort
 fi
 
 # --- the job's step: started, stopped in time, requeued ---------------------------------------------------------------
@@ -69,18 +78,24 @@ fi
 max_restarts=100                                     # EDIT: how often a job may be requeued
 
 run_job() {                                          # script and arguments
-    local outcome='' step before status=0 log=log/$SLURM_JOB_ID start=${SLURM_RESTART_COUNT:-0}
+    local outcome='' step before status=0 log=log/$SLURM_JOB_ID start=$SLURM_RESTART_COUNT
     mkdir -p "$log"
-    [[ "$start" != 0 ]] || rm --recursive --force "$log"/{outcome,ranks}-*    # left by another cluster's job of this number
+    [[ "$start" != 0 ]] || rm --recursive --force "$log"/{outcome,ranks,stop}-*    # left by another cluster's job of this number
     before=$(cat "$log"/outcome-* 2>/dev/null | sort --key=2n | tail --lines=1) || true
     [[ "$before" != finished* ]] || { echo "Finished at step ${before#* } before it was requeued: nothing to do"; exit 0; }
-    export JOB_OUTCOME="$log/outcome-$start"         # of this start: ranks of the one before may still be alive
-    trap 'signalled=1; [[ -z "${pid:-}" ]] || kill -USR1 "$pid" 2>/dev/null || true' USR1    # srun passes it on to the ranks
+    export JOB_OUTCOME="$log/outcome-$start" JOB_STOP="$log/stop-$start"    # ranks of the start before may still be alive
+    # srun passes the signal on to the ranks, those of other programs, too. Ours look for the file as well: they may not
+    # listen yet, and one that does not would die of the signal.
+    trap 'signalled=1; : >"$JOB_STOP" || true; ((SECONDS < 10)) || kill -USR1 "$pid" 2>/dev/null || true' USR1
     trap 'signalled=1' TERM                          # Slurm tells the ranks itself: outlive them
+    [[ -z "${asked_to_stop:-}" ]] || : >"$JOB_STOP"
     # shellcheck disable=SC2154  # start_ranks is the launcher's
     if [[ "${PREFLIGHT:-0}" == 1 ]]; then            # PREFLIGHT=1 sbatch launch_...sh
-        in_background "${start_ranks[@]}" aux/check_ranks.py || die "not started: the preflight above has failed"
+        SECONDS=-3600                                # no signal for these ranks
+        in_background "${start_ranks[@]}" aux/check_ranks.py --before "$@" ||
+            die "not started: the preflight above has failed"
     fi
+    SECONDS=0
     in_background "${start_ranks[@]}" "$@" || status=$?
     trap '' USR1 TERM
     [[ ! -s "$JOB_OUTCOME" ]] || read -r outcome step <"$JOB_OUTCOME"
@@ -103,20 +118,20 @@ in_background() {                                    # bash runs a trap only bet
 }
 
 requeue_job() {                                      # step, step before, script and arguments
-    local shown reason='' step=$1 before=${2:--1} again=(--resume)
-    shown=$(scontrol show job "$SLURM_JOB_ID")
+    local reason='' step=$1 before=${2:--1} again=(--resume)
+    shown=$(scontrol show job "$job") || shown=$(sleep 5 && scontrol show job "$job") || true
     [[ " $* " == *" --checkpoint-dir"* ]] || again+=(--checkpoint-dir "checkpoints/$SLURM_JOB_ID")
-    if [[ "$shown" != *JobState=RUNNING* ]]; then
+    if [[ "$shown" != *JobState=RUNNING*" Restarts=$SLURM_RESTART_COUNT "* ]]; then
         reason="Slurm is ending or requeueing it"    # scancel, scontrol requeue, preemption
     elif ((step <= before)); then
         reason="it got no further than when it was requeued before"
-    elif ((${SLURM_RESTART_COUNT:-0} >= max_restarts)); then
+    elif ((SLURM_RESTART_COUNT >= max_restarts)); then
         reason="it has been requeued $SLURM_RESTART_COUNT times"
-    elif reason=$(scontrol requeue "$SLURM_JOB_ID" 2>&1); then
+    elif reason=$(scontrol requeue "$job" 2>&1); then
         echo "Stopped after step $step, saved, requeued"
         exit 0
     fi
-    [[ "$shown" =~ Command=([^[:space:]]+) ]]
+    [[ "$shown" =~ Command=([^[:space:]]+) ]] || BASH_REMATCH=('' LAUNCHER)
     echo "Stopped after step $step, saved, not requeued: $reason. To go on, add your sbatch options to:" >&2
     echo "    sbatch ${BASH_REMATCH[1]##*/}$(printf ' %q' "${@:3}" "${again[@]}")" >&2
     exit 1

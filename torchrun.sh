@@ -5,6 +5,7 @@
 # Usage: ./torchrun.sh distributed/train_ddp.py --epochs 3
 #        NPROC_PER_NODE=4 ./torchrun.sh distributed/train_ddp.py        (default: one rank per GPU, two without GPUs)
 set -euo pipefail
+trap '' USR1                                         # torchrun would die of it; ranks that save when it comes listen for it
 die() {
     echo "torchrun.sh on ${SLURMD_NODENAME:-$HOSTNAME}: ${*//[[:cntrl:]]/ }" >&2    # in a task HOSTNAME is the batch shell's
     [[ -z "${SLURM_STEP_ID:-}" ]] || sleep 1         # srun ends the step at once, and what it has not read is lost
@@ -46,6 +47,6 @@ if [[ -n "${MASTER_ADDR:-}" && -n "${NNODES:-}" ]]; then
         --local-addr="${SLURMD_NODENAME:-$HOSTNAME}"
     )
 fi
-trap '' USR1                                         # torchrun would die of it; ranks that save when it comes listen for it
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"    # to save after SIGTERM; 30 s by default
 export LOGLEVEL="${LOGLEVEL:-ERROR}"                 # torchrun warns on every node when another node's torchrun ends first
 exec torchrun "${rendezvous[@]}" --nproc-per-node="$NPROC_PER_NODE" "$@"

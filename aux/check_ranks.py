@@ -8,6 +8,7 @@ the rank, the node and the fault, and another exit code. Looked at: CPUs, names 
 /dev/shm, the folder for checkpoints (space, inodes, the same on all nodes; a quota does not show) and the clocks.
 """
 
+import argparse
 import datetime
 import os
 import resource
@@ -33,7 +34,10 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps; or TRAIN_DEVICE")
     parser.add_argument("--checkpoint-dir", type=Path, default="checkpoints", help="the folder that all nodes must see")
     parser.add_timeout_arguments()
-    return parser.parse_args()
+    help = "the script and arguments of the job to come: what it says of the above holds here, too"
+    parser.add_argument("--before", nargs=argparse.REMAINDER, help=help)
+    args = parser.parse_args()
+    return parser.parse_known_args(args.before, namespace=args)[0] if args.before else args
 
 
 if __name__ == "__main__":

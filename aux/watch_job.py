@@ -43,6 +43,8 @@ def main():
     if not suspects:
         print(f"All {len(signs)} ranks are alive, at step {max(sign['step'] for sign in signs)}.")
         return
+    if all(now - sign["time"] > args.after for sign in signs):
+        sys.exit(f"No rank has given a sign for {args.after:.0f} s: the job has ended, or the shared folder hangs.")
     for host, why in suspects.items():
         print(f"{host}: {why}")
     print("If it is the node, submit again without it:  sbatch --exclude=" + ",".join(suspects))

@@ -54,7 +54,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
         help = "so many steps, 500, or minutes, 10m; at the end, and when the job is asked to stop, in any case"
         self.add_argument("--checkpoint-every", type=interval, default="10m", metavar="N|Nm", help=help)
-        self.add_argument("--keep-checkpoints", type=whole_number(1), default=2, metavar="N", help="the newest N")
+        self.add_argument("--keep-checkpoints", type=whole_number(2), default=2, metavar="N", help="the newest N")
         help = "go on from the newest checkpoint in --checkpoint-dir (a requeued job does so unasked)"
         self.add_argument("--resume", action="store_true", default=ATTEMPT != "0", help=help)
 
@@ -62,7 +62,7 @@ class ArgumentParser(argparse.ArgumentParser):
         """How long a rank waits for others: slow nodes may come late, but in training none should be far behind."""
         seconds = {"type": number(1), "metavar": "SECONDS"}
         self.add_argument("--init-timeout", default=300, help="to wait for all ranks at the start", **seconds)
-        self.add_argument("--timeout", default=120, help="to wait for a rank in a collective", **seconds)
+        self.add_argument("--timeout", default=120, help="to wait for a rank in a step, a load or a save", **seconds)
 
     def parse_args(self, arguments: list[str] | None = None) -> argparse.Namespace:
         """Fills in the folder for checkpoints: one of the job's, or without Slurm of the moment's."""

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import sys
 import time
 import zipfile
@@ -37,11 +38,6 @@ class Boundary:
     def __init__(self, args: Namespace, step: int, rank: int, world_size: int, device: torch.device):
         self.args, self.rank, self.world_size, self.device = args, rank, world_size, device
         self.step, self.next, self.time, self.saved = step, step + 1, time.monotonic(), time.monotonic()
-        if rank == 0:
-            try:
-                stop_request.claim(args.checkpoint_dir)
-            except OSError as error:
-                step_zero.stop(f"{args.checkpoint_dir} cannot be written ({error.strerror}): nothing could be saved")
 
     def __call__(self, step: int) -> tuple[bool, bool]:
         """After step number `step`, on every rank: whether to save, and whether to stop."""
@@ -51,7 +47,8 @@ class Boundary:
         if step < self.next:
             return save, False
         now = time.monotonic()
-        stop, overdue = stop_request.received > 0, unit == "minutes" and now - self.saved > 60 * every
+        overdue = unit == "minutes" and now - self.saved > 60 * every
+        stop = stop_request.received > 0 or (self.rank == 0 and stop_request.launcher_asks())
         other = self.rank == 0 and owner_fault(self.args.checkpoint_dir) is not None
         stop, overdue, other, speed = self.highest(stop, overdue, other, (step - self.step) / (now - self.time))
         if other:
@@ -70,6 +67,26 @@ class Boundary:
         return known.tolist()
 
 
+def take_over(folder: Path, rank: int):
+    """From now on no other attempt writes into `folder`. On every rank, before anything in there is read."""
+    if rank != 0:
+        return
+    try:
+        fault = stop_request.claim(folder)
+    except OSError as error:
+        fault = f"{folder} cannot be written ({error.strerror}): nothing could be saved"
+    if fault:
+        step_zero.stop(fault)
+    for path in folder.glob(".checkpoint_step_*.tmp"):  # of attempts that were killed while they saved
+        remove(path)
+
+
+def remove(path: Path):
+    """A checkpoint, file or folder. What cannot be removed stays: no reason to end a training."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
 def save(state: dict, folder: Path, step: int, keep: int) -> bool:
     """Writes checkpoint_step_N.pt, whole or not at all, and removes all but the newest `keep`. By rank 0 alone.
 
@@ -85,19 +102,25 @@ def save(state: dict, folder: Path, step: int, keep: int) -> bool:
             os.fsync(file.fileno())
         publish(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        remove(temporary)
         warn_not_saved(path, first_line(error))
         return False
-    for old in find(folder)[keep:]:
-        old.unlink()
+    prune(folder, step, keep)
     return True
+
+
+def prune(folder: Path, step: int, keep: int):
+    """Removes all but the newest `keep` of the checkpoints up to this step. Those beyond are nothing to count on."""
+    for old in [path for path in find(folder) if step_of(path) <= step][keep:]:
+        remove(old)
 
 
 def publish(temporary: Path, path: Path):
     """Gives a file or folder its name, unless another start of the job has taken over; then this one ends."""
     if fault := owner_fault(path.parent):
         step_zero.stop(fault)
+    if path.is_dir():  # a name that is taken, os.replace gives to a file only
+        shutil.rmtree(path)
     os.replace(temporary, path)
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)  # the new name, too, must survive a power cut
@@ -130,17 +153,27 @@ def find(folder: Path) -> list[Path]:
 
     Files checkpoint_step_N.pt, or the folders checkpoint_step_N that sharded_checkpoint.py writes.
     """
-    matches = [re.fullmatch(r"checkpoint_step_(\d+)(?:\.pt)?", path.name) for path in folder.glob("checkpoint_*")]
-    newest_first = sorted(filter(None, matches), key=lambda match: -int(match[1]))
-    return [folder / match[0] for match in newest_first]
+    named = [path for path in folder.glob("checkpoint_*") if re.fullmatch(r"checkpoint_step_\d+(\.pt)?", path.name)]
+    return sorted(named, key=step_of, reverse=True)
 
 
-def in_the_way(folder: Path, resume: bool) -> str | None:
-    """One sentence when a new run would mix its checkpoints with those of another one, or can have none; or None."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not os.access(there, os.W_OK):
+def step_of(path: Path) -> int:
+    return int(path.name.removesuffix(".pt").removeprefix("checkpoint_step_"))
+
+
+def in_the_way(folder: Path, resume: bool, suffix: str) -> str | None:
+    """One sentence when a run would mix its checkpoints (of that suffix) with others, or can have none; or None."""
+    try:
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        usable = there.is_dir() and os.access(there, os.W_OK)
+        found = find(folder)
+    except OSError as error:  # a name that is too long, say
+        return f"--checkpoint-dir cannot be used: {error.strerror}"
+    if not usable:
         return f"{there} cannot be written: choose another --checkpoint-dir"
-    if resume or not (found := find(folder)):
+    if foreign := next((path for path in found if path.suffix != suffix), None):
+        return f"{foreign} is of a script that saves otherwise: choose another --checkpoint-dir"
+    if resume or not found:
         return None
     return f"{found[0]} is of an earlier run: continue that one with --resume, or choose another --checkpoint-dir"
 
@@ -159,7 +192,10 @@ def finish(step: int, total_steps: int, saved: bool, rank: int, result: str):
         step_zero.stop("the last steps could not be saved", rank, speak=rank == 0)
     if rank == 0:
         done = step == total_steps
-        stop_request.tell_launcher("finished" if done else "stopped", step)
+        try:
+            stop_request.tell_launcher("finished" if done else "stopped", step)
+        except OSError as error:
+            step_zero.stop(f"step {step} is saved, but no launcher can be told ({error.strerror}): --resume goes on")
         print(f"Finished: {result}" if done else f"Stopped after step {step}: --resume goes on", flush=True)
 
 
@@ -174,8 +210,16 @@ def load_newest(folder: Path) -> dict | None:
             reason = f"{damaged} in it fails its checksum"
         except Exception as error:  # truncated, it raises one of half a dozen kinds, depending on where it was cut
             reason = first_line(error)
-        print(f"warning: checkpoint {path} is damaged and skipped: {reason}", file=sys.stderr, flush=True)
+        pass_over(path, reason)
     return None
+
+
+def pass_over(path: Path, reason: str):
+    """Names a damaged checkpoint, and puts it aside: it must not count as one of those to keep."""
+    print(f"warning: checkpoint {path} is damaged and skipped: {reason}", file=sys.stderr, flush=True)
+    if owner_fault(path.parent) is None:
+        with contextlib.suppress(OSError):
+            os.replace(path, path.with_name(f"damaged_{path.name}"))
 
 
 def load_on_all_ranks(folder: Path, rank: int, world_size: int, device: torch.device) -> dict | None:

@@ -7,6 +7,7 @@ ranks. So half-way there the job's log gets a sentence with the rank, the host a
 The files are log/JOB/ranks-START/RANK, a line of JSON each; aux/watch_job.py shows them.
 """
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -28,7 +29,11 @@ def start(rank: int, world_size: int, timeout: float):
     """Starts the thread that gives the signs, if this is a job. `timeout`, in seconds, is that of the collectives."""
     if world_size > 1 and "SLURM_JOB_ID" in os.environ:
         folder = Path("log", os.environ["SLURM_JOB_ID"], f"ranks-{ATTEMPT}")
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / str(rank)).touch()
+        except OSError as error:
+            return say(rank, f"warning: no signs of life in {folder}: {error.strerror}")
         threading.Thread(target=beat, args=(folder, rank, world_size, timeout), daemon=True).start()
 
 
@@ -43,9 +48,8 @@ def beat(folder: Path, rank: int, world_size: int, timeout: float):
             stuck = mine.too_long((step, stack))
             sign = {"rank": rank, "host": HOST, "step": step, "time": time.time(), "stack": stack, "waits": waits}
             sign["still"] = time.monotonic() - mine.since  # seconds at this step and place
-            file.seek(0)
-            file.write(json.dumps(sign).ljust(LINE))
-            file.flush()
+            with contextlib.suppress(OSError):  # a full disk; the line is as long as the one it takes the place of
+                os.pwrite(file.fileno(), json.dumps(sign).encode().ljust(LINE), 0)
             other = read(folder / str((rank - 1) % world_size))
             if neighbours.too_long(other) and other:
                 who = f"rank {other['rank']} on {other['host']}"
@@ -82,7 +86,8 @@ def main_stack() -> tuple[list[str], bool]:
     """What this rank's main thread is doing, the innermost call last, and whether that is to wait for other ranks."""
     frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
     inside_torch = ("torch/distributed/", "torch/autograd/")  # gloo's collectives of a backward pass are in autograd
-    waits = any(part in frames[-1].filename for part in inside_torch)
+    ours = ("highest", "all_reduced")  # with NCCL, ranks wait where the result is read
+    waits = any(part in frames[-1].filename for part in inside_torch) or frames[-1].name in ours
     return [f"{frame.name} ({frame.filename}:{frame.lineno})" for frame in frames][-12:], waits
 
 

@@ -54,7 +54,8 @@ def choose_precision(args: Namespace, device: torch.device, world_size: int) -> 
 
 def identity(args: Namespace) -> dict:
     """What makes a run the same run when it is resumed, whatever the number of ranks and however the model is split."""
-    names = "layers heads width context dropout batch_size steps learning_rate warmup_steps weight_decay clip seed"
+    names = "layers heads width context dropout batch_size steps learning_rate warmup_steps weight_decay clip"
+    names += " seed precision"
     data = characters.read_vocabulary(args.data_dir)["sha256"][:12]
     return {name: vars(args)[name] for name in names.split()} | {"data": data}
 

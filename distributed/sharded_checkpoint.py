@@ -9,8 +9,6 @@ Beware: the format's index (.metadata) is a Python pickle. Load only checkpoints
 
 import json
 import os
-import shutil
-import sys
 import warnings
 import zlib
 from collections.abc import Callable
@@ -24,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import stop_request
-from checkpoint import find, first_line, publish, warn_not_saved
+from checkpoint import find, first_line, pass_over, prune, publish, remove, step_of, warn_not_saved
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict, keep: int) -> bool:
@@ -35,10 +33,11 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
     """
     rank, world_size = place()
     path = folder / f"checkpoint_step_{step}"
-    temporary = folder / f".checkpoint_step_{step}.{stop_request.ATTEMPT}.tmp"
+    job = os.environ.get("SLURM_JOB_ID", "none")
+    temporary = folder / f".checkpoint_step_{step}.{job}.{stop_request.ATTEMPT}.tmp"
 
     def prepare():
-        shutil.rmtree(temporary, ignore_errors=True)  # of an attempt that was killed
+        remove(temporary)  # it could not be written before
         temporary.mkdir(parents=True)
 
     def write():
@@ -46,11 +45,11 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
             dcp.save(state_of(model, optimizer), checkpoint_id=temporary, no_dist=world_size == 1)
 
     def finish():
+        whole = json.dumps({"step": step, **facts, "files": files})
         with (temporary / "whole.json").open("w") as file:
-            json.dump({"step": step, **facts, "files": files}, file)
+            file.write(f"{whole}\n{zlib.crc32(whole.encode())}\n")
             file.flush()
             os.fsync(file.fileno())
-        shutil.rmtree(path, ignore_errors=True)  # a damaged one of the same step
         publish(temporary, path)
 
     try:
@@ -60,11 +59,11 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
         on_all_ranks(finish if rank == 0 else None, world_size)
     except OSError as error:
         if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove(temporary)
             warn_not_saved(path, str(error))
         return False
-    for old in find(folder)[keep:] if rank == 0 else []:
-        shutil.rmtree(old, ignore_errors=True)
+    if rank == 0:
+        prune(folder, step, keep)
     return True
 
 
@@ -90,19 +89,25 @@ def newest(folder: Path) -> tuple[Path, dict] | None:
         dist.broadcast_object_list(candidates, src=0)
     for path in candidates[0]:
         try:
-            facts = json.loads((path / "whole.json").read_text())
-            promised = facts["files"]
-        except (OSError, ValueError, KeyError) as error:
-            facts, promised, reason = {}, None, f"its whole.json cannot be read ({error})"
-        found = merged(agree(measure_files(path, rank, world_size), world_size))
-        if promised is not None:
-            names = sorted(name for name in found.keys() | promised.keys() if found.get(name) != promised.get(name))
-            reason = f"{names[0]} in it is not the file that was written" if names else None
-        if all(agree(reason is None, world_size)):
-            return path, facts
+            facts = on_all_ranks(lambda path=path: read_facts(path), world_size)[0]
+            found = merged(on_all_ranks(lambda path=path: measure_files(path, rank, world_size), world_size))
+            names = {name for name in found.keys() | facts["files"] if found.get(name) != facts["files"].get(name)}
+            if not names:
+                return path, facts
+            reason = f"{min(names)} in it is not the file that was written"
+        except OSError as error:
+            reason = str(error)
         if rank == 0:
-            print(f"warning: checkpoint {path} is damaged and skipped: {reason}", file=sys.stderr, flush=True)
+            pass_over(path, reason)
     return None
+
+
+def read_facts(path: Path) -> dict:
+    """What whole.json in a checkpoint says. Raises OSError when that is not what was written."""
+    whole, _, checksum = (path / "whole.json").read_text(errors="replace").rstrip("\n").partition("\n")
+    if checksum != str(zlib.crc32(whole.encode())) or json.loads(whole)["step"] != step_of(path):
+        raise OSError("its whole.json is not the file that was written")
+    return json.loads(whole)
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):

@@ -35,6 +35,11 @@ def parse_arguments() -> list[str]:
 
 if __name__ == "__main__":
     command = parse_arguments()  # before torch: a typing mistake costs no second
+    # Slurm signals every process of a step, and what it means is for the ranks to decide. They inherit what is ignored,
+    # until they listen: SIGUSR1 would end them. A handler, they do not.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: None)
 
 import torch
 import torch.multiprocessing as mp
@@ -77,11 +82,6 @@ def main(command: list[str]) -> int:
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpus // nproc_per_node)))
 
-    # Slurm signals every process of a step, and what it means is for the ranks to decide. They inherit what is ignored,
-    # until they listen: SIGUSR1 would end them. A handler, they do not.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: None)
     try:
         mp.spawn(run_rank, (node_rank, nnodes, nproc_per_node, command), nprocs=nproc_per_node)
     except mp.ProcessExitedException as failure:

@@ -98,7 +98,9 @@ def meet(launcher: str, rank: int, local_rank: int, world_size: int, timeout: da
         time.sleep(5)  # if rank 0 failed to open the store, it says so and this rank is ended
         stop(f"no rendezvous at {address}:{port} within {timeout}: {str(error).splitlines()[0]}", rank)
     mine = f"job {os.environ.get('SLURM_JOB_ID', 'none')}, start {stop_request.ATTEMPT}"
-    owner = store.compare_set("job", "", mine).decode()
+    if rank == 0:
+        store.set("job", mine)
+    owner = store.get("job").decode()
     if owner != mine:  # else the ranks of two jobs would train together, as far as they fit
         taken = f"{address}:{port} is the rendezvous of {owner}, not of {mine}: submit with MASTER_PORT=ANOTHER"
         stop(taken, rank, speak=rank == 0)

@@ -6,6 +6,7 @@ follows is done between two steps, by all ranks together: see checkpoint.Boundar
 """
 
 import os
+import re
 import signal
 import socket
 import time
@@ -42,17 +43,27 @@ def tell_launcher(outcome: str, step: int):
         write_whole(Path(path), f"{outcome} {step}\n")
 
 
+def launcher_asks() -> bool:
+    """Whether run_job in env.sh has had a signal, maybe before there was a rank that listened."""
+    return os.path.exists(os.environ.get("JOB_STOP", ""))
+
+
 def token() -> str:
     """Who writes into a checkpoint folder: a start of a job, or a process."""
     return f"job {os.environ.get('SLURM_JOB_ID', 'none')}, start {ATTEMPT}, {HOST}:{os.getpid()}"
 
 
-def claim(folder: Path):
-    """From now on this start of the job is the only one that may write into `folder`. By rank 0.
+def claim(folder: Path) -> str | None:
+    """From now on this start of the job is the only one that may write into `folder`. By rank 0. Raises OSError.
 
-    Slurm requeues a job whose node it has lost sight of, and on that node the old ranks may well be alive.
+    Slurm requeues a job whose node it has lost sight of, and on that node the old ranks may well be alive: one of them
+    that comes as late as here gets a sentence instead.
     """
+    start = re.fullmatch(r"job (\d+), start (\d+), .*", owner(folder))
+    if start and start[1] == os.environ.get("SLURM_JOB_ID") and int(start[2]) > int(ATTEMPT):
+        return f"{folder} belongs to a later start of this job: this one has been superseded, and ends"
     write_whole(folder / "owner", token())
+    return None
 
 
 def owner(folder: Path) -> str:

@@ -236,7 +236,7 @@ def find_fault(args: Namespace) -> str | None:
     """What is wrong with the arguments or the files on this node, in one sentence, or None."""
     world_size = find_ranks()[3]
     fault = uneven("--batch-size", args.batch_size, world_size, f"{world_size} ranks")
-    return fault or mnist.missing_data(args.data_dir) or checkpoint.in_the_way(args.checkpoint_dir, args.resume)
+    return fault or mnist.missing_data(args.data_dir) or checkpoint.in_the_way(args.checkpoint_dir, args.resume, ".pt")
 
 
 def main(args: Namespace):
@@ -255,6 +255,7 @@ def main(args: Namespace):
 
     step, loss, accuracy, stop, saved = 0, math.nan, math.nan, False, True
     parts = {"model": bare_model, "optimizer": optimizer, "scaler": scaler}
+    checkpoint.take_over(args.checkpoint_dir, rank)
     if args.resume and (state := checkpoint.load_on_all_ranks(args.checkpoint_dir, rank, world_size, device)):
         if fault := checkpoint.changes(args.checkpoint_dir, state["run"], facts):
             step_zero.stop(fault, rank, speak=rank == 0)
@@ -264,7 +265,7 @@ def main(args: Namespace):
         for name, part in parts.items():
             part.load_state_dict(state[name])
     if args.resume and rank == 0:
-        print(f"Resumed after step {step}" if step else f"No checkpoint in {args.checkpoint_dir} yet", flush=True)
+        print(f"Resumed after step {step}" if step else f"No whole checkpoint in {args.checkpoint_dir}", flush=True)
 
     total_steps = min(args.epochs * len(train_loader), args.max_steps or sys.maxsize)
     progress = Progress(args.checkpoint_dir if rank == 0 else None, "images", step, total_steps)

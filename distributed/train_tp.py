@@ -261,7 +261,7 @@ def find_fault(args: Namespace) -> str | None:
     if args.sample:
         return "--sample takes one process: start it with python, without a launcher" if world_size > 1 else None
     fault = characters.missing_data(args.data_dir, args.context) or bad_sizes(args, rank, local_rank, world_size)
-    return fault or checkpoint.in_the_way(args.checkpoint_dir, args.resume)
+    return fault or checkpoint.in_the_way(args.checkpoint_dir, args.resume, "")
 
 
 def main(args: Namespace):
@@ -286,6 +286,7 @@ def main(args: Namespace):
     optimizer = make_optimizer(args, model)
 
     step, stop, saved = 0, False, True
+    checkpoint.take_over(args.checkpoint_dir, rank)
     if args.resume and (found := sharded_checkpoint.newest(args.checkpoint_dir)):
         path, before = found
         if fault := checkpoint.changes(args.checkpoint_dir, before["run"], facts["run"]):
@@ -293,7 +294,7 @@ def main(args: Namespace):
         sharded_checkpoint.load(path, model, optimizer)
         step, facts["val_loss"] = before["step"], before["val_loss"]
     if args.resume and rank == 0:
-        print(f"Resumed after step {step}" if step else f"No checkpoint in {args.checkpoint_dir} yet", flush=True)
+        print(f"Resumed after step {step}" if step else f"No whole checkpoint in {args.checkpoint_dir}", flush=True)
 
     windows = characters.windows(args.data_dir, "train", args.context)
     progress = Progress(args.checkpoint_dir if rank == 0 else None, "tokens", step, args.steps)

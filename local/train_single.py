@@ -164,7 +164,7 @@ def evaluate(args: Namespace, model: nn.Module, loader: DataLoader, device: torc
 
 
 def main(args: Namespace):
-    if fault := mnist.missing_data(args.data_dir) or checkpoint.in_the_way(args.checkpoint_dir, args.resume):
+    if fault := mnist.missing_data(args.data_dir) or checkpoint.in_the_way(args.checkpoint_dir, args.resume, ".pt"):
         sys.exit(f"train_single.py: {fault}")
     device = choose_device(args.device)
     print(f"Data: {mnist.describe(args.data_dir)}. Device: {device}. Checkpoints: {args.checkpoint_dir}")
@@ -178,6 +178,7 @@ def main(args: Namespace):
 
     step, loss, accuracy, stop, saved = 0, math.nan, math.nan, False, True
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    checkpoint.take_over(args.checkpoint_dir, 0)
     if args.resume and (state := checkpoint.load_newest(args.checkpoint_dir)):
         if fault := checkpoint.changes(args.checkpoint_dir, state["run"], facts):
             sys.exit(f"train_single.py: {fault}")
@@ -185,7 +186,7 @@ def main(args: Namespace):
         for name, part in parts.items():
             part.load_state_dict(state[name])
     if args.resume:
-        print(f"Resumed after step {step}" if step else f"No checkpoint in {args.checkpoint_dir} yet", flush=True)
+        print(f"Resumed after step {step}" if step else f"No whole checkpoint in {args.checkpoint_dir}", flush=True)
 
     total_steps = min(args.epochs * len(train_loader), args.max_steps or sys.maxsize)
     progress = Progress(args.checkpoint_dir, "images", step, total_steps)

@@ -113,6 +113,27 @@ def test_a_fault_behind_a_spawner(way, cluster, tmp_path):
     assert re.search(rf"^\[Rank 2 on {node}\] does not see", job.log, re.M), job.log
 
 
+def test_in_front_of_a_job(cluster, tiny, tmp_path):
+    """PREFLIGHT=1: its own nodes and its own folder, then the job. Submitted from a job that has been requeued."""
+    size = ["--nodelist=node-[14-15]", f"--output={REPOSITORY}/%x_%j.out", LAUNCHERS["srun"]]
+    command = [*size, "distributed/train_ddp.py", "--data-dir", tiny, "--max-steps", 2, "--checkpoint-dir"]
+    environment = {"PREFLIGHT": 1, "SLURM_RESTART_COUNT": 3}
+    passed = cluster.sbatch(*command, tmp_path / "seen", env=environment)
+    assert cluster.exec("mount", "-t", "tmpfs", "own", tmp_path, node="node-15").returncode == 0
+    try:
+        failed = cluster.sbatch(*command, tmp_path / "unseen", env=environment)
+    finally:
+        cluster.exec("umount", tmp_path, node="node-15")
+    for job in (passed, failed):
+        Path(cluster.show(job.id)["StdOut"]).unlink()
+    assert passed.state == "COMPLETED" and passed.log.index("VERDICT: 4 ranks") < passed.log.index("Finished: "), (
+        passed.log
+    )
+    assert "Resumed" not in passed.log and (REPOSITORY / f"log/{passed.id}/outcome-0").read_text() == "finished 2\n"
+    assert failed.state == "FAILED" and failed.log.count("does not see what rank 0 writes in") == 1, failed.log
+    assert "not started: the preflight above has failed" in failed.log and failed.log.count("Step 0") == 1, failed.log
+
+
 def test_the_difference_of_clocks_is_never_the_network():
     """A slow all-reduce makes long spans, which overlap; only clocks that really differ leave a gap."""
     ours = [(100.0, 100.1), (101.0, 104.0)]  # an all-reduce of 0.1 s and one of 3 s

@@ -38,9 +38,18 @@ NINE = [(way, script) for way in LAUNCHERS for script in SCRIPTS]
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def disk(tmp_path_factory) -> Path:
+    """A file system that can be made small or read-only while all nodes see it: mounted before they start."""
+    folder = tmp_path_factory.mktemp("disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(disk):
     """Nodes of its own: some of them do not survive."""
-    cluster = Cluster(f"survival-{os.getpid()}", nodes=10, cpus=4, gpus=2)
+    cluster = Cluster(f"survival-{os.getpid()}", nodes=12, cpus=4, gpus=2)
     yield cluster
     cluster.down()
 
@@ -78,6 +87,7 @@ def uninterrupted(data, tmp_path_factory):
         if script not in folders:
             out = tmp_path_factory.mktemp(script)
             command = ["./torchrun.sh", f"distributed/{script}", "--data-dir", data[script], *SCRIPTS[script]]
+            command += ["--checkpoint-every", 30]  # and at the end
             done = run(*command, "--checkpoint-dir", out, env=environment(NPROC_PER_NODE=4, OMP_NUM_THREADS=1))
             assert done.returncode == 0, done.stderr
             folders[script] = out
@@ -362,16 +372,15 @@ def test_stuck_rank(cluster, data, tmp_path):
     assert trial.ends(60).state == "FAILED"
 
 
+@pytest.mark.parametrize(("way", "script", "index"), [("torchrun", "train_fsdp.py", 1), ("srun", "train_ddp.py", 0)])
 @pytest.mark.matrix
-def test_node_crash(cluster, data, uninterrupted, tmp_path):
-    """Slurm requeues the job on other nodes: from crash to training again within 60 s."""
-    trial = Trial(
-        cluster, "torchrun", "train_fsdp.py", data, tmp_path, "--checkpoint-every", 5, sbatch=["--exclude=node-1"]
-    )
-    node = trial.train_a_little()[1]
+def test_node_crash(way, script, index, cluster, data, uninterrupted, tmp_path):
+    """Slurm requeues the job on other nodes: from crash to training again within 60 s. Node 0 has the batch shell."""
+    trial = Trial(cluster, way, script, data, tmp_path, "--checkpoint-every", 5, sbatch=["--exclude=node-1"])
+    node = trial.train_a_little()[index]
     os.kill(int(Path(f"/run/slurm-cluster-{cluster.environment['CLUSTER']}/{node}.pid").read_text()), signal.SIGKILL)
     assert trial.wait_for("^Resumed after step [1-9]", 60) < 60
-    trial.is_equal_after_a_restart(uninterrupted("train_fsdp.py"))
+    trial.is_equal_after_a_restart(uninterrupted(script))
 
 
 @pytest.mark.matrix
@@ -456,12 +465,10 @@ def test_two_jobs_on_one_port(cluster, data, uninterrupted, tmp_path):
 # --- disks and files --------------------------------------------------------------------------------------------------
 
 
-def alone(script: str, data: dict, out: Path, *options, ranks: int = 1) -> subprocess.CompletedProcess:
-    """A whole run on this machine, as one process or on spawned ranks."""
+def alone(script: str, data: dict, out: Path, *options) -> subprocess.CompletedProcess:
+    """A whole run on this machine, as one process."""
     command = (f"distributed/{script}", "--data-dir", data[script], *SCRIPTS[script], "--checkpoint-dir", out)
-    command = command if ranks == 1 else ("distributed/spawn_ranks.py", *command)
-    env = environment(OMP_NUM_THREADS=1, NPROC_PER_NODE=ranks)
-    return run(sys.executable, *command, "--device", "cpu", *options, env=env)
+    return run(sys.executable, *command, "--device", "cpu", *options)
 
 
 @pytest.fixture(scope="module")
@@ -497,47 +504,101 @@ def a_web_page(content: bytes) -> bytes:
     return b"<!DOCTYPE html><html><body>502 Bad Gateway</body></html>"
 
 
-@pytest.mark.parametrize("damage", [truncated, flipped, zeroed, a_web_page], ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("script", ["train_ddp.py", pytest.param("train_fsdp.py", marks=pytest.mark.matrix)])
-def test_damaged_checkpoint(script, damage, data, one_rank, tmp_path):
+DAMAGE = [truncated, flipped, zeroed, a_web_page]
+DAMAGED = [(way, script, damage) for way, script in DIAGONAL[:2] for damage in DAMAGE]
+
+
+@pytest.mark.parametrize(("way", "script", "damage"), cells(DAMAGED, DAMAGED[0], DAMAGED[5]))
+def test_damaged_checkpoint(way, script, damage, cluster, data, uninterrupted, tmp_path):
     """It is named and passed over: the one before goes on, to the same end."""
-    shutil.copytree(one_rank(script), tmp_path / "out")
+    shutil.copytree(uninterrupted(script), tmp_path / "out")
     newest, before = checkpoint.find(tmp_path / "out")
     file = max(newest.glob("*.distcp")) if newest.is_dir() else newest
     file.write_bytes(damage(file.read_bytes()))
-    start = time.monotonic()
-    done = alone(script, data, tmp_path / "out", "--resume")
-    note("none", script, "went on", done.returncode, 0, time.monotonic() - start)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("is damaged and skipped") == 1 and str(newest) in done.stderr
-    assert f"Resumed after step {before.name.removesuffix('.pt')[16:]}" in done.stdout
-    assert_same_run(tmp_path / "out", one_rank(script))
+    job = Trial(cluster, way, script, data, tmp_path, "--resume", slow=0).ends()
+    assert job.state == "COMPLETED", job.log
+    assert job.log.count(f"checkpoint {newest} is damaged and skipped") == 1, job.log
+    assert re.search(rf"^Resumed after step {checkpoint.step_of(before)}$", job.log, re.M), job.log
+    assert (tmp_path / "out" / f"damaged_{newest.name}").exists()
+    assert_same_run(tmp_path / "out", uninterrupted(script))
 
 
-@pytest.mark.parametrize(("script", "ranks"), cells([("train_ddp.py", 1), ("train_fsdp.py", 2)], ("train_ddp.py", 1)))
-def test_full_disk(script, ranks, data, tmp_path):
+def test_damaged_checkpoints_never_push_out_whole_ones(data, tmp_path):
+    """Two that cannot be read, of later steps: they are put aside, and two of this run are kept."""
+    for step in (900, 1000):
+        (tmp_path / f"checkpoint_step_{step}.pt").write_bytes(b"nothing")
+    done = alone("train_ddp.py", data, tmp_path, "--checkpoint-every", 5, "--resume")
+    assert done.returncode == 0 and "No whole checkpoint in" in done.stdout, done.stderr
+    assert [checkpoint.step_of(path) for path in checkpoint.find(tmp_path)] == [45, 40]
+    assert len(list(tmp_path.glob("damaged_*"))) == 2
+
+
+def test_damage_to_what_says_which_step_it_is(data, one_rank, tmp_path):
+    """A flipped bit in whole.json would give the right weights a wrong place in the data."""
+    shutil.copytree(one_rank("train_fsdp.py"), tmp_path / "out")
+    newest, before = checkpoint.find(tmp_path / "out")
+    whole = newest / "whole.json"
+    whole.write_text(whole.read_text().replace(f'"step": {checkpoint.step_of(newest)}', '"step": 44'))
+    done = alone("train_fsdp.py", data, tmp_path / "out", "--resume")
+    assert done.returncode == 0 and "its whole.json is not the file that was written" in done.stderr, done.stderr
+    assert f"Resumed after step {checkpoint.step_of(before)}" in done.stdout
+    assert_same_run(tmp_path / "out", one_rank("train_fsdp.py"))
+
+
+def test_folder_of_another_script(data, one_rank, tmp_path):
+    shutil.copytree(one_rank("train_fsdp.py"), tmp_path / "out")
+    done = alone("train_ddp.py", data, tmp_path / "out", "--resume")
+    assert done.returncode == 1 and "is of a script that saves otherwise" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_late_start_of_the_same_job(data, tmp_path):
+    """A start that comes up after the one that Slurm has put in its place does not take the folder from it."""
+    (tmp_path / "owner").write_text("job 7, start 2, node-3:4711")
+    command = [sys.executable, "distributed/train_ddp.py", *DDP, "--data-dir", data["train_ddp.py"], "--checkpoint-dir"]
+    done = run(*command, tmp_path, env=environment(OMP_NUM_THREADS=1, SLURM_JOB_ID=7, SLURM_RESTART_COUNT=1))
+    assert done.returncode == 1 and "belongs to a later start of this job" in done.stderr, done.stderr
+    assert (tmp_path / "owner").read_text() == "job 7, start 2, node-3:4711" and not checkpoint.find(tmp_path)
+
+
+def remount(disk: Path, option: str):
+    subprocess.run(["mount", "-o", f"remount,{option}", disk], check=True)
+
+
+@pytest.mark.parametrize(("way", "script"), cells(DIAGONAL[:2], DIAGONAL[0]))
+def test_full_disk(way, script, cluster, disk, data, uninterrupted, tmp_path):
     """Old checkpoints stay, the run goes on, and only an end that cannot be saved is a failure."""
-    reference, out = tmp_path / "reference", tmp_path / "out"
-    assert alone(script, data, reference, "--checkpoint-every", 30, ranks=ranks).returncode == 0
-    out.mkdir()
+    out, reference = disk / script, uninterrupted(script)
     size = sum(file.stat().st_size for file in reference.rglob("*") if file.is_file()) // 2  # of one checkpoint
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size // 1024 + 200}k", "tmpfs", out], check=True)
+    remount(disk, f"size={size // 1024 + 200}k")
     try:
-        start = time.monotonic()
-        done = alone(script, data, out, "--checkpoint-every", 10, "--keep-checkpoints", 4, ranks=ranks)
-        way = "none" if ranks == 1 else "mp"
-        note(way, script, "trained, not saved", done.returncode, 0, time.monotonic() - start)
-        assert done.returncode == 1 and done.stderr.count("the last steps could not be saved") == 1, done.stderr
-        assert "No space left" in done.stderr and "Traceback" not in done.stderr
-        assert re.search(r"^step=45/", done.stdout, re.M)
+        often = ("--checkpoint-every", 10, "--keep-checkpoints", 4, "--checkpoint-dir", out)
+        job = Trial(cluster, way, script, data, tmp_path, *often, slow=0).ends()
+        assert job.state == "FAILED" and job.exit_code != 0, job.log
+        assert job.log.count("the last steps could not be saved") == 1 and "No space left" in job.log, job.log
+        assert re.search(r"^step=45/", job.log, re.M) and ("Traceback" not in job.log or way == "torchrun"), job.log
         assert len(checkpoint.find(out)) >= 1 and not list(out.glob(".*.tmp"))
-        subprocess.run(["mount", "-o", "remount,size=200m", out], check=True)
-        again = alone(script, data, out, "--resume", ranks=ranks)
-        note(way, script, "went on with space", again.returncode, 0, time.monotonic() - start)
-        assert again.returncode == 0 and re.search("^Resumed after step [1-9]", again.stdout, re.M), again.stderr
+        remount(disk, "size=200m")
+        again = ("--resume", "--checkpoint-dir", out)
+        job = Trial(cluster, way, script, data, tmp_path, *again, slow=0).ends()
+        assert job.state == "COMPLETED" and re.search("^Resumed after step [1-9]", job.log, re.M), job.log
         assert_same_run(out, reference)
     finally:
-        subprocess.run(["umount", out], check=True)
+        remount(disk, "size=200m")
+        shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["new", "resumed"])
+def test_read_only_folder(resume, cluster, disk, data, tmp_path):
+    remount(disk, "ro")
+    try:
+        to = ("--checkpoint-dir", disk / "read-only", *resume)
+        job = Trial(cluster, "srun", "train_ddp.py", data, tmp_path, *to).ends(30)
+    finally:
+        remount(disk, "rw")
+    assert job.state == "FAILED" and job.exit_code != 0, job.log
+    assert job.log.count(f"{disk} cannot be written: choose another --checkpoint-dir") == 1, job.log
+    assert "step=" not in job.log and "Traceback" not in job.log, job.log
 
 
 @pytest.mark.parametrize(("way", "script"), DIAGONAL[::2])
@@ -552,18 +613,6 @@ def test_corrupt_data(way, script, cluster, data, tmp_path):
     assert job.state == "FAILED" and job.exit_code != 0, job.log
     assert job.log.count(f"{file} is damaged: it is not the file that SHA256SUMS beside it tells of; move") == 1
     assert "step=" not in job.log and "Traceback" not in job.log, job.log
-
-
-def test_read_only_folder(data, tmp_path):
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", tmp_path], check=True)
-    try:
-        start = time.monotonic()
-        done = alone("train_ddp.py", data, tmp_path / "out")
-        note("none", "train_ddp.py", "not begun", done.returncode, 0, time.monotonic() - start)
-        assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-        assert f"{tmp_path} cannot be written: choose another --checkpoint-dir" in done.stderr
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_arguments_that_would_change_the_run_are_refused(data, one_rank, tmp_path):
