@@ -224,7 +224,8 @@ def test_scontrol_requeue(way, script, cluster, data, uninterrupted, tmp_path):
 @pytest.mark.matrix
 def test_time_limit(cluster, data, uninterrupted, tmp_path):
     """The header's --signal does it: at most a minute, so 45 s before its end comes somewhere in the first 15."""
-    trial = Trial(cluster, "torchrun", "train_ddp.py", data, tmp_path, sbatch=["--time=1", "--signal=B:USR1@45"])
+    soon = ["--time=1", "--signal=B:USR1@45"]
+    trial = Trial(cluster, "torchrun", "train_ddp.py", data, tmp_path, sbatch=soon, slow=0.5)
     trial.wait_for("^Stopped after step .*requeued$", 90)
     assert trial.ends(300).state == "COMPLETED"
     assert_same_run(trial.out, uninterrupted("train_ddp.py"))
