@@ -223,6 +223,23 @@ def test_container_made_by_hand_is_kept(cluster, site):
     assert [rank["image"] for rank in seen(clone, job)] == ["mine"], job.log
 
 
+@pytest.mark.matrix
+def test_stopped_and_requeued(cluster, site):
+    """The signal is heard by ranks in their containers, and what they leave outside lets the launcher requeue."""
+    clone = site.clone("requeued")
+    command = ["tests/scripts/slowly.py", 0.3, "distributed/train_ddp.py", "--data-dir", "/tiny"]
+    command += ["--epochs", 3, "--batch-size", 20, "--log-every", 1, "--checkpoint-dir", "checkpoints/requeued"]
+    job, first = submit(cluster, site, clone, *command), clone / "checkpoints/requeued/metrics.jsonl"
+    wait_for(lambda: first.exists() and len(first.read_text().splitlines()) >= 7)
+    assert cluster.exec("scancel", "--batch", "--signal=USR1", job).returncode == 0
+    ended = cluster.wait(job)
+    assert ended.state == "COMPLETED" and cluster.show(job)["Restarts"] == "1", ended.log
+    assert re.search(r"^Stopped after step \d+, saved, requeued$", ended.log, re.M), ended.log
+    assert "Resumed after step" in (clone / f"log/{job}/node-1.out").read_text()
+    steps = [event["step"] for event in read_metrics(first.parent) if "loss" in event]
+    assert steps == list(range(1, 46))
+
+
 def test_a_failing_script_fails_the_job(cluster, site):
     job = sbatch(cluster, site, site.clone("failing"), "tests/scripts/fail.py", "exit", nodes="node-[8-9]")
     assert job.state == "FAILED" and job.exit_code != 0 and job.seconds < 30, job.log
