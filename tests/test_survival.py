@@ -1,7 +1,7 @@
 """What befalls jobs on a cluster, done to real ones: signals, requeues, dead ranks and nodes, disks, damaged files.
 
 A job that goes on must end with weights that are bit for bit those of an uninterrupted run on as many ranks, with
-dropout on. Without options the quick part runs: `pytest -m matrix` is the whole of it.
+dropout on. Without options a quick part runs: `pytest -m faults` is the whole of it.
 """
 
 import os
@@ -28,6 +28,7 @@ LANGUAGE_MODEL = ["--layers", 2, "--heads", 4, "--width", 32, "--context", 32, "
 LANGUAGE_MODEL += ["--steps", 45, "--log-every", 1, "--eval-every", 20, "--eval-windows", 8, "--precision", "fp32"]
 SCRIPTS = {"train_ddp.py": DDP, "train_fsdp.py": LANGUAGE_MODEL, "train_tp.py": LANGUAGE_MODEL}
 STEPS = 45
+pytestmark = pytest.mark.faults
 BY_HAND = {
     "none": [sys.executable],
     "torchrun": ["./torchrun.sh"],
