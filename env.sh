@@ -2,9 +2,8 @@
 # Read once per job by every launcher, in the batch shell: what to edit for your cluster, then what Slurm already knows.
 # What differs from rank to rank (RANK, LOCAL_RANK) is not here: it exists only inside srun.
 
-trap 'asked_to_stop=1' USR1                          # so early that it cannot end this shell: run_job takes it up
-
 # --- your cluster -----------------------------------------------------------------------------------------------------
+trap 'asked_to_stop=1' USR1                          # so early that it cannot end this shell: run_job takes it up
 set +u                                               # module and conda are not written for set -u
 # source /etc/profile.d/modules.sh && module load cuda/12.8    # EDIT: whatever `import torch` needs (Lmod: lmod.sh)
 # shellcheck source=/dev/null
@@ -25,20 +24,15 @@ CONTAINER_MOUNTS=                                    # EDIT: what it sees beside
 die() { echo "${SLURM_JOB_NAME:-$0}, job ${SLURM_JOB_ID:-none}: ${*//[[:cntrl:]]/ }" >&2; exit 1; }
 
 # A job submitted from inside a job inherits that one's values; only what the user set may win over what Slurm says.
-if [[ "${ENV_SH_JOB_ID:-$SLURM_JOB_ID}" != "$SLURM_JOB_ID" ]]; then
-    unset NPROC_PER_NODE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS
-fi
+[[ "${ENV_SH_JOB_ID:-$SLURM_JOB_ID}" == "$SLURM_JOB_ID" ]] || unset NPROC_PER_NODE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS
 ENV_SH_JOB_ID=$SLURM_JOB_ID
 job=$SLURM_JOB_ID                                    # as scontrol knows it: the number of an array alone is the whole array
 [[ "${SLURM_ARRAY_JOB_ID:-}" != "$SLURM_JOB_ID" ]] || job+=_$SLURM_ARRAY_TASK_ID
-shown=$(scontrol show job "$job") || shown=''
-[[ "$shown" =~ Restarts=([0-9]+) ]] && SLURM_RESTART_COUNT=${BASH_REMATCH[1]}    # what was inherited is not this job's
+[[ "$(scontrol show job "$job")" =~ Restarts=([0-9]+) ]] && SLURM_RESTART_COUNT=${BASH_REMATCH[1]}    # not an inherited one
 [[ "${SLURM_RESTART_COUNT:-}" =~ ^[0-9]+$ ]] || SLURM_RESTART_COUNT=0
-export SLURM_RESTART_COUNT
 command -v python >/dev/null || [[ -e "$CONTAINER_IMAGE" ]] || die "no python on $HOSTNAME: make a .venv here, or edit env.sh"
 
-NNODES=$SLURM_JOB_NUM_NODES
-gpus=${SLURM_GPUS_ON_NODE:-0}
+NNODES=$SLURM_JOB_NUM_NODES gpus=${SLURM_GPUS_ON_NODE:-0}
 [[ "$gpus" =~ ^[0-9]+$ ]] || die "SLURM_GPUS_ON_NODE is '$gpus', not a number"
 NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : ${SLURM_NTASKS_PER_NODE:-1}))}
 [[ "$NPROC_PER_NODE" =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE is '$NPROC_PER_NODE', not a number of ranks"
@@ -62,7 +56,7 @@ CPUS_PER_NODE=${SLURM_CPUS_PER_TASK:+$((SLURM_CPUS_PER_TASK * ${SLURM_NTASKS_PER
 CPUS_PER_NODE=${CPUS_PER_NODE:-${SLURM_CPUS_ON_NODE:-1}}
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))}
 
-export ENV_SH_JOB_ID NNODES NPROC_PER_NODE WORLD_SIZE MASTER_ADDR MASTER_PORT CPUS_PER_NODE OMP_NUM_THREADS
+export ENV_SH_JOB_ID NNODES NPROC_PER_NODE WORLD_SIZE MASTER_ADDR MASTER_PORT CPUS_PER_NODE OMP_NUM_THREADS SLURM_RESTART_COUNT
 export CONTAINER_IMAGE CONTAINER_NAME CONTAINER_MOUNTS PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 export BASH_ENV=                                     # a file the submitter's shell would slip into every bash here
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"           # else every survivor prints C++ stacks when one rank dies
@@ -84,16 +78,14 @@ run_job() {                                          # script and arguments
     before=$(cat "$log"/outcome-* 2>/dev/null | sort --key=2n | tail --lines=1) || true
     [[ "$before" != finished* ]] || { echo "Finished at step ${before#* } before it was requeued: nothing to do"; exit 0; }
     export JOB_OUTCOME="$log/outcome-$start" JOB_STOP="$log/stop-$start"    # ranks of the start before may still be alive
-    # srun passes the signal on to the ranks, those of other programs, too. Ours look for the file as well: they may not
-    # listen yet, and one that does not would die of the signal.
+    # srun passes the signal on, but a rank that does not listen yet would die of it: ours look for the file as well.
     trap 'signalled=1; : >"$JOB_STOP" || true; ((SECONDS < 10)) || kill -USR1 "$pid" 2>/dev/null || true' USR1
     trap 'signalled=1' TERM                          # Slurm tells the ranks itself: outlive them
     [[ -z "${asked_to_stop:-}" ]] || : >"$JOB_STOP"
     # shellcheck disable=SC2154  # start_ranks is the launcher's
     if [[ "${PREFLIGHT:-0}" == 1 ]]; then            # PREFLIGHT=1 sbatch launch_...sh
         SECONDS=-3600                                # no signal for these ranks
-        in_background "${start_ranks[@]}" aux/check_ranks.py --before "$@" ||
-            die "not started: the preflight above has failed"
+        in_background "${start_ranks[@]}" aux/check_ranks.py --before "$@" || die "not started: the preflight above has failed"
     fi
     SECONDS=0
     in_background "${start_ranks[@]}" "$@" || status=$?
@@ -118,18 +110,13 @@ in_background() {                                    # bash runs a trap only bet
 }
 
 requeue_job() {                                      # step, step before, script and arguments
-    local reason='' step=$1 before=${2:--1} again=(--resume)
+    local shown reason='' step=$1 before=${2:--1} again=(--resume)
     shown=$(scontrol show job "$job") || shown=$(sleep 5 && scontrol show job "$job") || true
     [[ " $* " == *" --checkpoint-dir"* ]] || again+=(--checkpoint-dir "checkpoints/$SLURM_JOB_ID")
-    if [[ "$shown" != *JobState=RUNNING*" Restarts=$SLURM_RESTART_COUNT "* ]]; then
-        reason="Slurm is ending or requeueing it"    # scancel, scontrol requeue, preemption
-    elif ((step <= before)); then
-        reason="it got no further than when it was requeued before"
-    elif ((SLURM_RESTART_COUNT >= max_restarts)); then
-        reason="it has been requeued $SLURM_RESTART_COUNT times"
-    elif reason=$(scontrol requeue "$job" 2>&1); then
-        echo "Stopped after step $step, saved, requeued"
-        exit 0
+    if [[ "$shown" != *JobState=RUNNING*" Restarts=$SLURM_RESTART_COUNT "* ]]; then reason="Slurm is ending or requeueing it"
+    elif ((step <= before)); then reason="it got no further than when it was requeued before"
+    elif ((SLURM_RESTART_COUNT >= max_restarts)); then reason="it has been requeued $SLURM_RESTART_COUNT times"
+    elif reason=$(scontrol requeue "$job" 2>&1); then echo "Stopped after step $step, saved, requeued"; exit 0
     fi
     [[ "$shown" =~ Command=([^[:space:]]+) ]] || BASH_REMATCH=('' LAUNCHER)
     echo "Stopped after step $step, saved, not requeued: $reason. To go on, add your sbatch options to:" >&2

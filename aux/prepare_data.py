@@ -199,9 +199,10 @@ def inspect_mnist(raw: Path) -> dict[str, str]:
         split, kind, _ = name.split("-", 2)
         count, words = MNIST_COUNTS[split], 4 if kind == "images" else 2
         header = [int.from_bytes((content or b"")[4 * i : 4 * i + 4], "big") for i in range(words)]
+        found = hashlib.sha256(content or b"").hexdigest()
         if content is None:
             kinds[name] = "missing"
-        elif hashlib.sha256(content).hexdigest() == sha256:
+        elif found == sha256:
             kinds[name] = "MNIST"
         elif header[0] != 0x800 + words - 1 or len(content) != 4 * words + math.prod(header[1:]):
             kinds[name] = "broken"
@@ -209,7 +210,7 @@ def inspect_mnist(raw: Path) -> dict[str, str]:
             kinds[name] = "synthetic"
         else:
             drawn = kinds.get(f"{split}-labels-idx1-ubyte") == "synthetic" and header[1:] == [count, 28, 28]
-            damaged = f"  {name}\n" in sums and hashlib.sha256(content).hexdigest() not in sums
+            damaged = f"  {name}\n" in sums and found not in sums
             kinds[name] = "other" if not drawn else "broken" if damaged else "synthetic"
     return kinds
 

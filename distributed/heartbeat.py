@@ -31,32 +31,31 @@ def start(rank: int, world_size: int, timeout: float):
         folder = Path("log", os.environ["SLURM_JOB_ID"], f"ranks-{ATTEMPT}")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / str(rank)).touch()
+            file = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         except OSError as error:
             return say(rank, f"warning: no signs of life in {folder}: {error.strerror}")
-        threading.Thread(target=beat, args=(folder, rank, world_size, timeout), daemon=True).start()
+        threading.Thread(target=beat, args=(file, folder, rank, world_size, timeout), daemon=True).start()
 
 
-def beat(folder: Path, rank: int, world_size: int, timeout: float):
+def beat(file: int, folder: Path, rank: int, world_size: int, timeout: float):
     """Never ends. With 1,000 ranks a sign every ten seconds is enough: a hundred a second for the file system."""
     interval = max(min(2, timeout / 10), world_size / 100)
     mine, neighbours = Unchanged(timeout / 2), Unchanged(timeout / 2)
-    with (folder / str(rank)).open("w") as file:
-        while True:
-            faulthandler.dump_traceback_later(timeout)  # put off each time: it comes when not even this thread runs
-            stack, waits = main_stack()
-            stuck = mine.too_long((step, stack))
-            sign = {"rank": rank, "host": HOST, "step": step, "time": time.time(), "stack": stack, "waits": waits}
-            sign["still"] = time.monotonic() - mine.since  # seconds at this step and place
-            with contextlib.suppress(OSError):  # a full disk; the line is as long as the one it takes the place of
-                os.pwrite(file.fileno(), json.dumps(sign).encode().ljust(LINE), 0)
-            other = read(folder / str((rank - 1) % world_size))
-            if neighbours.too_long(other) and other:
-                who = f"rank {other['rank']} on {other['host']}"
-                say(rank, f"{who} has given no sign of life for {timeout / 2:.0f} s; its last step is {other['step']}")
-            if stuck and rank == 0:
-                say(rank, describe_stuck([read(folder / str(other)) for other in range(world_size)], timeout / 2))
-            time.sleep(interval)
+    while True:
+        faulthandler.dump_traceback_later(timeout)  # put off each time: it comes when not even this thread runs
+        stack, waits = main_stack()
+        stuck = mine.too_long((step, stack))
+        sign = {"rank": rank, "host": HOST, "step": step, "time": time.time(), "stack": stack, "waits": waits}
+        sign["still"] = time.monotonic() - mine.since  # seconds at this step and place
+        with contextlib.suppress(OSError):  # a full disk; the line is as long as the one it takes the place of
+            os.pwrite(file, json.dumps(sign).encode().ljust(LINE), 0)
+        other = read(folder / str((rank - 1) % world_size))
+        if neighbours.too_long(other) and other:
+            who = f"rank {other['rank']} on {other['host']}"
+            say(rank, f"{who} has given no sign of life for {timeout / 2:.0f} s; its last step is {other['step']}")
+        if stuck and rank == 0:
+            say(rank, describe_stuck([read(folder / str(other)) for other in range(world_size)], timeout / 2))
+        time.sleep(interval)
 
 
 class Unchanged:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import characters
+import checkpoint
 import sharded_checkpoint
 import step_zero
 from char_transformer import CharTransformer
@@ -58,6 +59,31 @@ def identity(args: Namespace) -> dict:
     names += " seed precision"
     data = characters.read_vocabulary(args.data_dir)["sha256"][:12]
     return {name: vars(args)[name] for name in names.split()} | {"data": data}
+
+
+def facts_of(args: Namespace) -> dict:
+    """What every checkpoint says of its run, besides the step: enough to build the model again and to know the run."""
+    facts = {"characters": characters.read_vocabulary(args.data_dir)["characters"], "val_loss": math.nan}
+    facts["sizes"] = {name: getattr(args, name) for name in ("layers", "heads", "width", "context")}
+    return facts | {"run": identity(args)}
+
+
+def take_up(args: Namespace, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, facts: dict) -> int:
+    """Takes over the folder for checkpoints and, if --resume says so, goes on from the newest whole one. By all ranks.
+
+    Returns the step it is of, or 0; its loss goes into `facts`. A checkpoint of another run ends all ranks.
+    """
+    checkpoint.take_over(args.checkpoint_dir, rank)
+    step = 0
+    if args.resume and (found := sharded_checkpoint.newest(args.checkpoint_dir)):
+        path, before = found
+        if fault := checkpoint.changes(args.checkpoint_dir, before["run"], facts["run"]):
+            step_zero.stop(fault, rank, speak=rank == 0)
+        sharded_checkpoint.load(path, model, optimizer)
+        step, facts["val_loss"] = before["step"], before["val_loss"]
+    if args.resume and rank == 0:
+        print(f"Resumed after step {step}" if step else f"No whole checkpoint in {args.checkpoint_dir}", flush=True)
+    return step
 
 
 def sample(args: Namespace, device: torch.device):

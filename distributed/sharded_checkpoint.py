@@ -105,9 +105,9 @@ def newest(folder: Path) -> tuple[Path, dict] | None:
 def read_facts(path: Path) -> dict:
     """What whole.json in a checkpoint says. Raises OSError when that is not what was written."""
     whole, _, checksum = (path / "whole.json").read_text(errors="replace").rstrip("\n").partition("\n")
-    if checksum != str(zlib.crc32(whole.encode())) or json.loads(whole)["step"] != step_of(path):
-        raise OSError("its whole.json is not the file that was written")
-    return json.loads(whole)
+    if checksum == str(zlib.crc32(whole.encode())) and (facts := json.loads(whole))["step"] == step_of(path):
+        return facts
+    raise OSError("its whole.json is not the file that was written")
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):

@@ -49,7 +49,7 @@ import heartbeat
 import sharded_checkpoint
 import step_zero
 from char_transformer import CharTransformer, peak_flops
-from language_model import choose_precision, identity, learning_rate, limit_waiting, make_optimizer, sample
+from language_model import choose_precision, facts_of, learning_rate, limit_waiting, make_optimizer, sample, take_up
 from progress import Progress
 
 # --- process group ----------------------------------------------------------------------------------------------------
@@ -253,9 +253,7 @@ def main(args: Namespace):
     limit_waiting(mesh, args.timeout)
     data_rank, data_ranks = data_place(mesh)
     args.precision = choose_precision(args, device, world_size)
-    facts = {"characters": characters.read_vocabulary(args.data_dir)["characters"], "val_loss": math.nan}
-    facts["sizes"] = {name: getattr(args, name) for name in ("layers", "heads", "width", "context")}
-    facts["run"] = identity(args)
+    facts = facts_of(args)
     if rank == 0:
         print(f"Data: {characters.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}", flush=True)
         print(f"Precision: {args.precision}. Device mesh: {mesh}", flush=True)
@@ -266,17 +264,7 @@ def main(args: Namespace):
     split(args, model, mesh)
     optimizer = make_optimizer(args, model)
 
-    step, stop, saved = 0, False, True
-    checkpoint.take_over(args.checkpoint_dir, rank)
-    if args.resume and (found := sharded_checkpoint.newest(args.checkpoint_dir)):
-        path, before = found
-        if fault := checkpoint.changes(args.checkpoint_dir, before["run"], facts["run"]):
-            step_zero.stop(fault, rank, speak=rank == 0)
-        sharded_checkpoint.load(path, model, optimizer)
-        step, facts["val_loss"] = before["step"], before["val_loss"]
-    if args.resume and rank == 0:
-        print(f"Resumed after step {step}" if step else f"No whole checkpoint in {args.checkpoint_dir}", flush=True)
-
+    step, stop, saved = take_up(args, rank, model, optimizer, facts), False, True
     windows = characters.windows(args.data_dir, "train", args.context)
     progress = Progress(args.checkpoint_dir if rank == 0 else None, "tokens", step, args.steps)
     boundary = checkpoint.Boundary(args, step, rank, world_size, device)

@@ -32,22 +32,27 @@ def show(job: int) -> dict[str, str]:
     return dict(part.split("=", 1) for part in slurm("scontrol", "show", "job", "-o", job).split() if "=" in part)
 
 
-def processes(job: int, name: str, node: str | None = None) -> Iterator[int]:
-    """The process ids, on the host, of a job's Python processes whose command line has `name` in it."""
+def all_processes(job: int, node: str = "") -> Iterator[tuple[int, str]]:
+    """The processes of a job, on one node or any: their ids on the host, and their command lines."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             env, command = (process / "environ").read_bytes(), (process / "cmdline").read_text()
         except OSError:
             continue  # it has ended meanwhile
-        there = f"SLURM_JOB_ID={job}\0".encode() in env and (
-            node is None or f"SLURMD_NODENAME={node}\0".encode() in env
-        )
-        if there and "python" in command.split("\0")[0] and name in command:
-            yield int(process.name)
+        there = not node or f"SLURMD_NODENAME={node}\0".encode() in env
+        if there and f"SLURM_JOB_ID={job}\0".encode() in env:
+            yield int(process.name), command
 
 
-def kill_a_rank(job: int, moments: random.Random):
-    found = [*processes(job, "spawn_main"), *processes(job, "-u\0"), *processes(job, "train_")]
+def processes(job: int, name: str, node: str = "") -> Iterator[int]:
+    """The ids of a job's Python processes whose command line has `name` in it."""
+    for process, command in all_processes(job, node):
+        if "python" in command.split("\0")[0] and name in command:
+            yield process
+
+
+def kill_one(job: int, moments: random.Random, *names: str):
+    found = [process for name in names for process in processes(job, name)]
     if found:
         os.kill(moments.choice(found), signal.SIGKILL)
 
@@ -59,13 +64,6 @@ def stop_a_rank_for_a_while(job: int, moments: random.Random):
         os.kill(victim, signal.SIGSTOP)
         time.sleep(2)
         os.kill(victim, signal.SIGCONT)
-
-
-def kill_a_launcher(job: int, moments: random.Random):
-    """torchrun, or the spawner, of one node."""
-    found = [*processes(job, "bin/torchrun"), *processes(job, "spawn_ranks.py")]
-    if found:
-        os.kill(moments.choice(found), signal.SIGKILL)
 
 
 def cut_a_link_for_a_while(job: int, moments: random.Random):
@@ -83,8 +81,10 @@ FAULTS: dict[str, Callable[[int, random.Random], object]] = {
     "SIGUSR1 to all": lambda job, moments: slurm("scancel", "--full", "--signal=USR1", job),
     "SIGTERM to the ranks": lambda job, moments: slurm("scancel", "--signal=TERM", job),
     "scontrol requeue": lambda job, moments: slurm("scontrol", "requeue", job),
-    "kill -9 of a rank": kill_a_rank,
-    "kill -9 of torchrun or the spawner on one node": kill_a_launcher,
+    "kill -9 of a rank": lambda job, moments: kill_one(job, moments, "spawn_main", "-u\0", "train_"),
+    "kill -9 of torchrun or the spawner on one node": lambda job, moments: kill_one(
+        job, moments, "bin/torchrun", "spawn_ranks.py"
+    ),
     "a rank stopped for 2 s": stop_a_rank_for_a_while,
     "the link of a node down for 2 s": cut_a_link_for_a_while,
 }

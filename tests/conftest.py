@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import chaos
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 NAMESPACES = REPOSITORY / "local/cluster/namespaces.sh"
 LAUNCHERS = {
@@ -155,14 +157,7 @@ class Cluster:
 
     def left_over(self, job: int) -> list[str]:
         """The processes that belong to a job, on any node, as pid and command."""
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if f"SLURM_JOB_ID={job}\0".encode() in (process / "environ").read_bytes():
-                    found.append(f"{process.name} {(process / 'cmdline').read_text()}")
-            except OSError:
-                continue  # it has ended meanwhile
-        return found
+        return [f"{process} {command}" for process, command in chaos.all_processes(job)]
 
 
 @pytest.fixture(scope="session")
