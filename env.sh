@@ -85,13 +85,15 @@ run_job() {                                          # script and arguments
     # shellcheck disable=SC2154  # start_ranks is the launcher's
     if [[ "${PREFLIGHT:-0}" == 1 ]]; then            # PREFLIGHT=1 sbatch launch_...sh
         SECONDS=-3600                                # no signal for these ranks
-        in_background "${start_ranks[@]}" aux/check_ranks.py --before "$@" || die "not started: the preflight above has failed"
+        in_background "${start_ranks[@]}" aux/check_ranks.py --before "$@" ||
+            { requeue_preempted; die "not started: the preflight above has failed"; }
     fi
     SECONDS=0
     in_background "${start_ranks[@]}" "$@" || status=$?
     trap '' USR1 TERM
     [[ ! -s "$JOB_OUTCOME" ]] || read -r outcome step <"$JOB_OUTCOME"
     [[ "$outcome" != stopped ]] || requeue_job "$step" "${before#* }" "$@"
+    [[ "$status" == 0 ]] || requeue_preempted
     [[ "$status" == 0 ]] || echo "The ranks ended with status $status: the first line above that names a rank says why" >&2
     exit "$status"
 }
@@ -107,6 +109,11 @@ in_background() {                                    # bash runs a trap only bet
         [[ -z "$signalled" ]]
     do :; done
     return "$status"
+}
+
+requeue_preempted() {                                # before its ranks listened: Slurm requeues only what has not failed by then
+    [[ "$(scontrol show job "$job")" != *PreemptTime=[0-9]* ]] ||
+        { scontrol requeue "$job" && echo "Preempted before it could save, requeued" && exit 0; } || true
 }
 
 requeue_job() {                                      # step, step before, script and arguments

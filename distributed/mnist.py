@@ -87,9 +87,10 @@ def missing_data(folder: str | Path) -> str | None:
 
 def identity(args: Namespace) -> dict:
     """What makes a run the same run when it is resumed, on any number of ranks."""
-    labels = (Path(args.data_dir) / "MNIST" / "raw" / "train-labels-idx1-ubyte").read_bytes()
+    raw = Path(args.data_dir) / "MNIST" / "raw"
+    data = [zlib.crc32((raw / f"train-{kind}-ubyte").read_bytes()) for kind in ("images-idx3", "labels-idx1")]
     names = ("batch_size", "learning_rate", "dropout", "seed", "precision")
-    return {name: vars(args)[name] for name in names} | {"data": zlib.crc32(labels)}
+    return {name: vars(args)[name] for name in names} | {"data": data}
 
 
 def describe(folder: str | Path) -> str:

@@ -160,8 +160,11 @@ def check(store: dist.Store, rank: int, world_size: int, device: torch.device, f
     try:
         ranks = [json.loads(store.get(f"step 0/{other}")) for other in range(world_size)]
         verdict = first_fault(ranks)
-    except dist.DistError as error:
-        ranks, verdict = [], f"not all {world_size} ranks have come: {str(error).splitlines()[0]}"
+    except dist.DistError:
+        missing = [str(other) for other in range(world_size) if not store.check([f"step 0/{other}"])]
+        who = ", ".join(missing[:8]) + ", ..." * (len(missing) > 8)
+        told = f"{len(missing)} of {world_size} ranks have not come within {store.timeout}: {who}"
+        ranks, verdict = [], f"[Rank 0 on {HOST}] {told}"
     name = "SLURMD_NODENAME" if "SLURMD_NODENAME" in os.environ else "host"
     print(f"Step 0: {world_size} rank{'s' if world_size > 1 else ''}", flush=True)
     for other, there in enumerate(ranks):

@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -232,18 +233,34 @@ def test_time_limit(cluster, data, uninterrupted, tmp_path):
     assert_same_run(trial.out, uninterrupted("train_ddp.py"))
 
 
+def preempt(cluster, nodes: str) -> int:
+    """Submits a job, of a second, in a partition that takes these nodes from the others. Returns its id."""
+    cluster.exec("scontrol", "create", "PartitionName=urgent", "Nodes=ALL", "PriorityTier=2", "State=UP")  # or is there
+    return cluster.submit(
+        "--partition=urgent", f"--nodelist={nodes}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+    )
+
+
 def test_preemption(cluster, data, uninterrupted, tmp_path):
     """By a job in a partition of higher priority: SIGTERM, a grace time, back into the queue, all by Slurm."""
     trial = Trial(cluster, "srun", "train_ddp.py", data, tmp_path)
     nodes = trial.train_a_little()
-    urgent = cluster.exec("scontrol", "create", "PartitionName=urgent", "Nodes=ALL", "PriorityTier=2", "State=UP")
-    assert urgent.returncode == 0, urgent.stderr
-    urgent = ["--partition=urgent", f"--nodelist={nodes[1]}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
-    other = cluster.submit(*urgent)
+    other = preempt(cluster, nodes[1])
     trial.wait_for("^Stopped after step [1-9]", 20)
     trial.wait_for("^Resumed after step [1-9]")
     trial.is_equal_after_a_restart(uninterrupted("train_ddp.py"))
     assert cluster.wait(other).state == "COMPLETED"
+
+
+@pytest.mark.matrix
+def test_preemption_before_the_first_step(cluster, data, tmp_path):
+    """Of that SIGTERM a torchrun dies that is still being imported: what then has failed, Slurm would not requeue."""
+    trial = Trial(cluster, "torchrun", "train_ddp.py", data, tmp_path, "--max-steps", 2)
+    trial.wait_for("^Way 2")
+    preempt(cluster, cluster.show(trial.job)["NodeList"])
+    trial.wait_for("^Preempted before it could save, requeued$", 20)
+    assert "Step 0" not in trial.log
+    assert trial.ends().state == "COMPLETED"
 
 
 def test_job_that_may_not_be_requeued_says_what_to_type(cluster, data, uninterrupted, tmp_path):
@@ -462,6 +479,39 @@ def test_two_jobs_on_one_port(cluster, data, uninterrupted, tmp_path):
     assert job.state == "FAILED" and f"MASTER_ADDR is {node}, but rank 0 is on" in job.log, job.log
     assert first.ends().state == "COMPLETED", first.log
     assert_same_run(first.out, uninterrupted("train_ddp.py"))
+
+
+def test_rank_of_another_job_is_turned_away(data, tmp_path):
+    """By what rank 0 has put into the store: here nothing else tells them apart."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable,
+        "distributed/train_ddp.py",
+        *DDP,
+        "--data-dir",
+        data["train_ddp.py"],
+        "--init-timeout",
+        10,
+    ]
+    command = [str(part) for part in (*command, "--checkpoint-dir", tmp_path)]
+    place = {
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": 1,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    ours, theirs = environment(RANK=0, SLURM_JOB_ID=7, **place), environment(RANK=1, SLURM_JOB_ID=8, **place)
+    with subprocess.Popen(command, cwd=REPOSITORY, env=ours, text=True, stderr=subprocess.PIPE) as first:
+        try:
+            assert run(*command, env=theirs).returncode == 1
+            _, said = first.communicate(timeout=60)
+        finally:
+            first.kill()
+    assert re.fullmatch(r"\[Rank 0 on \S+\] 1 of 2 ranks have not come within 0:00:05: 1\n", said)
+    assert first.returncode == 1 and not checkpoint.find(tmp_path)
 
 
 # --- disks and files --------------------------------------------------------------------------------------------------
