@@ -318,8 +318,12 @@ def test_launchers_give_the_same_losses(script, launcher, cluster, alone, text, 
 def test_bad_sizes_on_every_launcher(launcher, cluster, text, tmp_path):
     bad = {"train_fsdp.py": (("--batch-size", 7), "6 or 8 would do"), "train_tp.py": (("--heads", 1), "1 would do")}
     size = ["--nodes=1", f"--output={tmp_path}/%j"]
+    jobs = {}
     for script, (flags, sentence) in bad.items():
-        job = cluster.sbatch(*size, LAUNCHERS[launcher], f"distributed/{script}", *FLAGS, "--data-dir", text, *flags)
+        command = [LAUNCHERS[launcher], f"distributed/{script}", *FLAGS, "--data-dir", text, *flags]
+        jobs[sentence] = cluster.submit(*size, *command)
+    for sentence, job in jobs.items():
+        job = cluster.wait(job)
         assert job.state == "FAILED" and job.seconds < 30
         assert job.log.count(sentence) == 1, job.log
 
@@ -327,8 +331,10 @@ def test_bad_sizes_on_every_launcher(launcher, cluster, text, tmp_path):
 def test_a_group_across_nodes_must_be_asked_for(cluster, alone, text, tmp_path):
     size = ["--nodes=2", "--gpus-per-node=1", f"--output={tmp_path}/%j"]
     command = [*size, LAUNCHERS["torchrun"], "distributed/train_tp.py", *FLAGS, "--data-dir", text]
-    job = cluster.sbatch(*command)
+    refused = cluster.submit(*command)
+    asked_for = cluster.submit(*command, "--across-nodes", "--checkpoint-dir", tmp_path / "out")
+    job = cluster.wait(refused)
     assert job.state == "FAILED" and job.log.count("or say --across-nodes") == 1, job.log
-    job = cluster.sbatch(*command, "--across-nodes", "--checkpoint-dir", tmp_path / "out")
+    job = cluster.wait(asked_for)
     assert job.state == "COMPLETED", job.log
     assert read_metrics(tmp_path / "out") == pytest.approx(alone, abs=1e-5)

@@ -288,8 +288,10 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("fault", ["exit", "kill", "exception"])
-@pytest.mark.parametrize("way", LAUNCHERS)
+FAILING = [(way, fault) for way in LAUNCHERS for fault in ("exit", "kill", "exception")]
+
+
+@pytest.mark.parametrize(("way", "fault"), cells(FAILING, *FAILING[::4], ("srun", "kill"), ("torchrun", "exit")))
 def test_a_failing_rank_ends_the_job(way, fault, cluster, tmp_path):
     job = cluster.sbatch(f"--output={tmp_path}/log", LAUNCHERS[way], "tests/scripts/fail.py", fault)
     assert job.state == "FAILED" and job.exit_code != 0, job.log
@@ -324,8 +326,8 @@ def test_independent_worlds_are_named(cluster, tmp_path):
         'torchrun --nnodes 1 --standalone --nproc-per-node=1 "$@"\n'
     )
     command = ["--nodes=2", "--gpus-per-node=1", f"--output={tmp_path}/log-%j", wrong]
-    for script in ("distributed/train_ddp.py", "aux/check_ranks.py"):
-        job = cluster.sbatch(*command, script)
+    for job in [cluster.submit(*command, script) for script in ("distributed/train_ddp.py", "aux/check_ranks.py")]:
+        job = cluster.wait(job)
         assert job.state == "FAILED", job.log
         assert job.log.count("2 independent trainings instead of one") == 1, job.log
 
@@ -370,8 +372,11 @@ def test_outside_slurm_and_in_the_wrong_folder(launcher, cluster, tmp_path):
 
 
 def test_check_ranks_passes_on_every_way(cluster, tmp_path):
-    for way, launcher in LAUNCHERS.items():
-        job = cluster.sbatch(f"--output={tmp_path}/{way}", launcher, "aux/check_ranks.py")
+    jobs = {
+        way: cluster.submit(f"--output={tmp_path}/{way}", LAUNCHERS[way], "aux/check_ranks.py") for way in LAUNCHERS
+    }
+    for way, job in jobs.items():
+        job = cluster.wait(job)
         assert job.state == "COMPLETED" and f"VERDICT: 4 ranks started by {way} are fine" in job.log, job.log
 
 
