@@ -78,7 +78,8 @@ run_job() {                                          # script and arguments
     before=$(cat "$log"/outcome-* 2>/dev/null | sort --key=2n | tail --lines=1) || true
     [[ "$before" != finished* ]] || { echo "Finished at step ${before#* } before it was requeued: nothing to do"; exit 0; }
     export JOB_OUTCOME="$log/outcome-$start" JOB_STOP="$log/stop-$start"    # ranks of the start before may still be alive
-    # srun passes the signal on, but a rank that does not listen yet would die of it: ours look for the file as well.
+    export JOB_STEP_BEFORE="${before#* }"            # that was saved: its checkpoint has to be there
+    # srun passes the signal on, though not in its first seconds, and ranks may not listen yet: ours look for the file as well.
     trap 'signalled=1; : >"$JOB_STOP" || true; ((SECONDS < 10)) || kill -USR1 "$pid" 2>/dev/null || true' USR1
     trap 'signalled=1' TERM                          # Slurm tells the ranks itself: outlive them
     [[ -z "${asked_to_stop:-}" ]] || : >"$JOB_STOP"
@@ -117,16 +118,17 @@ requeue_preempted() {                                # before its ranks listened
 }
 
 requeue_job() {                                      # step, step before, script and arguments
-    local shown reason='' step=$1 before=${2:--1} again=(--resume)
-    shown=$(scontrol show job "$job") || shown=$(sleep 5 && scontrol show job "$job") || true
+    local shown='' reason='' step=$1 before=${2:--1} again=(--resume)
+    for _ in {1..20}; do if shown=$(scontrol show job "$job"); then break; fi; sleep 5; done    # slurmctld may be restarting
     [[ " $* " == *" --checkpoint-dir"* ]] || again+=(--checkpoint-dir "checkpoints/$SLURM_JOB_ID")
-    if [[ "$shown" != *JobState=RUNNING*" Restarts=$SLURM_RESTART_COUNT "* ]]; then reason="Slurm is ending or requeueing it"
+    if [[ -z "$shown" ]]; then reason="slurmctld does not answer"
+    elif [[ "$shown" != *JobState=RUNNING*" Restarts=$SLURM_RESTART_COUNT "* ]]; then reason="Slurm is ending or requeueing it"
     elif ((step <= before)); then reason="it got no further than when it was requeued before"
     elif ((SLURM_RESTART_COUNT >= max_restarts)); then reason="it has been requeued $SLURM_RESTART_COUNT times"
     elif reason=$(scontrol requeue "$job" 2>&1); then echo "Stopped after step $step, saved, requeued"; exit 0
     fi
     [[ "$shown" =~ Command=([^[:space:]]+) ]] || BASH_REMATCH=('' LAUNCHER)
-    echo "Stopped after step $step, saved, not requeued: $reason. To go on, add your sbatch options to:" >&2
+    echo "Stopped after step $step, saved, not requeued here: $reason. When squeue shows it no more, go on with your options and:" >&2
     echo "    sbatch ${BASH_REMATCH[1]##*/}$(printf ' %q' "${@:3}" "${again[@]}")" >&2
     exit 1
 }

@@ -28,6 +28,6 @@ echo "Way 1: srun starts $WORLD_SIZE ranks on $SLURM_JOB_NODELIST, rendezvous at
 # --wait: nor does the step go on for ever when a rank has ended early. A minute is too little to start 4,096 ranks.
 start_ranks=(
     srun --kill-on-bad-exit=1 --wait=300 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}
-    python
+    bash -pc 'trap "" USR1; exec python "$@"' -    # what does not listen yet must not die of the signal
 )
 run_job "$@"

@@ -29,6 +29,6 @@ echo "Way 3: the spawner starts $NPROC_PER_NODE ranks on each of $SLURM_JOB_NODE
 start_ranks=(
     srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300
     ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$CPUS_PER_NODE"}
-    python distributed/spawn_ranks.py
+    bash -pc 'trap "" USR1; exec python distributed/spawn_ranks.py "$@"' -    # what does not listen yet must not die of the signal
 )
 run_job "$@"

@@ -4,7 +4,7 @@
     watch -n 5 python aux/watch_job.py JOBID
 
 Reads what distributed/heartbeat.py writes into log/JOBID/. Status 0 when all ranks are alive, 1 when one is silent or
-stuck.
+stuck, or has not begun. JOBID is the number in the name log/JOBID, also for a task of an array.
 """
 
 import sys
@@ -20,9 +20,12 @@ from heartbeat import read
 def read_signs(job: int) -> list[dict]:
     """The newest sign of every rank, by rank; those of the job's latest start."""
     starts = sorted(Path("log", str(job)).glob("ranks-*"), key=lambda folder: int(folder.name[6:]))
-    if not starts:
-        sys.exit(f"watch_job.py: no log/{job}/ranks-* in {Path.cwd()}: ranks write there once training has begun")
-    signs = filter(None, (read(path) for path in starts[-1].iterdir()))
+    signs = list(filter(None, (read(path) for path in starts[-1].iterdir()))) if starts else []
+    if not signs:
+        where = f"log/{job}/ranks-* of {Path.cwd()}"
+        sys.exit(
+            f"watch_job.py: no signs in {where}: ranks leave them once training has begun, where there are several"
+        )
     return sorted(signs, key=lambda sign: sign["rank"])
 
 
@@ -40,6 +43,9 @@ def main():
         if silent or stuck:
             suspects.setdefault(sign["host"], f"rank {sign['rank']} {'is silent' if silent else 'is stuck there'}")
         print(f"{sign['rank']:>4}  {sign['host']:<16}  {sign['step']:>4}  {age:>7.0f} s  {sign['stack'][-1]}")
+    missing = sorted(set(range(signs[0]["of"])) - {sign["rank"] for sign in signs})
+    if missing:
+        sys.exit(f"No sign yet of {len(missing)} of {signs[0]['of']} ranks, first of all of rank {missing[0]}.")
     if not suspects:
         print(f"All {len(signs)} ranks are alive, at step {max(sign['step'] for sign in signs)}.")
         return

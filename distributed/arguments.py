@@ -4,6 +4,7 @@ import argparse
 import datetime
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -91,10 +92,7 @@ def whole_number(minimum: int) -> Callable[[str], int]:
     """An argparse type: a whole number of at least `minimum`, and not more than torch takes for a seed or a size."""
 
     def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = minimum - 1
+        number = int(text) if re.fullmatch(r"[+-]?[0-9]{1,20}", text.strip()) else minimum - 1  # not 1_2: that is no 12
         if number < minimum:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
         if number >= 2**31:

@@ -1,7 +1,9 @@
 """Checkpoints: a file is whole or not there, the newest whole one is found again, and the ranks agree when to save."""
 
 import contextlib
+import errno
 import os
+import pickle
 import re
 import shutil
 import sys
@@ -200,7 +202,10 @@ def finish(step: int, total_steps: int, saved: bool, rank: int, result: str):
 
 
 def load_newest(folder: Path) -> dict | None:
-    """The newest checkpoint that is whole, on the CPU, or None; damaged ones are named on stderr and passed over."""
+    """The newest checkpoint that is whole, on the CPU, or None; damaged ones are named on stderr and passed over.
+
+    Raises OSError when one cannot be read for another reason: the next start may well read it.
+    """
     for path in find(folder):
         try:
             with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
@@ -210,7 +215,25 @@ def load_newest(folder: Path) -> dict | None:
             reason = f"{damaged} in it fails its checksum"
         except Exception as error:  # truncated, it raises one of half a dozen kinds, depending on where it was cut
             reason = first_line(error)
+            if not is_damage(error):
+                raise OSError(f"{path} is not damaged, but cannot be loaded: {reason}") from error
         pass_over(path, reason)
+    return None
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether what raises this is not what was written, rather than out of reach for now, or of a refused kind."""
+    if isinstance(error, MemoryError | pickle.UnpicklingError):
+        return False
+    return getattr(error, "errno", None) in (None, errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENOTDIR)
+
+
+def lost(folder: Path) -> str | None:
+    """One sentence when `folder` must have had a checkpoint, but none is whole; or None: then a run may begin."""
+    if damaged := list(folder.glob("damaged_*")):
+        return f"{folder} has {len(damaged)} damaged checkpoints and no whole one: choose another --checkpoint-dir"
+    if step := os.environ.get("JOB_STEP_BEFORE"):
+        return f"step {step} was saved before the job was requeued, but {folder} has no checkpoint any more"
     return None
 
 
@@ -224,7 +247,14 @@ def pass_over(path: Path, reason: str):
 
 def load_on_all_ranks(folder: Path, rank: int, world_size: int, device: torch.device) -> dict | None:
     """`load_newest` on rank 0, which chooses for all: no two ranks may go on from different files."""
-    state = [load_newest(folder) if rank == 0 else None]
+    state = [None]
+    if rank == 0:
+        try:
+            state = [load_newest(folder)]
+        except OSError as error:
+            step_zero.stop(str(error))
+        if state == [None] and (fault := lost(folder)):
+            step_zero.stop(fault)
     if world_size > 1:
         dist.broadcast_object_list(state, src=0, device=device)
     return state[0]

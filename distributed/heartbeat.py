@@ -46,7 +46,7 @@ def beat(file: int, folder: Path, rank: int, world_size: int, timeout: float):
         stack, waits = main_stack()
         stuck = mine.too_long((step, stack))
         sign = {"rank": rank, "host": HOST, "step": step, "time": time.time(), "stack": stack, "waits": waits}
-        sign["still"] = time.monotonic() - mine.since  # seconds at this step and place
+        sign |= {"of": world_size, "still": time.monotonic() - mine.since}  # seconds at this step and place
         with contextlib.suppress(OSError):  # a full disk; the line is as long as the one it takes the place of
             os.pwrite(file, json.dumps(sign).encode().ljust(LINE), 0)
         other = read(folder / str((rank - 1) % world_size))

@@ -81,6 +81,8 @@ def take_up(args: Namespace, rank: int, model: torch.nn.Module, optimizer: torch
             step_zero.stop(fault, rank, speak=rank == 0)
         sharded_checkpoint.load(path, model, optimizer)
         step, facts["val_loss"] = before["step"], before["val_loss"]
+    elif args.resume and rank == 0 and (fault := checkpoint.lost(args.checkpoint_dir)):
+        step_zero.stop(fault)
     if args.resume and rank == 0:
         print(f"Resumed after step {step}" if step else f"No whole checkpoint in {args.checkpoint_dir}", flush=True)
     return step

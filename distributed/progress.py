@@ -1,5 +1,6 @@
 """What a run says of itself: key=value lines for people, metrics.jsonl for programs. Written by rank 0 alone."""
 
+import contextlib
 import datetime
 import json
 import sys
@@ -29,9 +30,11 @@ class Progress:
     def open_metrics(path: Path, first_step: int):
         """Drops what an earlier attempt wrote beyond the step it is resumed from, so that no step appears twice."""
         if path.exists():
-            lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
-            kept = [line for line in lines if json.loads(line)["step"] <= first_step]
-            write_whole(path, "".join(line + "\n" for line in kept))
+            kept = []
+            for line in path.read_text(errors="replace").splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line, or a hole: a node has crashed
+                    kept += [line + "\n"] if json.loads(line)["step"] <= first_step else []
+            write_whole(path, "".join(kept))
         return path.open("a", buffering=1)
 
     def step(self, step: int, epoch: int, count: int, **values: float):

@@ -21,8 +21,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+import step_zero
 import stop_request
-from checkpoint import find, first_line, pass_over, prune, publish, remove, step_of, warn_not_saved
+from checkpoint import find, first_line, is_damage, pass_over, prune, publish, remove, step_of, warn_not_saved
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict, keep: int) -> bool:
@@ -69,16 +70,18 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
 
 def on_all_ranks(work: Callable[[], Any] | None, world_size: int) -> list:
     """Does `work` here and waits for the others. Returns the results by rank; raises OSError on all if one failed."""
-    result, fault = None, None
+    result, fault, number = None, None, None
     try:
         result = work() if work else None
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
-        fault = first_line(error)
-    results = agree((result, fault), world_size)
-    for rank, (_, fault) in enumerate(results):
+        fault, number = first_line(error), getattr(error, "errno", None)
+    results = agree((result, fault, number), world_size)
+    for rank, (_, fault, number) in enumerate(results):
         if fault is not None:
-            raise OSError(f"rank {rank}: {fault}")
-    return [result for result, _ in results]
+            error = OSError(f"rank {rank}: {fault}")
+            error.errno = number
+            raise error
+    return [result for result, _, _ in results]
 
 
 def newest(folder: Path) -> tuple[Path, dict] | None:
@@ -97,6 +100,9 @@ def newest(folder: Path) -> tuple[Path, dict] | None:
             reason = f"{min(names)} in it is not the file that was written"
         except OSError as error:
             reason = str(error)
+            if not is_damage(error):
+                fault = f"{path} is not damaged, but cannot be loaded: {reason}"
+                step_zero.stop(fault, rank, speak=rank == 0)
         if rank == 0:
             pass_over(path, reason)
     return None

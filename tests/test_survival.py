@@ -4,6 +4,7 @@ A job that goes on must end with weights that are bit for bit those of an uninte
 dropout on. Without options a quick part runs: `pytest -m faults` is the whole of it.
 """
 
+import decimal
 import os
 import random
 import re
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import chaos
 import checkpoint
+import stop_request
 from conftest import LAUNCHERS, REPOSITORY, Cluster, Job, cells, environment, note, read_metrics, run
 
 DDP = ["--epochs", 3, "--batch-size", 20, "--log-every", 1]  # 300 images: 45 steps
@@ -190,6 +192,19 @@ def test_usr1(way, script, cluster, data, uninterrupted, tmp_path):
     trial.train_a_little()
     trial.signal("--batch", "--signal=USR1")
     assert trial.wait_for("^Stopped after step .*requeued$") < 15
+    trial.is_equal_after_a_restart(uninterrupted(script))
+
+
+@pytest.mark.parametrize(("way", "script"), cells(DIAGONAL))
+def test_usr1_before_the_ranks_listen(way, script, cluster, data, uninterrupted, tmp_path):
+    """Python itself takes that long to come up, on a slow file system; nobody dies of the signal meanwhile."""
+    trial = Trial(cluster, way, script, data, tmp_path, LATE=25)
+    trial.wait_for("^Way")
+    trial.fault_at = time.monotonic()
+    for _ in range(2):  # in srun's first seconds, when it is not passed on, and later
+        trial.signal("--batch", "--signal=USR1")
+        time.sleep(15)
+    trial.wait_for("^Stopped after step .*requeued$", 60)
     trial.is_equal_after_a_restart(uninterrupted(script))
 
 
@@ -517,10 +532,10 @@ def test_rank_of_another_job_is_turned_away(data, tmp_path):
 # --- disks and files --------------------------------------------------------------------------------------------------
 
 
-def alone(script: str, data: dict, out: Path, *options) -> subprocess.CompletedProcess:
+def alone(script: str, data: dict, out: Path, *options, **how) -> subprocess.CompletedProcess:
     """A whole run on this machine, as one process."""
     command = (f"distributed/{script}", "--data-dir", data[script], *SCRIPTS[script], "--checkpoint-dir", out)
-    return run(sys.executable, *command, "--device", "cpu", *options)
+    return run(sys.executable, *command, "--device", "cpu", *options, **how)
 
 
 @pytest.fixture(scope="module")
@@ -557,6 +572,7 @@ def a_web_page(content: bytes) -> bytes:
 
 
 DAMAGE = [truncated, flipped, zeroed, a_web_page]
+DAMAGEABLE = ["train_ddp.py", "train_fsdp.py"]
 DAMAGED = [(way, script, damage) for way, script in DIAGONAL[:2] for damage in DAMAGE]
 
 
@@ -577,12 +593,53 @@ def test_damaged_checkpoint(way, script, damage, cluster, data, uninterrupted, t
 
 def test_damaged_checkpoints_never_push_out_whole_ones(data, tmp_path):
     """Two that cannot be read, of later steps: they are put aside, and two of this run are kept."""
+    assert alone("train_ddp.py", data, tmp_path, "--max-steps", 5).returncode == 0
     for step in (900, 1000):
         (tmp_path / f"checkpoint_step_{step}.pt").write_bytes(b"nothing")
     done = alone("train_ddp.py", data, tmp_path, "--checkpoint-every", 5, "--resume")
-    assert done.returncode == 0 and "No whole checkpoint in" in done.stdout, done.stderr
+    assert done.returncode == 0 and "Resumed after step 5" in done.stdout, done.stderr
     assert [checkpoint.step_of(path) for path in checkpoint.find(tmp_path)] == [45, 40]
     assert len(list(tmp_path.glob("damaged_*"))) == 2
+
+
+@pytest.mark.parametrize("script", DAMAGEABLE)
+def test_nothing_begins_again_by_itself(script, data, one_rank, tmp_path):
+    """Where all checkpoints are damaged, or gone since the job was requeued, a new run would pass for it."""
+    shutil.copytree(one_rank(script), tmp_path / "out")
+    metrics = (tmp_path / "out/metrics.jsonl").read_text()
+    for path in checkpoint.find(tmp_path / "out"):
+        file = max(path.glob("*.distcp")) if path.is_dir() else path
+        file.write_bytes(truncated(file.read_bytes()))
+    done = alone(script, data, tmp_path / "out", "--resume")
+    assert done.returncode == 1 and "has 2 damaged checkpoints and no whole one" in done.stderr, done.stderr
+    assert (tmp_path / "out/metrics.jsonl").read_text() == metrics and "Traceback" not in done.stderr
+    done = alone(script, data, tmp_path / "gone", "--resume", env=environment(OMP_NUM_THREADS=1, JOB_STEP_BEFORE=30))
+    assert done.returncode == 1 and "step 30 was saved before the job was requeued, but" in done.stderr, done.stderr
+
+
+def test_what_cannot_be_loaded_now_is_not_damaged(tmp_path, monkeypatch):
+    """A file system that fails for a moment, or a value that is not loaded from strangers: no file is put aside."""
+    state = {"step": 5, "best": decimal.Decimal("0.5")}
+    monkeypatch.setattr(stop_request, "owner", lambda folder: stop_request.token())
+    assert checkpoint.save(state, tmp_path, 5, 2)
+    with pytest.raises(OSError, match=r"checkpoint_step_5.pt is not damaged, but cannot be loaded: .*decimal.Decimal"):
+        checkpoint.load_newest(tmp_path)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: (_ for _ in ()).throw(OSError(116, "Stale file handle")))
+    with pytest.raises(OSError, match="Stale file handle"):
+        checkpoint.load_newest(tmp_path)
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["checkpoint_step_5.pt"]
+
+
+def test_holes_in_the_metrics_are_dropped(data, one_rank, tmp_path):
+    """As a node that crashes may leave them: no reason to end."""
+    shutil.copytree(one_rank("train_ddp.py"), tmp_path / "out")
+    remaining = checkpoint.find(tmp_path / "out")
+    remaining[0].unlink()
+    with (tmp_path / "out/metrics.jsonl").open("ab") as file:
+        file.write(b'\0\0\0"loss": 1.2}\n\xff\n[]\n{"st')
+    done = alone("train_ddp.py", data, tmp_path / "out", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "out", one_rank("train_ddp.py"))
 
 
 def test_damage_to_what_says_which_step_it_is(data, one_rank, tmp_path):

@@ -1,6 +1,7 @@
 """Runs a train script (argv[2]) with its arguments as it stands, argv[1] seconds slower at each step.
 
 A requeued job is as fast as it can, unless the variable ALWAYS is set: what was to happen has happened.
+The variable LATE says how many seconds later the ranks begin.
 The rank that the variable STUCK names stays for ever in step 8; the one that HUNGRY names takes memory without end.
 """
 
@@ -15,6 +16,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 import stop_request
 
+time.sleep(float(os.environ.get("LATE", 0)) if stop_request.ATTEMPT == "0" else 0)
 stop_request.listen()  # as the script itself does, before torch
 
 import checkpoint
