@@ -179,7 +179,7 @@ def main(args: Namespace):
     step, loss, accuracy, stop, saved = 0, math.nan, math.nan, False, True
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     checkpoint.take_over(args.checkpoint_dir, 0)
-    if args.resume and (state := checkpoint.load_newest(args.checkpoint_dir)):
+    if args.resume and (state := checkpoint.load_on_all_ranks(args.checkpoint_dir, 0, 1, device)):
         if fault := checkpoint.changes(args.checkpoint_dir, state["run"], facts):
             sys.exit(f"train_single.py: {fault}")
         step, loss, accuracy = (state[name] for name in ("step", "test_loss", "test_accuracy"))

@@ -106,7 +106,8 @@ def test_no_shell_is_given_a_string():
         if path.endswith(".sh"):
             code = re.sub(r"(^|\s)#.*", "", text)
             fixed = code.replace("""bash -c 'cd /workspace/mnt && exec "$@"' bash "$@\"""", "")  # arguments stay words
-            assert not re.search(r"(^|[;&|({\s])eval\s|\b(ba)?sh -c\b", fixed), path
+            fixed = re.sub(r"""bash -pc 'trap "" USR1; exec python( [\w/.]+)? "\$@"' -""", "", fixed)
+            assert not re.search(r"(^|[;&|({\s])eval\s|\b(ba)?sh -\w*c\b", fixed), path
         if path.endswith(".py") and not path.startswith("tests/"):
             for node in ast.walk(ast.parse(text)):
                 called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
@@ -117,7 +118,7 @@ def test_no_shell_is_given_a_string():
 
 
 def test_a_checkpoint_from_a_stranger_runs_no_code(tiny, tmp_path):
-    """It is passed over with a warning, and the training begins anew."""
+    """It is refused with a sentence."""
     make = "import torch, os, sys\nclass Evil:\n    def __reduce__(self):\n"
     make += "        return os.system, (f'touch {sys.argv[1]}/canary',)\n"
     make += "torch.save({'epoch': 1, 'model': Evil()}, f'{sys.argv[1]}/checkpoint_step_1.pt')"
@@ -127,5 +128,6 @@ def test_a_checkpoint_from_a_stranger_runs_no_code(tiny, tmp_path):
     (tmp_path / "canary").unlink()
     train = ["local/train_single.py", "--data-dir", tiny, "--max-steps", 1, "--resume", "--checkpoint-dir", tmp_path]
     done = run(sys.executable, *train)
-    assert "checkpoint_step_1.pt is damaged and skipped" in done.stderr, done.stdout + done.stderr
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stdout + done.stderr
+    assert "checkpoint_step_1.pt is not damaged, but cannot be loaded: " in done.stderr, done.stderr
     assert canaries(tmp_path) == []
