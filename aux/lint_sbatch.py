@@ -278,9 +278,8 @@ def signals(script: Script) -> Findings:
     if script.directives and training and not waits and all(command.end == "&" for command in training):
         yield training[0].line, f"{training[0].name} in the background, and the job ends before it: add wait"
     once = training and training[-1].end == "&" and len(re.findall(r"^[^#\n]*\bwait\b", script.text, re.M)) == 1
-    again = re.search(
-        r"^[^#\n]*(\b(while|until|for)\b|requeue)", script.text, re.M
-    )  # what requeues leaves the rest to it
+    # What requeues the job may leave the rest to the next start.
+    again = re.search(r"^[^#\n]*(\b(while|until|for)\b|requeue)", script.text, re.M)
     if re.search("USR|TERM", handled) and once and not again:
         why = "wait ends when the trap has run, and the job with it, before anything is saved"
         yield training[-1].line, f"{training[-1].name} is waited for once, but {why}: wait again until it has ended"

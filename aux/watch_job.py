@@ -23,9 +23,7 @@ def read_signs(job: int) -> list[dict]:
     signs = list(filter(None, (read(path) for path in starts[-1].iterdir()))) if starts else []
     if not signs:
         where = f"log/{job}/ranks-* of {Path.cwd()}"
-        sys.exit(
-            f"watch_job.py: no signs in {where}: ranks leave them once training has begun, where there are several"
-        )
+        sys.exit(f"watch_job.py: no signs in {where}: ranks, if there are several, leave them once training has begun")
     return sorted(signs, key=lambda sign: sign["rank"])
 
 

@@ -77,7 +77,7 @@ def note(way: str, script: str, state: str, status: int, restarts: object, secon
     name, _, case = os.environ["PYTEST_CURRENT_TEST"].split("::")[1].rpartition(" (")[0].partition("[")
     for known in (way, script):
         case = case.rstrip("]").replace(known, "", 1).removeprefix("-")
-    fault = name.removeprefix("test_").replace("_", " ") + (f": {case}" if case else "")
+    fault = (name.removeprefix("test_") + (f": {case}" if case else "")).replace("_", " ")
     MATRIX.append((fault, way, script, state, status, restarts, f"{seconds:.0f} s"))
 
 

@@ -1,6 +1,6 @@
 """The speed of training on MNIST on a CPU: ratios, which hold on other machines too, and the gates they must pass.
 
-    python aux/bench/mnist.py             # about 80 s on two quiet cores
+    python aux/bench/mnist.py             # about 150 s on two quiet cores
     python aux/bench/mnist.py --check     # exit code 1 and one sentence when a gate is missed
 
 "Ours" is train_ddp.py itself, imported or launched. "Theirs" is the way of mnist/main.py in github.com/pytorch/examples
@@ -37,7 +37,7 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--data-dir", type=Path, help="files in MNIST's format (default: digits drawn for this run)")
     parser.add_argument("--rounds", type=whole_number(1), default=7, help="turns of one process, after a first one")
     parser.add_argument("--steps", type=whole_number(1), default=10, help="training steps in a turn")
-    parser.add_argument("--launches", type=whole_number(1), default=3, help="turns of one rank and of two ranks")
+    parser.add_argument("--launches", type=whole_number(1), default=7, help="turns of one rank and of two ranks")
     return parser.parse_args()
 
 
