@@ -26,8 +26,9 @@ source ./env.sh
 echo "Way 1: srun starts $WORLD_SIZE ranks on $SLURM_JOB_NODELIST, rendezvous at $MASTER_ADDR:$MASTER_PORT"
 # --cpus-per-task: srun of Slurm 22.05 and 23.02 does not inherit it. --kill-on-bad-exit: one dead rank ends the step.
 # --wait: nor does the step go on for ever when a rank has ended early. A minute is too little to start 4,096 ranks.
+# bash: a rank that does not listen yet must not die of the signal to save. --norc: else it reads ~/.bashrc, as under ssh.
 start_ranks=(
     srun --kill-on-bad-exit=1 --wait=300 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}
-    bash -pc 'trap "" USR1; exec python "$@"' -    # what does not listen yet must not die of the signal
+    bash --norc -pc 'trap "" USR1; exec python "$@"' -
 )
 run_job "$@"

@@ -26,9 +26,10 @@ source ./env.sh
 echo "Way 3: the spawner starts $NPROC_PER_NODE ranks on each of $SLURM_JOB_NODELIST, rendezvous at $MASTER_ADDR:$MASTER_PORT"
 # --cpus-per-task: srun of Slurm 22.05 and 23.02 does not inherit it. --kill-on-bad-exit: one dead spawner ends the step.
 # --wait: nor does the step go on for ever when a rank has ended early. A minute is too little to start 4,096 ranks.
+# bash: a rank that does not listen yet must not die of the signal to save. --norc: else it reads ~/.bashrc, as under ssh.
 start_ranks=(
     srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300
     ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$CPUS_PER_NODE"}
-    bash -pc 'trap "" USR1; exec python distributed/spawn_ranks.py "$@"' -    # what does not listen yet must not die of the signal
+    bash --norc -pc 'trap "" USR1; exec python distributed/spawn_ranks.py "$@"' -
 )
 run_job "$@"
