@@ -77,8 +77,7 @@ run_job() {                                          # script and arguments
     [[ "$start" != 0 ]] || rm --recursive --force "$log"/{outcome,ranks,stop}-*    # left by another cluster's job of this number
     before=$(cat "$log"/outcome-* 2>/dev/null | sort --key=2n | tail --lines=1) || true
     [[ "$before" != finished* ]] || { echo "Finished at step ${before#* } before it was requeued: nothing to do"; exit 0; }
-    export JOB_OUTCOME="$log/outcome-$start" JOB_STOP="$log/stop-$start"    # ranks of the start before may still be alive
-    export JOB_STEP_BEFORE="${before#* }"            # that was saved: its checkpoint has to be there
+    export JOB_OUTCOME="$log/outcome-$start" JOB_STOP="$log/stop-$start" JOB_STEP_BEFORE="${before#* }"    # older ranks may live
     # srun passes the signal on, though not in its first seconds, and ranks may not listen yet: ours look for the file as well.
     trap 'signalled=1; : >"$JOB_STOP" || true; ((SECONDS < 10)) || kill -USR1 "$pid" 2>/dev/null || true' USR1
     trap 'signalled=1' TERM                          # Slurm tells the ranks itself: outlive them
@@ -112,14 +111,15 @@ in_background() {                                    # bash runs a trap only bet
     return "$status"
 }
 
+show_job() { for _ in {1..20}; do scontrol show job "$job" && return; sleep 5; done; }    # slurmctld may be restarting
 requeue_preempted() {                                # before its ranks listened: Slurm requeues only what has not failed by then
-    [[ "$(scontrol show job "$job")" != *PreemptTime=[0-9]* ]] ||
+    [[ "$(show_job)" != *PreemptTime=[0-9]* ]] ||
         { scontrol requeue "$job" && echo "Preempted before it could save, requeued" && exit 0; } || true
 }
 
 requeue_job() {                                      # step, step before, script and arguments
-    local shown='' reason='' step=$1 before=${2:--1} again=(--resume)
-    for _ in {1..20}; do if shown=$(scontrol show job "$job"); then break; fi; sleep 5; done    # slurmctld may be restarting
+    local shown reason='' step=$1 before=${2:--1} again=(--resume)
+    shown=$(show_job)
     [[ " $* " == *" --checkpoint-dir"* ]] || again+=(--checkpoint-dir "checkpoints/$SLURM_JOB_ID")
     if [[ -z "$shown" ]]; then reason="slurmctld does not answer"
     elif [[ "$shown" != *JobState=RUNNING*" Restarts=$SLURM_RESTART_COUNT "* ]]; then reason="Slurm is ending or requeueing it"

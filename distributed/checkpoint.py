@@ -215,17 +215,18 @@ def load_newest(folder: Path) -> dict | None:
             reason = f"{damaged} in it fails its checksum"
         except Exception as error:  # truncated, it raises one of half a dozen kinds, depending on where it was cut
             reason = first_line(error)
-            if not is_damage(error):
-                raise OSError(f"{path} is not damaged, but cannot be loaded: {reason}") from error
+            if fault := out_of_reach(path, error):
+                raise OSError(fault) from error
         pass_over(path, reason)
     return None
 
 
-def is_damage(error: Exception) -> bool:
-    """Whether what raises this is not what was written, rather than out of reach for now, or of a refused kind."""
-    if isinstance(error, MemoryError | pickle.UnpicklingError):
-        return False
-    return getattr(error, "errno", None) in (None, errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENOTDIR)
+def out_of_reach(path: Path, error: Exception) -> str | None:
+    """One sentence when what raises this may be whole, but not to be read now, or of a refused kind; or None."""
+    damage = getattr(error, "errno", None) in (None, errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENOTDIR)
+    if damage and not isinstance(error, MemoryError | pickle.UnpicklingError):
+        return None
+    return f"{path} is not damaged, but cannot be loaded: {first_line(error)}"
 
 
 def lost(folder: Path) -> str | None:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import step_zero
 import stop_request
-from checkpoint import find, first_line, is_damage, pass_over, prune, publish, remove, step_of, warn_not_saved
+from checkpoint import find, first_line, out_of_reach, pass_over, prune, publish, remove, step_of, warn_not_saved
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict, keep: int) -> bool:
@@ -100,8 +100,7 @@ def newest(folder: Path) -> tuple[Path, dict] | None:
             reason = f"{min(names)} in it is not the file that was written"
         except OSError as error:
             reason = str(error)
-            if not is_damage(error):
-                fault = f"{path} is not damaged, but cannot be loaded: {reason}"
+            if fault := out_of_reach(path, error):
                 step_zero.stop(fault, rank, speak=rank == 0)
         if rank == 0:
             pass_over(path, reason)

@@ -201,9 +201,11 @@ def test_usr1_before_the_ranks_listen(way, script, cluster, data, uninterrupted,
     trial = Trial(cluster, way, script, data, tmp_path, LATE=25)
     trial.wait_for("^Way")
     trial.fault_at = time.monotonic()
-    for _ in range(2):  # in srun's first seconds, when it is not passed on, and later
-        trial.signal("--batch", "--signal=USR1")
-        time.sleep(15)
+    trial.signal("--batch", "--signal=USR1")  # in srun's first seconds, when it is not passed on
+    while cluster.show(trial.job)["RunTime"] < "00:00:15":
+        assert time.monotonic() - trial.fault_at < 60, trial.log
+        time.sleep(0.5)
+    trial.signal("--batch", "--signal=USR1")  # and later
     trial.wait_for("^Stopped after step .*requeued$", 60)
     trial.is_equal_after_a_restart(uninterrupted(script))
 
@@ -248,19 +250,20 @@ def test_time_limit(cluster, data, uninterrupted, tmp_path):
     assert_same_run(trial.out, uninterrupted("train_ddp.py"))
 
 
-def preempt(cluster, nodes: str) -> int:
-    """Submits a job, of a second, in a partition that takes these nodes from the others. Returns its id."""
-    cluster.exec("scontrol", "create", "PartitionName=urgent", "Nodes=ALL", "PriorityTier=2", "State=UP")  # or is there
-    return cluster.submit(
-        "--partition=urgent", f"--nodelist={nodes}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
-    )
+@pytest.fixture(scope="module")
+def preempt(cluster):
+    """A function that submits a job, of a second, in a partition that takes its nodes from the others."""
+    urgent = cluster.exec("scontrol", "create", "PartitionName=urgent", "Nodes=ALL", "PriorityTier=2", "State=UP")
+    assert urgent.returncode == 0, urgent.stderr
+    urgent = ["--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
+    return lambda nodes: cluster.submit(*urgent, f"--nodelist={nodes}")
 
 
-def test_preemption(cluster, data, uninterrupted, tmp_path):
+def test_preemption(preempt, cluster, data, uninterrupted, tmp_path):
     """By a job in a partition of higher priority: SIGTERM, a grace time, back into the queue, all by Slurm."""
     trial = Trial(cluster, "srun", "train_ddp.py", data, tmp_path)
     nodes = trial.train_a_little()
-    other = preempt(cluster, nodes[1])
+    other = preempt(nodes[1])
     trial.wait_for("^Stopped after step [1-9]", 20)
     trial.wait_for("^Resumed after step [1-9]")
     trial.is_equal_after_a_restart(uninterrupted("train_ddp.py"))
@@ -268,11 +271,11 @@ def test_preemption(cluster, data, uninterrupted, tmp_path):
 
 
 @pytest.mark.matrix
-def test_preemption_before_the_first_step(cluster, data, tmp_path):
+def test_preemption_before_the_first_step(preempt, cluster, data, tmp_path):
     """Of that SIGTERM a torchrun dies that is still being imported: what then has failed, Slurm would not requeue."""
     trial = Trial(cluster, "torchrun", "train_ddp.py", data, tmp_path, "--max-steps", 2)
     trial.wait_for("^Way 2")
-    preempt(cluster, cluster.show(trial.job)["NodeList"])
+    preempt(cluster.show(trial.job)["NodeList"])
     trial.wait_for("^Preempted before it could save, requeued$", 20)
     assert "Step 0" not in trial.log
     assert trial.ends().state == "COMPLETED"
@@ -562,7 +565,6 @@ def a_web_page(content: bytes) -> bytes:
 
 
 DAMAGE = [truncated, flipped, zeroed, a_web_page]
-DAMAGEABLE = ["train_ddp.py", "train_fsdp.py"]
 DAMAGED = [(way, script, damage) for way, script in DIAGONAL[:2] for damage in DAMAGE]
 
 
@@ -592,7 +594,7 @@ def test_damaged_checkpoints_never_push_out_whole_ones(data, tmp_path):
     assert len(list(tmp_path.glob("damaged_*"))) == 2
 
 
-@pytest.mark.parametrize("script", DAMAGEABLE)
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
 def test_nothing_begins_again_by_itself(script, data, one_rank, tmp_path):
     """Where all checkpoints are damaged, or gone since the job was requeued, a new run would pass for it."""
     shutil.copytree(one_rank(script), tmp_path / "out")
@@ -623,8 +625,7 @@ def test_what_cannot_be_loaded_now_is_not_damaged(tmp_path, monkeypatch):
 def test_holes_in_the_metrics_are_dropped(data, one_rank, tmp_path):
     """As a node that crashes may leave them: no reason to end."""
     shutil.copytree(one_rank("train_ddp.py"), tmp_path / "out")
-    remaining = checkpoint.find(tmp_path / "out")
-    remaining[0].unlink()
+    checkpoint.find(tmp_path / "out")[0].unlink()
     with (tmp_path / "out/metrics.jsonl").open("ab") as file:
         file.write(b'\0\0\0"loss": 1.2}\n\xff\n[]\n{"st')
     done = alone("train_ddp.py", data, tmp_path / "out", "--resume")
