@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -61,14 +62,20 @@ def test_cpus_are_bound(tasks, cpus, small, tmp_path):
         assert [(len(rank["cpus"]), rank["threads"]) for rank in job.ranks()] == [(2, "2")] * 2, job.log
 
 
+def next_job_id(cluster) -> int:
+    return int(re.search(r"^NEXT_JOB_ID\s*= (\d+)", cluster.exec("scontrol", "show", "config").stdout, re.M)[1])
+
+
 def test_cleans_up_after_a_crash(small):
     state = Path(f"/run/slurm-cluster-{small.environment['CLUSTER']}")
+    first = next_job_id(small)
     os.kill(int((state / "machine.pid").read_text()), signal.SIGKILL)
     deadline = time.monotonic() + 10
     while namespaces(small, "status").returncode == 0 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert "not up" in namespaces(small, "status").stderr
     assert namespaces(small, "up", "--nodes", 2, "--cpus", 2, "--gpus", 0).returncode == 0
+    assert next_job_id(small) > first  # so that jobs find no checkpoints/JOB of other jobs
     assert namespaces(small, "down").returncode == 0
     assert namespaces(small, "down").returncode == 0  # twice is no mistake
     assert not state.exists()

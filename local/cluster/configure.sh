@@ -1,7 +1,7 @@
 #!/bin/bash
 # Write the Slurm configuration of a local cluster into a folder that each of its nodes sees under the same path:
 # slurm.conf (the one beside this file), generated.conf and cgroup.conf. Used by namespaces.sh and by entrypoint.sh,
-# which add to generated.conf what only they need.
+# which have made FOLDER/key/munge.key and add to generated.conf what only they need.
 #
 # Usage: ./local/cluster/configure.sh FOLDER NODES CPUS GPUS
 set -euo pipefail
@@ -14,6 +14,9 @@ cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
   # cred_expire: a requeued job waits for so many seconds (and one) instead of two minutes. Within that time
   # a job has to reach its last node, which takes longer the more nodes share this machine.
   echo "AuthInfo=socket=$folder/munge/socket,cred_expire=$((5 + nodes / 10))"
+  # The key's second in the year, so that a cluster made anew does not find logs and checkpoints of its predecessor's
+  # jobs under its own job ids.
+  echo "FirstJobId=$(($(stat --format=%Y "$folder/key/munge.key") % 31536000 + 1))"
   echo "StateSaveLocation=$folder/state"
   echo "SlurmctldPidFile=$folder/slurmctld.pid"
   echo "SlurmdSpoolDir=$folder/spool/%n"

@@ -54,9 +54,6 @@ printf '%s' "${gpus[@]/#/$'\nName=gpu File='}" >"$cluster/gres.conf"
 cat >>"$cluster/generated.conf" <<END_OF_LINES
 # Not bound to CPUs: every node would take the machine's first one.
 TaskPlugin=task/none
-# The key's second in the year, so that a cluster made anew does not find logs and checkpoints of its predecessor's jobs
-# under its own job ids.
-FirstJobId=$(($(stat --format=%Y "$key") % 31536000 + 1))
 END_OF_LINES
 
 munged --key-file="$key" --socket="$cluster/munge/socket" --pid-file="$cluster/munge/pid" \

@@ -194,10 +194,10 @@ enter() {
 machine() {
   local nodes="$1" cpus="$2" gpus="$3" node
   mount -t tmpfs -o mode=755 slurm-cluster "$inside" # not /run's own: that is often noexec, and jobs are run from here
-  mkdir "$inside"/{spool,state,munge}
+  mkdir "$inside"/{key,spool,state,munge}
   write_host_pid machine
-  head --bytes=1024 /dev/urandom >"$inside/munge.key"
-  chmod 400 "$inside/munge.key"
+  head --bytes=1024 /dev/urandom >"$inside/key/munge.key"
+  chmod 400 "$inside/key/munge.key"
   write_configuration "$nodes" "$cpus" "$gpus"
   echo "127.0.0.1 localhost" >"$inside/hosts" # and every node twice: torch asks whose an IPv4 address in IPv6 form is
   for ((node = 1; node <= nodes; node++)); do
@@ -268,7 +268,7 @@ END_OF_BATCH
 link set $name arp off up
 route add $(address "$1") dev $name
 END_OF_BATCH
-  munged --key-file="$inside/munge.key" --socket="$inside/munge/socket" --pid-file="$inside/munge/pid" \
+  munged --key-file="$inside/key/munge.key" --socket="$inside/munge/socket" --pid-file="$inside/munge/pid" \
     --seed-file="$inside/munge/seed" --log-file="$state/log/munged-$name.log"
   export SLURM_CONF="$inside/slurm.conf"
   if [[ "$name" == node-1 ]]; then
