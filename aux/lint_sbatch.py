@@ -149,6 +149,10 @@ class Script:
             text = re.sub(r"\$\{?(\w+)(?:\[[@*]\])?\}?", lambda match: self.values.get(match[1], match[0]), text)
         return text
 
+    def trainings(self) -> list[Command]:
+        found = [command for command in self.body if re.search(TRAINS, self.expanded(command))]
+        return [command for command in found if re.fullmatch(r'srun|torchrun|python3?|"\$@"', command.name)]
+
     def has_pipefail(self, line: int) -> bool:
         return any(re.match(r"\s*set\s.*\bpipefail", command.text) for command in self.commands if command.line <= line)
 
@@ -244,6 +248,18 @@ def pipes(script: Script) -> Findings:
             yield command.line, "a pipe hides the exit status, and a failed job ends as COMPLETED: set -o pipefail"
 
 
+def other_last_words(script: Script) -> Findings:
+    strict = re.search(r"^#!.*\s-\w*e|^\s*set\s+(-\w*e|.*\berrexit)|\$\?|^\s*[\w-]+ *\(\)", script.text, re.M)
+    for command in script.trainings()[-1:]:  # a function's may be called last: those are left out
+        after = script.commands[[c is command for c in script.commands].index(True) + 1 :]
+        after = [c for c in after if not re.match(r"\s*(fi|done|esac|[})]|exit\s*$)", c.text)]
+        why = "and a failed job ends as COMPLETED"
+        if command.end == "||" and after and re.match(r"\s*(true|:|echo)\b", after[0].text):
+            yield command.line, f"|| {after[0].name} takes the place of {command.name}'s status, {why}: leave it out"
+        elif command.end in ("\n", ";") and after and not strict:
+            yield command.line, f"{after[-1].name} has the last word, not {command.name}, {why}: set -e at the top"
+
+
 def srun_options(script: Script) -> Findings:
     for command in script.sruns:
         line, environment = re.split(TRAINS, script.expanded(command)), " ".join(script.values)
@@ -266,8 +282,7 @@ def signals(script: Script) -> Findings:
     trap = re.compile(r"\s*trap\s+(?:--\s+)?(\S.*?)((?:\s+(?:SIG)?[A-Z]+[12]?)+)\s*$", re.S)
     traps = [trap.match(command.text) for command in script.commands]
     handled = " ".join(found[2] for found in traps if found and found[1] not in ("''", '""', "-"))
-    training = [c for c in script.body if re.search(TRAINS, script.expanded(c))]
-    training = [c for c in training if re.fullmatch(r'srun|torchrun|python3?|"\$@"', c.name)]
+    training = script.trainings()
     if re.search("USR|TERM" if script.directives else "USR", handled):
         for command in (command for command in training if command.end != "&"):
             why = "bash runs the trap only after the command has ended"
@@ -307,8 +322,8 @@ def counts_typed_twice(script: Script) -> Findings:
 
 # --- main -------------------------------------------------------------------------------------------------------------
 
-CHECKS = (directives_not_read, no_log_folder, torchrun_alone, rank_variables, devices, addresses, pipes, srun_options)
-CHECKS += (signals, counts_typed_twice)
+CHECKS = (directives_not_read, no_log_folder, torchrun_alone, rank_variables, devices, addresses, pipes)
+CHECKS += (other_last_words, srun_options, signals, counts_typed_twice)
 
 
 def main(paths: list[str]) -> int:

@@ -58,8 +58,8 @@ CASES = {
     "rank variable": (
         "SLURM_PROCID expanded in the batch shell",
         f'srun {FLAGS} bash -c "python train.py --rank $SLURM_PROCID"  # MISTAKE',
-        f"srun {FLAGS} bash -c 'python train.py --rank $SLURM_PROCID'\n"
-        f'srun {FLAGS} bash -c "python train.py --rank \\$SLURM_PROCID"\necho "rank $SLURM_PROCID"  # $SLURM_LOCALID',
+        f"echo \"rank $SLURM_PROCID\"  # $SLURM_LOCALID\nsrun {FLAGS} bash -c 'python train.py --rank $SLURM_PROCID'\n"
+        f'srun {FLAGS} bash -c "python train.py --rank \\$SLURM_PROCID"',
     ),
     "node rank": ("SLURM_NODEID", "node_rank=${SLURM_NODEID}  # MISTAKE", "node_rank='${SLURM_NODEID}'"),
     "one GPU per task": (
@@ -128,6 +128,21 @@ CASES = {
         "set -o pipefail",
         "torchrun train.py | tee log  # MISTAKE",
         "nvidia-smi | tee log\ntorchrun train.py >log 2>&1 || exit 1\necho 'torchrun train.py | tee log'",
+    ),
+    "another last word": (
+        "echo has the last word, not srun",
+        f"srun {FLAGS} python train.py  # MISTAKE\necho Done",
+        f"set -e\nsrun {FLAGS} python train.py\necho Done",
+    ),
+    "exit 0": (
+        "exit has the last word, not torchrun",
+        "torchrun train.py; exit 0  # MISTAKE",
+        f"if true; then\n  srun {FLAGS} python train.py\nfi\nexit",
+    ),
+    "or true": (
+        "|| true takes the place",
+        f"set -e\nsrun {FLAGS} python train.py || true  # MISTAKE\necho Done",
+        f"srun {FLAGS} python train.py || {{ echo Failed; exit 1; }}",
     ),
     "head": (
         "SIGPIPE",
