@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import stop_request
-from arguments import let_srun_read
+from arguments import let_srun_read, write_whole_lines
 from stop_request import HOST
 
 
@@ -73,6 +73,7 @@ def world_size_fault(launcher: str, world_size: int) -> str | None:
 
 def meet(launcher: str, rank: int, local_rank: int, world_size: int, timeout: datetime.timedelta) -> dist.Store:
     """The store all ranks share, at MASTER_ADDR:MASTER_PORT (with torchrun: its agent's). Stops with a sentence."""
+    write_whole_lines()
     name_rank_in_errors(rank)
     fault = world_size_fault(launcher, world_size)
     if fault:  # each of the separate worlds has a rank 0: the first one of the job speaks

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -216,6 +217,21 @@ def test_a_batch_that_does_not_divide(tiny):
         )
         assert bad.returncode != 0
         assert bad.stderr.count("--batch-size 7 does not divide by 2 ranks") == 1, bad.stderr
+
+
+def test_a_line_is_one_write(tiny, tmp_path):
+    """In a log that ranks share, another one's line would come in between: Python unbuffered makes several."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # it keeps writes apart
+    command = [sys.executable, "distributed/train_ddp.py", "--data-dir", tiny, "--max-steps", "3"]
+    variables = environment(PYTHONUNBUFFERED=1, OMP_NUM_THREADS=1)
+    with subprocess.Popen(
+        [*command, "--checkpoint-dir", tmp_path / "out"], cwd=REPOSITORY, env=variables, stdout=there, stderr=there
+    ) as process:
+        there.close()
+        here.settimeout(120)
+        writes = [part.decode() for part in iter(lambda: here.recv(65536), b"")]
+    assert process.returncode == 0 and len(writes) >= 6, writes
+    assert [part for part in writes if part.find("\n") != len(part) - 1] == []
 
 
 def test_ctrl_c_ends_all_ranks(tiny, tmp_path):
