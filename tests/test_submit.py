@@ -251,6 +251,7 @@ def test_training_over_connections_that_break(laptop, by_hand, over_time):
         for way, command in commands.items():
             started[way] = laptop.start(*command[:2], *looks[way], *command[2:])
         shown = {way: read_until("Submitted" if way == "torchrun" else "Way ", started[way]) for way in commands}
+        read_until("job ", started["torchrun"], "stderr")  # it looks after its job by now
         connections = sessions(laptop)
         assert len(connections) >= 4
         for pid in connections:
@@ -285,10 +286,10 @@ def test_training_over_connections_that_break(laptop, by_hand, over_time):
     assert result["test_loss"] == pytest.approx(by_hand[-1]["test_loss"]) and result["world_size"] == 2
 
 
-def read_until(word: str, process: subprocess.Popen) -> str:
+def read_until(word: str, process: subprocess.Popen, stream: str = "stdout") -> str:
     shown = ""
     while word not in shown:
-        shown += (line := process.stdout.readline())
+        shown += (line := getattr(process, stream).readline())
         assert line, f"{shown}{process.stderr.read()}"
     return shown
 
