@@ -78,7 +78,7 @@ for name in $(compgen -e); do
     case "$name" in
         MASTER_ADDR | MASTER_PORT | WORLD_SIZE | NNODES | NPROC_PER_NODE | CPUS_PER_NODE | OMP_NUM_THREADS) ;;
         SLURM_* | SLURMD_NODENAME | CUDA_* | NCCL_* | GLOO_* | TORCH_* | TRAIN_DEVICE | DEBUG | LOGLEVEL) ;;
-        JOB_OUTCOME | JOB_STOP | PYTHONUNBUFFERED | PYTHONFAULTHANDLER) ;;
+        JOB_OUTCOME | JOB_STOP | JOB_STEP_BEFORE | PYTHONUNBUFFERED | PYTHONFAULTHANDLER) ;;
         *) continue ;;
     esac
     options+=(--env "$name")

@@ -132,6 +132,7 @@ def test_what_is_inside(cluster, site):
         assert inside["NCCL_DEBUG"] == "INFO" and inside["NCCL_SOCKET_IFNAME"] == "eth0"
         assert inside["SLURM_JOB_ID"] == str(job.id) and inside["SLURM_NODEID"] == str(index)
         assert inside["CUDA_VISIBLE_DEVICES"] == "0" and inside["PYTHONUNBUFFERED"] == "1"
+        assert {"JOB_OUTCOME", "JOB_STOP", "JOB_STEP_BEFORE"} <= set(inside), "what run_job tells the ranks"
         assert not {"LEAK", "VIRTUAL_ENV", "ENROOT_STAND_IN", "CONTAINER_NAME"} & set(inside)
         assert str(STAND_INS) not in inside["PATH"]
         assert f"node-{index + 1} hook RANK={index} LOCAL_RANK=0\n" in (site.folder / "log").read_text(), "harmless"
