@@ -77,7 +77,7 @@ run_job() {                                          # script and arguments
     [[ "$start" != 0 ]] || rm --recursive --force "$log"/{outcome,ranks,stop}-*    # left by another cluster's job of this number
     before=$(cat "$log"/outcome-* 2>/dev/null | sort --key=2n | tail --lines=1) || true
     [[ "$before" != finished* ]] || { echo "Finished at step ${before#* } before it was requeued: nothing to do"; exit 0; }
-    export JOB_OUTCOME="$log/outcome-$start" JOB_STOP="$log/stop-$start" JOB_STEP_BEFORE="${before#* }"    # older ranks may live
+    export JOB_OUTCOME="$log/outcome-$start" JOB_STOP="$log/stop-$start" JOB_STEP_BEFORE="${before#* }"    # each start its own: older ranks may live
     # srun passes the signal on, though not in its first seconds, and ranks may not listen yet: ours look for the file as well.
     trap 'signalled=1; : >"$JOB_STOP" || true; ((SECONDS < 10)) || kill -USR1 "$pid" 2>/dev/null || true' USR1
     trap 'signalled=1' TERM                          # Slurm tells the ranks itself: outlive them

@@ -18,7 +18,7 @@ Findings = Iterator[tuple[int, str]]  # line, sentence
 # --- reading bash -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)  # equal to itself alone: a script may say the same thing twice
 class Command:
     """A simple command: its first line, its text, the text less what bash does not expand, and what ends it."""
 
@@ -251,7 +251,7 @@ def pipes(script: Script) -> Findings:
 def other_last_words(script: Script) -> Findings:
     strict = re.search(r"^#!.*\s-\w*e|^\s*set\s+(-\w*e|.*\berrexit)|\$\?|^\s*[\w-]+ *\(\)", script.text, re.M)
     for command in script.trainings()[-1:]:  # a function's may be called last: those are left out
-        after = script.commands[[c is command for c in script.commands].index(True) + 1 :]
+        after = script.commands[script.commands.index(command) + 1 :]
         after = [c for c in after if not re.match(r"\s*(fi|done|esac|[})]|exit\s*$)", c.text)]
         why = "and a failed job ends as COMPLETED"
         if command.end == "||" and after and re.match(r"\s*(true|:|echo)\b", after[0].text):

@@ -2,7 +2,6 @@
 
 import argparse
 import datetime
-import io
 import math
 import os
 import re
@@ -23,13 +22,6 @@ def let_srun_read():
     sys.stderr.flush()
     if "SLURM_STEP_ID" in os.environ:
         time.sleep(1)
-
-
-def write_whole_lines():
-    """Makes of each line one write. Python unbuffered makes several, and another rank's may come in between."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # in a notebook it is none
-            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def one_line(text: str) -> str:

@@ -5,6 +5,7 @@ that trains alone) ends the job within seconds, as one sentence from one rank.
 """
 
 import datetime
+import io
 import json
 import os
 import socket
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import stop_request
-from arguments import let_srun_read, write_whole_lines
+from arguments import let_srun_read
 from stop_request import HOST
 
 
@@ -73,8 +74,7 @@ def world_size_fault(launcher: str, world_size: int) -> str | None:
 
 def meet(launcher: str, rank: int, local_rank: int, world_size: int, timeout: datetime.timedelta) -> dist.Store:
     """The store all ranks share, at MASTER_ADDR:MASTER_PORT (with torchrun: its agent's). Stops with a sentence."""
-    write_whole_lines()
-    name_rank_in_errors(rank)
+    speak_as(rank)
     fault = world_size_fault(launcher, world_size)
     if fault:  # each of the separate worlds has a rank 0: the first one of the job speaks
         stop(fault, rank, speak=local_rank == 0 and os.environ.get("SLURM_PROCID", "0") == "0")
@@ -205,8 +205,15 @@ def first_fault(ranks: list[dict]) -> str:
     return ""
 
 
-def name_rank_in_errors(rank: int):
-    """Heads an uncaught exception with rank and host; one that only says that a peer is gone becomes one line."""
+def speak_as(rank: int):
+    """Keeps this rank's lines whole in a log that ranks share, and heads an uncaught exception with rank and host.
+
+    An exception that only says that a peer is gone becomes one line.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # in a notebook it is none
+            # Python unbuffered writes a line and its end apart, and another rank's line may come in between.
+            stream.reconfigure(line_buffering=True, write_through=False)
 
     def report(kind, error, trace):
         if kind is KeyboardInterrupt:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "aux"))
 
-from arguments import ArgumentParser, device_name, new_checkpoint_dir, uneven, whole_number, write_whole_lines
+from arguments import ArgumentParser, device_name, new_checkpoint_dir, uneven, whole_number
 from slurm_task import JobContext, task
 
 
@@ -47,8 +47,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
         os.environ.update(job.torch_distributed_env())  # torchrun by hand has set the five itself
     names = ("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)
     rank, local_rank, world_size = (int(os.environ.get(*name)) for name in names)
-    write_whole_lines()
-    step_zero.name_rank_in_errors(rank)
+    step_zero.speak_as(rank)
     fault = uneven("--batch-size", args.batch_size, world_size, f"{world_size} ranks")
     if fault := fault or mnist.missing_data(args.data_dir):
         step_zero.stop(fault, rank, speak=rank == 0)

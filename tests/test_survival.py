@@ -253,10 +253,10 @@ def test_time_limit(cluster, data, uninterrupted, tmp_path):
 @pytest.fixture(scope="module")
 def preempt(cluster):
     """A function that submits a job, of a second, in a partition that takes its nodes from the others."""
-    urgent = cluster.exec("scontrol", "create", "PartitionName=urgent", "Nodes=ALL", "PriorityTier=2", "State=UP")
-    assert urgent.returncode == 0, urgent.stderr
-    urgent = ["--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
-    return lambda nodes: cluster.submit(*urgent, f"--nodelist={nodes}")
+    created = cluster.exec("scontrol", "create", "PartitionName=urgent", "Nodes=ALL", "PriorityTier=2", "State=UP")
+    assert created.returncode == 0, created.stderr
+    options = ["--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
+    return lambda nodes: cluster.submit(*options, f"--nodelist={nodes}")
 
 
 def test_preemption(preempt, cluster, data, uninterrupted, tmp_path):
@@ -517,7 +517,8 @@ def test_rank_of_another_job_is_turned_away(data, tmp_path):
             assert second.wait(60) == 1
             _, said = first.communicate(timeout=60)
         finally:
-            first.kill(), second.kill()
+            first.kill()
+            second.kill()
     assert re.fullmatch(r"\[Rank 0 on \S+\] 1 of 2 ranks have not come within 0:00:10: 1\n", said)
     assert first.returncode == 1 and not checkpoint.find(tmp_path)
 
