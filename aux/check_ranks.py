@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
-from arguments import ArgumentParser, device_name
+from resilience.arguments import ArgumentParser, device_name
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -46,8 +46,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-import heartbeat
-import step_zero
+from resilience import heartbeat, step_zero
 
 MB = 2**20
 

@@ -13,8 +13,8 @@ from typing import BinaryIO
 
 import slurmfile
 from remote import Lost, answer, explain, host_of
+from resilience.stop_request import write_whole
 from slurmfile import fail
-from stop_request import write_whole
 
 MARK = ".submission.json"  # the last file of a submission's archive; older than every file that the job makes
 PATIENCE = 300  # seconds for which a job is followed without reaching the cluster

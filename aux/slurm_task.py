@@ -27,8 +27,8 @@ sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux")]
 
 import slurmfile
 import submit
-from arguments import ArgumentParser, let_srun_read
-from stop_request import write_whole
+from resilience.arguments import ArgumentParser, let_srun_read
+from resilience.stop_request import write_whole
 
 
 @dataclass(frozen=True)

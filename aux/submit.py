@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 import container
 import jobs
 import slurmfile
-from arguments import ArgumentParser
 from remote import Lost, answer, explain, host_of, there
+from resilience.arguments import ArgumentParser
 from slurmfile import fail
 
 # --- arguments --------------------------------------------------------------------------------------------------------

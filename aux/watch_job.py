@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
-from arguments import ArgumentParser, number, whole_number
-from heartbeat import read
+from resilience.arguments import ArgumentParser, number, whole_number
+from resilience.heartbeat import read
 
 
 def read_signs(job: int) -> list[dict]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-import checksums
+from resilience import checksums
 
 PASSED_OVER = -100  # cross_entropy's ignore_index
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16}

@@ -9,10 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import characters
-import checkpoint
-import sharded_checkpoint
-import step_zero
 from char_transformer import CharTransformer
+from resilience import checkpoint, sharded_checkpoint, step_zero
 
 
 def limit_waiting(mesh: DeviceMesh | None, seconds: float):

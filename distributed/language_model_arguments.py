@@ -4,7 +4,7 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
-from arguments import ArgumentParser, device_name, number, whole_number
+from resilience.arguments import ArgumentParser, device_name, number, whole_number
 
 SIZES = {
     "cpu": {"layers": 4, "heads": 4, "width": 128, "context": 64, "dropout": 0.0, "batch_size": 12, "steps": 2000},

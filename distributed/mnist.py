@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset, Sampler
 
-import checksums
+from resilience import checksums
 
 try:
     import torchvision

@@ -14,8 +14,8 @@ import socket
 import sys
 from pathlib import Path
 
-from arguments import let_srun_read, one_line
-from stop_request import HOST
+from resilience.arguments import let_srun_read, one_line
+from resilience.stop_request import HOST
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ before the head, and the largest logit and g in the loss.
 import os
 from pathlib import Path
 
-from arguments import ArgumentParser
+from resilience.arguments import ArgumentParser
 
 if __name__ == "__main__":
     ArgumentParser(description=__doc__).parse_args()  # it takes none, and says so
@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import step_zero
 from char_transformer import CharTransformer
+from resilience import step_zero
 
 
 class EnterSplit(torch.autograd.Function):

@@ -19,8 +19,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-import stop_request
-from arguments import ArgumentParser, device_name, number, uneven, whole_number
+from resilience import stop_request
+from resilience.arguments import ArgumentParser, device_name, number, uneven, whole_number
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -55,11 +55,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-import checkpoint
-import heartbeat
 import mnist
-import step_zero
-from progress import Progress
+from resilience import checkpoint, heartbeat, step_zero
+from resilience.progress import Progress
 
 # --- process group ----------------------------------------------------------------------------------------------------
 

@@ -18,9 +18,9 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 
-import stop_request
-from arguments import uneven, whole_number
 from language_model_arguments import LanguageModelParser, divisors
+from resilience import stop_request
+from resilience.arguments import uneven, whole_number
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -44,13 +44,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import characters
-import checkpoint
-import heartbeat
-import sharded_checkpoint
-import step_zero
 from char_transformer import CharTransformer, peak_flops
 from language_model import choose_precision, facts_of, learning_rate, limit_waiting, make_optimizer, sample, take_up
-from progress import Progress
+from resilience import checkpoint, heartbeat, sharded_checkpoint, step_zero
+from resilience.progress import Progress
 
 # --- process group ----------------------------------------------------------------------------------------------------
 

@@ -17,13 +17,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "aux"))
 
-from arguments import ArgumentParser, device_name, new_checkpoint_dir, uneven, whole_number
+from resilience.arguments import ArgumentParser, device_name, new_checkpoint_dir, uneven, whole_number
 from slurm_task import JobContext, task
 
 
 def get_device(name: str, local_rank: int, world_size: int):
     """CUDA, else Apple's MPS (for one process alone: gloo does not know it), else the CPU, unless `name` says which."""
-    import step_zero
+    from resilience import step_zero
 
     device, fault = step_zero.choose_device(name, local_rank, world_size)
     if fault:
@@ -39,9 +39,9 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     from torch.nn.parallel import DistributedDataParallel
 
     import mnist
-    import step_zero
     import train_ddp
-    from progress import Progress
+    from resilience import step_zero
+    from resilience.progress import Progress
 
     if job:
         os.environ.update(job.torch_distributed_env())  # torchrun by hand has set the five itself
@@ -91,6 +91,6 @@ if __name__ == "__main__":
     result = train(parse_arguments())
     if os.environ.get("RANK", "0") == "0":
         print(f"Finished: average_loss={result['test_loss']:.4f} accuracy={result['test_accuracy']:.4f}")
-    import step_zero
+    from resilience import step_zero
 
     step_zero.leave()

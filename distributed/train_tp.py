@@ -22,9 +22,9 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 
-import stop_request
-from arguments import uneven, whole_number
 from language_model_arguments import LanguageModelParser, divisors
+from resilience import stop_request
+from resilience.arguments import uneven, whole_number
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -51,14 +51,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 import characters
-import checkpoint
-import heartbeat
-import sharded_checkpoint
-import step_zero
 from char_transformer import CharTransformer, peak_flops
 from language_model import choose_precision, facts_of, learning_rate, limit_waiting, make_optimizer, sample, take_up
 from parallel_plan import parallel_plan, sum_partial_gradients, whole
-from progress import Progress
+from resilience import checkpoint, heartbeat, sharded_checkpoint, step_zero
+from resilience.progress import Progress
 
 # --- process group ----------------------------------------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
-import stop_request
-from arguments import ArgumentParser, device_name, number, whole_number
+from resilience import stop_request
+from resilience.arguments import ArgumentParser, device_name, number, whole_number
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -50,9 +50,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
-import checkpoint
 import mnist
-from progress import Progress
+from resilience import checkpoint
+from resilience.progress import Progress
 
 # --- device -----------------------------------------------------------------------------------------------------------
 

@@ -22,9 +22,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import chaos
-import checkpoint
-import stop_request
 from conftest import LAUNCHERS, REPOSITORY, Cluster, Job, cells, environment, note, read_metrics, run
+from resilience import checkpoint, stop_request
 
 DDP = ["--epochs", 3, "--batch-size", 20, "--log-every", 1]  # 300 images: 45 steps
 LANGUAGE_MODEL = ["--layers", 2, "--heads", 4, "--width", 32, "--context", 32, "--batch-size", 8, "--dropout", 0.2]

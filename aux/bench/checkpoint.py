@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
-from arguments import ArgumentParser, whole_number
+from resilience.arguments import ArgumentParser, whole_number
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -43,11 +43,9 @@ if __name__ == "__main__":
 import torch
 
 import characters
-import checkpoint
-import sharded_checkpoint
-import step_zero
 import train_fsdp
 from char_transformer import CharTransformer
+from resilience import checkpoint, sharded_checkpoint, step_zero
 
 # --- main -------------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
-from arguments import ArgumentParser, number, whole_number
+from resilience.arguments import ArgumentParser, number, whole_number
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from statistics import median
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux")]  # `mnist` is the one in distributed/
 
-from arguments import ArgumentParser, whole_number
+from resilience.arguments import ArgumentParser, whole_number
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ import draw_digits
 import mnist
 import prepare_data
 import train_ddp
-from progress import Progress
+from resilience.progress import Progress
 
 GATES = {"feeding": 40, "step, fp32": 1.1, "step, bf16": 2, "two ranks, fp32": 0.75}
 CPU = torch.device("cpu")

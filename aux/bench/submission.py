@@ -21,7 +21,7 @@ sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux")]
 
 import remote
 import slurmfile
-from arguments import ArgumentParser, whole_number
+from resilience.arguments import ArgumentParser, whole_number
 from submit import sbatch_options
 
 PROMISED = 1.0  # seconds

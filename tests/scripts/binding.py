@@ -9,8 +9,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 import torch
 
-import step_zero
 import train_ddp
+from resilience import step_zero
 
 visible = os.environ.get("CUDA_VISIBLE_DEVICES")
 granted = visible.split(",") if visible else []

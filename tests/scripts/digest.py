@@ -10,7 +10,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 from torch.nn.parallel import DistributedDataParallel
 
-import step_zero
+from resilience import step_zero
 
 models = []
 init = DistributedDataParallel.__init__

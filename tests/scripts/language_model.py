@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 import characters
-import checkpoint
 import tensor_parallel_by_hand
 import train_ddp
 import train_fsdp
 import train_tp
 from char_transformer import CharTransformer
+from resilience import checkpoint
 
 CPU = torch.device("cpu")
 SIZES = {"layers": 2, "heads": 4, "width": 32, "context": 16}

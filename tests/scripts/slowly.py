@@ -14,12 +14,12 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "distributed"))
 
-import stop_request
+from resilience import stop_request
 
 time.sleep(float(os.environ.get("LATE", 0)) if stop_request.ATTEMPT == "0" else 0)
 stop_request.listen()  # as the script itself does, before torch
 
-import checkpoint
+from resilience import checkpoint
 
 seconds = float(sys.argv[1]) if stop_request.ATTEMPT == "0" or "ALWAYS" in os.environ else 0
 call, memory = checkpoint.Boundary.__call__, []

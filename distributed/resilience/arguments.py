@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from stop_request import ATTEMPT
+from .stop_request import ATTEMPT
 
 
 def let_srun_read():

@@ -21,9 +21,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-import step_zero
-import stop_request
-from checkpoint import find, first_line, out_of_reach, pass_over, prune, publish, remove, step_of, warn_not_saved
+from . import step_zero, stop_request
+from .checkpoint import find, first_line, out_of_reach, pass_over, prune, publish, remove, step_of, warn_not_saved
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict, keep: int) -> bool:

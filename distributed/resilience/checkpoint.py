@@ -16,9 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import heartbeat
-import step_zero
-import stop_request
+from . import heartbeat, step_zero, stop_request
 
 
 def seed_from(*numbers: int) -> int:

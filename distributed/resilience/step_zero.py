@@ -17,9 +17,9 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 
-import stop_request
-from arguments import let_srun_read
-from stop_request import HOST
+from . import stop_request
+from .arguments import let_srun_read
+from .stop_request import HOST
 
 
 def stop(sentence: str, rank: int = 0, speak: bool = True):

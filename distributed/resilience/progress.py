@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from stop_request import write_whole
+from .stop_request import write_whole
 
 
 class Progress:

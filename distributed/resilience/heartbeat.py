@@ -18,7 +18,7 @@ import traceback
 from collections import defaultdict
 from pathlib import Path
 
-from stop_request import ATTEMPT, HOST
+from .stop_request import ATTEMPT, HOST
 
 LINE = 4096  # bytes, always as many: a reader never finds the end of an older, longer line
 
