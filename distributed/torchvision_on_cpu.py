@@ -1,8 +1,8 @@
 """torchvision beside a CPU build of torch: `from torchvision_on_cpu import torchvision`.
 
 torchvision's wheel is built for CUDA. Beside a CPU build of torch its compiled part does not load, and `import
-torchvision` ends with "RuntimeError: operator torchvision::nms does not exist". Data sets and transforms need neither of
-the two operators in question. Declaring them lets the import go through. Where it works as it is, nothing is declared.
+torchvision` ends with "RuntimeError: operator torchvision::nms does not exist". Data sets and transforms need neither
+of the two operators in question. Declaring them lets the import go through. Elsewhere nothing is declared.
 """
 
 import torch
