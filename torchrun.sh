@@ -32,6 +32,5 @@ if [[ -n "${NNODES:-}" ]]; then                      # in a job: node rank 0 lis
     )
 fi
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"    # to save after SIGTERM; 30 s by default
-export LOGLEVEL="${LOGLEVEL:-CRITICAL}"              # torchrun has a page to say on every node when one rank fails
 # torchrun, but with the exit status of the rank that has failed, and one line on it: torchrun's own is always 1.
 exec python "$here/aux/quiet_torchrun.py" "${rendezvous[@]}" --nproc-per-node="$NPROC_PER_NODE" "$@"

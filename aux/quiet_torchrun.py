@@ -4,6 +4,8 @@ torchrun.sh calls it with torchrun's arguments. torchrun itself ends with status
 page of its own below the rank's last output.
 """
 
+import contextlib
+import logging
 import os
 import signal
 import sys
@@ -16,20 +18,19 @@ HOST = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def report(rank: int, exit_code: int) -> int:
-    """Says which rank failed first, here and in JOB_FAILURE, for the last line of the log. Returns its status."""
+    """Leaves in JOB_FAILURE which rank failed first, for the last line of the job's log. Returns its status."""
     status = exit_code if exit_code >= 0 else 128 - exit_code  # as a shell counts a signal
     how = f"ended with status {status}" if exit_code >= 0 else f"was killed by {signal.Signals(-exit_code).name}"
-    failure = f"rank {rank} on {HOST} {how}"
-    print(f"torchrun: {failure}; the other ranks here are ended", file=sys.stderr, flush=True)
-    try:
-        with open(os.environ.get("JOB_FAILURE", os.devnull), "x") as file:  # x: the first one stays
-            file.write(f"{status} {failure}\n")
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), open(os.environ.get("JOB_FAILURE", os.devnull), "x") as file:  # x: once
+        file.write(f"{status} rank {rank} on {HOST} {how}\n")
+    if exit_code < 0 and "JOB_FAILURE" not in os.environ:  # what ends with a status has said why
+        print(f"torchrun: rank {rank} on {HOST} {how}", file=sys.stderr, flush=True)
     return status
 
 
 if __name__ == "__main__":
+    if "LOGLEVEL" not in os.environ:
+        logging.disable()
     try:
         main()
     except ChildFailedError as error:

@@ -6,7 +6,8 @@
 trap '' USR1                                         # ignored here and in what is started, until a script listens for it
 trap : TERM INT                                      # ends after its ranks, which may be saving
 host=${SLURMD_NODENAME:-$HOSTNAME}                   # in a task HOSTNAME is the batch shell's
-"$@" && exit 0
+exec {stderr}>&2 2>/dev/null                         # of this shell alone: its "Terminated" explains nothing
+"$@" 2>&"$stderr" {stderr}>&- && exit 0
 status=$?
 who=${RANK:+rank $RANK}
 how="ended with status $status"

@@ -8,6 +8,7 @@ runs the script as __main__. The first rank that fails ends the others; its exit
 """
 
 import contextlib
+import logging
 import os
 import runpy
 import signal
@@ -81,6 +82,7 @@ def main(command: list[str]) -> int:
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpus // nproc_per_node)))
 
+    logging.disable()  # of this process alone: torch names every rank that it ends
     try:
         mp.spawn(run_rank, (node_rank, nnodes, nproc_per_node, command), nprocs=nproc_per_node)
     except mp.ProcessExitedException as failure:
@@ -89,13 +91,14 @@ def main(command: list[str]) -> int:
     return 0
 
 
-def report(rank: int, code: int, signal_name: str | None) -> int:
-    """Says which rank failed first, here and in JOB_FAILURE, for the last line of the log. Returns its status."""
-    status = code if code >= 0 else 128 - code  # as a shell counts a signal
-    failure = f"rank {rank} on {HOST} " + (f"ended with status {code}" if code >= 0 else f"was killed by {signal_name}")
-    print(f"spawn_ranks.py: {failure}; the other ranks here are ended", file=sys.stderr, flush=True)
-    with contextlib.suppress(OSError), open(os.environ.get("JOB_FAILURE", os.devnull), "x") as file:  # the first stays
-        file.write(f"{status} {failure}\n")
+def report(rank: int, exit_code: int, signal_name: str | None) -> int:
+    """Leaves in JOB_FAILURE which rank failed first, for the last line of the job's log. Returns its status."""
+    status = exit_code if exit_code >= 0 else 128 - exit_code  # as a shell counts a signal
+    how = f"ended with status {status}" if exit_code >= 0 else f"was killed by {signal_name}"
+    with contextlib.suppress(OSError), open(os.environ.get("JOB_FAILURE", os.devnull), "x") as file:  # x: once
+        file.write(f"{status} rank {rank} on {HOST} {how}\n")
+    if exit_code < 0 and "JOB_FAILURE" not in os.environ:  # what ends with a status has said why
+        print(f"spawn_ranks.py: rank {rank} on {HOST} {how}", file=sys.stderr, flush=True)
     return status
 
 
