@@ -94,6 +94,7 @@ SHORT = {"-N": "nodes", "-n": "ntasks", "-c": "cpus-per-task", "-G": "gpus", "-o
 SHORT |= {"-J": "job-name", "-D": "chdir", "-K": "kill-on-bad-exit"}
 SPEAK = r"echo|printf|die|cat|logger|grep|sed|which|type|trap|pkill|pgrep"  # of commands, and run none
 TORCHRUN = r"(?<![\w.])(?:torchrun|torch\.distributed\.(?:run|launch))(?![\w./-])"
+ALONE = re.compile(r"--standalone|--nnodes[ =]+1(?![\w:.])")
 TRAINS = rf"{TORCHRUN}|(?<![\w=.:-])(?:python3?|accelerate|deepspeed|apptainer|singularity|bash)\b|\.(?:py|sh)\b|\$@"
 
 
@@ -185,17 +186,46 @@ def no_log_folder(script: Script) -> Findings:
 
 
 def torchrun_alone(script: Script) -> Findings:
-    alone, found = re.compile(r"--standalone|--nnodes[ =]+1(?![\w:.])"), []
+    found = []
     for command in script.body:
         text = script.expanded(command)
         srun = options(re.split(TRAINS, text)[0]) if command in script.sruns else {}
         nodes = first_number(srun.get("nodes")) or script.nodes
-        if nodes > 1 and re.search(TORCHRUN, text) and (match := alone.search(text)):
+        if nodes > 1 and re.search(TORCHRUN, text) and (match := ALONE.search(text)):
             found.append((command, match[0], nodes))
-    written_here = [item for item in found if alone.search(item[0].text)]
+    written_here = [item for item in found if ALONE.search(item[0].text)]
     for command, option, nodes in written_here or found:
         how = '--nnodes="$SLURM_JOB_NUM_NODES" and one --rdzv-endpoint for all'
         yield command.line, f"{option} on {nodes} nodes, trainings that do not know of each other: {how}"
+
+
+def no_srun(script: Script) -> Findings:
+    """Several tasks or nodes asked for, and nothing that starts a process for each of them."""
+    tasks = max(script.nodes, 1) * max(first_number(script.asked.get("ntasks-per-node")), 1)
+    tasks = first_number(script.asked.get("ntasks")) or tasks
+    started = r"\b(srun|mpirun|mpiexec|ibrun|jsrun|aprun|prun|ssh|pdsh|clush|parallel)\b(?![.=-])"
+    aside = r"srun(\s+-\S+)*\s+(hostname|nvidia-smi|env|date|lscpu|free|df|ls|mkdir|cp|rsync|rm|tar)\b"
+    if any(re.search(started, re.sub(aside, "", script.expanded(command))) for command in script.body):
+        return
+    found = []
+    for command in script.body:
+        text = script.expanded(command)
+        if not re.fullmatch(r"python[\d.]*|torchrun|accelerate|apptainer|singularity", command.name):
+            continue
+        if command.end == "&" or not re.search(r"\.py\b|\s-m\s*(?!pip|venv)\w|\$", text):
+            continue  # several of them side by side are tasks, too
+        name = command.name
+        if re.search(rf"{TORCHRUN}|\baccelerate\b", text):  # it starts a process for each GPU, on its own node
+            if script.nodes > 1 and not ALONE.search(text):
+                why = f"and so on one of {script.nodes} nodes"
+                found.append((command, f"{name} without srun, {why}: srun --ntasks-per-node=1 {name} ..."))
+        elif tasks > 1:
+            asked = f"{tasks} {'tasks' if tasks > script.nodes else 'nodes'}"
+            why = f"and so one process, though the header asks for {asked}"
+            found.append((command, f"{name} without srun, {why}: srun {name} ..."))
+    found = [item for item in found if re.search(r"train|torch|main", item[0].text)] or found[-1:]
+    for command, sentence in found[:1]:
+        yield command.line, sentence
 
 
 def rank_variables(script: Script) -> Findings:
@@ -281,7 +311,7 @@ def signals(script: Script) -> Findings:
     name, heard_here = (asked[2], "B" in (asked[1] or "")) if asked else ("", True)
     trap = re.compile(r"\s*trap\s+(?:--\s+)?(\S.*?)((?:\s+(?:SIG)?[A-Z]+[12]?)+)\s*$", re.S)
     traps = [trap.match(command.text) for command in script.commands]
-    handled = " ".join(found[2] for found in traps if found and found[1] not in ("''", '""', "-"))
+    handled = " ".join(found[2] for found in traps if found and found[1] not in ("''", '""', "-", ":"))
     training = script.trainings()
     if re.search("USR|TERM" if script.directives else "USR", handled):
         for command in (command for command in training if command.end != "&"):
@@ -322,7 +352,7 @@ def counts_typed_twice(script: Script) -> Findings:
 
 # --- main -------------------------------------------------------------------------------------------------------------
 
-CHECKS = (directives_not_read, no_log_folder, torchrun_alone, rank_variables, devices, addresses, pipes)
+CHECKS = (directives_not_read, no_log_folder, torchrun_alone, no_srun, rank_variables, devices, addresses, pipes)
 CHECKS += (other_last_words, srun_options, signals, counts_typed_twice)
 
 
