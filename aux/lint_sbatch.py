@@ -34,6 +34,15 @@ class Command:
         value = r"""(?:"(?:\\.|[^"])*"|'[^']*'|\\.|[^\s"'])*"""
         return re.match(rf"\s*{lead}(?:\w+={value}\s+)*{lead}(\S*)", self.text)[3].rpartition("/")[2]
 
+    @property
+    def code(self) -> str:
+        """The text less its sentences: strings of several words that are neither a value nor what a shell runs."""
+        if re.search(r"\s-\w*c\s", self.text):
+            return self.text
+        sentence = re.compile(r"(?!.*\$\().*\s.*", re.S)
+        strings = r"""(?<![\w=])"((?:\\.|[^"\\])*)\"|"(?:\\.|[^"\\])*\""""
+        return re.sub(strings, lambda found: '""' if sentence.fullmatch(found[1] or "") else found[0], self.text)
+
 
 def read_bash(text: str) -> tuple[list[Command], dict[int, str]]:
     """The commands of a script, and its comments by line. Here-documents are left out."""
@@ -136,7 +145,7 @@ class Script:
         gpus = next((self.asked[name] for name in ("gpus-per-node", "gres", "gpus") if name in self.asked), "")
         self.nodes, self.gpus = first_number(self.asked.get("nodes")), first_number(gpus.rpartition(":")[2])
         self.body = [command for command in self.commands if not re.fullmatch(SPEAK, command.name)]
-        self.sruns = [command for command in self.body if re.search(r"(?<![\w.=\"'-])srun\s", command.text)]
+        self.sruns = [command for command in self.body if re.search(r"(?<![\w.=\"'-])srun\s", command.code)]
         self.values: dict[str, str] = {}
         value = r"(\"(?:\\.|[^\"])*\"|'[^']*'|\([^()]*\)|\$\([^()]*\)|\S+)"
         for name, text in (pair for c in self.commands for pair in re.findall(rf"(?<![\w-])(\w+)\+?={value}", c.text)):
@@ -145,7 +154,7 @@ class Script:
 
     def expanded(self, command: Command) -> str:
         """The command with the values of variables that the script itself sets in place of their names."""
-        text = command.text
+        text = command.code
         for _ in range(3):
             text = re.sub(r"\$\{?(\w+)(?:\[[@*]\])?\}?", lambda match: self.values.get(match[1], match[0]), text)
         return text
@@ -331,7 +340,7 @@ def signals(script: Script) -> Findings:
     told = re.search(r"\b(?:kill|scancel)\b.*(?:-|--signal[= ]|-s *)(?:SIG)?USR", script.text)
     ignored = re.search(r"trap\s+(?:--\s+)?\\?([\"'])\\?\1\s+.*USR", script.text)
     for command in script.body if not ignored and (told or (name and not heard_here)) else []:
-        if re.search(TORCHRUN, command.text):
+        if re.search(TORCHRUN, command.code):
             how = 'trap "" USR1 in a shell that then says exec torchrun, and a handler in the ranks'
             yield command.line, f"{name or 'USR1'} kills torchrun, which does not know the signal, ranks and all: {how}"
 

@@ -229,6 +229,11 @@ CASES = {
         f"#SBATCH --signal=USR1@120\nsrun {FLAGS} torchrun train.py  # MISTAKE",
         f"#SBATCH --signal=USR1@120\nsrun {FLAGS} bash -c 'trap \"\" USR1; exec torchrun train.py'",
     ),
+    "a sentence that names srun and torchrun": (
+        "--kill-on-bad-exit=1",
+        'note "srun starts python" hard\nbash -c "cd code && srun python train.py"  # MISTAKE',
+        '#SBATCH --signal=USR1@120\nstart_job "Way 2, srun starts torchrun everywhere, then torchrun the ranks" "$@"',
+    ),
     "torchrun and USR1 handed on": (
         "kills torchrun",
         f"trap 'kill -USR1 $pid' USR1\nsrun {FLAGS} torchrun train.py &  # MISTAKE\npid=$!\nwait",
