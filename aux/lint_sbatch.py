@@ -163,6 +163,12 @@ class Script:
         found = [command for command in self.body if re.search(TRAINS, self.expanded(command))]
         return [command for command in found if re.fullmatch(r'srun|torchrun|python3?|"\$@"', command.name)]
 
+    def sources(self, text: str, suffix: str) -> list[str]:
+        """What is in the files that `text` names, from here or from the script's folder."""
+        names = re.findall(rf"[\w./-]+{re.escape(suffix)}\b", text)
+        files = {Path(folder, name) for name in names for folder in (".", self.path.parent)}
+        return [file.read_text(errors="replace") for file in files if file.is_file()]
+
     def has_pipefail(self, line: int) -> bool:
         return any(re.match(r"\s*set\s.*\bpipefail", command.text) for command in self.commands if command.line <= line)
 
@@ -250,9 +256,7 @@ def devices(script: Script) -> Findings:
             yield command.line, "CUDA_VISIBLE_DEVICES hard-coded, but Slurm has chosen this job's GPUs: remove it"
     asked = [(script.asked_at.get("gpus-per-task", 0), script.asked)]
     asked += [(command.line, options(script.expanded(command))) for command in script.sruns]
-    names = re.findall(r"[\w./-]+\.py\b", script.text)
-    files = {Path(folder, name) for name in names for folder in (".", script.path.parent)}
-    sources = [script.text, *(file.read_text(errors="replace") for file in files if file.is_file())]
+    sources = [script.text, *script.sources(script.text, ".py")]
     if any(re.search(r"(?i)set_device\([^)\n]*local_?(rank|id)", source) for source in sources):
         for line in (line for line, given in asked if given.get("gpus-per-task") == "1"):
             why = "each rank sees one GPU, number 0, and the second one dies of an invalid device ordinal"
@@ -338,9 +342,10 @@ def signals(script: Script) -> Findings:
         why = "wait ends when the trap has run, and the job with it, before anything is saved"
         yield training[-1].line, f"{training[-1].name} is waited for once, but {why}: wait again until it has ended"
     told = re.search(r"\b(?:kill|scancel)\b.*(?:-|--signal[= ]|-s *)(?:SIG)?USR", script.text)
-    ignored = re.search(r"trap\s+(?:--\s+)?\\?([\"'])\\?\1\s+.*USR", script.text)
-    for command in script.body if not ignored and (told or (name and not heard_here)) else []:
-        if re.search(TORCHRUN, command.code):
+    ignores = re.compile(r"trap\s+(?:--\s+)?\\?([\"'])\\?\1\s+.*USR")
+    for command in script.body if told or (name and not heard_here) else []:
+        ignored = any(map(ignores.search, [script.text, *script.sources(command.text, ".sh")]))
+        if re.search(TORCHRUN, command.code) and not ignored:
             how = 'trap "" USR1 in a shell that then says exec torchrun, and a handler in the ranks'
             yield command.line, f"{name or 'USR1'} kills torchrun, which does not know the signal, ranks and all: {how}"
 

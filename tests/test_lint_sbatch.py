@@ -234,6 +234,11 @@ CASES = {
         'note "srun starts python" hard\nbash -c "cd code && srun python train.py"  # MISTAKE',
         '#SBATCH --signal=USR1@120\nstart_job "Way 2, srun starts torchrun everywhere, then torchrun the ranks" "$@"',
     ),
+    "torchrun and USR1, behind a script": (
+        "kills torchrun",
+        f"#SBATCH --signal=USR1@120\nsrun {FLAGS} ./hears.sh torchrun train.py  # MISTAKE",
+        f"#SBATCH --signal=USR1@120\nsrun {FLAGS} ./ignores.sh torchrun train.py",
+    ),
     "torchrun and USR1 handed on": (
         "kills torchrun",
         f"trap 'kill -USR1 $pid' USR1\nsrun {FLAGS} torchrun train.py &  # MISTAKE\npid=$!\nwait",
@@ -259,6 +264,8 @@ def lint(folder: Path, body: str, capsys) -> list[str]:
     (folder / "present").mkdir(exist_ok=True)
     (folder / "by_local_rank.py").write_text("torch.cuda.set_device(local_rank)\n")
     (folder / "by_count.py").write_text("torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else local)\n")
+    (folder / "hears.sh").write_text('exec "$@"\n')
+    (folder / "ignores.sh").write_text("trap '' USR1\nexec \"$@\"\n")
     script = folder / "job.sh"
     script.write_text(HEADER + body + "\n")
     status = lint_sbatch.main([str(script)])
