@@ -7,6 +7,7 @@ What torchrun does, in one readable file: every rank gets RANK, LOCAL_RANK, WORL
 runs the script as __main__. The first rank that fails ends the others; its exit code becomes this program's.
 """
 
+import contextlib
 import os
 import runpy
 import signal
@@ -14,8 +15,7 @@ import socket
 import sys
 from pathlib import Path
 
-from resilience.arguments import let_srun_read, one_line
-from resilience.stop_request import HOST
+HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -27,8 +27,7 @@ def parse_arguments() -> list[str]:
         print(__doc__)
         sys.exit(0 if command else 2)
     if not os.path.isfile(command[0]):
-        print(f"spawn_ranks.py: no such script: {one_line(command[0])} (in {os.getcwd()})", file=sys.stderr)
-        let_srun_read()
+        print(f"spawn_ranks.py: no such script: {command[0]!r} (in {os.getcwd()})", file=sys.stderr)
         sys.exit(2)
     return command
 
@@ -86,12 +85,18 @@ def main(command: list[str]) -> int:
         mp.spawn(run_rank, (node_rank, nnodes, nproc_per_node, command), nprocs=nproc_per_node)
     except mp.ProcessExitedException as failure:
         rank = node_rank * nproc_per_node + failure.error_index
-        code = failure.exit_code
-        how = f"was killed by {failure.signal_name}" if code < 0 else f"ended with exit code {code}"
-        print(f"spawn_ranks.py: rank {rank} on {HOST} {how}; the others are ended", file=sys.stderr)
-        let_srun_read()
-        return code if code > 0 else 128 - code  # as a shell counts a signal
+        return report(rank, failure.exit_code, failure.signal_name)
     return 0
+
+
+def report(rank: int, code: int, signal_name: str | None) -> int:
+    """Says which rank failed first, here and in JOB_FAILURE, for the last line of the log. Returns its status."""
+    status = code if code >= 0 else 128 - code  # as a shell counts a signal
+    failure = f"rank {rank} on {HOST} " + (f"ended with status {code}" if code >= 0 else f"was killed by {signal_name}")
+    print(f"spawn_ranks.py: {failure}; the other ranks here are ended", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError), open(os.environ.get("JOB_FAILURE", os.devnull), "x") as file:  # the first stays
+        file.write(f"{status} {failure}\n")
+    return status
 
 
 if __name__ == "__main__":
