@@ -165,16 +165,6 @@ def check_all_reduce(place: Place) -> tuple[float, str | None]:
     return (time.perf_counter() - start) * 1000, fault
 
 
-def stop_together(fault: str | None, place: Place):
-    """As in Step 0: a fault on any rank stops all of them, and the first that has one prints it."""
-    faults = [fault] * place.world_size
-    if place.world_size > 1:
-        dist.all_gather_object(faults, fault)
-    if any(faults):
-        first = next(rank for rank, fault in enumerate(faults) if fault)
-        stop(fault or "", place.rank, prints=place.rank == first)
-
-
 # --- main -------------------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +181,7 @@ def main(args: Namespace):
     milliseconds, fault = check_all_reduce(place)
     folder_fault = check_folder(args.checkpoint_dir, place)
     clock_fault = check_clocks(place)
-    stop_together(fault or folder_fault or clock_fault, place)
+    place.stop_if_any(fault or folder_fault or clock_fault)
     if place.rank == 0:
         print(f"VERDICT: {world_size} ranks started by {place.launcher} are fine, all-reduce in {milliseconds:.2f} ms")
     place.shutdown()

@@ -14,10 +14,14 @@ from resilience import sharded_checkpoints
 from resilience.place import Place
 
 
-def set_timeouts(mesh: DeviceMesh | None, seconds: float):
-    """Gives the groups of a mesh the timeout that init_process_group gives to the default group alone."""
-    for name in mesh.mesh_dim_names if mesh else ():
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), mesh.get_group(name))
+def prepare(args: Namespace, place: Place, mesh: DeviceMesh | None):
+    """Sets the timeouts of the mesh's groups, chooses args.precision, and prints what the run is set to."""
+    for name in mesh.mesh_dim_names if mesh else ():  # init_process_group has set that of the default group alone
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=args.timeout), mesh.get_group(name))
+    args.precision = choose_precision(args, place)
+    if place.rank == 0:
+        print(f"Data: {characters.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}", flush=True)
+        print(f"Precision: {args.precision}. Device mesh: {mesh}", flush=True)
 
 
 def choose_precision(args: Namespace, place: Place) -> str:
@@ -35,10 +39,8 @@ def choose_precision(args: Namespace, place: Place) -> str:
     return args.precision if args.precision != "auto" else "bf16" if ranks == place.world_size else "fp32"
 
 
-def print_settings(args: Namespace, place: Place, mesh: DeviceMesh | None):
-    if place.rank == 0:
-        print(f"Data: {characters.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}", flush=True)
-        print(f"Precision: {args.precision}. Device mesh: {mesh}", flush=True)
+def autocast(args: Namespace, device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
 
 def metadata_of(args: Namespace) -> dict:

@@ -41,16 +41,7 @@ from torch.distributed.tensor import DTensor
 
 import characters
 from char_transformer import CharTransformer, peak_flops
-from language_model import (
-    choose_precision,
-    learning_rate,
-    make_model,
-    make_optimizer,
-    metadata_of,
-    print_settings,
-    sample,
-    set_timeouts,
-)
+from language_model import autocast, learning_rate, make_model, make_optimizer, metadata_of, prepare, sample
 from resilience.checkpoints import seed_from
 from resilience.place import Place, find_ranks, init_process_group
 from resilience.progress import Progress
@@ -62,9 +53,8 @@ def main(args: Namespace):
     if args.sample:
         return sample(args, place)
     mesh = make_mesh(args, place.device, place.world_size)
-    set_timeouts(mesh, args.timeout)
-    args.precision = choose_precision(args, place)
-    print_settings(args, place, mesh)
+    data_rank, data_ranks = data_place(mesh)
+    prepare(args, place, mesh)
 
     torch.manual_seed(args.seed)  # the same weights on every rank, before they are split
     metadata = metadata_of(args)
@@ -81,14 +71,15 @@ def main(args: Namespace):
     for step in range(first + 1, args.steps + 1):
         if args.dropout:
             torch.manual_seed(seed_from(args.seed, step - 1, dropout_place(args, mesh)))
-        batch = draw_batch(args, windows, step - 1, *data_place(mesh), place.device)
+        batch = draw_batch(args, windows, step - 1, data_rank, data_ranks, place.device)
         loss, norm = train_step(args, step - 1, model, optimizer, batch)
         epoch = step * args.batch_size * args.context // len(windows)
         if progress.add(step, loss):
             norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
             progress.log(step, epoch, learning_rate=learning_rate(args, step - 1), grad_norm=norm)
         if step % args.eval_every == 0 or step == args.steps:
-            val_loss = evaluate(args, place, model, characters.fixed_batches(args, *data_place(mesh), place.device))
+            batches = characters.fixed_batches(args, data_rank, data_ranks, place.device)
+            val_loss = evaluate(args, place, model, batches)
             progress.log_evaluation(step, epoch, val_loss=val_loss)
         save, stop = checkpoints.due(step)
         if save:
@@ -173,10 +164,6 @@ def draw_batch(args, windows, step: int, data_rank: int, data_ranks: int, device
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
-
-
-def autocast(args: Namespace, device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
 
 def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):

@@ -44,6 +44,7 @@ import torch
 
 import characters
 import train_fsdp
+from language_model import choose_precision
 from resilience.place import Place, end, init_process_group
 
 # --- main -------------------------------------------------------------------------------------------------------------
@@ -74,7 +75,7 @@ def measure(options: Namespace, scratch: Path) -> tuple[Place, dict[str, list[fl
     place = init_process_group(kinds["bare"])
     torch.set_num_threads(1)
     for args in kinds.values():
-        args.precision = train_fsdp.choose_precision(args, place)
+        args.precision = choose_precision(args, place)
     model, optimizer = training(kinds["bare"], place)
     parts = {"model": model, "optimizer": optimizer}
     windows = characters.windows(options.data_dir, "train", kinds["bare"].context)

@@ -47,6 +47,7 @@ import torch.nn.functional as F
 import characters
 import train_fsdp
 from char_transformer import Attention, CharTransformer, attend
+from language_model import choose_precision
 from resilience.place import Place
 
 CPU = torch.device("cpu")
@@ -83,7 +84,7 @@ def parse(data_dir: Path, *flags: str):
     """train_fsdp.py's own arguments, its automatic choice of precision made."""
     sys.argv = ["train_fsdp.py", "--data-dir", str(data_dir), "--checkpoint-dir", "unused", *flags]
     args = train_fsdp.parse_arguments()
-    args.precision = train_fsdp.choose_precision(args, ALONE)
+    args.precision = choose_precision(args, ALONE)
     return args
 
 

@@ -52,6 +52,15 @@ class Place:
         """Ends the run with status 1, on every rank that calls it. Rank 0 prints the sentence."""
         stop(sentence, self.rank, prints=self.rank == 0)
 
+    def stop_if_any(self, fault: str | None):
+        """Ends the run with status 1 if any rank has a fault, one sentence. The first that has one prints it."""
+        faults = [fault] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(faults, fault)
+        if any(faults):
+            first = next(rank for rank, fault in enumerate(faults) if fault)
+            stop(fault or "", self.rank, prints=self.rank == first)
+
     def shutdown(self):
         """Ends the process group, and with it this process, with status 0. Without a process group it does nothing.
 
