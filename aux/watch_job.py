@@ -1,4 +1,4 @@
-"""Where every rank of a running job is: its last step and sign of life, and which node to suspect when the job hangs.
+"""Where every rank of a running job is: its last step and heartbeat, and which node to suspect when the job hangs.
 
     python aux/watch_job.py JOBID                 # in the folder the job was submitted from
     watch -n 5 python aux/watch_job.py JOBID

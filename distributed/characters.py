@@ -30,7 +30,7 @@ def missing_data(folder: Path, context: int) -> str | None:
         itemsize = DTYPES[vocabulary["dtype"]].itemsize
         sizes = {split: (vocabulary[f"{split}_tokens"], folder / f"{split}.bin") for split in ("train", "val")}
         wrong = next((path for count, path in sizes.values() if path.stat().st_size != count * itemsize), None)
-        damage = f"{wrong} is not as long as vocabulary.json beside it says" if wrong else checksums.damaged(folder)
+        damage = f"{wrong} is not as long as in vocabulary.json beside it" if wrong else checksums.damaged(folder)
     except OSError as error:
         return f"no prepared text at {error.filename} ({error.strerror}); {remedy}"
     except (ValueError, KeyError) as error:

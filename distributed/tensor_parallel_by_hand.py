@@ -15,7 +15,7 @@ from pathlib import Path
 from resilience.arguments import ArgumentParser
 
 if __name__ == "__main__":
-    ArgumentParser(description=__doc__).parse_args()  # it takes none, and says so
+    ArgumentParser(description=__doc__).parse_args()  # it takes none: any is an error
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from char_transformer import CharTransformer
 
 
 class EnterSplit(torch.autograd.Function):
-    """Megatron-LM's f: x as it is forward; backward the sum of what each rank's part has to say of x."""
+    """Megatron-LM's f: x as it is forward; backward the sum of the ranks' gradients of x."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:

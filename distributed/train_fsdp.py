@@ -83,7 +83,7 @@ def main(args: Namespace):
             progress.log_evaluation(step, epoch, val_loss=val_loss)
         save, stop = checkpoints.due(step)
         if save:
-            progress.check_loss(step)
+            progress.check_loss(step)  # weights that are not finite must not replace good ones
             checkpoints.save(step, parts, val_loss=val_loss, **metadata)
         if stop:
             break

@@ -143,7 +143,7 @@ for step, (images, labels) in enumerate(train_loader, start=first + 1):
         model.train()
         save = True
     if save:
-        progress.check_loss(step)  # weights that are not finite must not take the place of good ones
+        progress.check_loss(step)  # weights that are not finite must not replace good ones
         checkpoints.save(step, parts, test_loss=test_loss, test_accuracy=accuracy)
     if stop:
         break

@@ -7,7 +7,7 @@
 
 Every --tensor-parallel ranks hold one model between them and see the same sequences; such groups are replicas of each
 other and share out the batch, with fully_shard over them. The scheme is Megatron-LM's (arxiv.org/abs/1909.08053), by
-hand in tensor_parallel_by_hand.py. Checkpoints are those of train_fsdp.py: either script goes on from the other's.
+hand in tensor_parallel_by_hand.py. Checkpoints are those of train_fsdp.py: either script resumes the other's.
 
 Grown from distributed/train_fsdp.py: arguments, process group, model, training.
 
@@ -90,7 +90,7 @@ def main(args: Namespace):
             progress.log_evaluation(step, epoch, val_loss=val_loss)
         save, stop = checkpoints.due(step)
         if save:
-            progress.check_loss(step)
+            progress.check_loss(step)  # weights that are not finite must not replace good ones
             checkpoints.save(step, parts, val_loss=val_loss, **metadata)
         if stop:
             break

@@ -121,7 +121,7 @@ def theirs(args) -> Callable[[int], None]:
     dtype = characters.read_vocabulary(args.data_dir)["dtype"]
 
     def batch() -> tuple[torch.Tensor, torch.Tensor]:
-        data = np.memmap(args.data_dir / "train.bin", dtype=dtype, mode="r")  # anew each time, as there
+        data = np.memmap(args.data_dir / "train.bin", dtype=dtype, mode="r")  # anew each time, as nanoGPT does
         starts = torch.randint(len(data) - args.context, (args.batch_size,))
         x = torch.stack([torch.from_numpy(data[i : i + args.context].astype(np.int64)) for i in starts])
         y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + args.context].astype(np.int64)) for i in starts])

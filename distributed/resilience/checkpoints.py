@@ -101,7 +101,7 @@ class Checkpoints:
     def save(self, step: int, parts: dict[str, Any], **values: Any):
         """Writes a checkpoint of the parts' states and `values` (plain ones), and removes all but the newest.
 
-        One that cannot be written is a warning: older ones are kept, and the run goes on.
+        One that cannot be written is a warning: older ones are kept, and the run continues.
         """
         self.step = step
         self.failed = not self.write(step, parts, values)
@@ -121,7 +121,7 @@ class Checkpoints:
                 stop(f"step {self.step} is saved, but {path} cannot be written ({error.strerror}): --resume goes on")
         print(f"Finished: {result}" if done else f"Stopped after step {self.step}: --resume goes on", flush=True)
 
-    # The two that another format defines anew
+    # Another format overrides these two.
 
     def load(self, parts: dict[str, Any]) -> dict | None:
         """Loads the newest whole checkpoint, if there is one. Returns its step and the values that save() was given."""
@@ -177,7 +177,7 @@ def conflicting(folder: Path, resume: bool, suffix: str) -> str | None:
         nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         usable = nearest.is_dir() and os.access(nearest, os.W_OK)
         found = find(folder)
-    except OSError as error:  # a name that is too long, say
+    except OSError as error:  # a name that is too long, for example
         return f"--checkpoint-dir cannot be used: {error.strerror}"
     if not usable:
         return f"{nearest} cannot be written: choose another --checkpoint-dir"
@@ -256,7 +256,7 @@ def owner_fault(folder: Path) -> str | None:
 def write(state: dict, folder: Path, step: int, keep: int) -> bool:
     """Writes checkpoint_step_N.pt, whole or not at all, and removes all but the newest `keep`. By rank 0 alone.
 
-    Returns False, after a warning, if it cannot be written (a full disk, say). Older ones are kept then.
+    Returns False, after a warning, if it cannot be written, as on a full disk. Older ones are kept then.
     """
     path = folder / f"checkpoint_step_{step}.pt"
     temporary = folder / f".{path.name}.{os.getpid()}.tmp"

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from . import heartbeat
 from .job import HOST, JOB, RESTART_COUNT
 
-# What gloo says on the ranks whose peer has ended
+# Parts of gloo's errors on the ranks whose peer has ended
 PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 
@@ -115,7 +115,7 @@ def find_ranks() -> tuple[str, int, int, int]:
     else:
         tasks = env.get("SLURM_NTASKS", "1")
         if in_step and tasks != "1":
-            stop(f"this is one of {tasks} tasks, but neither RANK nor SLURM_PROCID says which: use a launcher")
+            stop(f"this is one of {tasks} tasks, but neither RANK nor SLURM_PROCID is set: use a launcher")
         return "none", 0, 0, 1
     return launcher, int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"])
 
@@ -180,7 +180,7 @@ def rendezvous(launcher: str, rank: int, local_rank: int, world_size: int, timeo
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             stop(f"port {port} on {address} is taken by another program: submit with MASTER_PORT=ANOTHER", rank)
-        time.sleep(5)  # if rank 0 failed to open the store, it says so and this rank is ended
+        time.sleep(5)  # if rank 0 failed to open the store, it prints that, and this rank is ended
         stop(f"no rendezvous at {address}:{port} within {timeout}: {str(error).splitlines()[0]}", rank)
     if agent:
         store = dist.PrefixStore(f"/worker/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
