@@ -20,7 +20,7 @@ sys.path.insert(0, str(SCRIPT.parent))
 import characters
 import mnist
 import prepare_data
-from draw_digits import draw_digits
+from figures.draw_digits import draw_digits
 
 TEXT = "".join(f"Line {i}: to be, or not to be, that is the question.\r\n" for i in range(2000)) + "Ende: ÄÖÜ"
 

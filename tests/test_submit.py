@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from conftest import LAUNCHERS, REPOSITORY, environment, read_metrics, run
 from test_launchers import NASTY
