@@ -61,7 +61,9 @@ def find_job() -> JobContext | None:
     env = os.environ
     in_step = int(env.get("SLURM_STEP_ID", 2**32)) < 2**31  # near 2**32: batch and interactive shells
     if in_step and "MASTER_ADDR" not in env and int(env.get("SLURM_NTASKS", 1)) > 1:
-        time.sleep(5 * (env["SLURM_PROCID"] != "0"))  # a task that fails ends the step: the first one reports
+        if env["SLURM_PROCID"] != "0":
+            time.sleep(5)  # where a failed task ends the step: the first one reports
+            sys.exit(1)
         tasks = f"srun started {env['SLURM_NTASKS']} tasks without a launcher, and each would train alone"
         sys.exit(f"{Path(sys.argv[0]).name}: {tasks}: add --submit --env NAME, or sbatch launch_slurm_to_torch.sh")
     if "SLURM_JOB_ID" not in env or "MASTER_ADDR" not in env or not (in_step or "TORCHELASTIC_RUN_ID" in env):

@@ -361,6 +361,10 @@ def test_tasks_without_a_launcher(cluster, tiny):
     assert alone.returncode == 0 and "Finished: " in alone.stdout, alone.stderr
 
 
+def read_log(laptop: Laptop, job: int) -> str:
+    return "".join(path.read_text() for path in laptop.base.glob(f"*/*_{job}.out"))
+
+
 def test_a_requeued_task_resumes(laptop):
     """Its result is that of a job that was not requeued."""
     epochs = ["--epochs", 8, "--log-every", 1]
@@ -370,20 +374,20 @@ def test_a_requeued_task_resumes(laptop):
         done = laptop.run(*submit, *epochs)
         assert done.returncode == 0, done.stderr
         job = job_of(done.stdout)
-        log = Path(laptop.cluster.show(job)["StdOut"])
         deadline = time.monotonic() + 90
-        while not log.exists() or "epoch=2 test_loss=" not in log.read_text():
-            assert time.monotonic() < deadline, laptop.cluster.show(job)
+        while "epoch=2 test_loss=" not in read_log(laptop, job):
+            assert time.monotonic() < deadline, read_log(laptop, job)
             time.sleep(0.05)
         assert laptop.cluster.exec("scontrol", "requeue", job).returncode == 0
         while laptop.cluster.show(job)["JobState"] != "PENDING":
             assert time.monotonic() < deadline
             time.sleep(0.1)
         laptop.cluster.exec("scontrol", "update", f"JobId={job}", "StartTime=now")
-        ended = laptop.cluster.wait(job)
-        assert ended.state == "COMPLETED", ended.log
-        resumed = int(re.search(r"^Resumed after epoch (\d+)$", ended.log, re.M)[1])
-        assert 2 <= resumed < 8 and f"epoch={resumed + 1} step=1/4" in ended.log.split("Resumed after ")[1]
+        assert laptop.cluster.wait(job).state == "COMPLETED", read_log(laptop, job)
+        first, second = read_log(laptop, job).split("Resumed after epoch ")
+        resumed = int(second.split()[0])
+        assert f"epoch={resumed} test_loss=" in first and 2 <= resumed < 8
+        assert "\nepoch=1 " in first and "\nepoch=1 " not in second and f"\nepoch={resumed + 1} step=1/4 " in second
         out, error = other.communicate(timeout=120)
     finally:
         other.kill()
