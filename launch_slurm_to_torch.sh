@@ -7,28 +7,32 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=B:USR1@120        # EDIT: seconds before the time limit, enough to save
-# Way 1: srun starts every rank; the script reads RANK, LOCAL_RANK and WORLD_SIZE from Slurm's own variables.
+#SBATCH --signal=USR1@120          # EDIT: seconds before the time limit, enough to save
+##SBATCH --mem=0                   # EDIT: all memory of the nodes, where a site's default is small
+# Way 1: srun starts every rank; the task sets RANK and LOCAL_RANK, env.sh the other three.
 #
 # Usage: sbatch [sbatch options] launch_slurm_to_torch.sh [train script] [its arguments]
-#        sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 launch_slurm_to_torch.sh distributed/train_ddp.py --epochs 10
+#        sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=12 launch_slurm_to_torch.sh distributed/train_ddp.py
 set -euo pipefail
-[[ -n "${SLURM_JOB_ID:-}" ]] ||
-    { echo "Not in a Slurm job: type sbatch $0, or without Slurm ./torchrun.sh distributed/train_ddp.py" >&2; exit 1; }
 [[ -f env.sh ]] || { echo "No env.sh in $PWD: cd to the repository before sbatch, or sbatch --chdir=REPOSITORY" >&2; exit 1; }
 source ./env.sh
+command -v python >/dev/null || die "no python on $HOSTNAME: make a .venv here, or edit env.sh"
 
-[[ $# -gt 0 ]] || set -- distributed/train_ddp.py
-[[ -f "$1" ]] || die "no such train script: $1 (in $PWD)"
-((WORLD_SIZE == SLURM_NTASKS)) ||
+set -- "${@:-distributed/train_ddp.py}"
+((WORLD_SIZE == ${SLURM_NTASKS:-WORLD_SIZE})) ||
     die "$SLURM_NTASKS tasks for $NNODES nodes x $NPROC_PER_NODE GPUs: a rank is a task, add --ntasks-per-node=$NPROC_PER_NODE"
+start_job "Way 1, srun starts every rank" "$@"
 
-echo "Way 1: srun starts $WORLD_SIZE ranks on $SLURM_JOB_NODELIST, rendezvous at $MASTER_ADDR:$MASTER_PORT"
-# --cpus-per-task: srun of Slurm 22.05 and 23.02 does not inherit it. --kill-on-bad-exit: one dead rank ends the step.
-# --wait: nor does the step go on for ever when a rank has ended early. A minute is too little to start 4,096 ranks.
-# bash: a rank that does not listen yet must not die of the signal to save. --norc: else it reads ~/.bashrc, as under ssh.
-start_ranks=(
-    srun --kill-on-bad-exit=1 --wait=300 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}
-    bash --norc -pc 'trap "" USR1; exec python "$@"' -
-)
-run_job "$@"
+# --kill-on-bad-exit  one dead rank ends the step, and so the others
+# --wait              EDIT: seconds after the first rank's end; more where thousands of ranks start slowly
+# --distribution      neighbouring ranks on neighbouring CPUs: the default deals them out to the sockets in turn
+# --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
+# SLURM_PROCID        is the rank only where the nodes have unequal numbers of tasks: a topology plugin may number otherwise
+# shellcheck disable=SC2016  # the task's shell expands these
+srun --ntasks="$WORLD_SIZE" --kill-on-bad-exit=1 --wait=300 --distribution=block:block --cpus-per-task="$CPUS_PER_RANK" \
+    bash --norc -pc '
+        export LOCAL_RANK=$SLURM_LOCALID RANK=$((SLURM_NODEID * NPROC_PER_NODE + SLURM_LOCALID))
+        ((WORLD_SIZE == NNODES * NPROC_PER_NODE)) || RANK=$SLURM_PROCID
+        exec ./aux/run_task.sh python "$@"
+    ' - "$@" || status=$?
+finish_job "${status:-0}" "$@"     # requeues a job that was stopped; else its status is that of the rank that failed

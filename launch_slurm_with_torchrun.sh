@@ -7,28 +7,25 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=B:USR1@120        # EDIT: seconds before the time limit, enough to save
-# Way 2: srun starts one torchrun per node; torchrun starts the ranks and sets RANK, LOCAL_RANK and WORLD_SIZE.
+#SBATCH --signal=USR1@120          # EDIT: seconds before the time limit, enough to save
+##SBATCH --mem=0                   # EDIT: all memory of the nodes, where a site's default is small
+# Way 2: srun starts one torchrun per node; torchrun sets RANK, LOCAL_RANK and WORLD_SIZE, env.sh the other two.
 #
 # Usage: sbatch [sbatch options] launch_slurm_with_torchrun.sh [train script] [its arguments]
-#        sbatch --nodes=4 --gpus-per-node=8 launch_slurm_with_torchrun.sh distributed/train_ddp.py --epochs 10
+#        sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 launch_slurm_with_torchrun.sh distributed/train_ddp.py
 set -euo pipefail
-[[ -n "${SLURM_JOB_ID:-}" ]] ||
-    { echo "Not in a Slurm job: type sbatch $0, or without Slurm ./torchrun.sh distributed/train_ddp.py" >&2; exit 1; }
 [[ -f env.sh ]] || { echo "No env.sh in $PWD: cd to the repository before sbatch, or sbatch --chdir=REPOSITORY" >&2; exit 1; }
 source ./env.sh
+command -v python >/dev/null || die "no python on $HOSTNAME: make a .venv here, or edit env.sh"
 
-[[ $# -gt 0 ]] || set -- distributed/train_ddp.py
-[[ -f "$1" ]] || die "no such train script: $1 (in $PWD)"
+set -- "${@:-distributed/train_ddp.py}"
 ! is_uneven ||
     die "uneven allocation: $SLURM_NTASKS tasks on $NNODES nodes, but torchrun starts as many on each; use launch_slurm_to_torch.sh"
+start_job "Way 2, torchrun starts the ranks of each node" "$@"
 
-echo "Way 2: torchrun starts $NPROC_PER_NODE ranks on each of $SLURM_JOB_NODELIST, rendezvous at $MASTER_ADDR:$MASTER_PORT"
-# --cpus-per-task: srun of Slurm 22.05 and 23.02 does not inherit it. --kill-on-bad-exit: one dead torchrun ends the step.
-# --wait: nor does the step go on for ever when a rank has ended early. A minute is too little to start 4,096 ranks.
-start_ranks=(
-    srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300
-    ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$CPUS_PER_NODE"}
-    ./torchrun.sh
-)
-run_job "$@"
+# --kill-on-bad-exit  one dead torchrun ends the step, and so the others
+# --wait              EDIT: seconds after the first one's end; more where thousands of ranks start slowly
+# --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
+srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cpus-per-task="$CPUS_PER_NODE" \
+    ./aux/run_task.sh ./torchrun.sh "$@" || status=$?
+finish_job "${status:-0}" "$@"     # requeues a job that was stopped; else its status is that of the rank that failed

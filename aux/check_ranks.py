@@ -9,13 +9,11 @@ the rank, the node and the fault, and another exit code. Looked at: CPUs, names 
 """
 
 import argparse
-import datetime
 import os
 import resource
 import secrets
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -34,7 +32,7 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps; or TRAIN_DEVICE")
     parser.add_argument("--checkpoint-dir", type=Path, default="checkpoints", help="the folder that all nodes must see")
     parser.add_timeout_arguments()
-    help = "the script and arguments of the job to come: what it says of the above holds here, too"
+    help = "the script and arguments of the job to come: those of the above among them count here, too"
     parser.add_argument("--before", nargs=argparse.REMAINDER, help=help)
     args = parser.parse_args()
     return parser.parse_known_args(args.before, namespace=args)[0] if args.before else args
@@ -46,53 +44,9 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from resilience import heartbeat, step_zero
+from resilience.place import Place, choose_device, find_ranks, gpu_uuid, init_process_group, stop
 
 MB = 2**20
-
-# --- process group ----------------------------------------------------------------------------------------------------
-
-
-def find_ranks() -> tuple[str, int, int, int]:
-    """Who started this process, and its place: (launcher, rank, local_rank, world_size)."""
-    env = os.environ
-    # Children of torchrun and spawn_ranks.py inherit Slurm's variables, so their own marks are looked at first. The
-    # batch shell has SLURM_PROCID, too, always 0: ranks exist only in a step that srun numbers, not in one near 2**32.
-    if "TORCHELASTIC_RUN_ID" in env or "SPAWN_RANKS" in env:
-        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "mp"
-    elif "SLURM_PROCID" in env and int(env.get("SLURM_STEP_ID", 2**32)) < 2**31:
-        if "MASTER_ADDR" not in env:  # `srun python train_ddp.py`, typed by hand
-            hosts = subprocess.run(["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]], capture_output=True)
-            env["MASTER_ADDR"] = hosts.stdout.decode().split("\n")[0]
-        job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
-        env.setdefault("MASTER_PORT", str(61000 + (job + 1009 * step) % 4536))
-        if "OMP_NUM_THREADS" not in env:
-            torch.set_num_threads(int(env.get("SLURM_CPUS_PER_TASK", 1)))  # else every rank would use the whole node
-        return "srun", int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_NTASKS"])
-    elif all(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        launcher = "environment"
-    else:
-        return "none", 0, 0, 1
-    return launcher, int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"])
-
-
-def init_process_group(args: Namespace, fault: str | None = None, **facts) -> tuple[int, int, torch.device]:
-    """Finds this rank's place, meets the others, prints Step 0 (with `facts`) and starts NCCL or gloo.
-
-    Returns (rank, world_size, device). A fault on any rank stops all of them, with one sentence.
-    """
-    launcher, rank, local_rank, world_size = find_ranks()
-    store = step_zero.meet(launcher, rank, local_rank, world_size, datetime.timedelta(seconds=args.init_timeout))
-    device, device_fault = step_zero.choose_device(args.device, local_rank, world_size)
-    facts = {"world size": world_size, "local rank": local_rank, "device": str(device), "launcher": launcher, **facts}
-    step_zero.check(store, rank, world_size, device, facts, device_fault or fault)
-    if world_size > 1:
-        backend, timeout = "nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=args.timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        assert dist.get_world_size() == world_size
-        heartbeat.start(rank, world_size, args.timeout)
-    return rank, world_size, device
-
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 
@@ -130,7 +84,7 @@ def check_open_files(world_size: int) -> str | None:
 
 
 def check_shared_memory() -> str | None:
-    """Loader workers and NCCL hand data over in /dev/shm, of which a container has 64 MB unless told."""
+    """Loader workers and NCCL hand data over in /dev/shm, of which a container has 64 MB by default."""
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else sys.maxsize
     if free >= 256 * MB:
         return None
@@ -138,20 +92,20 @@ def check_shared_memory() -> str | None:
 
 
 def check_space(folder: Path) -> str | None:
-    there = os.statvfs(folder)
-    free = there.f_bavail * there.f_frsize
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
     if free < 1024 * MB:
         return (
             f"{folder} has {free // MB} MB free, and 1024 MB are needed: delete old checkpoints, or take another disk"
         )
-    if there.f_files and there.f_favail < 1000:  # some file systems do not count them and say 0
-        return f"{folder} has inodes for {there.f_favail} files left, and 1000 are needed: delete files there"
+    if found.f_files and found.f_favail < 1000:  # some file systems do not count them, and both are 0
+        return f"{folder} has inodes for {found.f_favail} files left, and 1000 are needed: delete files there"
     return None
 
 
-def check_folder(folder: Path, rank: int, world_size: int) -> str | None:
+def check_folder(folder: Path, place: Place) -> str | None:
     """Rank 0 makes a file with a random name where checkpoints will be, and every rank looks for it."""
-    token, fault = [None], None
+    rank, token, fault = place.rank, [None], None
     if rank == 0:
         folder = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
         fault = check_space(folder)
@@ -161,7 +115,7 @@ def check_folder(folder: Path, rank: int, world_size: int) -> str | None:
             token = [str(path)]
         except OSError as error:
             fault = fault or f"cannot write in {folder}: {error.strerror}"
-    if world_size > 1:
+    if place.world_size > 1:
         dist.broadcast_object_list(token)
         if rank != 0 and token[0]:
             folder = Path(token[0]).parent
@@ -185,14 +139,14 @@ def clock_difference(ours: list[tuple[float, float]], theirs: list[tuple[float, 
     return max(ahead, 0.0) - max(behind, 0.0)
 
 
-def check_clocks(world_size: int, device: torch.device) -> str | None:
+def check_clocks(place: Place) -> str | None:
     spans = []
     for _ in range(5):
         before = time.time()
-        all_reduce(torch.ones(1, device=device), world_size)
+        place.all_reduced([1])
         spans.append((before, time.time()))
-    everywhere = [spans] * world_size
-    if world_size > 1:
+    everywhere = [spans] * place.world_size
+    if place.world_size > 1:
         dist.all_gather_object(everywhere, spans)
     seconds = clock_difference(spans, everywhere[0])
     if abs(seconds) < 1:
@@ -201,53 +155,37 @@ def check_clocks(world_size: int, device: torch.device) -> str | None:
     return f"its clock is {abs(seconds):.1f} s {how} rank 0's: have chronyd or ntpd run on this node"
 
 
-def all_reduce(value: torch.Tensor, world_size: int) -> float:
-    """The sum over all ranks, when it is there."""
-    if world_size > 1:
-        dist.all_reduce(value)
-    return value.item()
-
-
-def check_all_reduce(rank: int, world_size: int, device: torch.device) -> tuple[float, str | None]:
+def check_all_reduce(place: Place) -> tuple[float, str | None]:
     """Milliseconds of one all-reduce of four bytes, and a sentence if its result is not right."""
     for _ in range(2):  # the first one also makes the connections
         start = time.perf_counter()
-        found = int(all_reduce(torch.tensor(float(rank), device=device), world_size))
-    right = world_size * (world_size - 1) // 2
-    fault = None if found == right else f"the all-reduce of all ranks gave {found} instead of {right}"
+        [found] = place.all_reduced([place.rank])
+    right = place.world_size * (place.world_size - 1) // 2
+    fault = None if found == right else f"the all-reduce of all ranks gave {int(found)} instead of {right}"
     return (time.perf_counter() - start) * 1000, fault
-
-
-def stop_together(fault: str | None, rank: int, world_size: int):
-    """As in Step 0: a fault on any rank stops all of them, and the first that has one says it."""
-    faults = [fault] * world_size
-    if world_size > 1:
-        dist.all_gather_object(faults, fault)
-    if any(faults):
-        step_zero.stop(fault, rank, speak=rank == next(i for i in range(world_size) if faults[i]))
 
 
 # --- main -------------------------------------------------------------------------------------------------------------
 
 
 def main(args: Namespace):
-    launcher, rank, local_rank, world_size = find_ranks()
-    device, _ = step_zero.choose_device(args.device, local_rank, world_size)
+    _, rank, local_rank, world_size = find_ranks()
+    device, _ = choose_device(args.device, local_rank, world_size)
     cpus, fault = count_cpus()
-    if names_fault := check_names():  # a rank that seeks rank 0 at a loopback address would never meet it
-        time.sleep(min(2 * int(os.environ.get("SLURM_NODEID", 0)), 10))  # one node that has the fault says it
-        step_zero.stop(names_fault, rank, speak=local_rank == 0)
+    if names_fault := check_names():  # a rank that seeks rank 0 at a loopback address would never find it
+        time.sleep(min(2 * int(os.environ.get("SLURM_NODEID", 0)), 10))  # one node that has the fault prints it
+        stop(names_fault, rank, prints=local_rank == 0)
     fault = fault or check_open_files(world_size) or check_shared_memory()
-    facts = {"GPU": step_zero.gpu_uuid(device) or "none", "CPUs": cpus, "threads": torch.get_num_threads()}
-    rank, world_size, device = init_process_group(args, fault, **facts)
-    milliseconds, fault = check_all_reduce(rank, world_size, device)
-    folder_fault = check_folder(args.checkpoint_dir, rank, world_size)
-    clock_fault = check_clocks(world_size, device)
-    stop_together(fault or folder_fault or clock_fault, rank, world_size)
-    if rank == 0:
-        print(f"VERDICT: {world_size} ranks started by {launcher} are fine, all-reduce in {milliseconds:.2f} ms")
+    columns = {"GPU": gpu_uuid(device) or "none", "CPUs": cpus, "threads": torch.get_num_threads()}
+    place = init_process_group(args, fault, **columns)
+    milliseconds, fault = check_all_reduce(place)
+    folder_fault = check_folder(args.checkpoint_dir, place)
+    clock_fault = check_clocks(place)
+    place.stop_if_any(fault or folder_fault or clock_fault)
+    if place.rank == 0:
+        print(f"VERDICT: {world_size} ranks started by {place.launcher} are fine, all-reduce in {milliseconds:.2f} ms")
+    place.shutdown()
 
 
 if __name__ == "__main__":
     main(args)
-    step_zero.leave()

@@ -77,9 +77,10 @@ done
 for name in $(compgen -e); do
     case "$name" in
         MASTER_ADDR | MASTER_PORT | WORLD_SIZE | NNODES | NPROC_PER_NODE | CPUS_PER_NODE | OMP_NUM_THREADS) ;;
-        SLURM_* | SLURMD_NODENAME | CUDA_* | NCCL_* | GLOO_* | TORCH_* | TRAIN_DEVICE | DEBUG | LOGLEVEL) ;;
-        JOB_OUTCOME | JOB_STOP | JOB_STEP_BEFORE | PYTHONUNBUFFERED | PYTHONFAULTHANDLER) ;;
-        *) continue ;;
+        SLURM_* | SLURMD_NODENAME | NCCL_* | GLOO_* | TORCH_* | PYTORCH_* | TRAIN_DEVICE | DEBUG | LOGLEVEL) ;;
+        CUDA_VISIBLE_DEVICES | CUDA_DEVICE_* | CUDA_LAUNCH_BLOCKING) ;;    # not CUDA_HOME: the image has its own
+        JOB_OUTCOME | JOB_FAILURE | JOB_STEP_BEFORE | PYTHONUNBUFFERED | PYTHONFAULTHANDLER) ;;
+        *) [[ ",${CONTAINER_ENV:-}," == *",$name,"* ]] || continue ;;
     esac
     options+=(--env "$name")
 done

@@ -34,6 +34,15 @@ class Command:
         value = r"""(?:"(?:\\.|[^"])*"|'[^']*'|\\.|[^\s"'])*"""
         return re.match(rf"\s*{lead}(?:\w+={value}\s+)*{lead}(\S*)", self.text)[3].rpartition("/")[2]
 
+    @property
+    def code(self) -> str:
+        """The text less its sentences: strings of several words that are neither a value nor what a shell runs."""
+        if re.search(r"\s-\w*c\s", self.text):
+            return self.text
+        sentence = re.compile(r"(?!.*\$\().*\s.*", re.S)
+        strings = r"""(?<![\w=])"((?:\\.|[^"\\])*)\"|"(?:\\.|[^"\\])*\""""
+        return re.sub(strings, lambda found: '""' if sentence.fullmatch(found[1] or "") else found[0], self.text)
+
 
 def read_bash(text: str) -> tuple[list[Command], dict[int, str]]:
     """The commands of a script, and its comments by line. Here-documents are left out."""
@@ -94,6 +103,7 @@ SHORT = {"-N": "nodes", "-n": "ntasks", "-c": "cpus-per-task", "-G": "gpus", "-o
 SHORT |= {"-J": "job-name", "-D": "chdir", "-K": "kill-on-bad-exit"}
 SPEAK = r"echo|printf|die|cat|logger|grep|sed|which|type|trap|pkill|pgrep"  # of commands, and run none
 TORCHRUN = r"(?<![\w.])(?:torchrun|torch\.distributed\.(?:run|launch))(?![\w./-])"
+ALONE = re.compile(r"--standalone|--nnodes[ =]+1(?![\w:.])")
 TRAINS = rf"{TORCHRUN}|(?<![\w=.:-])(?:python3?|accelerate|deepspeed|apptainer|singularity|bash)\b|\.(?:py|sh)\b|\$@"
 
 
@@ -135,7 +145,7 @@ class Script:
         gpus = next((self.asked[name] for name in ("gpus-per-node", "gres", "gpus") if name in self.asked), "")
         self.nodes, self.gpus = first_number(self.asked.get("nodes")), first_number(gpus.rpartition(":")[2])
         self.body = [command for command in self.commands if not re.fullmatch(SPEAK, command.name)]
-        self.sruns = [command for command in self.body if re.search(r"(?<![\w.=\"'-])srun\s", command.text)]
+        self.sruns = [command for command in self.body if re.search(r"(?<![\w.=\"'-])srun\s", command.code)]
         self.values: dict[str, str] = {}
         value = r"(\"(?:\\.|[^\"])*\"|'[^']*'|\([^()]*\)|\$\([^()]*\)|\S+)"
         for name, text in (pair for c in self.commands for pair in re.findall(rf"(?<![\w-])(\w+)\+?={value}", c.text)):
@@ -144,7 +154,7 @@ class Script:
 
     def expanded(self, command: Command) -> str:
         """The command with the values of variables that the script itself sets in place of their names."""
-        text = command.text
+        text = command.code
         for _ in range(3):
             text = re.sub(r"\$\{?(\w+)(?:\[[@*]\])?\}?", lambda match: self.values.get(match[1], match[0]), text)
         return text
@@ -152,6 +162,12 @@ class Script:
     def trainings(self) -> list[Command]:
         found = [command for command in self.body if re.search(TRAINS, self.expanded(command))]
         return [command for command in found if re.fullmatch(r'srun|torchrun|python3?|"\$@"', command.name)]
+
+    def sources(self, text: str, suffix: str) -> list[str]:
+        """What is in the files that `text` names, from here or from the script's folder."""
+        names = re.findall(rf"[\w./-]+{re.escape(suffix)}\b", text)
+        files = {Path(folder, name) for name in names for folder in (".", self.path.parent)}
+        return [file.read_text(errors="replace") for file in files if file.is_file()]
 
     def has_pipefail(self, line: int) -> bool:
         return any(re.match(r"\s*set\s.*\bpipefail", command.text) for command in self.commands if command.line <= line)
@@ -185,17 +201,46 @@ def no_log_folder(script: Script) -> Findings:
 
 
 def torchrun_alone(script: Script) -> Findings:
-    alone, found = re.compile(r"--standalone|--nnodes[ =]+1(?![\w:.])"), []
+    found = []
     for command in script.body:
         text = script.expanded(command)
         srun = options(re.split(TRAINS, text)[0]) if command in script.sruns else {}
         nodes = first_number(srun.get("nodes")) or script.nodes
-        if nodes > 1 and re.search(TORCHRUN, text) and (match := alone.search(text)):
+        if nodes > 1 and re.search(TORCHRUN, text) and (match := ALONE.search(text)):
             found.append((command, match[0], nodes))
-    written_here = [item for item in found if alone.search(item[0].text)]
+    written_here = [item for item in found if ALONE.search(item[0].text)]
     for command, option, nodes in written_here or found:
         how = '--nnodes="$SLURM_JOB_NUM_NODES" and one --rdzv-endpoint for all'
         yield command.line, f"{option} on {nodes} nodes, trainings that do not know of each other: {how}"
+
+
+def no_srun(script: Script) -> Findings:
+    """Several tasks or nodes asked for, and nothing that starts a process for each of them."""
+    tasks = max(script.nodes, 1) * max(first_number(script.asked.get("ntasks-per-node")), 1)
+    tasks = first_number(script.asked.get("ntasks")) or tasks
+    started = r"\b(srun|mpirun|mpiexec|ibrun|jsrun|aprun|prun|ssh|pdsh|clush|parallel)\b(?![.=-])"
+    aside = r"srun(\s+-\S+)*\s+(hostname|nvidia-smi|env|date|lscpu|free|df|ls|mkdir|cp|rsync|rm|tar)\b"
+    if any(re.search(started, re.sub(aside, "", script.expanded(command))) for command in script.body):
+        return
+    found = []
+    for command in script.body:
+        text = script.expanded(command)
+        if not re.fullmatch(r"python[\d.]*|torchrun|accelerate|apptainer|singularity", command.name):
+            continue
+        if command.end == "&" or not re.search(r"\.py\b|\s-m\s*(?!pip|venv)\w|\$", text):
+            continue  # several of them side by side are tasks, too
+        name = command.name
+        if re.search(rf"{TORCHRUN}|\baccelerate\b", text):  # it starts a process for each GPU, on its own node
+            if script.nodes > 1 and not ALONE.search(text):
+                why = f"and so on one of {script.nodes} nodes"
+                found.append((command, f"{name} without srun, {why}: srun --ntasks-per-node=1 {name} ..."))
+        elif tasks > 1:
+            asked = f"{tasks} {'tasks' if tasks > script.nodes else 'nodes'}"
+            why = f"and so one process, though the header asks for {asked}"
+            found.append((command, f"{name} without srun, {why}: srun {name} ..."))
+    found = [item for item in found if re.search(r"train|torch|main", item[0].text)] or found[-1:]
+    for command, sentence in found[:1]:
+        yield command.line, sentence
 
 
 def rank_variables(script: Script) -> Findings:
@@ -211,9 +256,7 @@ def devices(script: Script) -> Findings:
             yield command.line, "CUDA_VISIBLE_DEVICES hard-coded, but Slurm has chosen this job's GPUs: remove it"
     asked = [(script.asked_at.get("gpus-per-task", 0), script.asked)]
     asked += [(command.line, options(script.expanded(command))) for command in script.sruns]
-    names = re.findall(r"[\w./-]+\.py\b", script.text)
-    files = {Path(folder, name) for name in names for folder in (".", script.path.parent)}
-    sources = [script.text, *(file.read_text(errors="replace") for file in files if file.is_file())]
+    sources = [script.text, *script.sources(script.text, ".py")]
     if any(re.search(r"(?i)set_device\([^)\n]*local_?(rank|id)", source) for source in sources):
         for line in (line for line, given in asked if given.get("gpus-per-task") == "1"):
             why = "each rank sees one GPU, number 0, and the second one dies of an invalid device ordinal"
@@ -281,7 +324,7 @@ def signals(script: Script) -> Findings:
     name, heard_here = (asked[2], "B" in (asked[1] or "")) if asked else ("", True)
     trap = re.compile(r"\s*trap\s+(?:--\s+)?(\S.*?)((?:\s+(?:SIG)?[A-Z]+[12]?)+)\s*$", re.S)
     traps = [trap.match(command.text) for command in script.commands]
-    handled = " ".join(found[2] for found in traps if found and found[1] not in ("''", '""', "-"))
+    handled = " ".join(found[2] for found in traps if found and found[1] not in ("''", '""', "-", ":"))
     training = script.trainings()
     if re.search("USR|TERM" if script.directives else "USR", handled):
         for command in (command for command in training if command.end != "&"):
@@ -299,9 +342,10 @@ def signals(script: Script) -> Findings:
         why = "wait ends when the trap has run, and the job with it, before anything is saved"
         yield training[-1].line, f"{training[-1].name} is waited for once, but {why}: wait again until it has ended"
     told = re.search(r"\b(?:kill|scancel)\b.*(?:-|--signal[= ]|-s *)(?:SIG)?USR", script.text)
-    ignored = re.search(r"trap\s+(?:--\s+)?\\?([\"'])\\?\1\s+.*USR", script.text)
-    for command in script.body if not ignored and (told or (name and not heard_here)) else []:
-        if re.search(TORCHRUN, command.text):
+    ignores = re.compile(r"trap\s+(?:--\s+)?\\?([\"'])\\?\1\s+.*USR")
+    for command in script.body if told or (name and not heard_here) else []:
+        ignored = any(map(ignores.search, [script.text, *script.sources(command.text, ".sh")]))
+        if re.search(TORCHRUN, command.code) and not ignored:
             how = 'trap "" USR1 in a shell that then says exec torchrun, and a handler in the ranks'
             yield command.line, f"{name or 'USR1'} kills torchrun, which does not know the signal, ranks and all: {how}"
 
@@ -322,7 +366,7 @@ def counts_typed_twice(script: Script) -> Findings:
 
 # --- main -------------------------------------------------------------------------------------------------------------
 
-CHECKS = (directives_not_read, no_log_folder, torchrun_alone, rank_variables, devices, addresses, pipes)
+CHECKS = (directives_not_read, no_log_folder, torchrun_alone, no_srun, rank_variables, devices, addresses, pipes)
 CHECKS += (other_last_words, srun_options, signals, counts_typed_twice)
 
 

@@ -1,10 +1,10 @@
-"""Where every rank of a running job is: its last step and sign of life, and which node to suspect when the job hangs.
+"""Where every rank of a running job is: its last step and heartbeat, and which node to suspect when the job hangs.
 
     python aux/watch_job.py JOBID                 # in the folder the job was submitted from
     watch -n 5 python aux/watch_job.py JOBID
 
-Reads what distributed/heartbeat.py writes into log/JOBID/. Status 0 when all ranks are alive, 1 when one is silent or
-stuck, or has not begun. JOBID is the number in the name log/JOBID, also for a task of an array.
+Reads the heartbeats in log/JOBID/ (distributed/resilience/heartbeat.py). Status 0 when all ranks are alive, 1 when one
+is silent or stuck, or has not begun. JOBID is the number in the name log/JOBID, also for a task of an array.
 """
 
 import sys
@@ -18,12 +18,12 @@ from resilience.heartbeat import read
 
 
 def read_signs(job: int) -> list[dict]:
-    """The newest sign of every rank, by rank; those of the job's latest start."""
+    """The last heartbeat of every rank, by rank; those of the job's latest start."""
     starts = sorted(Path("log", str(job)).glob("ranks-*"), key=lambda folder: int(folder.name[6:]))
     signs = list(filter(None, (read(path) for path in starts[-1].iterdir()))) if starts else []
     if not signs:
         where = f"log/{job}/ranks-* of {Path.cwd()}"
-        sys.exit(f"watch_job.py: no signs in {where}: ranks, if there are several, leave them once training has begun")
+        sys.exit(f"watch_job.py: no heartbeats in {where}: a job of several ranks writes them from its training on")
     return sorted(signs, key=lambda sign: sign["rank"])
 
 
@@ -33,19 +33,21 @@ def main():
     parser.add_argument("--after", type=number(1), default=60, metavar="SECONDS", help="without a sign or a step")
     args = parser.parse_args()
     signs, now = read_signs(args.job), time.time()
-    suspects = {}  # by host: what is the matter with its first rank
+    suspects = {}  # by host: what is wrong with its first rank
     print("rank  host              step  last sign  what it does")
     for sign in signs:
         age = now - sign["time"]
         silent, stuck = age > args.after, sign["still"] > args.after and not sign["waits"]
         if silent or stuck:
-            suspects.setdefault(sign["host"], f"rank {sign['rank']} {'is silent' if silent else 'is stuck there'}")
-        print(f"{sign['rank']:>4}  {sign['host']:<16}  {sign['step']:>4}  {age:>7.0f} s  {sign['stack'][-1]}")
+            suspects.setdefault(sign["host"], f"rank {sign['rank']} {'is silent' if silent else 'is stuck here'}")
+        step = "-" if sign["step"] is None else sign["step"]  # not known yet: the rank is loading
+        print(f"{sign['rank']:>4}  {sign['host']:<16}  {step:>4}  {age:>7.0f} s  {sign['frame']}")
     missing = sorted(set(range(signs[0]["of"])) - {sign["rank"] for sign in signs})
     if missing:
-        sys.exit(f"No sign yet of {len(missing)} of {signs[0]['of']} ranks, first of all of rank {missing[0]}.")
+        sys.exit(f"No sign yet of {len(missing)} of {signs[0]['of']} ranks, the first of them rank {missing[0]}.")
     if not suspects:
-        print(f"All {len(signs)} ranks are alive, at step {max(sign['step'] for sign in signs)}.")
+        steps = [sign["step"] for sign in signs if sign["step"] is not None]
+        print(f"All {len(signs)} ranks are alive, " + (f"at step {max(steps)}." if steps else "before the first step."))
         return
     if all(now - sign["time"] > args.after for sign in signs):
         sys.exit(f"No rank has given a sign for {args.after:.0f} s: the job has ended, or the shared folder hangs.")

@@ -12,7 +12,7 @@ import torch
 
 from resilience import checksums
 
-PASSED_OVER = -100  # cross_entropy's ignore_index
+IGNORED = -100  # cross_entropy's ignore_index
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16}
 
 
@@ -30,7 +30,7 @@ def missing_data(folder: Path, context: int) -> str | None:
         itemsize = DTYPES[vocabulary["dtype"]].itemsize
         sizes = {split: (vocabulary[f"{split}_tokens"], folder / f"{split}.bin") for split in ("train", "val")}
         wrong = next((path for count, path in sizes.values() if path.stat().st_size != count * itemsize), None)
-        damage = f"{wrong} is not as long as vocabulary.json beside it says" if wrong else checksums.damaged(folder)
+        damage = f"{wrong} is not as long as in vocabulary.json beside it" if wrong else checksums.damaged(folder)
     except OSError as error:
         return f"no prepared text at {error.filename} ({error.strerror}); {remedy}"
     except (ValueError, KeyError) as error:
@@ -64,7 +64,7 @@ def fixed_batches(args: Namespace, data_rank: int, data_ranks: int, device: torc
     """This rank's part of the set to evaluate on: tokens and targets, (n, context) int64, as many on every rank.
 
     The set is the validation split in windows side by side, or --eval-windows of them, evenly spread. A rank for which
-    none are left gets targets that cross_entropy passes over: it has to take part in the collectives all the same.
+    none are left gets targets that cross_entropy ignores: it has to take part in the collectives all the same.
     """
     unseen = windows(args.data_dir, "val", args.context)
     starts = torch.arange(0, len(unseen), args.context)
@@ -74,10 +74,10 @@ def fixed_batches(args: Namespace, data_rank: int, data_ranks: int, device: torc
     for part in starts.split(args.batch_size):
         mine = part[data_rank * rows :][:rows]
         batch = read(unseen, mine if len(mine) else part[:1], device)
-        yield batch[:, :-1], batch[:, 1:] if len(mine) else torch.full_like(batch[:, 1:], PASSED_OVER)
+        yield batch[:, :-1], batch[:, 1:] if len(mine) else torch.full_like(batch[:, 1:], IGNORED)
 
 
 def describe(folder: Path) -> str:
-    """What lies in `folder`, for the log."""
+    """What is in `folder`, in words for the log."""
     found = read_vocabulary(folder)
     return f"{found['source']}, {found['train_tokens']} characters of {len(found['characters'])} kinds, in {folder}"

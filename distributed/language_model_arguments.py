@@ -50,7 +50,7 @@ class LanguageModelParser(ArgumentParser):
         help = "stretches of text to validate on, 0: all"
         self.add_argument("--eval-windows", type=whole_number(0), default=500, help=help)
         self.add_argument("--sample", type=whole_number(1), metavar="N", help="write N characters from a checkpoint")
-        self.add_argument("--prompt", default="\n", help="what the sample goes on from (default: a line break)")
+        self.add_argument("--prompt", default="\n", help="what the sample begins with (default: a line break)")
         self.add_checkpoint_arguments()
         self.add_timeout_arguments()
 

@@ -7,6 +7,8 @@ What torchrun does, in one readable file: every rank gets RANK, LOCAL_RANK, WORL
 runs the script as __main__. The first rank that fails ends the others; its exit code becomes this program's.
 """
 
+import contextlib
+import logging
 import os
 import runpy
 import signal
@@ -14,8 +16,7 @@ import socket
 import sys
 from pathlib import Path
 
-from resilience.arguments import let_srun_read, one_line
-from resilience.stop_request import HOST
+HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -27,8 +28,7 @@ def parse_arguments() -> list[str]:
         print(__doc__)
         sys.exit(0 if command else 2)
     if not os.path.isfile(command[0]):
-        print(f"spawn_ranks.py: no such script: {one_line(command[0])} (in {os.getcwd()})", file=sys.stderr)
-        let_srun_read()
+        print(f"spawn_ranks.py: no such script: {command[0]!r} (in {os.getcwd()})", file=sys.stderr)
         sys.exit(2)
     return command
 
@@ -82,16 +82,24 @@ def main(command: list[str]) -> int:
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpus // nproc_per_node)))
 
+    logging.disable()  # of this process alone: torch names every rank that it ends
     try:
         mp.spawn(run_rank, (node_rank, nnodes, nproc_per_node, command), nprocs=nproc_per_node)
     except mp.ProcessExitedException as failure:
         rank = node_rank * nproc_per_node + failure.error_index
-        code = failure.exit_code
-        how = f"was killed by {failure.signal_name}" if code < 0 else f"ended with exit code {code}"
-        print(f"spawn_ranks.py: rank {rank} on {HOST} {how}; the others are ended", file=sys.stderr)
-        let_srun_read()
-        return code if code > 0 else 128 - code  # as a shell counts a signal
+        return report(rank, failure.exit_code, failure.signal_name)
     return 0
+
+
+def report(rank: int, exit_code: int, signal_name: str | None) -> int:
+    """Leaves in JOB_FAILURE which rank failed first, for the last line of the job's log. Returns its status."""
+    status = exit_code if exit_code >= 0 else 128 - exit_code  # as a shell counts a signal
+    how = f"ended with status {status}" if exit_code >= 0 else f"was killed by {signal_name}"
+    with contextlib.suppress(OSError), open(os.environ.get("JOB_FAILURE", os.devnull), "x") as file:  # x: once
+        file.write(f"{status} rank {rank} on {HOST} {how}\n")
+    if exit_code < 0 and "JOB_FAILURE" not in os.environ:  # what ends with a status has said why
+        print(f"spawn_ranks.py: rank {rank} on {HOST} {how}", file=sys.stderr, flush=True)
+    return status
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ before the head, and the largest logit and g in the loss.
 """
 
 import os
+import sys
 from pathlib import Path
 
 from resilience.arguments import ArgumentParser
 
 if __name__ == "__main__":
-    ArgumentParser(description=__doc__).parse_args()  # it takes none, and says so
+    ArgumentParser(description=__doc__).parse_args()  # it takes none: any is an error
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from char_transformer import CharTransformer
-from resilience import step_zero
 
 
 class EnterSplit(torch.autograd.Function):
-    """Megatron-LM's f: x as it is forward; backward the sum of what each rank's part has to say of x."""
+    """Megatron-LM's f: x as it is forward; backward the sum of the ranks' gradients of x."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ class EnterSplit(torch.autograd.Function):
         return all_reduce(gradient)
 
 
-class LeaveSplit(torch.autograd.Function):
+class ReduceSplit(torch.autograd.Function):
     """Megatron-LM's g: the sum of the ranks' parts forward; backward the gradient as it is, the same for each part."""
 
     @staticmethod
@@ -72,7 +72,7 @@ class RowLinear(nn.Linear):
         self.bias, self.weight = None, nn.Parameter(whole.weight.detach().chunk(world_size, dim=1)[rank].clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return LeaveSplit.apply(super().forward(x))
+        return ReduceSplit.apply(super().forward(x))
 
 
 class SplitEmbedding(nn.Module):
@@ -84,11 +84,11 @@ class SplitEmbedding(nn.Module):
         self.first, self.weight = rank * len(parts[0]), nn.Parameter(parts[rank].clone())
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        row, here = find_here(tokens, self.first, len(self.weight))
-        return LeaveSplit.apply(F.embedding(row, self.weight) * here.unsqueeze(-1))
+        row, held = find_rows(tokens, self.first, len(self.weight))
+        return ReduceSplit.apply(F.embedding(row, self.weight) * held.unsqueeze(-1))
 
 
-def find_here(tokens: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def find_rows(tokens: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The place of each token among this rank's `count` from `first` on, and whether it is one of them."""
     return (tokens - first).clamp(0, count - 1), (tokens >= first) & (tokens < first + count)
 
@@ -117,9 +117,9 @@ def split_by_hand(model: CharTransformer, rank: int, world_size: int) -> CharTra
 def split_loss(model: CharTransformer, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy of this rank's part of the logits (B, T, V / n): log of the sum of exp, less the target's."""
     largest = all_reduce(logits.detach().amax(-1), dist.ReduceOp.MAX)
-    row, here = find_here(targets, model.token_embedding.first, logits.size(-1))
-    target = logits.gather(-1, row.unsqueeze(-1)).squeeze(-1) * here
-    total, target = LeaveSplit.apply(torch.stack(((logits - largest.unsqueeze(-1)).exp().sum(-1), target)))
+    row, held = find_rows(targets, model.token_embedding.first, logits.size(-1))
+    target = logits.gather(-1, row.unsqueeze(-1)).squeeze(-1) * held
+    total, target = ReduceSplit.apply(torch.stack(((logits - largest.unsqueeze(-1)).exp().sum(-1), target)))
     return (total.log() + largest - target).mean()
 
 
@@ -150,4 +150,8 @@ def main():
 
 if __name__ == "__main__":
     main()
-    step_zero.leave()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+        sys.stdout.flush()
+        os._exit(0)  # gloo's threads may outlive the group, and abort a Python that is shutting down

@@ -1,292 +1,186 @@
-"""Train a ConvNet on MNIST with DistributedDataParallel: the script to copy first.
+"""Train a ConvNet on MNIST with DistributedDataParallel: flat, top to bottom. Every rank runs all of it.
 
     python aux/prepare_data.py mnist                      # once, before any job
-    python distributed/train_ddp.py                       # one process: CUDA, Apple's MPS or the CPU
+    python distributed/train_ddp.py                       # one process
     ./torchrun.sh distributed/train_ddp.py --epochs 3     # all GPUs of this machine, or two CPU ranks
-    sbatch launch_slurm_to_torch.sh distributed/train_ddp.py --epochs 3
+    sbatch launch_slurm_with_torchrun.sh distributed/train_ddp.py --epochs 3
 
-Grown from local/train_single.py: arguments, process group, data, steps, main.
-
-    git diff --no-index local/train_single.py distributed/train_ddp.py
+A requeued job resumes from its last epoch. EDIT marks the lines for your own data and model.
+Grown from local/train_single.py: arguments, process group, data, model, checkpoint, training.
 """
 
+import argparse
 import datetime
 import math
 import os
-import subprocess
+import socket
 import sys
-from argparse import Namespace
-from collections.abc import Iterator
+import time
 from pathlib import Path
-
-from resilience import stop_request
-from resilience.arguments import ArgumentParser, device_name, number, uneven, whole_number
-
-# --- arguments --------------------------------------------------------------------------------------------------------
-
-
-def parse_arguments() -> Namespace:
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=whole_number(1), default=3, help="passes over the images")
-    parser.add_argument("--max-steps", type=whole_number(1), help="stop after this many steps in all (default: never)")
-    parser.add_argument("--batch-size", type=whole_number(1), default=64, help="images per step, over all ranks")
-    parser.add_argument("--learning-rate", type=number(0), default=0.02, help="of SGD with momentum")
-    parser.add_argument("--dropout", type=number(0, below=1), default=0.25, help="share of activations dropped")
-    parser.add_argument("--seed", type=whole_number(0), default=0, help="of weights, order and dropout")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of autocast")
-    device = os.environ.get("TRAIN_DEVICE", "auto")
-    parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps; or TRAIN_DEVICE")
-    parser.add_argument("--data-dir", type=Path, default="data/mnist", help="of aux/prepare_data.py")
-    parser.add_argument("--num-workers", type=whole_number(0), default=0, help="loader processes of each rank")
-    parser.add_argument("--log-every", type=whole_number(1), default=100, help="steps between two log lines")
-    parser.add_checkpoint_arguments()
-    parser.add_timeout_arguments()
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    args = parse_arguments()  # before torch: a typing mistake costs no second
-    stop_request.listen()
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-import mnist
-from resilience import checkpoint, heartbeat, step_zero
-from resilience.progress import Progress
+import mnist  # EDIT: your data
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+# The launchers and torchrun set these. Without RANK, after `srun python train_ddp.py` by hand, Slurm's own names do.
+rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
+world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
+distributed = "RANK" in os.environ or world_size > 1
+
+
+def stop(sentence: str):
+    """Ends this rank, and so the job. Rank 0 speaks first: what all of them find wrong is printed once."""
+    time.sleep(5 if rank > 0 else 0)
+    print(f"[Rank {rank} on {socket.gethostname()}] {sentence}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], usage=argparse.SUPPRESS, allow_abbrev=False)
+parser.error = stop
+parser.add_argument("--epochs", type=int, default=3, help="passes over the images")
+parser.add_argument("--batch-size", type=int, default=64, help="images per step, over all ranks")
+parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum")
+parser.add_argument("--dropout", type=float, default=0.25, help="share of activations dropped")
+parser.add_argument("--seed", type=int, default=0, help="of weights, order and dropout")
+parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of autocast")
+device = os.environ.get("TRAIN_DEVICE", "auto")
+parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default=device, help="or TRAIN_DEVICE")
+parser.add_argument("--data-dir", default="data/mnist", help="of aux/prepare_data.py")
+parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
+parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or the time")
+requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+parser.add_argument("--resume", action="store_true", default=requeued, help="from the newest epoch in that folder")
+args = parser.parse_args()
+numbers = (args.epochs, args.batch_size, args.log_every, args.seed + 1)
+if not all(0 < number < 2**31 for number in numbers) or not (0 <= args.dropout < 1 and 0 <= args.learning_rate < 1e9):
+    parser.error("--epochs, --batch-size and --log-every start at 1, the other numbers at 0; --dropout is below 1")
 
 # --- process group ----------------------------------------------------------------------------------------------------
 
-
-def find_ranks() -> tuple[str, int, int, int]:
-    """Who started this process, and its place: (launcher, rank, local_rank, world_size)."""
-    env = os.environ
-    # Children of torchrun and spawn_ranks.py inherit Slurm's variables, so their own marks are looked at first. The
-    # batch shell has SLURM_PROCID, too, always 0: ranks exist only in a step that srun numbers, not in one near 2**32.
-    if "TORCHELASTIC_RUN_ID" in env or "SPAWN_RANKS" in env:
-        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "mp"
-    elif "SLURM_PROCID" in env and int(env.get("SLURM_STEP_ID", 2**32)) < 2**31:
-        if "MASTER_ADDR" not in env:  # `srun python train_ddp.py`, typed by hand
-            hosts = subprocess.run(["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]], capture_output=True)
-            env["MASTER_ADDR"] = hosts.stdout.decode().split("\n")[0]
-        job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
-        env.setdefault("MASTER_PORT", str(61000 + (job + 1009 * step) % 4536))
-        if "OMP_NUM_THREADS" not in env:
-            torch.set_num_threads(int(env.get("SLURM_CPUS_PER_TASK", 1)))  # else every rank would use the whole node
-        return "srun", int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_NTASKS"])
-    elif all(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        launcher = "environment"
-    else:
-        return "none", 0, 0, 1
-    return launcher, int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"])
-
-
-def init_process_group(args: Namespace, fault: str | None = None, **facts) -> tuple[int, int, torch.device]:
-    """Finds this rank's place, meets the others, prints Step 0 (with `facts`) and starts NCCL or gloo.
-
-    Returns (rank, world_size, device). A fault on any rank stops all of them, with one sentence.
-    """
-    launcher, rank, local_rank, world_size = find_ranks()
-    store = step_zero.meet(launcher, rank, local_rank, world_size, datetime.timedelta(seconds=args.init_timeout))
-    device, device_fault = step_zero.choose_device(args.device, local_rank, world_size)
-    facts = {"world size": world_size, "local rank": local_rank, "device": str(device), "launcher": launcher, **facts}
-    step_zero.check(store, rank, world_size, device, facts, device_fault or fault)
-    if world_size > 1:
-        backend, timeout = "nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=args.timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        assert dist.get_world_size() == world_size
-        heartbeat.start(rank, world_size, args.timeout)
-    return rank, world_size, device
-
+granted = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+if args.device == "auto" and granted != "0" and not torch.cuda.is_available():
+    stop(f"Slurm granted {granted} GPUs here, but torch sees none: say --device cpu if that is meant")
+if args.device == "auto":
+    args.device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+if args.device == "mps" and distributed:
+    args.device = "cpu"  # gloo does not know MPS
+device = torch.device(args.device)
+if args.device == "cuda":  # a rank that sees one GPU only: Slurm has bound it to this task
+    device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
+    torch.cuda.set_device(device)
+if distributed:
+    if "MASTER_ADDR" not in os.environ:
+        stop(f"this is one of {world_size} ranks, but MASTER_ADDR is not set: start them with a launcher")
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
+place = f"{socket.gethostname()} | world size: {world_size} | local rank: {local_rank} | device: {device}"
+print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
-
-def make_loaders(args: Namespace, rank: int, world_size: int, device: torch.device) -> tuple[DataLoader, DataLoader]:
-    """This rank's share of the training and the test batches: images (n, 1, 28, 28) float32, labels (n,) int64.
-
-    The ranks' shares of step i together are images i * batch_size to (i + 1) * batch_size of one permutation, which
-    depends on seed and epoch alone: the same step on any number of ranks.
-    """
-    train_set, test_set = mnist.MNIST(args.data_dir, train=True), mnist.MNIST(args.data_dir, train=False)
-    options = {"collate_fn": mnist.whole_batch, "num_workers": args.num_workers, "pin_memory": device.type == "cuda"}
-    options["worker_init_fn"] = stop_request.ignore
-    sampler = DistributedSampler(train_set, world_size, rank, shuffle=True, seed=args.seed)
-    sampler = mnist.ResumableSampler(sampler)
-    train_loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, **options)
-    mine = range(rank, len(test_set), world_size)  # not padded as DistributedSampler does: every image once
-    test_loader = DataLoader(test_set, batch_size=1000, sampler=mine, **options)
-    return train_loader, test_loader
-
+try:
+    train_set, test_set = mnist.load(args.data_dir)
+except ValueError as error:
+    parser.error(str(error))
+if args.batch_size > len(train_set):
+    parser.error(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
+if args.batch_size % world_size:
+    parser.error(f"--batch-size {args.batch_size} does not divide by {world_size} ranks")
+sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
+# With the batches as its sampler, DataLoader fetches a whole batch in one indexing, not image by image.
+batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)
+test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # each image once
+train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")
+test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
+torch.manual_seed(args.seed)
+convolutions = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU())
+classifier = nn.Sequential(nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10))
+model = nn.Sequential(convolutions, nn.Dropout(args.dropout), classifier)  # (n, 1, 28, 28) to logits (n, 10)
+model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else torch.preserve_format)
+ddp = DistributedDataParallel(model) if distributed else model  # averages the gradients over the ranks
+optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=device.type != "mps")
+dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
+autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
+scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+if args.precision == "fp16" and device.type == "cpu":
+    print("warning: fp16 is slow on a CPU: --precision bf16 is for CPUs, too", file=sys.stderr)
 
-class ConvNet(nn.Module):
-    """Images (n, 1, 28, 28) to logits (n, 10): two convolutions, two linears, 1.2 million parameters."""
+# --- checkpoint -------------------------------------------------------------------------------------------------------
 
-    def __init__(self, dropout: float):
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, kernel_size=3)
-        self.conv2 = nn.Conv2d(32, 64, kernel_size=3)
-        self.linear1 = nn.Linear(64 * 12 * 12, 128)
-        self.linear2 = nn.Linear(128, 10)
-        self.dropout = nn.Dropout(dropout)
+now = time.strftime("%Y-%m-%d_%H-%M-%S")
+folder = args.checkpoint_dir or Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
+parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+epochs_done = max((int(path.stem.split("_")[-1]) for path in folder.glob("checkpoint_epoch_*.pt")), default=0)
+if distributed:  # rank 0 chooses: the file systems of two nodes may differ for a while
+    chosen = torch.tensor(epochs_done, device=device)
+    dist.broadcast(chosen, src=0)
+    epochs_done = int(chosen)
+if epochs_done and not args.resume:
+    parser.error(f"{folder} has checkpoints: say --resume, or choose another --checkpoint-dir")
+if epochs_done:
+    saved = torch.load(folder / f"checkpoint_epoch_{epochs_done}.pt", map_location=device, weights_only=True)
+    for name, part in parts.items():
+        part.load_state_dict(saved[name])
+folder.mkdir(parents=True, exist_ok=True)
+resumed = f"Resumed after epoch {epochs_done}. " if args.resume else ""
+if rank == 0:
+    print(f"{resumed}Data: {mnist.describe(args.data_dir)}. Checkpoints: {folder}", flush=True)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        x = F.relu(F.max_pool2d(self.conv2(F.relu(self.conv1(images))), 2))
-        x = self.dropout(x.permute(0, 2, 3, 1).flatten(1))  # as channels_last lies in memory: no copy
-        return self.linear2(self.dropout(F.relu(self.linear1(x))))
+# --- training ---------------------------------------------------------------------------------------------------------
 
-
-def make_model(args: Namespace, device: torch.device) -> tuple[ConvNet, torch.optim.Optimizer]:
-    """The network and its optimizer in their fastest forms, but on MPS, where channels_last is not to be trusted.
-
-    github.com/pytorch/pytorch/issues/175189: gradients on MPS that were wrong, and silently so.
-    """
-    fast = device.type != "mps"
-    model = ConvNet(args.dropout).to(device, memory_format=torch.channels_last if fast else None)
-    options = {"lr": args.learning_rate, "momentum": 0.9, "nesterov": True, "fused": fast}
-    return model, torch.optim.SGD(model.parameters(), **options)
-
-
-def autocast(args: Namespace, device: torch.device) -> torch.autocast:
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
-    return torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
-
-
-# --- steps ------------------------------------------------------------------------------------------------------------
-
-
-def all_reduced(values: torch.Tensor, world_size: int) -> list[float]:
-    """The sums of `values` over all ranks."""
-    if world_size > 1:
-        dist.all_reduce(values)
-    return values.tolist()
-
-
-def train_epoch(args, step, model, optimizer, scaler, loader, rank, world_size, device, progress) -> Iterator[int]:
-    """Trains on every image once, or on those after `step` if that is inside the epoch; yields each new step number."""
+for epoch in range(epochs_done + 1, args.epochs + 1):
     model.train()
-    epoch, done = step // len(loader) + 1, step % len(loader)
-    loader.sampler.whole.set_epoch(epoch)
-    loader.sampler.done = done * loader.batch_size
-    mine = len(range(rank, len(loader.dataset), world_size))  # without what DistributedSampler pads to equal lengths
-    mine, left = mine - done * loader.batch_size, len(loader.dataset) - done * args.batch_size  # left: over all ranks
-    loss_sum, count = torch.zeros((), device=device), 0  # since the last log line; read only there
-    for images, labels in loader:
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        if args.dropout:
-            torch.manual_seed(checkpoint.seed_from(args.seed, step, rank))
-        with autocast(args, device):
-            logits = model(images)
-        here, everywhere = min(len(images), mine), min(args.batch_size, left)
-        loss = F.cross_entropy(logits[:here].float(), labels[:here], reduction="sum")
+    sampler.set_epoch(epoch)  # another order in each epoch, the same after a resume
+    torch.manual_seed((args.seed + epoch) * world_size + rank)  # of dropout, another on each rank
+    losses, start = [], time.perf_counter()
+    for step, (images, labels) in enumerate(train_loader, start=1):
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        with autocast:
+            loss = F.cross_entropy(ddp(images).float(), labels)
         optimizer.zero_grad()
-        scaler.scale(loss * world_size / everywhere).backward()  # DDP divides by world_size: the mean over all images
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        loss_sum += loss.detach()
-        count += here
-        mine, left = mine - here, left - everywhere
-        step += 1
-        if step % args.log_every == 0 or step == args.max_steps:
-            all_loss, all_count = all_reduced(torch.stack((loss_sum, torch.tensor(count, device=device))), world_size)
-            progress.step(step, epoch, int(all_count), loss=all_loss / all_count)
-            loss_sum, count = torch.zeros((), device=device), 0
-        yield step
+        losses.append(loss.detach())  # .item() would wait for the GPU, at every step
+        if step % args.log_every == 0 or step == len(train_loader):
+            loss, seconds = torch.stack(losses).mean() / world_size, (time.perf_counter() - start) / len(losses)
+            if distributed:
+                dist.all_reduce(loss)  # the sum over all ranks
+            left = datetime.timedelta(seconds=round(seconds * ((args.epochs - epoch + 1) * len(train_loader) - step)))
+            progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={left}"
+            if rank == 0:
+                print(f"epoch={epoch} step={step}/{len(train_loader)} loss={loss:.6f} {progress}", flush=True)
+            if not math.isfinite(loss):
+                parser.error(f"the loss is {loss:.6f}: try a lower --learning-rate or another --precision")
+            losses, start = [], time.perf_counter()
 
-
-def settle_buckets(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device):
-    """Two backward passes whose gradients are thrown away, before a run is resumed.
-
-    DDP puts gradients into buckets anew after its first step; a sum in another order is a sum with other roundings.
-    """
-    for _ in range(2):
-        model(torch.zeros(1, 1, 28, 28, device=device)).sum().backward()
-    optimizer.zero_grad()
-
-
-@torch.inference_mode()
-def evaluate(args, model: nn.Module, loader: DataLoader, world_size: int, device: torch.device) -> tuple[float, float]:
-    """Average loss and accuracy over all test images, each counted once."""
     model.eval()
     sums = torch.zeros(2, device=device)  # loss, right answers
-    for images, labels in loader:
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        with autocast(args, device):
-            logits = model(images).float()
-        sums += torch.stack((F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(1) == labels).sum()))
-    loss, right = all_reduced(sums / len(loader.dataset), world_size)
-    return loss, right
-
-
-# --- main -------------------------------------------------------------------------------------------------------------
-
-
-def find_fault(args: Namespace) -> str | None:
-    """What is wrong with the arguments or the files on this node, in one sentence, or None."""
-    world_size = find_ranks()[3]
-    fault = uneven("--batch-size", args.batch_size, world_size, f"{world_size} ranks")
-    return fault or mnist.missing_data(args.data_dir) or checkpoint.in_the_way(args.checkpoint_dir, args.resume, ".pt")
-
-
-def main(args: Namespace):
-    rank, world_size, device = init_process_group(args, find_fault(args))
+    with torch.inference_mode(), autocast:
+        for images, labels in test_loader:
+            logits, labels = model(images.to(device)).float(), labels.to(device)
+            sums += torch.stack((F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(1) == labels).sum()))
+    if distributed:
+        dist.all_reduce(sums)
+    test_loss, accuracy = (sums / len(test_set)).tolist()
     if rank == 0:
-        print(f"Data: {mnist.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}", flush=True)
-    facts = mnist.identity(args)
+        print(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}", flush=True)
+        torch.save({name: part.state_dict() for name, part in parts.items()}, folder / "unfinished")
+        os.replace(folder / "unfinished", folder / f"checkpoint_epoch_{epoch}.pt")  # whole, or not there
 
-    torch.manual_seed(args.seed)  # the same weights on every rank
-    train_loader, test_loader = make_loaders(args, rank, world_size, device)
-    bare_model, optimizer = make_model(args, device)
-    model = bare_model
-    if world_size > 1:
-        model = DistributedDataParallel(bare_model, device_ids=[device.index] if device.type == "cuda" else None)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
-
-    step, loss, accuracy, stop, saved = 0, math.nan, math.nan, False, True
-    parts = {"model": bare_model, "optimizer": optimizer, "scaler": scaler}
-    checkpoint.take_over(args.checkpoint_dir, rank)
-    if args.resume and (state := checkpoint.load_on_all_ranks(args.checkpoint_dir, rank, world_size, device)):
-        if fault := checkpoint.changes(args.checkpoint_dir, state["run"], facts):
-            step_zero.stop(fault, rank, speak=rank == 0)
-        if world_size > 1:
-            settle_buckets(model, optimizer, device)
-        step, loss, accuracy = (state[name] for name in ("step", "test_loss", "test_accuracy"))
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-    if args.resume and rank == 0:
-        print(f"Resumed after step {step}" if step else f"No whole checkpoint in {args.checkpoint_dir}", flush=True)
-
-    total_steps = min(args.epochs * len(train_loader), args.max_steps or sys.maxsize)
-    progress = Progress(args.checkpoint_dir if rank == 0 else None, "images", step, total_steps)
-    boundary = checkpoint.Boundary(args, step, rank, world_size, device)
-    while step < total_steps and not stop:
-        steps = train_epoch(args, step, model, optimizer, scaler, train_loader, rank, world_size, device, progress)
-        for step in steps:
-            save, stop = boundary(step)
-            if step % len(train_loader) == 0 or step == total_steps:
-                loss, accuracy = evaluate(args, bare_model, test_loader, world_size, device)
-                progress.epoch(step, math.ceil(step / len(train_loader)), test_loss=loss, test_accuracy=accuracy)
-                save = True
-            if save and rank == 0:
-                state = {"run": facts, "step": step, "test_loss": loss, "test_accuracy": accuracy}
-                state |= {name: part.state_dict() for name, part in parts.items()}
-                saved = checkpoint.save(state, args.checkpoint_dir, step, args.keep_checkpoints)
-            if stop or step == total_steps:
-                break
-    epoch = math.ceil(step / len(train_loader))
-    result = f"epoch={epoch} average_loss={loss:.4f} accuracy={accuracy:.4f}"
-    checkpoint.finish(step, total_steps, saved, rank, result)
-
-
-if __name__ == "__main__":
-    main(args)
-    step_zero.leave()  # only here: gloo deadlocks now and then when DDP, in main, is the last to hold the group
+if rank == 0:
+    print(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
+if distributed:
+    dist.barrier()  # rank 0 may still be saving
+    dist.destroy_process_group()
+    os._exit(0)  # a thread of gloo's may outlive the group, and abort Python while it shuts down

@@ -10,11 +10,8 @@ Settings and result are nanoGPT's (github.com/karpathy/nanoGPT): on Tiny Shakesp
 --size cpu, minutes on two cores, and 1.47 for --size gpu. On any number of ranks the steps are the unsplit model's.
 """
 
-import datetime
 import math
 import os
-import subprocess
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 
@@ -37,7 +34,6 @@ if __name__ == "__main__":
     stop_request.listen()
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -45,55 +41,66 @@ from torch.distributed.tensor import DTensor
 
 import characters
 from char_transformer import CharTransformer, peak_flops
-from language_model import choose_precision, facts_of, learning_rate, limit_waiting, make_optimizer, sample, take_up
-from resilience import checkpoint, heartbeat, sharded_checkpoint, step_zero
+from language_model import autocast, learning_rate, make_model, make_optimizer, metadata_of, prepare, sample
+from resilience.checkpoints import seed_from
+from resilience.place import Place, find_ranks, init_process_group
 from resilience.progress import Progress
+from resilience.sharded_checkpoints import ShardedCheckpoints
+
+
+def main(args: Namespace):
+    place = init_process_group(args, find_fault(args), **step_zero_columns(args))
+    if args.sample:
+        return sample(args, place)
+    mesh = make_mesh(args, place.device, place.world_size)
+    data_rank, data_ranks = data_place(mesh)
+    prepare(args, place, mesh)
+
+    torch.manual_seed(args.seed)  # the same weights on every rank, before they are split
+    metadata = metadata_of(args)
+    model = make_model(metadata, args.dropout).to(place.device)
+    flops = model.flops_per_token(args.context) / (peak_flops(place.device) * place.world_size)
+    split(args, model, mesh)
+    optimizer = make_optimizer(args, model)
+
+    checkpoints, parts = open_checkpoints(args, place), {"model": model, "optimizer": optimizer}
+    first = checkpoints.resume(parts)
+    val_loss = checkpoints.values.get("val_loss", math.nan)
+    windows = characters.windows(args.data_dir, "train", args.context)
+    progress = Progress(args, place, "tokens", args.batch_size * args.context, first, args.steps, flops)
+    for step in range(first + 1, args.steps + 1):
+        if args.dropout:
+            torch.manual_seed(seed_from(args.seed, step - 1, dropout_place(args, mesh)))
+        batch = draw_batch(args, windows, step - 1, data_rank, data_ranks, place.device)
+        loss, norm = train_step(args, step - 1, model, optimizer, batch)
+        epoch = step * args.batch_size * args.context // len(windows)
+        if progress.add(step, loss):
+            norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+            progress.log(step, epoch, learning_rate=learning_rate(args, step - 1), grad_norm=norm)
+        if step % args.eval_every == 0 or step == args.steps:
+            batches = characters.fixed_batches(args, data_rank, data_ranks, place.device)
+            val_loss = evaluate(args, place, model, batches)
+            progress.log_evaluation(step, epoch, val_loss=val_loss)
+        save, stop = checkpoints.due(step)
+        if save:
+            progress.check_loss(step)  # weights that are not finite must not replace good ones
+            checkpoints.save(step, parts, val_loss=val_loss, **metadata)
+        if stop:
+            break
+    checkpoints.finish(f"step={checkpoints.step} val_loss={val_loss:.4f}")
+    place.shutdown()
+
 
 # --- process group ----------------------------------------------------------------------------------------------------
 
 
-def find_ranks() -> tuple[str, int, int, int]:
-    """Who started this process, and its place: (launcher, rank, local_rank, world_size)."""
-    env = os.environ
-    # Children of torchrun and spawn_ranks.py inherit Slurm's variables, so their own marks are looked at first. The
-    # batch shell has SLURM_PROCID, too, always 0: ranks exist only in a step that srun numbers, not in one near 2**32.
-    if "TORCHELASTIC_RUN_ID" in env or "SPAWN_RANKS" in env:
-        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "mp"
-    elif "SLURM_PROCID" in env and int(env.get("SLURM_STEP_ID", 2**32)) < 2**31:
-        if "MASTER_ADDR" not in env:  # `srun python train_ddp.py`, typed by hand
-            hosts = subprocess.run(["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]], capture_output=True)
-            env["MASTER_ADDR"] = hosts.stdout.decode().split("\n")[0]
-        job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
-        env.setdefault("MASTER_PORT", str(61000 + (job + 1009 * step) % 4536))
-        if "OMP_NUM_THREADS" not in env:
-            torch.set_num_threads(int(env.get("SLURM_CPUS_PER_TASK", 1)))  # else every rank would use the whole node
-        return "srun", int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_NTASKS"])
-    elif all(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        launcher = "environment"
-    else:
-        return "none", 0, 0, 1
-    return launcher, int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"])
-
-
-def init_process_group(args: Namespace, fault: str | None = None, **facts) -> tuple[int, int, torch.device]:
-    """Finds this rank's place, meets the others, prints Step 0 (with `facts`) and starts NCCL or gloo.
-
-    Returns (rank, world_size, device). A fault on any rank stops all of them, with one sentence.
-    """
-    launcher, rank, local_rank, world_size = find_ranks()
-    store = step_zero.meet(launcher, rank, local_rank, world_size, datetime.timedelta(seconds=args.init_timeout))
-    device, device_fault = step_zero.choose_device(args.device, local_rank, world_size)
-    facts = {"world size": world_size, "local rank": local_rank, "device": str(device), "launcher": launcher, **facts}
-    step_zero.check(store, rank, world_size, device, facts, device_fault or fault)
-    if world_size > 1:
-        backend, timeout = "nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=args.timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        assert dist.get_world_size() == world_size
-        heartbeat.start(rank, world_size, args.timeout)
-    return rank, world_size, device
-
-
-# --- device mesh ------------------------------------------------------------------------------------------------------
+def find_fault(args: Namespace) -> str | None:
+    """What is wrong with the arguments or the files on this node, in one sentence, or None."""
+    _, rank, local_rank, world_size = find_ranks()
+    if args.sample:
+        return "--sample takes one process: start it with python, without a launcher" if world_size > 1 else None
+    fault = characters.missing_data(args.data_dir, args.context) or bad_sizes(args, rank, local_rank, world_size)
+    return fault or ShardedCheckpoints.conflict(args)
 
 
 def ranks_per_copy(args: Namespace, world_size: int) -> int:
@@ -115,7 +122,7 @@ def bad_sizes(args: Namespace, rank: int, local_rank: int, world_size: int) -> s
     return uneven("--batch-size", args.batch_size, world_size * args.accumulation, share)
 
 
-def step_zero_facts(args: Namespace) -> dict[str, str]:
+def step_zero_columns(args: Namespace) -> dict[str, str]:
     """What the Step 0 table shows of this rank besides."""
     _, rank, _, world_size = find_ranks()
     copy = ranks_per_copy(args, world_size)
@@ -149,18 +156,14 @@ def draw_batch(args, windows, step: int, data_rank: int, data_ranks: int, device
     """This rank's sequences of a step, (batch_size / data_ranks, context + 1) int64: input and, one on, target.
 
     All ranks draw the whole batch, from seed and step alone, and take their part of it: the order of the data depends
-    neither on the number of ranks nor on a restart.
+    neither on the number of ranks nor on a restart. Steps count from 0.
     """
-    generator = torch.Generator().manual_seed(checkpoint.seed_from(args.seed, step))
+    generator = torch.Generator().manual_seed(seed_from(args.seed, step))
     starts = torch.randint(len(windows), (args.batch_size,), generator=generator)
     return characters.read(windows, starts.chunk(data_ranks)[data_rank], device)
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
-
-
-def autocast(args: Namespace, device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
 
 def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
@@ -182,14 +185,19 @@ def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
             fully_shard(part, mesh=mesh, mp_policy=policy)
 
 
-# --- steps ------------------------------------------------------------------------------------------------------------
+# --- checkpoint -------------------------------------------------------------------------------------------------------
 
 
-def all_reduced(values: torch.Tensor, world_size: int) -> list[float]:
-    """The sums of `values` over all ranks."""
-    if world_size > 1:
-        dist.all_reduce(values)
-    return values.tolist()
+def open_checkpoints(args: Namespace, place: Place) -> ShardedCheckpoints:
+    """Those of this run: equal in the following, whatever the number of ranks and however the model is split."""
+    names = "layers heads width context dropout batch_size steps learning_rate warmup_steps weight_decay clip"
+    names += " seed precision"
+    data = characters.read_vocabulary(args.data_dir)["sha256"][:12]
+    run = {name: vars(args)[name] for name in names.split()} | {"data": data}
+    return ShardedCheckpoints(args, place, run, args.steps)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
 
 
 def train_step(args, step: int, model, optimizer, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,83 +224,19 @@ def train_step(args, step: int, model, optimizer, batch: torch.Tensor) -> tuple[
 
 
 @torch.no_grad()
-def evaluate(args, model, batches: Iterator[torch.Tensor], world_size: int, device: torch.device) -> float:
+def evaluate(args: Namespace, place: Place, model, batches: Iterator[tuple]) -> float:
     """Average loss in nats per character over the fixed set, every character counted once."""
     model.eval()
-    sums = torch.zeros(2, device=device)  # loss, characters
+    sums = torch.zeros(2, device=place.device)  # loss, characters
     for tokens, targets in batches:
-        with autocast(args, device):
+        with autocast(args, place.device):
             logits = model(tokens)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
         sums += torch.stack((loss, (targets >= 0).sum()))
     model.train()
-    loss, count = all_reduced(sums, world_size)
+    loss, count = place.all_reduced(sums)
     return loss / count
-
-
-# --- main -------------------------------------------------------------------------------------------------------------
-
-
-def find_fault(args: Namespace) -> str | None:
-    """What is wrong with the arguments or the files on this node, in one sentence, or None."""
-    _, rank, local_rank, world_size = find_ranks()
-    if args.sample:
-        return "--sample takes one process: start it with python, without a launcher" if world_size > 1 else None
-    fault = characters.missing_data(args.data_dir, args.context) or bad_sizes(args, rank, local_rank, world_size)
-    return fault or checkpoint.in_the_way(args.checkpoint_dir, args.resume, "")
-
-
-def main(args: Namespace):
-    rank, world_size, device = init_process_group(args, find_fault(args), **step_zero_facts(args))
-    if args.sample:
-        return sample(args, device)
-    mesh = make_mesh(args, device, world_size)
-    limit_waiting(mesh, args.timeout)
-    data_rank, data_ranks = data_place(mesh)
-    args.precision = choose_precision(args, device, world_size)
-    facts = facts_of(args)
-    if rank == 0:
-        print(f"Data: {characters.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}", flush=True)
-        print(f"Precision: {args.precision}. Device mesh: {mesh}", flush=True)
-
-    torch.manual_seed(args.seed)  # the same weights on every rank, before they are split
-    model = CharTransformer(len(facts["characters"]), **facts["sizes"], dropout=args.dropout).to(device)
-    flops = model.flops_per_token(args.context) / (peak_flops(device) * world_size)  # a token's share of a second
-    split(args, model, mesh)
-    optimizer = make_optimizer(args, model)
-
-    step, stop, saved = take_up(args, rank, model, optimizer, facts), False, True
-    windows = characters.windows(args.data_dir, "train", args.context)
-    progress = Progress(args.checkpoint_dir if rank == 0 else None, "tokens", step, args.steps)
-    boundary = checkpoint.Boundary(args, step, rank, world_size, device)
-    loss_sum, logged = torch.zeros((), device=device), step  # since the last log line; read only there
-    while step < args.steps and not stop:
-        if args.dropout:
-            torch.manual_seed(checkpoint.seed_from(args.seed, step, dropout_place(args, mesh)))
-        batch = draw_batch(args, windows, step, data_rank, data_ranks, device)
-        loss, norm = train_step(args, step, model, optimizer, batch)
-        loss_sum += loss
-        step += 1
-        epoch = step * args.batch_size * args.context // len(windows)
-        if step % args.log_every == 0 or step == args.steps:
-            [loss] = all_reduced(loss_sum.view(1), world_size)
-            values = {"loss": loss / world_size / (step - logged)}
-            values["grad_norm"] = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-            tokens = (step - logged) * args.batch_size * args.context
-            if not math.isnan(flops):
-                values["mfu"] = flops * tokens / (time.perf_counter() - progress.last_time)
-            progress.step(step, epoch, tokens, learning_rate=learning_rate(args, step - 1), **values)
-            loss_sum, logged = torch.zeros((), device=device), step
-        if step % args.eval_every == 0 or step == args.steps:
-            batches = characters.fixed_batches(args, data_rank, data_ranks, device)
-            facts["val_loss"] = evaluate(args, model, batches, world_size, device)
-            progress.epoch(step, epoch, val_loss=facts["val_loss"])
-        save, stop = boundary(step)
-        if save or step == args.steps:
-            saved = sharded_checkpoint.save(args.checkpoint_dir, step, model, optimizer, facts, args.keep_checkpoints)
-    checkpoint.finish(step, args.steps, saved, rank, f"step={step} val_loss={facts['val_loss']:.4f}")
 
 
 if __name__ == "__main__":
     main(args)
-    step_zero.leave()

@@ -1,214 +1,134 @@
-"""Train a ConvNet on MNIST: one process, one device, no torch.distributed. The baseline that train_ddp.py grew from.
+"""Train a ConvNet on MNIST: one process on one device, flat, top to bottom.
 
-    python aux/prepare_data.py mnist
+    python aux/prepare_data.py mnist          # once
     python local/train_single.py --epochs 3
 
-See what data parallelism adds:
-
-    git diff --no-index local/train_single.py distributed/train_ddp.py
+What data parallelism adds: git diff --no-index local/train_single.py distributed/train_ddp.py
 """
 
+import argparse
+import datetime
 import math
 import os
 import sys
-from argparse import Namespace
-from collections.abc import Iterator
+import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
-
-from resilience import stop_request
-from resilience.arguments import ArgumentParser, device_name, number, whole_number
-
-# --- arguments --------------------------------------------------------------------------------------------------------
-
-
-def parse_arguments() -> Namespace:
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=whole_number(1), default=3, help="passes over the images")
-    parser.add_argument("--max-steps", type=whole_number(1), help="stop after this many steps in all (default: never)")
-    parser.add_argument("--batch-size", type=whole_number(1), default=64, help="images per step")
-    parser.add_argument("--learning-rate", type=number(0), default=0.02, help="of SGD with momentum")
-    parser.add_argument("--dropout", type=number(0, below=1), default=0.25, help="share of activations dropped")
-    parser.add_argument("--seed", type=whole_number(0), default=0, help="of weights, order and dropout")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of autocast")
-    device = os.environ.get("TRAIN_DEVICE", "auto")
-    parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps; or TRAIN_DEVICE")
-    parser.add_argument("--data-dir", type=Path, default="data/mnist", help="of aux/prepare_data.py")
-    parser.add_argument("--num-workers", type=whole_number(0), default=0, help="loader processes")
-    parser.add_argument("--log-every", type=whole_number(1), default=100, help="steps between two log lines")
-    parser.add_checkpoint_arguments()
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    args = parse_arguments()  # before torch: a typing mistake costs no second
-    stop_request.listen()
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-import mnist
-from resilience import checkpoint
-from resilience.progress import Progress
+sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))  # where mnist.py is
+import mnist  # EDIT: your data
 
-# --- device -----------------------------------------------------------------------------------------------------------
+# --- arguments --------------------------------------------------------------------------------------------------------
 
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], usage=argparse.SUPPRESS, allow_abbrev=False)
+parser.add_argument("--epochs", type=int, default=3, help="passes over the images")
+parser.add_argument("--batch-size", type=int, default=64, help="images per step")
+parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum")
+parser.add_argument("--dropout", type=float, default=0.25, help="share of activations dropped")
+parser.add_argument("--seed", type=int, default=0, help="of weights, order and dropout")
+parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of autocast")
+device = os.environ.get("TRAIN_DEVICE", "auto")
+parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default=device, help="or TRAIN_DEVICE")
+parser.add_argument("--data-dir", default="data/mnist", help="of aux/prepare_data.py")
+parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
+parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or the time")
+requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+parser.add_argument("--resume", action="store_true", default=requeued, help="from the newest epoch in that folder")
+args = parser.parse_args()
+numbers = (args.epochs, args.batch_size, args.log_every, args.seed + 1)
+if not all(0 < number < 2**31 for number in numbers) or not (0 <= args.dropout < 1 and 0 <= args.learning_rate < 1e9):
+    parser.error("--epochs, --batch-size and --log-every start at 1, the other numbers at 0; --dropout is below 1")
 
-def choose_device(name: str) -> torch.device:
-    """CUDA, else Apple's MPS, else the CPU, unless `name` says which."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    return torch.device(name)
+# --- process group ----------------------------------------------------------------------------------------------------
 
+# None: this process trains alone.
+if args.device == "auto":
+    args.device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+device = torch.device(args.device)
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
-
-def make_loaders(args: Namespace, device: torch.device) -> tuple[DataLoader, DataLoader]:
-    """The training and the test batches: images (n, 1, 28, 28) float32, labels (n,) int64."""
-    train_set, test_set = mnist.MNIST(args.data_dir, train=True), mnist.MNIST(args.data_dir, train=False)
-    options = {"collate_fn": mnist.whole_batch, "num_workers": args.num_workers, "pin_memory": device.type == "cuda"}
-    options["worker_init_fn"] = stop_request.ignore
-    sampler = mnist.ResumableSampler(RandomSampler(train_set, generator=torch.Generator()))
-    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, **options)
-    test_loader = DataLoader(test_set, batch_size=1000, **options)
-    return train_loader, test_loader
-
+try:
+    train_set, test_set = mnist.load(args.data_dir)
+except ValueError as error:
+    parser.error(str(error))
+if args.batch_size > len(train_set):
+    parser.error(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
+sampler = RandomSampler(train_set, generator=torch.Generator())
+# With the batches as its sampler, DataLoader fetches a whole batch in one indexing, not image by image.
+batches = BatchSampler(sampler, args.batch_size, drop_last=True)
+test_batches = BatchSampler(range(len(test_set)), 1000, drop_last=False)
+train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")
+test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
+torch.manual_seed(args.seed)
+convolutions = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU())
+classifier = nn.Sequential(nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10))
+model = nn.Sequential(convolutions, nn.Dropout(args.dropout), classifier)  # (n, 1, 28, 28) to logits (n, 10)
+model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else torch.preserve_format)
+optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=device.type != "mps")
+dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
+autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
+scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+if args.precision == "fp16" and device.type == "cpu":
+    print("warning: fp16 is slow on a CPU: --precision bf16 is for CPUs, too", file=sys.stderr)
 
-class ConvNet(nn.Module):
-    """Images (n, 1, 28, 28) to logits (n, 10): two convolutions, two linears, 1.2 million parameters."""
+# --- checkpoint -------------------------------------------------------------------------------------------------------
 
-    def __init__(self, dropout: float):
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, kernel_size=3)
-        self.conv2 = nn.Conv2d(32, 64, kernel_size=3)
-        self.linear1 = nn.Linear(64 * 12 * 12, 128)
-        self.linear2 = nn.Linear(128, 10)
-        self.dropout = nn.Dropout(dropout)
+now = time.strftime("%Y-%m-%d_%H-%M-%S")
+folder = args.checkpoint_dir or Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
+parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+epochs_done = max((int(path.stem.split("_")[-1]) for path in folder.glob("checkpoint_epoch_*.pt")), default=0)
+if epochs_done and not args.resume:
+    parser.error(f"{folder} has checkpoints: say --resume, or choose another --checkpoint-dir")
+if epochs_done:
+    saved = torch.load(folder / f"checkpoint_epoch_{epochs_done}.pt", map_location=device, weights_only=True)
+    for name, part in parts.items():
+        part.load_state_dict(saved[name])
+folder.mkdir(parents=True, exist_ok=True)
+resumed = f"Resumed after epoch {epochs_done}. " if args.resume else ""
+print(f"{resumed}Data: {mnist.describe(args.data_dir)}. Checkpoints: {folder}", flush=True)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        x = F.relu(F.max_pool2d(self.conv2(F.relu(self.conv1(images))), 2))
-        x = self.dropout(x.permute(0, 2, 3, 1).flatten(1))  # as channels_last lies in memory: no copy
-        return self.linear2(self.dropout(F.relu(self.linear1(x))))
+# --- training ---------------------------------------------------------------------------------------------------------
 
-
-def make_model(args: Namespace, device: torch.device) -> tuple[ConvNet, torch.optim.Optimizer]:
-    """The network and its optimizer in their fastest forms, but on MPS, where channels_last is not to be trusted.
-
-    github.com/pytorch/pytorch/issues/175189: gradients on MPS that were wrong, and silently so.
-    """
-    fast = device.type != "mps"
-    model = ConvNet(args.dropout).to(device, memory_format=torch.channels_last if fast else None)
-    options = {"lr": args.learning_rate, "momentum": 0.9, "nesterov": True, "fused": fast}
-    return model, torch.optim.SGD(model.parameters(), **options)
-
-
-def autocast(args: Namespace, device: torch.device) -> torch.autocast:
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
-    return torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
-
-
-# --- steps ------------------------------------------------------------------------------------------------------------
-
-
-def train_epoch(args, step, model, optimizer, scaler, loader, device, progress) -> Iterator[int]:
-    """Trains on every image once, or on those after `step` if that is inside the epoch; yields each new step number."""
+for epoch in range(epochs_done + 1, args.epochs + 1):
     model.train()
-    epoch, done = step // len(loader) + 1, step % len(loader)
-    loader.sampler.whole.generator.manual_seed(args.seed + epoch)
-    loader.sampler.done = done * args.batch_size
-    loss_sum, count = torch.zeros((), device=device), 0  # since the last log line; read only there
-    for images, labels in loader:
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        if args.dropout:
-            torch.manual_seed(checkpoint.seed_from(args.seed, step))
-        with autocast(args, device):
-            logits = model(images)
-        loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+    sampler.generator.manual_seed(args.seed + epoch)  # another order in each epoch, the same after a resume
+    torch.manual_seed(args.seed + epoch)  # of dropout
+    losses, start = [], time.perf_counter()
+    for step, (images, labels) in enumerate(train_loader, start=1):
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        with autocast:
+            loss = F.cross_entropy(model(images).float(), labels)
         optimizer.zero_grad()
-        scaler.scale(loss / len(images)).backward()
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        loss_sum += loss.detach()
-        count += len(images)
-        step += 1
-        if step % args.log_every == 0 or step == args.max_steps:
-            progress.step(step, epoch, count, loss=loss_sum.item() / count)
-            loss_sum, count = torch.zeros((), device=device), 0
-        yield step
+        losses.append(loss.detach())  # .item() would wait for the GPU, at every step
+        if step % args.log_every == 0 or step == len(train_loader):
+            loss, seconds = torch.stack(losses).mean(), (time.perf_counter() - start) / len(losses)
+            left = datetime.timedelta(seconds=round(seconds * ((args.epochs - epoch + 1) * len(train_loader) - step)))
+            progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={left}"
+            print(f"epoch={epoch} step={step}/{len(train_loader)} loss={loss:.6f} {progress}", flush=True)
+            if not math.isfinite(loss):
+                parser.error(f"the loss is {loss:.6f}: try a lower --learning-rate or another --precision")
+            losses, start = [], time.perf_counter()
 
-
-@torch.inference_mode()
-def evaluate(args: Namespace, model: nn.Module, loader: DataLoader, device: torch.device) -> tuple[float, float]:
-    """Average loss and accuracy over all test images, each counted once."""
     model.eval()
     sums = torch.zeros(2, device=device)  # loss, right answers
-    for images, labels in loader:
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        with autocast(args, device):
-            logits = model(images).float()
-        sums += torch.stack((F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(1) == labels).sum()))
-    loss, right = (sums / len(loader.dataset)).tolist()
-    return loss, right
+    with torch.inference_mode(), autocast:
+        for images, labels in test_loader:
+            logits, labels = model(images.to(device)).float(), labels.to(device)
+            sums += torch.stack((F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(1) == labels).sum()))
+    test_loss, accuracy = (sums / len(test_set)).tolist()
+    print(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}", flush=True)
+    torch.save({name: part.state_dict() for name, part in parts.items()}, folder / "unfinished")
+    os.replace(folder / "unfinished", folder / f"checkpoint_epoch_{epoch}.pt")  # whole, or not there
 
-
-# --- main -------------------------------------------------------------------------------------------------------------
-
-
-def main(args: Namespace):
-    if fault := mnist.missing_data(args.data_dir) or checkpoint.in_the_way(args.checkpoint_dir, args.resume, ".pt"):
-        sys.exit(f"train_single.py: {fault}")
-    device = choose_device(args.device)
-    print(f"Data: {mnist.describe(args.data_dir)}. Device: {device}. Checkpoints: {args.checkpoint_dir}")
-
-    facts = mnist.identity(args)
-
-    torch.manual_seed(args.seed)
-    train_loader, test_loader = make_loaders(args, device)
-    model, optimizer = make_model(args, device)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
-
-    step, loss, accuracy, stop, saved = 0, math.nan, math.nan, False, True
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    checkpoint.take_over(args.checkpoint_dir, 0)
-    if args.resume and (state := checkpoint.load_on_all_ranks(args.checkpoint_dir, 0, 1, device)):
-        if fault := checkpoint.changes(args.checkpoint_dir, state["run"], facts):
-            sys.exit(f"train_single.py: {fault}")
-        step, loss, accuracy = (state[name] for name in ("step", "test_loss", "test_accuracy"))
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-    if args.resume:
-        print(f"Resumed after step {step}" if step else f"No whole checkpoint in {args.checkpoint_dir}", flush=True)
-
-    total_steps = min(args.epochs * len(train_loader), args.max_steps or sys.maxsize)
-    progress = Progress(args.checkpoint_dir, "images", step, total_steps)
-    boundary = checkpoint.Boundary(args, step, 0, 1, device)
-    while step < total_steps and not stop:
-        steps = train_epoch(args, step, model, optimizer, scaler, train_loader, device, progress)
-        for step in steps:
-            save, stop = boundary(step)
-            if step % len(train_loader) == 0 or step == total_steps:
-                loss, accuracy = evaluate(args, model, test_loader, device)
-                progress.epoch(step, math.ceil(step / len(train_loader)), test_loss=loss, test_accuracy=accuracy)
-                save = True
-            if save:
-                state = {"run": facts, "step": step, "test_loss": loss, "test_accuracy": accuracy}
-                state |= {name: part.state_dict() for name, part in parts.items()}
-                saved = checkpoint.save(state, args.checkpoint_dir, step, args.keep_checkpoints)
-            if stop or step == total_steps:
-                break
-    epoch = math.ceil(step / len(train_loader))
-    result = f"epoch={epoch} average_loss={loss:.4f} accuracy={accuracy:.4f}"
-    checkpoint.finish(step, total_steps, saved, 0, result)
-
-
-if __name__ == "__main__":
-    main(args)
+print(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)

@@ -27,6 +27,7 @@ sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux")]
 
 
 signal.signal(signal.SIGTERM, signal.default_int_handler)  # like ctrl-C: by way of the fixtures, which end the cluster
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is inherited ignored, also by children
 
 
 def cells(pairs: list[tuple], *quick: tuple) -> list:

@@ -48,6 +48,26 @@ def test_up_again_and_wrong_sizes(small):
         assert refused.returncode != 0 and len(refused.stderr.splitlines()) == 1, bad
 
 
+def test_what_never_fits_is_refused_at_once(small, tmp_path):
+    """And what fits later, because a node is down just now, waits for it."""
+    for size in (
+        ["--nodes=4", "--gpus-per-node=1"],
+        ["--nodes=4"],
+        ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=8"],
+        ["--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=3"],
+        ["--nodes=1", "--gpus-per-node=2"],
+    ):
+        refused = small.exec("sbatch", *size, f"--output={tmp_path}/log", LAUNCHERS["torchrun"], timeout=10)
+        assert refused.returncode != 0, size
+        assert re.search(r"^sbatch: error: Batch job submission failed: [A-Z][\w ]+$", refused.stderr, re.M), refused
+        assert small.exec("srun", *size, "true", timeout=10).returncode != 0, size
+    assert small.exec("squeue", "--noheader").stdout == ""
+    assert small.exec("scontrol", "update", "NodeName=node-2", "State=DOWN", "Reason=test").returncode == 0
+    job = small.submit("--nodes=2", "--gpus-per-node=1", f"--output={tmp_path}/log", "--wrap=true")
+    assert small.exec("scontrol", "update", "NodeName=node-2", "State=RESUME").returncode == 0
+    assert small.wait(job, 60).state == "COMPLETED"
+
+
 @pytest.mark.parametrize(("tasks", "cpus"), [(2, 1), (1, 2)])
 def test_cpus_are_bound(tasks, cpus, small, tmp_path):
     """A rank may use --cpus-per-task CPUs, no more, and its thread count says so."""

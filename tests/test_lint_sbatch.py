@@ -55,6 +55,51 @@ CASES = {
         f"srun {FLAGS} torchrun --nnodes 1 train.py  # MISTAKE",
         f"srun --nodes=1 --ntasks=1 {FLAGS} torchrun --nnodes 1 train.py",
     ),
+    "no srun": (
+        "python without srun, and so one process, though the header asks for 8 tasks: srun python",
+        "python prepare.py\npython -u train.py --epochs 3  # MISTAKE",
+        f"python prepare.py\nsrun {FLAGS} python -u train.py --epochs 3",
+    ),
+    "no srun, and --ntasks": (
+        "asks for 4 tasks: srun python3",
+        "#SBATCH --nodes=1\n#SBATCH --ntasks=4\n#SBATCH --ntasks-per-node=4\npython3 train.py  # MISTAKE",
+        "#SBATCH --nodes=1\n#SBATCH --ntasks=1\npython3 train.py",
+    ),
+    "no srun, and -n": (
+        "asks for 3 tasks",
+        "#SBATCH -n 3\nsource .venv/bin/activate\nif true; then\n  X=1 python train.py  # MISTAKE\nfi",
+        "#SBATCH -n 3\npython a.py & python b.py & python c.py & wait",
+    ),
+    "no srun, but on several nodes": (
+        "asks for 2 nodes",
+        "#SBATCH --ntasks-per-node=1\nset -e\nsrun hostname\npython train.py  # MISTAKE",
+        "#SBATCH --ntasks-per-node=1\npython -m venv .venv\npython -c 'import torch'\nset -e\nmpirun python train.py",
+    ),
+    "no srun, in a container": (
+        "apptainer without srun",
+        "apptainer exec --nv torch.sif python train.py  # MISTAKE",
+        f"srun {FLAGS} apptainer exec --nv torch.sif python train.py",
+    ),
+    "no srun before torchrun": (
+        "torchrun without srun, and so on one of 2 nodes: srun --ntasks-per-node=1 torchrun",
+        'torchrun --nnodes="$SLURM_NNODES" --rdzv-endpoint="$host:$port" train.py  # MISTAKE',
+        "#SBATCH --nodes=1\ntorchrun --nproc-per-node=gpu train.py",
+    ),
+    "no srun before python -m": (
+        "python without srun, and so on one of 2 nodes",
+        "python -m torch.distributed.run train.py  # MISTAKE",
+        "#SBATCH --nodes=1\npython -m torch.distributed.run train.py",
+    ),
+    "standalone without srun": (
+        "--standalone on 2 nodes",
+        "torchrun --standalone train.py  # MISTAKE",
+        "#SBATCH --nodes=1\ntorchrun --standalone train.py",
+    ),
+    "srun behind a variable": (
+        "python without srun",
+        "launcher='nice'\npython train.py  # MISTAKE",
+        f"launcher='srun {FLAGS}'\n$launcher python train.py",
+    ),
     "rank variable": (
         "SLURM_PROCID expanded in the batch shell",
         f'srun {FLAGS} bash -c "python train.py --rank $SLURM_PROCID"  # MISTAKE',
@@ -127,7 +172,7 @@ CASES = {
     "pipe of another command": (
         "set -o pipefail",
         "torchrun train.py | tee log  # MISTAKE",
-        "nvidia-smi | tee log\ntorchrun train.py >log 2>&1 || exit 1\necho 'torchrun train.py | tee log'",
+        "#SBATCH -N 1\nnvidia-smi | tee log\ntorchrun train.py >log 2>&1 || exit 1\necho 'torchrun train.py | tee log'",
     ),
     "another last word": (
         "echo has the last word, not srun",
@@ -154,10 +199,15 @@ CASES = {
         f"trap 'scontrol requeue $SLURM_JOB_ID' USR1\nsrun {FLAGS} python train.py  # MISTAKE",
         f"trap 'kill -USR1 $srun_pid' USR1\nsrun {FLAGS} python train.py &\n{WAIT}",
     ),
+    "trap that does something": (
+        "add & and wait",
+        f"trap 'touch STOP' USR1 TERM\nsrun {FLAGS} python train.py  # MISTAKE",
+        f"#SBATCH --signal=USR1@120\ntrap : USR1 TERM\nsrun {FLAGS} python train.py",
+    ),
     "trap and torchrun": (
         "torchrun in the foreground",
         "trap save SIGTERM\ntorchrun train.py  # MISTAKE",
-        "trap cleanup EXIT\ntrap '' TERM\ntorchrun train.py",
+        "#SBATCH --nodes=1\ntrap cleanup EXIT\ntrap '' TERM\ntorchrun train.py",
     ),
     "waited for once": (
         "wait ends when the trap has run",
@@ -178,6 +228,16 @@ CASES = {
         "kills torchrun",
         f"#SBATCH --signal=USR1@120\nsrun {FLAGS} torchrun train.py  # MISTAKE",
         f"#SBATCH --signal=USR1@120\nsrun {FLAGS} bash -c 'trap \"\" USR1; exec torchrun train.py'",
+    ),
+    "a sentence that names srun and torchrun": (
+        "--kill-on-bad-exit=1",
+        'note "srun starts python" hard\nbash -c "cd code && srun python train.py"  # MISTAKE',
+        '#SBATCH --signal=USR1@120\nstart_job "Way 2, srun starts torchrun everywhere, then torchrun the ranks" "$@"',
+    ),
+    "torchrun and USR1, behind a script": (
+        "kills torchrun",
+        f"#SBATCH --signal=USR1@120\nsrun {FLAGS} ./hears.sh torchrun train.py  # MISTAKE",
+        f"#SBATCH --signal=USR1@120\nsrun {FLAGS} ./ignores.sh torchrun train.py",
     ),
     "torchrun and USR1 handed on": (
         "kills torchrun",
@@ -204,6 +264,8 @@ def lint(folder: Path, body: str, capsys) -> list[str]:
     (folder / "present").mkdir(exist_ok=True)
     (folder / "by_local_rank.py").write_text("torch.cuda.set_device(local_rank)\n")
     (folder / "by_count.py").write_text("torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else local)\n")
+    (folder / "hears.sh").write_text('exec "$@"\n')
+    (folder / "ignores.sh").write_text("trap '' USR1\nexec \"$@\"\n")
     script = folder / "job.sh"
     script.write_text(HEADER + body + "\n")
     status = lint_sbatch.main([str(script)])

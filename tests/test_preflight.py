@@ -116,7 +116,7 @@ def test_a_fault_behind_a_spawner(way, cluster, tmp_path):
 def test_in_front_of_a_job(cluster, tiny, tmp_path):
     """PREFLIGHT=1: its own nodes and its own folder, then the job. Submitted from a job that has been requeued."""
     size = ["--nodelist=node-[14-15]", f"--output={REPOSITORY}/%x_%j.out", LAUNCHERS["srun"]]
-    command = [*size, "distributed/train_ddp.py", "--data-dir", tiny, "--max-steps", 2, "--checkpoint-dir"]
+    command = [*size, "distributed/train_preemptible.py", "--data-dir", tiny, "--max-steps", 2, "--checkpoint-dir"]
     environment = {"PREFLIGHT": 1, "SLURM_RESTART_COUNT": 3}
     passed = cluster.sbatch(*command, tmp_path / "seen", env=environment)
     assert cluster.exec("mount", "-t", "tmpfs", "own", tmp_path, node="node-15").returncode == 0

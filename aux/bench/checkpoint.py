@@ -7,7 +7,7 @@
     python aux/bench/checkpoint.py --check        # status 1 when a ratio is more than the one stated below
 
 One model is trained, in turns of ten steps: without saving or asking whether to stop, asking after every step
-(checkpoint.Boundary, as train_fsdp.py does), and asking and saving every 200 steps. A round is 200 steps of each, so
+(Checkpoints.due, as train_fsdp.py does), and asking and saving every 200 steps. A round is 200 steps of each, so
 with its share of one checkpoint; printed are the medians of the rounds' ratios. Turns are that short, and the tensors
 the same, because the machine's speed drifts, and three models in three places of its memory differ by 2 %.
 """
@@ -44,8 +44,8 @@ import torch
 
 import characters
 import train_fsdp
-from char_transformer import CharTransformer
-from resilience import checkpoint, sharded_checkpoint, step_zero
+from language_model import choose_precision
+from resilience.place import Place, end, init_process_group
 
 # --- main -------------------------------------------------------------------------------------------------------------
 
@@ -60,38 +60,39 @@ def training_arguments(data_dir: Path, folder: Path, saves: bool) -> Namespace:
     return train_fsdp.parse_arguments()
 
 
-def training(args: Namespace, world_size: int, device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def training(args: Namespace, place: Place) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """What train_fsdp.py trains."""
-    mesh = train_fsdp.make_mesh(args, device, world_size)
+    mesh = train_fsdp.make_mesh(args, place.device, place.world_size)
     torch.manual_seed(args.seed)
-    vocabulary = characters.read_vocabulary(args.data_dir)["characters"]
-    model = CharTransformer(len(vocabulary), args.context, args.layers, args.heads, args.width, args.dropout)
+    model = train_fsdp.make_model(train_fsdp.metadata_of(args), args.dropout)
     train_fsdp.split(args, model, mesh)
     return model, train_fsdp.make_optimizer(args, model)
 
 
-def measure(options: Namespace, scratch: Path) -> dict[str, list[float]]:
+def measure(options: Namespace, scratch: Path) -> tuple[Place, dict[str, list[float]]]:
     """Seconds of every round, of each of the three kinds; the first round, a warm-up, is left out."""
     kinds = {kind: training_arguments(options.data_dir, scratch / kind, "saves" in kind) for kind in ("bare", *HIGHEST)}
-    rank, world_size, device = train_fsdp.init_process_group(kinds["bare"])
+    place = init_process_group(kinds["bare"])
     torch.set_num_threads(1)
     for args in kinds.values():
-        args.precision = train_fsdp.choose_precision(args, device, world_size)
-        checkpoint.take_over(args.checkpoint_dir, rank)
-    model, optimizer = training(kinds["bare"], world_size, device)
+        args.precision = choose_precision(args, place)
+    model, optimizer = training(kinds["bare"], place)
+    parts = {"model": model, "optimizer": optimizer}
     windows = characters.windows(options.data_dir, "train", kinds["bare"].context)
-    boundaries = {kind: checkpoint.Boundary(kinds[kind], 0, rank, world_size, device) for kind in HIGHEST}
+    checkpoints = {kind: train_fsdp.open_checkpoints(kinds[kind], place) for kind in HIGHEST}
+    for opened in checkpoints.values():
+        opened.resume(parts)
     seconds = {kind: [0.0] * (options.rounds + 1) for kind in kinds}
     for first in range(0, STEPS * (options.rounds + 1), TURN):
         for kind, args in kinds.items():
             start = time.perf_counter()
             for step in range(first, first + TURN):
-                batch = train_fsdp.draw_batch(args, windows, step, rank, world_size, device)
+                batch = train_fsdp.draw_batch(args, windows, step, place.rank, place.world_size, place.device)
                 train_fsdp.train_step(args, step, model, optimizer, batch)
-                if kind != "bare" and boundaries[kind](step + 1)[0]:
-                    sharded_checkpoint.save(args.checkpoint_dir, step + 1, model, optimizer, {}, 2)
+                if kind != "bare" and checkpoints[kind].due(step + 1)[0]:
+                    checkpoints[kind].save(step + 1, parts)
             seconds[kind][first // STEPS] += time.perf_counter() - start
-    return {kind: times[1:] for kind, times in seconds.items()}
+    return place, {kind: times[1:] for kind, times in seconds.items()}
 
 
 def main(options: Namespace):
@@ -99,13 +100,12 @@ def main(options: Namespace):
         sys.exit(f"checkpoint.py: {fault}")
     scratch = Path(tempfile.gettempdir(), f"bench-checkpoint-{os.getppid()}")  # the same for all ranks of a torchrun
     try:
-        seconds = measure(options, scratch)
+        place, seconds = measure(options, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)  # by whichever rank is first: all have trained, or it is over
-    _, rank, _, world_size = train_fsdp.find_ranks()
-    if rank != 0:
-        return
-    print(f"{STEPS} steps of nanoGPT's CPU settings, ranks: {world_size}, medians of {options.rounds} rounds")
+    if place.rank != 0:
+        return place.shutdown()
+    print(f"{STEPS} steps of nanoGPT's CPU settings, ranks: {place.world_size}, medians of {options.rounds} rounds")
     print("| training | seconds | ratio | at most |\n|---|---|---|---|")
     missed = []
     for kind, times in seconds.items():
@@ -116,9 +116,9 @@ def main(options: Namespace):
     for line in missed:
         print(line, file=sys.stderr)
     if missed and options.check:
-        step_zero.end()
+        end()
+    place.shutdown()
 
 
 if __name__ == "__main__":
     main(options)
-    step_zero.leave()

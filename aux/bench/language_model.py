@@ -47,8 +47,11 @@ import torch.nn.functional as F
 import characters
 import train_fsdp
 from char_transformer import Attention, CharTransformer, attend
+from language_model import choose_precision
+from resilience.place import Place
 
 CPU = torch.device("cpu")
+ALONE = Place(0, 0, 1, CPU, torch.distributed.HashStore(), "none")
 SIZES = {
     "nanoGPT's CPU settings": ["--size", "cpu"],
     "10.65 million parameters": ["--size", "gpu", "--batch-size", "4", "--dropout", "0"],
@@ -81,14 +84,13 @@ def parse(data_dir: Path, *flags: str):
     """train_fsdp.py's own arguments, its automatic choice of precision made."""
     sys.argv = ["train_fsdp.py", "--data-dir", str(data_dir), "--checkpoint-dir", "unused", *flags]
     args = train_fsdp.parse_arguments()
-    args.precision = train_fsdp.choose_precision(args, CPU, 1)
+    args.precision = choose_precision(args, ALONE)
     return args
 
 
 def make_model(args) -> CharTransformer:
     torch.manual_seed(args.seed)
-    vocabulary = len(characters.read_vocabulary(args.data_dir)["characters"])
-    return CharTransformer(vocabulary, args.context, args.layers, args.heads, args.width, args.dropout)
+    return train_fsdp.make_model(train_fsdp.metadata_of(args), args.dropout)
 
 
 def ours(args) -> Callable[[int], None]:
@@ -119,7 +121,7 @@ def theirs(args) -> Callable[[int], None]:
     dtype = characters.read_vocabulary(args.data_dir)["dtype"]
 
     def batch() -> tuple[torch.Tensor, torch.Tensor]:
-        data = np.memmap(args.data_dir / "train.bin", dtype=dtype, mode="r")  # anew each time, as there
+        data = np.memmap(args.data_dir / "train.bin", dtype=dtype, mode="r")  # anew each time, as nanoGPT does
         starts = torch.randint(len(data) - args.context, (args.batch_size,))
         x = torch.stack([torch.from_numpy(data[i : i + args.context].astype(np.int64)) for i in starts])
         y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + args.context].astype(np.int64)) for i in starts])
@@ -168,7 +170,7 @@ def main(options: Namespace):
         sys.exit(f"language_model.py: {fault}")
     missed = []
     threads = [count for count in (1, 2) if count <= len(os.sched_getaffinity(0))]
-    known = torch.cpu.get_capabilities()
+    known = getattr(torch.cpu, "get_capabilities", dict)()
     extensions = [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16") if known.get(name)]
     print(f"torch {torch.__version__}, {known.get('cpu_name', 'CPU')} with {', '.join(extensions)}")
     print(f"{characters.describe(options.data_dir)}; medians of {options.rounds} rounds, tokens per second\n")
@@ -207,7 +209,7 @@ def main(options: Namespace):
         for index in range(args.steps):
             step(index)
         seconds = time.perf_counter() - start
-        loss = train_fsdp.evaluate(args, step.model, characters.fixed_batches(args, 0, 1, CPU), 1, CPU)
+        loss = train_fsdp.evaluate(args, ALONE, step.model, characters.fixed_batches(args, 0, 1, CPU))
         print(f"\n{args.steps} steps of nanoGPT's CPU settings took {seconds:.0f} s on {threads[-1]} threads; the loss")
         print(f"over the whole validation split is then {loss:.3f} nats per character.")
         if characters.read_vocabulary(options.data_dir)["source"] != "Tiny Shakespeare":

@@ -3,28 +3,33 @@
     python aux/bench/mnist.py             # about 150 s on two quiet cores
     python aux/bench/mnist.py --check     # exit code 1 and one sentence when a gate is missed
 
-"Ours" is train_ddp.py itself, imported or launched. "Theirs" is the way of mnist/main.py in github.com/pytorch/examples
-on a CPU, written fresh: images one by one through PIL, ToTensor and Normalize, Adadelta, float32; the same network and
-batch size. The two take turns, on one thread each, and are timed in CPU seconds, which on a quiet machine are seconds
-and on a busy one are still right. Two ranks against twice one are timed by the clock, and not judged on a busy machine.
+"Ours" is train_ddp.py itself: run in this process, or launched. "Theirs" is the way of mnist/main.py in
+github.com/pytorch/examples on a CPU, written fresh: images one by one through PIL, ToTensor and Normalize, Adadelta,
+float32; the same network and batch size. The two take turns, on one thread each, and are timed in CPU seconds, which on
+a quiet machine are seconds and on a busy one are still right. Two ranks against twice one are timed by the clock, and
+not judged on a busy machine.
 """
 
-import itertools
-import json
+import contextlib
+import io
 import os
+import re
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from statistics import median
+from unittest.mock import patch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux")]  # `mnist` is the one in distributed/
+SCRIPT = REPOSITORY / "distributed/train_ddp.py"
+sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux", "aux/figures")]  # mnist: distributed/'s
 
 from resilience.arguments import ArgumentParser, whole_number
 
@@ -52,11 +57,9 @@ from torch.utils.data import DataLoader
 import draw_digits
 import mnist
 import prepare_data
-import train_ddp
-from resilience.progress import Progress
+from torchvision_on_cpu import torchvision
 
 GATES = {"feeding": 40, "step, fp32": 1.1, "step, bf16": 2, "two ranks, fp32": 0.75}
-CPU = torch.device("cpu")
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
@@ -77,7 +80,7 @@ def draw_data(folder: Path):
 
 def their_loader(data_dir: Path) -> DataLoader:
     """In the order of the files and in this process: pytorch/examples shuffles and has a worker on a GPU only."""
-    datasets, transforms = mnist.torchvision.datasets, mnist.torchvision.transforms
+    datasets, transforms = torchvision.datasets, torchvision.transforms
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
     return DataLoader(datasets.MNIST(data_dir, transform=transform), batch_size=64)
 
@@ -109,52 +112,107 @@ def their_training(loader: DataLoader, steps: int) -> Callable[[], int]:
 # --- ours -------------------------------------------------------------------------------------------------------------
 
 
-def our_arguments(data_dir: Path, precision: str) -> Namespace:
-    """The defaults of train_ddp.py, 64 images a step among them."""
-    sys.argv = ["train_ddp.py", "--data-dir", str(data_dir), "--precision", precision]
-    return train_ddp.parse_arguments()
+class Enough(BaseException):
+    """Ends train_ddp.py, which would train on."""
 
 
-def our_training(args: Namespace, loader: DataLoader, steps: int) -> Callable[[], int]:
-    """A function that trains `steps` steps more and returns their number."""
-    model, optimizer = train_ddp.make_model(args, CPU)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+def run_train_ddp(data_dir: Path, precision: str, watch: Callable[[DataLoader, Iterator], Iterator]) -> dict:
+    """Runs train_ddp.py as it is, 64 images a step, on one thread, until `watch` raises Enough. Returns its variables.
 
-    def train() -> int:
-        progress = Progress(None, "images", 0, steps)
-        training = train_ddp.train_epoch(args, 0, model, optimizer, scaler, loader, 0, 1, CPU, progress)
-        return sum(1 for _ in itertools.islice(training, steps))
+    `watch` gets the loader that the script trains from and its batches, and gives the script what it returns.
+    """
+    variables, trained_from, fetch = {"__name__": "__main__", "__file__": str(SCRIPT)}, [], DataLoader.__iter__
 
-    return train
+    def watched(loader: DataLoader) -> Iterator:
+        trained_from.append(loader)  # the first one is that of the training images
+        return watch(loader, fetch(loader)) if loader is trained_from[0] else fetch(loader)
+
+    alone = {name: value for name, value in os.environ.items() if not re.match("(LOCAL_)?RANK|WORLD_SIZE|SLURM", name)}
+    command = [str(SCRIPT), "--device", "cpu", "--batch-size", "64", "--data-dir", str(data_dir)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(sys, "argv", [*command, "--precision", precision, "--checkpoint-dir", folder]),
+        patch.dict(os.environ, alone, clear=True),
+        patch.object(DataLoader, "__iter__", watched),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.suppress(Enough),
+    ):
+        exec(compile(SCRIPT.read_text(), SCRIPT, "exec"), variables)
+    return variables
+
+
+def our_loader(data_dir: Path) -> DataLoader:
+    """The loader that train_ddp.py makes of its training images."""
+
+    def end(loader: DataLoader, batches: Iterator) -> Iterator:
+        loaders.append(loader)
+        raise Enough
+
+    loaders: list[DataLoader] = []
+    run_train_ddp(data_dir, "fp32", end)
+    return loaders[0]
 
 
 # --- measures ---------------------------------------------------------------------------------------------------------
 
 
-def take_turns(works: dict[str, Callable[[], int]], rounds: int) -> dict[str, list[float]]:
-    """Images per CPU second of `works`, which return how many batches they did, round by round after a first one."""
-    speeds = {name: [] for name in works}
+def speed(work: Callable[[], int]) -> float:
+    """Images per CPU second of `work`, which returns how many batches of 64 it did."""
+    start = time.process_time()
+    batches = work()
+    return 64 * batches / (time.process_time() - start)
+
+
+def feeding(data_dir: Path, rounds: int) -> tuple[list[float], list[float]]:
+    """Images per CPU second of the loaders alone, ours and theirs in turn, round by round after a first one."""
+    ours, theirs = our_loader(data_dir), their_loader(data_dir)
+    speeds = []
     for _ in range(1 + rounds):
-        for name, work in works.items():
-            start = time.process_time()
-            batches = work()
-            speeds[name].append(64 * batches / (time.process_time() - start))
-    return {name: values[1:] for name, values in speeds.items()}
+        mine = speed(lambda: len(list(map(len, ours))))  # a whole epoch, with its permutation
+        speeds.append((mine, speed(lambda: len(list(map(len, islice(theirs, 20)))))))
+    return tuple(zip(*speeds[1:], strict=True))
+
+
+def training(data_dir: Path, precision: str, rounds: int, steps: int) -> tuple[list[float], list[float]]:
+    """Images per CPU second of training, ours and theirs in turn, round by round after a first one."""
+    theirs, speeds = their_training(their_loader(data_dir), steps), []
+
+    def in_turn(loader: DataLoader, batches: Iterator) -> Iterator:
+        for _ in range(1 + rounds):
+            other, start = speed(theirs), time.process_time()
+            for _ in range(steps):
+                yield next(batches)
+            speeds.append((64 * steps / (time.process_time() - start), other))  # the script is back for the next batch
+        raise Enough
+
+    run_train_ddp(data_dir, precision, in_turn)
+    return tuple(zip(*speeds[1:], strict=True))
+
+
+def first_images(data_dir: Path, folder: Path, count: int) -> Path:
+    """The folder, with the first `count` training images of those in `data_dir`: an epoch as long as a measurement."""
+    shutil.copytree(data_dir, folder, ignore=shutil.ignore_patterns("*.gz", "train-*"))
+    for name, header, item in (("images-idx3", 16, 784), ("labels-idx1", 8, 1)):
+        content = Path(data_dir, f"MNIST/raw/train-{name}-ubyte").read_bytes()[: header + count * item]
+        count_there = ((len(content) - header) // item).to_bytes(4, "big")
+        Path(folder, f"MNIST/raw/train-{name}-ubyte").write_bytes(content[:4] + count_there + content[8:])
+    return folder
 
 
 def launch(ranks: int, precision: str, data_dir: Path, steps: int) -> float:
-    """Images per second of train_ddp.py with 64 images a rank: the median of its log events without the first one."""
+    """Images per second of train_ddp.py with 64 images a rank: the median of its log lines without the first one."""
     with tempfile.TemporaryDirectory() as folder:
+        data = first_images(data_dir, Path(folder, "data"), 4 * steps * 64 * ranks)
         command = ["./torchrun.sh", "distributed/train_ddp.py", "--device", "cpu", "--precision", precision]
-        command += ["--data-dir", str(data_dir.resolve()), "--checkpoint-dir", folder, "--batch-size", str(64 * ranks)]
-        command += ["--max-steps", str(4 * steps), "--log-every", str(steps)]
+        command += ["--data-dir", str(data), "--checkpoint-dir", f"{folder}/out", "--batch-size", str(64 * ranks)]
+        command += ["--epochs", "1", "--log-every", str(steps)]
         env = os.environ | {"NNODES": "", "NPROC_PER_NODE": str(ranks), "OMP_NUM_THREADS": "1"}
         env |= {"VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True)
-        if done.returncode:
+        speeds = [float(number) for number in re.findall(r"images_per_second=([\d.]+)", done.stdout)]
+        if done.returncode or len(speeds) < 2:
             sys.exit(f"mnist.py: train_ddp.py failed on {ranks} ranks:\n{done.stdout}{done.stderr}")
-        events = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
-        return median([event["images_per_second"] for event in events if "loss" in event][1:])
+        return median(speeds[1:])
 
 
 def used_by_others() -> float:
@@ -182,23 +240,21 @@ def report(name: str, ours: list[float], theirs: list[float], no_gate: str = "")
 
 
 def main(args: Namespace, data_dir: Path):
-    if fault := mnist.missing_data(data_dir):
-        sys.exit(f"mnist.py: {fault}")
+    try:
+        images, needed = len(mnist.load(data_dir)[0]), 64 * args.steps * (1 + args.rounds)
+    except ValueError as error:
+        sys.exit(f"mnist.py: {error}")
+    if images < needed:
+        sys.exit(f"mnist.py: {data_dir} has {images} images, and --steps {args.steps} in every turn take {needed}")
     torch.set_num_threads(1)
     tiles = torch.cpu.get_capabilities().get("amx_bf16", False)
     print(f"torch {torch.__version__}, {os.cpu_count()} CPUs, {'with' if tiles else 'without'} bfloat16 tiles")
     print(f"{'images/s':16} {'ours':>12} {'theirs':>12}   {'ratio (rounds)':23} gate")
 
-    fp32, bf16 = our_arguments(data_dir, "fp32"), our_arguments(data_dir, "bf16")
-    ours, theirs = train_ddp.make_loaders(fp32, 0, 1, CPU)[0], their_loader(data_dir)
-    feeding = {"ours": lambda: len(list(map(len, ours)))}  # a whole epoch, with its permutation
-    feeding["theirs"] = lambda: len(list(map(len, islice(theirs, 20))))
-    missed = [report("feeding", *take_turns(feeding, args.rounds).values())]
-    training = {"theirs": their_training(theirs, args.steps)}
-    training |= {options.precision: our_training(options, ours, args.steps) for options in (fp32, bf16)}
-    speeds = take_turns(training, args.rounds)
-    missed.append(report("step, fp32", speeds["fp32"], speeds["theirs"]))
-    missed.append(report("step, bf16", speeds["bf16"], speeds["theirs"], "" if tiles else "no gate without tiles"))
+    missed = [report("feeding", *feeding(data_dir, args.rounds))]
+    missed.append(report("step, fp32", *training(data_dir, "fp32", args.rounds, args.steps)))
+    bf16 = training(data_dir, "bf16", args.rounds, args.steps)
+    missed.append(report("step, bf16", *bf16, "" if tiles else "no gate without tiles"))
 
     for precision, launches in (("fp32", args.launches), ("bf16", 1)):
         rounds = []

@@ -1,4 +1,5 @@
-"""What survives a cluster: Step 0, stop requests, checkpoints, heartbeats, progress, arguments.
+"""Fault tolerance for train scripts: Step 0, stop requests, checkpoints, heartbeats, progress, arguments.
 
-`cp -r` takes all of it along. train_preemptible.py shows the use. Importing the package alone imports no torch.
+`cp -r` takes all of it along. train_preemptible.py shows its use. The package itself imports no torch, and neither do
+arguments, stop_request, heartbeat, checksums and job.
 """

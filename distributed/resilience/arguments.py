@@ -10,18 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .stop_request import ATTEMPT
-
-
-def let_srun_read():
-    """To be called between a last sentence and a bad exit: srun then ends the step, and what it has not read is lost.
-
-    Measured with Slurm 22.05 and --kill-on-bad-exit=1: 20 of 40 sentences did not reach the log, with a pause none.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if "SLURM_STEP_ID" in os.environ:
-        time.sleep(1)
+from .job import RESTART_COUNT
 
 
 def one_line(text: str) -> str:
@@ -36,7 +25,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse, except that an error is one sentence and that of many ranks only the first one says it."""
+    """argparse, except that an error is one sentence, and that only the first of many ranks prints it."""
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
@@ -44,39 +33,38 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str):
         rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
         if rank == "0":
-            print(f"{self.prog}: {one_line(message)} (--help lists the arguments)", file=sys.stderr)
-            let_srun_read()
+            print(f"{self.prog}: {one_line(message)} (--help lists the arguments)", file=sys.stderr, flush=True)
         else:
-            time.sleep(5)  # a rank that ends ends the job: let rank 0, which sees the same mistake, speak first
+            time.sleep(5)  # a rank that ends ends the job: rank 0 has the same mistake, and prints it first
         raise SystemExit(2)
 
     def add_checkpoint_arguments(self):
-        """What a run keeps of itself, and goes on from."""
+        """Where and how often a run saves its state, and whether it resumes."""
         self.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
-        help = "so many steps, 500, or minutes, 10m; at the end, and when the job is asked to stop, in any case"
+        help = "steps, as 500, or minutes, as 10m; a run also saves at its end and when it is asked to stop"
         self.add_argument("--checkpoint-every", type=interval, default="10m", metavar="N|Nm", help=help)
         self.add_argument("--keep-checkpoints", type=whole_number(2), default=2, metavar="N", help="the newest N")
-        help = "go on from the newest checkpoint in --checkpoint-dir (a requeued job does so unasked)"
-        self.add_argument("--resume", action="store_true", default=ATTEMPT != "0", help=help)
+        help = "resume from the newest checkpoint in --checkpoint-dir (a requeued job does so by itself)"
+        self.add_argument("--resume", action="store_true", default=RESTART_COUNT != "0", help=help)
 
     def add_timeout_arguments(self):
-        """How long a rank waits for others: slow nodes may come late, but in training none should be far behind."""
+        """How long a rank waits for others: long at the start, where nodes differ, and shorter in training."""
         seconds = {"type": number(1), "metavar": "SECONDS"}
         self.add_argument("--init-timeout", default=300, help="to wait for all ranks at the start", **seconds)
         self.add_argument("--timeout", default=120, help="to wait for a rank in a step, a load or a save", **seconds)
 
     def parse_args(self, arguments: list[str] | None = None) -> argparse.Namespace:
-        """Fills in the folder for checkpoints: one of the job's, or without Slurm of the moment's."""
+        """Fills in the default folder for checkpoints, too."""
         args = super().parse_args(arguments)
         if "checkpoint_dir" in args and args.checkpoint_dir is None:
             if (args.resume or vars(args).get("sample")) and "SLURM_JOB_ID" not in os.environ:
-                self.error(f"--{'resume' if args.resume else 'sample'} needs the --checkpoint-dir to go on from")
+                self.error(f"--{'resume' if args.resume else 'sample'} needs the --checkpoint-dir of an earlier run")
             args.checkpoint_dir = new_checkpoint_dir()
         return args
 
 
 def new_checkpoint_dir() -> Path:
-    """Where a run keeps what it makes unless told: a folder of its job's, or without Slurm of the moment's."""
+    """The default folder of a run: named after its job, or without Slurm after date and time."""
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     return Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
 
@@ -131,7 +119,7 @@ def interval(text: str) -> tuple[float, str]:
 
 
 def uneven(flag: str, value: int, parts: int, what: str) -> str | None:
-    """One sentence when `value` does not divide by `parts`, which people know as `what`, with the nearest that do."""
+    """One sentence when `value` does not divide by `parts` (in words: `what`), with the nearest that do; or None."""
     if value % parts == 0:
         return None
     more = value - value % parts + parts

@@ -1,34 +1,52 @@
-"""What a run says of itself: key=value lines for people, metrics.jsonl for programs. Written by rank 0 alone."""
+"""What a run reports: key=value lines for people, metrics.jsonl for programs. Written by rank 0 alone."""
 
 import contextlib
 import datetime
 import json
+import math
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
-from .stop_request import write_whole
+import torch
+
+from .job import write_whole
+from .place import Place
 
 
 class Progress:
-    """Throughput and time left, live on a terminal and as plain lines in a batch log, and every event as a JSON line.
+    """Loss, throughput and time left, live on a terminal and as plain lines in a batch log, and as JSON lines.
 
-    `unit` is what a step consumes (images, tokens); `total_steps` is where the run will end. On a rank other than 0,
-    or with `folder` None, nothing is written.
+    `unit` is what a step consumes (images, tokens), `per_step` how many of them over all ranks. The run begins after
+    step number `first_step` and ends after `total_steps`. `flops_per_unit`, if it is known, is a unit's share of what
+    all devices together can compute in a second; mfu (model FLOPs utilization) is logged then. Of `args` it uses
+    checkpoint_dir, where metrics.jsonl is, and log_every.
     """
 
-    def __init__(self, folder: Path | None, unit: str, first_step: int, total_steps: int):
-        self.unit, self.total_steps, self.last_step = unit, total_steps, first_step
+    def __init__(
+        self,
+        args: Namespace,
+        place: Place,
+        unit: str,
+        per_step: int,
+        first_step: int,
+        total_steps: int,
+        flops_per_unit: float = math.nan,
+    ):
+        self.place, self.log_every, self.total_steps = place, args.log_every, total_steps
+        self.unit, self.per_step, self.flops_per_unit = unit, per_step, flops_per_unit
         self.live = sys.stdout.isatty()
         self.file = None
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.file = self.open_metrics(folder / "metrics.jsonl", first_step)
-        self.last_time = time.perf_counter()
+        if place.rank == 0:
+            args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+            self.file = self.open_metrics(args.checkpoint_dir / "metrics.jsonl", first_step)
+        self.loss_sum = torch.zeros((), device=place.device)  # since the last log line; read only there
+        self.last_step, self.timed_step, self.last_time = first_step, first_step, time.perf_counter()
 
     @staticmethod
     def open_metrics(path: Path, first_step: int):
-        """Drops what an earlier attempt wrote beyond the step it is resumed from, so that no step appears twice."""
+        """Drops the lines of an earlier start beyond the step it is resumed from, so that no step appears twice."""
         if path.exists():
             kept = []
             for line in path.read_text(errors="replace").splitlines():
@@ -37,21 +55,42 @@ class Progress:
             write_whole(path, "".join(kept))
         return path.open("a", buffering=1)
 
-    def step(self, step: int, epoch: int, count: int, **values: float):
-        """A log event after `count` images or tokens since the last one; `values` (the loss) are averages over them."""
+    def add(self, step: int, loss: torch.Tensor) -> bool:
+        """Counts a step with this rank's average loss. Returns whether a log line is due: then call log()."""
+        self.loss_sum += loss.detach()
+        return step % self.log_every == 0 or step == self.total_steps
+
+    def log(self, step: int, epoch: int, **values: float):
+        """Logs the average loss since the last log line, the throughput, and `values`. By all ranks.
+
+        The ranks' shares of a batch are equally large, so the mean of their means is the mean. A loss that is not
+        finite ends the run.
+        """
+        loss = self.check_loss(step)
         now = time.perf_counter()
-        seconds, steps = now - self.last_time, step - self.last_step
-        self.last_time, self.last_step = now, step
-        left = datetime.timedelta(seconds=round((self.total_steps - step) * seconds / steps))
-        values[f"{self.unit}_per_second"] = count / seconds
-        self.write({"step": step, "epoch": epoch, **values}, f"/{self.total_steps}", f" time_left={left}", self.live)
+        rate = (step - self.timed_step) * self.per_step / (now - self.last_time)
+        left = datetime.timedelta(seconds=round((self.total_steps - step) * self.per_step / rate))
+        event = {"step": step, "epoch": epoch, "loss": loss, **values, f"{self.unit}_per_second": rate}
+        if not math.isnan(self.flops_per_unit):
+            event["mfu"] = self.flops_per_unit * rate
+        self.write(event, f" time_left={left}", self.live)
+        self.loss_sum = torch.zeros((), device=self.place.device)
+        self.last_step, self.timed_step, self.last_time = step, step, now
 
-    def epoch(self, step: int, epoch: int, **values: float):
-        """The end of an epoch: a line that stays on a terminal, too."""
-        self.write({"step": step, "epoch": epoch, **values}, f"/{self.total_steps}", "", live=False)
-        self.last_time, self.last_step = time.perf_counter(), step  # evaluation is not counted as training
+    def check_loss(self, step: int) -> float:
+        """The average loss since the last log line. One that is not finite ends all ranks: call it before a save."""
+        [total] = self.place.all_reduced(self.loss_sum.reshape(1).clone())
+        loss = total / self.place.world_size / max(1, step - self.last_step)
+        if not math.isfinite(loss):
+            self.place.stop(f"the loss is {loss} at step {step}: try a lower --learning-rate or another --precision")
+        return loss
 
-    def write(self, event: dict[str, float], after_step: str, end: str, live: bool):
+    def log_evaluation(self, step: int, epoch: int, **values: float):
+        """A line for an evaluation, which stays on a terminal, too. The time it took does not count as training."""
+        self.write({"step": step, "epoch": epoch, **values}, "", live=False)
+        self.timed_step, self.last_time = step, time.perf_counter()
+
+    def write(self, event: dict[str, float], end: str, live: bool):
         if self.file is None:
             return
         try:
@@ -59,7 +98,7 @@ class Progress:
         except OSError as error:  # a full disk: no reason to end, and this line is on stdout as well
             print(f"warning: {self.file.name} is without step {event['step']}: {error.strerror}", file=sys.stderr)
         shown = {key: f"{value:.5g}" if isinstance(value, float) else str(value) for key, value in event.items()}
-        shown["step"] += after_step
+        shown["step"] += f"/{self.total_steps}"
         line = " ".join(f"{key}={value}" for key, value in shown.items()) + end
         start = "\r\x1b[K" if self.live else ""  # over the line before
         print(start + line, end="" if live else "\n", flush=True)

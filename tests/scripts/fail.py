@@ -1,4 +1,4 @@
-"""Ranks that meet and reduce for a minute; rank 1 fails as argv[1] says: exit, kill, exception or sentence."""
+"""Ranks that reduce for a minute; rank 1 fails as argv[1] says: exit, kill, exception or sentence."""
 
 import os
 import sys
@@ -6,16 +6,16 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "aux"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 import torch
 import torch.distributed as dist
 
-from check_ranks import init_process_group
+from resilience.place import init_process_group
 
-rank, world_size, device = init_process_group(Namespace(device="cpu", init_timeout=300, timeout=120))
+place = init_process_group(Namespace(device="cpu", init_timeout=300, timeout=120))
 for step in range(600):
-    if step == 5 and rank == 1:
+    if step == 5 and place.rank == 1:
         if sys.argv[1] == "exit":
             os._exit(3)
         if sys.argv[1] == "kill":

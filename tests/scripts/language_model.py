@@ -21,11 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 import characters
 import tensor_parallel_by_hand
-import train_ddp
 import train_fsdp
 import train_tp
 from char_transformer import CharTransformer
-from resilience import checkpoint
+from resilience.checkpoints import seed_from
 
 CPU = torch.device("cpu")
 SIZES = {"layers": 2, "heads": 4, "width": 32, "context": 16}
@@ -74,11 +73,12 @@ def train(script, data_dir: str, dense: dict | None, *flags: str, steps: int = 2
     for step in range(steps):
         if args.dropout:
             place = script.dropout_place(args, mesh) if dropout_place is None else dropout_place
-            torch.manual_seed(checkpoint.seed_from(args.seed, step, place))
+            torch.manual_seed(seed_from(args.seed, step, place))
         batch = script.draw_batch(args, windows, step, *script.data_place(mesh), CPU)
         with Collectives() as collectives:
             loss, norm = script.train_step(args, step, model, optimizer, batch)
-        losses.append(train_fsdp.all_reduced(loss.view(1), dist.get_world_size())[0] / dist.get_world_size())
+        dist.all_reduce(loss)
+        losses.append(loss.item() / dist.get_world_size())
         norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
     states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     held |= {"parameters": size(model.parameters()), "optimizer": size(states)}
@@ -119,7 +119,7 @@ def train_by_hand(data_dir: str, dense: dict) -> dict:
             loss = tensor_parallel_by_hand.split_loss(model, model(batch[:, :-1]), batch[:, 1:])
             loss.backward()
         squares = [sum(x.grad.square().sum() for x in split_weights.values())]
-        train_fsdp.all_reduced(squares[0], world_size)
+        dist.all_reduce(squares[0])
         squares += [x.grad.square().sum() for name, x in model.named_parameters() if name not in split_weights]
         norms.append(sum(squares).sqrt().item())
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, sum(squares).sqrt())
@@ -139,8 +139,10 @@ def train_by_hand(data_dir: str, dense: dict) -> dict:
 
 
 def count_ddp() -> dict:
-    """The collectives of train_ddp.py's forward and backward pass."""
-    model = torch.nn.parallel.DistributedDataParallel(train_ddp.ConvNet(0.0))
+    """The collectives of DistributedDataParallel's forward and backward pass, of a network as train_ddp.py's."""
+    network = torch.nn.Sequential(torch.nn.Conv2d(1, 32, 3), torch.nn.Conv2d(32, 64, 3), torch.nn.Flatten())
+    network.append(torch.nn.Linear(64 * 24 * 24, 128)).append(torch.nn.Linear(128, 10))
+    model = torch.nn.parallel.DistributedDataParallel(network)
     for _ in range(3):  # the buckets are made anew after the first, and broadcast
         with Collectives() as collectives:
             model(torch.zeros(2, 1, 28, 28)).sum().backward()
@@ -195,4 +197,4 @@ def main(data_dir: str, out: str):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    os._exit(0)  # see step_zero.leave
+    os._exit(0)  # see Place.shutdown

@@ -1,5 +1,6 @@
 """Runs a train script (argv[2]) with its arguments as it stands, argv[1] seconds slower at each step.
 
+The hook is Checkpoints.due, which train_preemptible.py, train_fsdp.py and train_tp.py ask after every step.
 A requeued job is as fast as it can, unless the variable ALWAYS is set: what was to happen has happened.
 The variable LATE says how many seconds later the ranks begin.
 The rank that the variable STUCK names stays for ever in step 8; the one that HUNGRY names takes memory without end.
@@ -15,30 +16,31 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 from resilience import stop_request
+from resilience.job import RESTART_COUNT
 
-time.sleep(float(os.environ.get("LATE", 0)) if stop_request.ATTEMPT == "0" else 0)
+time.sleep(float(os.environ.get("LATE", 0)) if RESTART_COUNT == "0" else 0)
 stop_request.listen()  # as the script itself does, before torch
 
-from resilience import checkpoint
+from resilience.checkpoints import Checkpoints
 
-seconds = float(sys.argv[1]) if stop_request.ATTEMPT == "0" or "ALWAYS" in os.environ else 0
-call, memory = checkpoint.Boundary.__call__, []
+seconds = float(sys.argv[1]) if RESTART_COUNT == "0" or "ALWAYS" in os.environ else 0
+due, memory = Checkpoints.due, []
 
 
 def slower(self, step):
     time.sleep(seconds)
-    if step == 8 and str(self.rank) == os.environ.get("STUCK"):
+    if step == 8 and str(self.place.rank) == os.environ.get("STUCK"):
         wait_for_ever()
-    if step >= 8 and str(self.rank) == os.environ.get("HUNGRY"):
+    if step >= 8 and str(self.place.rank) == os.environ.get("HUNGRY"):
         memory.append(b"\1" * 500_000_000)
-    return call(self, step)
+    return due(self, step)
 
 
 def wait_for_ever():
     threading.Event().wait()
 
 
-checkpoint.Boundary.__call__ = slower
+Checkpoints.due = slower
 del sys.argv[:2]
 sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,40 @@
+"""torchrun, except for what it does when a rank has failed: one line instead of a page, and that rank's exit status.
+
+torchrun.sh calls it with torchrun's arguments. torchrun itself ends with status 1, whatever the rank's was, and with a
+page of its own below the rank's last output.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+
+HOST = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
+def report(rank: int, exit_code: int) -> int:
+    """Leaves in JOB_FAILURE which rank failed first, for the last line of the job's log. Returns its status."""
+    status = exit_code if exit_code >= 0 else 128 - exit_code  # as a shell counts a signal
+    how = f"ended with status {status}" if exit_code >= 0 else f"was killed by {signal.Signals(-exit_code).name}"
+    with contextlib.suppress(OSError), open(os.environ.get("JOB_FAILURE", os.devnull), "x") as file:  # x: once
+        file.write(f"{status} rank {rank} on {HOST} {how}\n")
+    if exit_code < 0 and "JOB_FAILURE" not in os.environ:  # what ends with a status has said why
+        print(f"torchrun: rank {rank} on {HOST} {how}", file=sys.stderr, flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    if "LOGLEVEL" not in os.environ:
+        logging.disable()
+    try:
+        main()
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(report(rank, failure.exitcode))
+    except SignalException as error:
+        sys.exit(128 + error.sigval)

@@ -1,0 +1,354 @@
+"""The place of this process in a run: its rank, its device, and the store that it shares with the other ranks.
+
+Step 0 comes before the process group. The ranks compare what they know through the rendezvous store alone, so that a
+fault which would make NCCL hang (two ranks on one GPU, a rank that trains alone) ends the job within seconds, with one
+sentence from one rank.
+"""
+
+import datetime
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from . import heartbeat
+from .job import HOST, JOB, RESTART_COUNT
+
+# Parts of gloo's errors on the ranks whose peer has ended
+PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+
+
+@dataclass
+class Place:
+    """One rank of a run. `launcher` is srun, torchrun, mp (spawn_ranks.py), environment or none (one process)."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    store: dist.Store
+    launcher: str
+
+    def all_reduced(self, values: torch.Tensor | Sequence[float], operation=dist.ReduceOp.SUM) -> list[float]:
+        """The sum of each value over all ranks (or what `operation` says). A collective: every rank must call it."""
+        if not isinstance(values, torch.Tensor):
+            values = torch.tensor(values, dtype=torch.float32, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(values, operation)
+        return values.tolist()
+
+    def stop(self, sentence: str):
+        """Ends the run with status 1, on every rank that calls it. Rank 0 prints the sentence."""
+        stop(sentence, self.rank, prints=self.rank == 0)
+
+    def stop_if_any(self, fault: str | None):
+        """Ends the run with status 1 if any rank has a fault, one sentence. The first that has one prints it."""
+        faults = [fault] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(faults, fault)
+        if any(faults):
+            first = next(rank for rank, fault in enumerate(faults) if fault)
+            stop(fault or "", self.rank, prints=self.rank == first)
+
+    def shutdown(self):
+        """Ends the process group, and with it this process, with status 0. Without a process group it does nothing.
+
+        At once, because gloo's threads can outlive the group. One that frees its last tensors while Python is shutting
+        down wants the interpreter's lock, and the process hangs or aborts (seen in one of ten runs with torch 2.13).
+        """
+        if dist.is_initialized():
+            dist.barrier()  # rank 0 may still be writing, and srun --wait ends the step some time after its first task
+            dist.destroy_process_group()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+
+def init_process_group(args: Namespace, fault: str | None = None, **columns: object) -> Place:
+    """Does the rendezvous, prints Step 0, and starts NCCL or gloo and the heartbeat.
+
+    `fault` is what is wrong on this rank, in one sentence: any rank's fault stops all of them. `columns` are shown in
+    Step 0 besides. `args` has device, and init_timeout and timeout in seconds.
+    """
+    launcher, rank, local_rank, world_size = find_ranks()
+    set_up_output(rank)
+    if launcher == "srun" and "OMP_NUM_THREADS" not in os.environ:  # typed by hand: every rank would use all CPUs
+        torch.set_num_threads(int(os.environ.get("SLURM_CPUS_PER_TASK", 1)))
+    timeout = datetime.timedelta(seconds=args.init_timeout)
+    store = rendezvous(launcher, rank, local_rank, world_size, timeout)
+    device, device_fault = choose_device(args.device, local_rank, world_size)
+    columns = {"world size": world_size, "local rank": local_rank, "device": device, "launcher": launcher, **columns}
+    place = Place(rank, local_rank, world_size, device, store, launcher)
+    step_zero(place, timeout, columns, device_fault or fault)
+    if world_size > 1:
+        backend, timeout = "nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=args.timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        assert dist.get_world_size() == world_size
+        heartbeat.start(rank, world_size, args.timeout)
+    return place
+
+
+def find_ranks() -> tuple[str, int, int, int]:
+    """Who started this process, and which rank it is: (launcher, rank, local_rank, world_size)."""
+    env = os.environ
+    # The batch shell, too, has SLURM_PROCID, always 0. Ranks exist only in a step of srun's, which has a small number.
+    in_step = int(env.get("SLURM_STEP_ID", 2**32)) < 2**31
+    if "TORCHELASTIC_RUN_ID" in env or "SPAWN_RANKS" in env:  # before srun: children inherit Slurm's variables
+        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "mp"
+    elif in_step and "SLURM_PROCID" in env:
+        launcher = "srun"
+        if "RANK" not in env:  # `srun python SCRIPT`, typed by hand
+            return launcher, int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_NTASKS"])
+    elif all(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        launcher = "environment"
+    else:
+        tasks = env.get("SLURM_NTASKS", "1")
+        if in_step and tasks != "1":
+            stop(f"this is one of {tasks} tasks, but neither RANK nor SLURM_PROCID is set: use a launcher")
+        return "none", 0, 0, 1
+    return launcher, int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"])
+
+
+def set_up_output(rank: int):
+    """Makes each line of this rank one write, and heads an uncaught exception with rank and host.
+
+    An exception that only says that a peer is gone becomes one line.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # in a notebook it is none
+            # Python unbuffered writes a line and its end apart, and another rank's line may come in between.
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+    def report(kind, error, trace):
+        if kind is KeyboardInterrupt:
+            os._exit(130)  # ctrl-C: no news to whoever typed it
+        stderr = sys.__stderr__  # init_process_group wraps this hook, and keeps what it writes to sys.stderr for later
+        if isinstance(error, RuntimeError | dist.DistError) and any(part in str(error) for part in PEER_IS_GONE):
+            print(f"[Rank {rank} on {HOST}] lost a peer; the error that matters is another rank's", file=stderr)
+            time.sleep(2)  # so that the other rank can print it
+        else:
+            print(f"[Rank {rank} on {HOST}] failed:", file=stderr)
+            traceback.print_exception(kind, error, trace, file=stderr)
+        end()
+
+    sys.excepthook = report
+
+
+def stop(sentence: str, rank: int = 0, prints: bool = True):
+    """Ends this rank with status 1. Where several ranks know the fault, one prints it and the others wait for that."""
+    if prints:
+        print(f"[Rank {rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(5)  # a rank that ends ends the job
+    end()
+
+
+def end():
+    """Ends this process with status 1, at once: a clean end may wait for ever for gloo's threads, a peer being gone."""
+    sys.stdout.flush()
+    sys.__stderr__.flush()
+    os._exit(1)
+
+
+# --- rendezvous -------------------------------------------------------------------------------------------------------
+
+
+def rendezvous(launcher: str, rank: int, local_rank: int, world_size: int, timeout: datetime.timedelta) -> dist.Store:
+    """The store all ranks share, at MASTER_ADDR:MASTER_PORT (with torchrun: its agent's). Stops with a sentence."""
+    fault = world_size_fault(launcher, world_size)
+    if fault:  # each of the separate worlds has a rank 0: the first one of the job prints it
+        stop(fault, rank, prints=local_rank == 0 and os.environ.get("SLURM_PROCID", "0") == "0")
+    if world_size == 1:
+        return dist.HashStore()
+    address, port = find_address(launcher, rank, local_rank)
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent has opened the port
+    # Not wait_for_workers: rank 0 names the missing ranks. It is the first whose patience ends.
+    patience = timeout if rank == 0 else timeout + datetime.timedelta(seconds=30)
+    try:
+        store = dist.TCPStore(address, port, world_size, rank == 0 and not agent, patience, False, multi_tenant=True)
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            stop(f"port {port} on {address} is taken by another program: submit with MASTER_PORT=ANOTHER", rank)
+        time.sleep(5)  # if rank 0 failed to open the store, it prints that, and this rank is ended
+        stop(f"no rendezvous at {address}:{port} within {timeout}: {str(error).splitlines()[0]}", rank)
+    if agent:
+        store = dist.PrefixStore(f"/worker/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    mine = f"job {JOB}, start {RESTART_COUNT}"
+    if rank == 0:
+        store.set("job", mine)
+    try:
+        owner = store.get("job").decode()
+    except dist.DistError:
+        stop(f"rank 0 has not come to {address}:{port} within {patience}", rank, prints=rank == 1)
+    if owner != mine:  # else the ranks of two jobs would train together, as far as they fit
+        taken = f"{address}:{port} is the rendezvous of {owner}, not of {mine}: submit with MASTER_PORT=ANOTHER"
+        stop(taken, rank, prints=rank == 0)
+    return store
+
+
+def world_size_fault(launcher: str, world_size: int) -> str | None:
+    """One sentence when this process knows of fewer ranks than the job has: several trainings instead of one."""
+    env = os.environ
+    if launcher not in ("srun", "torchrun", "mp") or "SLURM_STEP_ID" not in env:
+        return None
+    tasks = int(env["SLURM_NTASKS"])
+    if launcher == "srun":
+        asked, started = int(env["WORLD_SIZE"]) if "NNODES" in env else world_size, tasks
+    else:  # these two have set WORLD_SIZE anew; what env.sh derived from the job is its two factors
+        asked, started = int(env.get("NNODES", 0)) * int(env.get("NPROC_PER_NODE", 0)) or world_size, world_size
+        nodes = int(env["GROUP_WORLD_SIZE"])
+        if nodes != tasks:
+            return (
+                f"{tasks} independent trainings instead of one: srun started {tasks} x {launcher}, and this one "
+                f"knows of {nodes} node (world size {world_size}); torchrun needs --nnodes={tasks} and the same "
+                f"--master-addr everywhere, never --standalone (torchrun.sh does that)"
+            )
+    if asked != started:
+        return f"the job asked for {asked} ranks, but {launcher} started {started}"
+    return None
+
+
+def find_address(launcher: str, rank: int, local_rank: int) -> tuple[str, int]:
+    """MASTER_ADDR and MASTER_PORT, for `srun python SCRIPT` typed by hand from Slurm. Stops with a sentence."""
+    env = os.environ
+    if launcher == "srun" and "MASTER_ADDR" not in env:
+        try:
+            command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
+            env["MASTER_ADDR"] = subprocess.run(command, capture_output=True, text=True).stdout.split()[0]
+        except (OSError, KeyError, IndexError):
+            tasks = env["SLURM_NTASKS"]
+            stop(f"{tasks} tasks without MASTER_ADDR, and no scontrol here: use a launcher", rank, prints=rank == 0)
+    if launcher == "srun":
+        job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
+        env.setdefault("MASTER_PORT", str(61000 + (job + 1009 * step) % 4536))
+    address, port = env["MASTER_ADDR"], env["MASTER_PORT"]
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        stop(f"MASTER_PORT is {port!r}, which is no port number", rank, prints=rank == 0)
+    try:
+        found = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        if rank != 0:
+            time.sleep(5)  # if no host knows the name, rank 0 prints it
+        sentence = f"the host name MASTER_ADDR={address} does not resolve here: {error.strerror}"
+        stop(sentence, rank, prints=local_rank == 0)
+    if rank == 0 and launcher != "torchrun" and not any(is_local(family, where) for family, _, _, _, where in found):
+        stop(f"MASTER_ADDR is {address}, but rank 0 is on {HOST}, and opens the port there: leave it to env.sh", rank)
+    return address, int(port)
+
+
+def is_local(family: int, address: tuple) -> bool:
+    """Whether an address that a name resolves to is one of this host's own: only then can it be bound."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address[0], 0, *address[2:]))
+        except OSError:
+            return False
+    return True
+
+
+# --- device -----------------------------------------------------------------------------------------------------------
+
+
+def choose_device(name: str, local_rank: int, world_size: int) -> tuple[torch.device, str | None]:
+    """This rank's device, and in one sentence what is wrong with it, or None. CUDA_VISIBLE_DEVICES is left to Slurm."""
+    cpu = torch.device("cpu")
+    if name == "auto":
+        granted = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+        if granted and not torch.cuda.is_available():
+            return cpu, (
+                f"Slurm granted {granted} GPUs on this node, but torch {torch.__version__} sees none: look at "
+                f"nvidia-smi and the build of torch here, or say --device cpu (or TRAIN_DEVICE=cpu) if that is meant"
+            )
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        if name == "mps" and world_size > 1:
+            name = "cpu"  # gloo does not know MPS
+    if name == "mps" and (world_size > 1 or not torch.backends.mps.is_available()):
+        return cpu, "--device mps needs an Apple GPU and one process alone"
+    if name != "cuda":
+        return torch.device(name), None
+    count = torch.cuda.device_count()
+    index = 0 if count == 1 else local_rank  # one device in sight: Slurm has bound it to this task
+    if index >= count:
+        return cpu, f"local rank {local_rank} has no GPU: torch sees {count}; ask for as many GPUs a node as ranks"
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index), None
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """What tells two GPUs of a node apart, whatever CUDA_VISIBLE_DEVICES has renumbered; None where it is not known."""
+    if device.type != "cuda":
+        return None
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)  # not in every build of torch
+    return None if uuid is None else str(uuid)
+
+
+# --- Step 0 -----------------------------------------------------------------------------------------------------------
+
+
+def step_zero(place: Place, timeout: datetime.timedelta, columns: dict, fault: str | None):
+    """Rank 0 prints `columns`, a line per rank. Any rank's fault, or one that only a comparison shows, stops all."""
+    store, rank, world_size = place.store, place.rank, place.world_size
+    mine = {"host": HOST, "fault": fault, "gpu": gpu_uuid(place.device), "torch": torch.__version__}
+    mine["columns"] = {name: str(value) for name, value in columns.items()}
+    store.set(f"step 0/{rank}", json.dumps(mine))
+    if rank != 0:
+        if store.get("step 0/verdict"):
+            store.add("step 0/ended", 1)
+            end()
+        return
+    try:
+        ranks = [json.loads(store.get(f"step 0/{other}")) for other in range(world_size)]
+        verdict = first_fault(ranks)
+    except dist.DistError:
+        missing = [str(other) for other in range(world_size) if not store.check([f"step 0/{other}"])]
+        names = ", ".join(missing[:8]) + ", ..." * (len(missing) > 8)
+        count = f"{len(missing)} of {world_size} ranks have not come within {timeout}"
+        ranks, verdict = [], f"[Rank 0 on {HOST}] {count}: {names}"
+    name = "SLURMD_NODENAME" if "SLURMD_NODENAME" in os.environ else "host"
+    print(f"Step 0: {world_size} rank{'s' if world_size > 1 else ''}", flush=True)
+    for other, known in enumerate(ranks):
+        shown = " | ".join(f"{column}: {value}" for column, value in known["columns"].items())
+        print(f"[Rank: {other} | {name}: {known['host']} | {shown}]", flush=True)
+    if verdict:
+        print(verdict, file=sys.stderr, flush=True)
+    store.set("step 0/verdict", verdict)
+    if verdict:
+        deadline = time.monotonic() + 5  # this process may be the store's host: it goes last
+        while store.add("step 0/ended", 0) < world_size - 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        end()
+
+
+def first_fault(ranks: list[dict]) -> str:
+    """The one sentence that names the first fault, its rank and its host; empty when all is well."""
+    faulty = [(rank, known) for rank, known in enumerate(ranks) if known["fault"]]
+    if faulty:
+        rank, known = faulty[0]
+        more = f" (and {len(faulty) - 1} more ranks)" if len(faulty) > 1 else ""
+        return f"[Rank {rank} on {known['host']}] {known['fault']}{more}"
+    versions = defaultdict(list)
+    for rank, known in enumerate(ranks):
+        versions[known["torch"]].append(f"rank {rank} on {known['host']}")
+    if len(versions) > 1:
+        listed = ", ".join(f"{version} ({names[0]})" for version, names in versions.items())
+        return f"the ranks are of different versions of torch: {listed}"
+    gpus = {}
+    for rank, known in enumerate(ranks):
+        other = gpus.setdefault((known["host"], known["gpu"] or rank), rank)
+        if other != rank:
+            return (
+                f"[Rank {rank} on {known['host']}] ranks {other} and {rank} are on one device, GPU {known['gpu']}: "
+                f"ask for one GPU per rank (--gpus-per-node equal to the ranks of a node; without Slurm NPROC_PER_NODE)"
+            )
+    return ""

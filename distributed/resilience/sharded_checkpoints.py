@@ -1,0 +1,172 @@
+"""Checkpoints of a model that no rank holds whole: every rank writes its part, with torch.distributed.checkpoint.
+
+A checkpoint is a folder checkpoint_step_N. The tensors in it are stored by name and by place in the whole tensor, not
+by rank: it can be read on any number of ranks and under any split. The folder gets its name only when all of it is
+written, and whole.json in it has the length and checksum of each file, so that damage is noticed before it is read.
+
+Beware: the format's index (.metadata) is a Python pickle. Load only checkpoints from someone you trust.
+"""
+
+import json
+import os
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from .checkpoints import (
+    Checkpoints,
+    find,
+    first_line,
+    prune,
+    publish,
+    quarantine,
+    remove,
+    step_of,
+    unreadable,
+    warn_not_saved,
+)
+from .job import JOB, RESTART_COUNT
+from .place import Place
+
+
+class ShardedCheckpoints(Checkpoints):
+    """The checkpoints of a run whose model may be split over its ranks. The parts are "model" and "optimizer"."""
+
+    suffix = ""
+
+    def load(self, parts: dict[str, Any]) -> dict | None:
+        found = newest(self.folder, self.place)
+        if found is None:
+            return None
+        path, metadata = found
+        self.compare(metadata.pop("run"))
+        load(path, self.place, **parts)
+        del metadata["files"]
+        return metadata
+
+    def write(self, step: int, parts: dict[str, Any], values: dict) -> bool:
+        """The checkpoint is whole on every rank, or on none: one of them may not have been able to write its part."""
+        rank, world_size = self.place.rank, self.place.world_size
+        path = self.folder / f"checkpoint_step_{step}"
+        temporary = self.folder / f".checkpoint_step_{step}.{JOB}.{RESTART_COUNT}.tmp"
+
+        def prepare():
+            remove(temporary)  # it could not be written before
+            temporary.mkdir(parents=True)
+
+        def write():
+            with warnings.catch_warnings():  # that one process alone is one
+                warnings.simplefilter("ignore")
+                dcp.save(state_of(**parts), checkpoint_id=temporary, no_dist=world_size == 1)
+
+        def finish():
+            whole = json.dumps({"step": step, "run": self.run, **values, "files": files})
+            with (temporary / "whole.json").open("w") as file:
+                file.write(f"{whole}\n{zlib.crc32(whole.encode())}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            publish(temporary, path)
+
+        try:
+            on_all_ranks(prepare if rank == 0 else None, world_size)
+            on_all_ranks(write, world_size)
+            files = merged(on_all_ranks(lambda: measure_files(temporary, rank, world_size), world_size))
+            on_all_ranks(finish if rank == 0 else None, world_size)
+        except OSError as error:
+            if rank == 0:
+                remove(temporary)
+                warn_not_saved(path, str(error))
+            return False
+        if rank == 0:
+            prune(self.folder, step, self.args.keep_checkpoints)
+        return True
+
+
+def newest(folder: Path, place: Place) -> tuple[Path, dict] | None:
+    """The newest whole checkpoint and its metadata; damaged ones are named on stderr and quarantined. By all ranks."""
+    rank, world_size = place.rank, place.world_size
+    candidates = [find(folder) if rank == 0 else None]  # rank 0 looks for all: file systems lag
+    if world_size > 1:
+        dist.broadcast_object_list(candidates, src=0)
+    for path in candidates[0]:
+        try:
+            metadata = on_all_ranks(lambda path=path: read_metadata(path), world_size)[0]
+            found = merged(on_all_ranks(lambda path=path: measure_files(path, rank, world_size), world_size))
+            files = metadata["files"]
+            wrong = {name for name in found.keys() | files if found.get(name) != files.get(name)}
+            if not wrong:
+                return path, metadata
+            reason = f"{min(wrong)} in it is not the file that was written"
+        except OSError as error:
+            reason = str(error)
+            if fault := unreadable(path, error):
+                place.stop(fault)
+        if rank == 0:
+            quarantine(path, reason)
+    return None
+
+
+def load(path: Path, place: Place, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
+    """Reads a checkpoint into a model, split or not, and its optimizer. By all ranks."""
+    state = state_of(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=path, no_dist=place.world_size == 1)
+    optimizers = [] if optimizer is None else [optimizer]
+    set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {}))
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict:
+    """The tensors by their names in the model, the same whatever wraps or splits it."""
+    model_state, optimizer_state = get_state_dict(model, [] if optimizer is None else [optimizer])
+    return {"model": model_state, "optimizer": optimizer_state} if optimizer is not None else {"model": model_state}
+
+
+def on_all_ranks(work: Callable[[], Any] | None, world_size: int) -> list:
+    """Does `work` here and waits for the others. Returns the results by rank; raises OSError on all if one failed."""
+    result, fault, number = None, None, None
+    try:
+        result = work() if work else None
+    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+        fault, number = first_line(error), getattr(error, "errno", None)
+    results = [(result, fault, number)] * world_size
+    if world_size > 1:
+        dist.all_gather_object(results, (result, fault, number))
+    for rank, (_, fault, number) in enumerate(results):
+        if fault is not None:
+            error = OSError(f"rank {rank}: {fault}")
+            error.errno = number
+            raise error
+    return [result for result, _, _ in results]
+
+
+def read_metadata(path: Path) -> dict:
+    """What whole.json in a checkpoint holds. Raises OSError when that is not what was written."""
+    whole, _, checksum = (path / "whole.json").read_text(errors="replace").rstrip("\n").partition("\n")
+    if checksum == str(zlib.crc32(whole.encode())) and (metadata := json.loads(whole))["step"] == step_of(path):
+        return metadata
+    raise OSError("its whole.json is not the file that was written")
+
+
+def measure_files(folder: Path, rank: int, world_size: int) -> dict[str, list[int]]:
+    """Length and CRC-32 of this rank's share of all files but whole.json."""
+    mine = {}
+    for path in sorted(path for path in folder.iterdir() if path.name != "whole.json")[rank::world_size]:
+        length = checksum = 0
+        with path.open("rb") as file:
+            while part := file.read(1 << 24):
+                length, checksum = length + len(part), zlib.crc32(part, checksum)
+        mine[path.name] = [length, checksum]
+    return mine
+
+
+def merged(parts: list[dict]) -> dict:
+    return {name: value for part in parts for name, value in part.items()}
