@@ -249,7 +249,7 @@ def test_container_made_by_hand_is_kept(cluster, site):
 
 @pytest.mark.matrix
 def test_stopped_and_requeued(cluster, site):
-    """USR1 ends nothing between srun and the ranks in their containers. Their outcome file lets the launcher requeue."""
+    """USR1 ends nothing between srun and the ranks in their containers. Their outcome file has it requeued."""
     clone = site.clone("requeued")
     command = ["tests/scripts/slowly.py", 0.3, "distributed/train_preemptible.py", "--data-dir", "/tiny"]
     command += ["--epochs", 3, "--batch-size", 20, "--log-every", 1, "--checkpoint-dir", "checkpoints/requeued"]
