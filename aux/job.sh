@@ -63,7 +63,7 @@ start_job() {                                        # what starts the ranks, sc
         env | grep -E '^((SLURM|NCCL|CUDA|OMP)_|(NNODES|NPROC_PER_NODE|WORLD_SIZE|MASTER_(ADDR|PORT))=)' | grep -v ^SLURM_JWT= | sort
     [[ "${PREFLIGHT:-0}" != 1 ]] || PREFLIGHT=running "$BASH" -p "$0" aux/check_ranks.py --before "${@:2}" ||
         { requeue_preempted; die "not started: the preflight above has failed"; }
-    echo "$1: $WORLD_SIZE ranks on $SLURM_JOB_NODELIST, $CPUS_PER_RANK CPUs each, rendezvous at $MASTER_ADDR:$MASTER_PORT"
+    echo "$1: $WORLD_SIZE ranks on $SLURM_JOB_NODELIST, CPUs per rank: $CPUS_PER_RANK, rendezvous at $MASTER_ADDR:$MASTER_PORT"
     ((gpus == 0 || CPUS_PER_RANK > 1)) ||
         echo "note: a rank with a GPU has one CPU, for its threads and loader workers: sbatch --cpus-per-task asks for more"
 }
