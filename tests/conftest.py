@@ -84,7 +84,7 @@ def note(way: str, script: str, state: str, status: int, restarts: object, secon
 
 def pytest_terminal_summary(terminalreporter):
     if MATRIX:
-        terminalreporter.section("what befell jobs, and how they ended")
+        terminalreporter.section("failure matrix")
         heads = ("fault", "launcher", "script", "state", "status", "restarts", "fault to end")
         for row in (heads, ("---",) * len(heads), *MATRIX):
             terminalreporter.write_line("| " + " | ".join(str(cell) for cell in row) + " |")
