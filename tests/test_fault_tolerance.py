@@ -22,7 +22,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import chaos
-from conftest import LAUNCHERS, REPOSITORY, Cluster, Job, cells, environment, note, read_metrics, run
+from conftest import LAUNCHERS, REPOSITORY, Cluster, Job, at_once, cells, environment, note, read_metrics, run
 from resilience import checkpoints
 
 DDP = ["--epochs", 3, "--batch-size", 20, "--log-every", 1]  # 300 images: 45 steps
@@ -38,7 +38,9 @@ BY_HAND = {
 }
 RANKS = {"srun": "slowly.py", "torchrun": "-u\0tests/scripts/slowly.py", "mp": "spawn_main"}  # in command lines
 DIAGONAL = [("srun", "train_preemptible.py"), ("torchrun", "train_fsdp.py"), ("mp", "train_tp.py")]
-NINE = [(way, script) for way in LAUNCHERS for script in SCRIPTS]
+GROUPS = ["at-once", "at-once-1", "at-once-2", "at-once-3"]  # cases whose jobs run side by side; the first one is quick
+OTHERS = [[(way, [*SCRIPTS][(i + k) % 3]) for i, way in enumerate(LAUNCHERS)] for k in (1, 2)]
+NINE = [DIAGONAL, *(pytest.param(three, marks=pytest.mark.matrix) for three in OTHERS)]
 
 
 @pytest.fixture(scope="module")
@@ -85,17 +87,18 @@ def weights(folder: Path, steps: int) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def uninterrupted(data, tmp_path_factory):
     """The folder of an uninterrupted run of a script on four ranks, made once."""
-    folders = {}
+    folders, lock = {}, threading.Lock()
 
     def folder(script: str) -> Path:
-        if script not in folders:
-            out = tmp_path_factory.mktemp(script)
-            command = ["./torchrun.sh", f"distributed/{script}", "--data-dir", data[script], *SCRIPTS[script]]
-            command += ["--checkpoint-every", 30]  # and at the end
-            done = run(*command, "--checkpoint-dir", out, env=environment(NPROC_PER_NODE=4, OMP_NUM_THREADS=1))
-            assert done.returncode == 0, done.stderr
-            folders[script] = out
-        return folders[script]
+        with lock:
+            if script not in folders:
+                out = tmp_path_factory.mktemp(script)
+                command = ["./torchrun.sh", f"distributed/{script}", "--data-dir", data[script], *SCRIPTS[script]]
+                command += ["--checkpoint-every", 30]  # and at the end
+                done = run(*command, "--checkpoint-dir", out, env=environment(NPROC_PER_NODE=4, OMP_NUM_THREADS=1))
+                assert done.returncode == 0, done.stderr
+                folders[script] = out
+            return folders[script]
 
     return folder
 
@@ -119,6 +122,7 @@ class Trial:
     def __init__(
         self, cluster: Cluster, way: str, script: str, data: dict, folder: Path, *options, sbatch=(), slow=0.15, **env
     ):
+        folder.mkdir(exist_ok=True)
         self.cluster, self.way, self.script, self.folder, self.out = cluster, way, script, folder, folder / "out"
         self.command = [LAUNCHERS[way], "tests/scripts/slowly.py", slow, f"distributed/{script}"]
         self.command += ["--data-dir", data[script], *SCRIPTS[script], "--checkpoint-dir", self.out, *options]
@@ -132,14 +136,15 @@ class Trial:
 
     def wait_for(self, pattern: str, timeout: float = 60) -> float:
         """Until the log has a line like that. Returns the seconds it took."""
-        start = time.monotonic()
-        while True:
-            state = self.cluster.show(self.job)["JobState"]  # first: what has ended writes nothing after it
+        start = asked_at = time.monotonic()
+        state = "not known"
+        while not re.search(pattern, self.log, re.M):
             ended = state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-            if re.search(pattern, self.log, re.M):
-                return time.monotonic() - start
             assert not ended and time.monotonic() - start < timeout, f"{state}, no {pattern!r} in:\n{self.log}"
             time.sleep(0.1)
+            if time.monotonic() - asked_at > 1:  # before the log is read again: what has ended writes nothing after it
+                state, asked_at = self.cluster.show(self.job)["JobState"], time.monotonic()
+        return time.monotonic() - start
 
     def train_a_little(self) -> list[str]:
         """Until the first steps are done. Returns the job's nodes."""
@@ -184,31 +189,40 @@ class Trial:
 # --- asked to stop ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("way", "script"), cells(NINE, *DIAGONAL[1:]))
-def test_usr1(way, script, cluster, data, uninterrupted, tmp_path):
+@pytest.mark.parametrize("cases", NINE, ids=GROUPS[:3])
+def test_usr1(cases, cluster, data, uninterrupted, tmp_path):
     """As --signal=USR1@120 sends it: the ranks save, and the launcher requeues."""
-    trial = Trial(cluster, way, script, data, tmp_path)
-    trial.train_a_little()
-    trial.signal("--signal=USR1")
-    assert trial.wait_for("^Stopped after step .*requeued$") < 15
-    trial.is_equal_after_a_restart(uninterrupted(script))
+
+    def scenario(way, script):
+        trial = Trial(cluster, way, script, data, tmp_path / way)
+        trial.train_a_little()
+        trial.signal("--signal=USR1")
+        assert trial.wait_for("^Stopped after step .*requeued$") < 15
+        trial.is_equal_after_a_restart(uninterrupted(script))
+
+    at_once(scenario, cases)
 
 
-@pytest.mark.parametrize(("way", "script"), cells(DIAGONAL))
-def test_usr1_before_the_ranks_listen(way, script, cluster, data, uninterrupted, tmp_path):
+@pytest.mark.parametrize("cases", NINE[:1], ids=GROUPS[:1])
+@pytest.mark.matrix
+def test_usr1_before_the_ranks_listen(cases, cluster, data, uninterrupted, tmp_path):
     """A slow file system keeps Python from listening: nobody dies of the signal, and the next one is obeyed."""
-    trial = Trial(cluster, way, script, data, tmp_path, LATE=10)
-    trial.wait_for("^Way")
-    deadline = time.monotonic() + 30
-    while len(list(chaos.processes(trial.job, RANKS[way]))) < 4:
-        assert time.monotonic() < deadline, trial.log
-        time.sleep(0.2)
-    trial.signal("--signal=USR1")
-    trial.train_a_little()
-    assert "Stopped" not in trial.log and cluster.show(trial.job)["JobState"] == "RUNNING", trial.log
-    trial.signal("--signal=USR1")
-    assert trial.wait_for("^Stopped after step .*requeued$") < 15
-    trial.is_equal_after_a_restart(uninterrupted(script))
+
+    def scenario(way, script):
+        trial = Trial(cluster, way, script, data, tmp_path / way, LATE=10)
+        trial.wait_for("^Way")
+        deadline = time.monotonic() + 30
+        while len(list(chaos.processes(trial.job, RANKS[way]))) < 4:
+            assert time.monotonic() < deadline, trial.log
+            time.sleep(0.2)
+        trial.signal("--signal=USR1")
+        trial.train_a_little()
+        assert "Stopped" not in trial.log and cluster.show(trial.job)["JobState"] == "RUNNING", trial.log
+        trial.signal("--signal=USR1")
+        assert trial.wait_for("^Stopped after step .*requeued$") < 15
+        trial.is_equal_after_a_restart(uninterrupted(script))
+
+    at_once(scenario, cases)
 
 
 @pytest.mark.parametrize(
@@ -231,14 +245,19 @@ def test_signals_that_reach_the_ranks(options, way, script, cluster, data, unint
     trial.is_equal_after_a_restart(uninterrupted(script))
 
 
-@pytest.mark.parametrize(("way", "script"), cells(NINE))
-def test_scontrol_requeue(way, script, cluster, data, uninterrupted, tmp_path):
+@pytest.mark.parametrize("cases", NINE, ids=GROUPS[:3])
+@pytest.mark.matrix
+def test_scontrol_requeue(cases, cluster, data, uninterrupted, tmp_path):
     """Slurm ends the ranks with SIGTERM and, KillWait later, SIGKILL: they have that long to save."""
-    trial = Trial(cluster, way, script, data, tmp_path)
-    trial.train_a_little()
-    assert cluster.exec("scontrol", "requeue", trial.job).returncode == 0
-    trial.wait_for("^Resumed after step [1-9]")
-    trial.is_equal_after_a_restart(uninterrupted(script))
+
+    def scenario(way, script):
+        trial = Trial(cluster, way, script, data, tmp_path / way)
+        trial.train_a_little()
+        assert cluster.exec("scontrol", "requeue", trial.job).returncode == 0
+        trial.wait_for("^Resumed after step [1-9]")
+        trial.is_equal_after_a_restart(uninterrupted(script))
+
+    at_once(scenario, cases)
 
 
 @pytest.mark.matrix
@@ -346,16 +365,20 @@ def test_control_c_on_a_laptop(way, data, tmp_path):
 # --- dead and stuck ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("way", "script"), cells(NINE, *DIAGONAL[1:]))
-def test_killed_rank(way, script, cluster, data, tmp_path):
+@pytest.mark.parametrize("cases", NINE, ids=GROUPS[:3])
+def test_killed_rank(cases, cluster, data, tmp_path):
     """The job is FAILED with its status, and the last line of the log names rank, host and signal."""
-    trial = Trial(cluster, way, script, data, tmp_path)
-    node = trial.train_a_little()[1]
-    os.kill(trial.rank(node), signal.SIGKILL)
-    job = trial.ends(20)
-    assert job.state == "FAILED" and job.exit_code == 137, job.log
-    last = rf"{LAUNCHERS[way]}, job {trial.job}: rank \d on {node} was killed by SIGKILL"
-    assert re.fullmatch(last, job.log.splitlines()[-1]), job.log
+
+    def scenario(way, script):
+        trial = Trial(cluster, way, script, data, tmp_path / way)
+        node = trial.train_a_little()[1]
+        os.kill(trial.rank(node), signal.SIGKILL)
+        job = trial.ends(20)
+        assert job.state == "FAILED" and job.exit_code == 137, job.log
+        last = rf"{LAUNCHERS[way]}, job {trial.job}: rank \d on {node} was killed by SIGKILL"
+        assert re.fullmatch(last, job.log.splitlines()[-1]), job.log
+
+    at_once(scenario, cases)
 
 
 @pytest.mark.matrix
@@ -378,21 +401,24 @@ def test_out_of_memory(way, script, cluster, data, tmp_path):
     assert re.search(rf"^slurmstepd-{node}: error: StepId=\S+ exceeded memory limit", job.log, re.M), job.log
 
 
-@pytest.mark.parametrize(("way", "script"), cells(DIAGONAL, DIAGONAL[0]))
-def test_stopped_rank(way, script, cluster, data, tmp_path):
+@pytest.mark.parametrize("cases", [DIAGONAL[:1], pytest.param(DIAGONAL[1:], marks=pytest.mark.matrix)], ids=GROUPS[:2])
+def test_stopped_rank(cases, cluster, data, tmp_path):
     """A rank that makes no progress is named before its peers give up after --timeout seconds."""
-    trial = Trial(cluster, way, script, data, tmp_path, "--timeout", 20)
-    node = trial.train_a_little()[1]
-    os.kill(trial.rank(node), signal.SIGSTOP)
-    time.sleep(6)
-    watched = run(sys.executable, "aux/watch_job.py", trial.job, "--after", 5)
-    assert watched.returncode == 1 and re.search(rf"^ +\d  {node} +\d+ ", watched.stdout, re.M), watched
-    assert watched.stdout.endswith(f"sbatch --exclude={node}\n"), watched.stdout
-    trial.wait_for(
-        rf"^\[Rank \d on \S+\] rank \d on {node} has given no sign of life for 10 s; its last step is \d+", 30
-    )
-    job = trial.ends(60)
-    assert job.state == "FAILED" and job.exit_code != 0, job.log
+
+    def scenario(way, script):
+        trial = Trial(cluster, way, script, data, tmp_path / way, "--timeout", 20)
+        node = trial.train_a_little()[1]
+        os.kill(trial.rank(node), signal.SIGSTOP)
+        time.sleep(6)
+        watched = run(sys.executable, "aux/watch_job.py", trial.job, "--after", 5)
+        assert watched.returncode == 1 and re.search(rf"^ +\d  {node} +\d+ ", watched.stdout, re.M), watched
+        assert watched.stdout.endswith(f"sbatch --exclude={node}\n"), watched.stdout
+        pattern = rf"^\[Rank \d on \S+\] rank \d on {node} has given no sign of life for 10 s; its last step is \d+"
+        trial.wait_for(pattern, 30)
+        job = trial.ends(60)
+        assert job.state == "FAILED" and job.exit_code != 0, job.log
+
+    at_once(scenario, cases)
 
 
 @pytest.mark.matrix
@@ -490,7 +516,6 @@ def test_cut_link(cluster, data, uninterrupted, tmp_path):
 
 def test_two_jobs_on_one_port(cluster, data, uninterrupted, tmp_path):
     """The second one does not join the first."""
-    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     first = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path / "a", MASTER_PORT=62000)
     node = first.train_a_little()[0]
     here = {"MASTER_ADDR": node, "MASTER_PORT": 62000}
@@ -568,22 +593,29 @@ def a_web_page(content: bytes) -> bytes:
 
 
 DAMAGE = [truncated, flipped, zeroed, a_web_page]
-DAMAGED = [(way, script, damage) for way, script in DIAGONAL[:2] for damage in DAMAGE]
+# The quick part damages a file in one way, and a folder in another one.
+DAMAGED = [[(*DIAGONAL[0], DAMAGE[i]), (*DIAGONAL[1], DAMAGE[(i + 1) % 4])] for i in range(4)]
+DAMAGED[1:] = [pytest.param(pair, marks=pytest.mark.matrix) for pair in DAMAGED[1:]]
 
 
-@pytest.mark.parametrize(("way", "script", "damage"), cells(DAMAGED, DAMAGED[0], DAMAGED[5]))
-def test_damaged_checkpoint(way, script, damage, cluster, data, uninterrupted, tmp_path):
+@pytest.mark.parametrize("cases", DAMAGED, ids=GROUPS)
+def test_damaged_checkpoint(cases, cluster, data, uninterrupted, tmp_path):
     """It is named and quarantined: the run resumes from the one before, to the same end."""
-    shutil.copytree(uninterrupted(script), tmp_path / "out")
-    newest, before = checkpoints.find(tmp_path / "out")
-    file = max(newest.glob("*.distcp")) if newest.is_dir() else newest
-    file.write_bytes(damage(file.read_bytes()))
-    job = Trial(cluster, way, script, data, tmp_path, "--resume", slow=0).ends()
-    assert job.state == "COMPLETED", job.log
-    assert job.log.count(f"checkpoint {newest} is damaged and skipped") == 1, job.log
-    assert re.search(rf"^Resumed after step {checkpoints.step_of(before)}$", job.log, re.M), job.log
-    assert (tmp_path / "out" / f"damaged_{newest.name}").exists()
-    assert_same_run(tmp_path / "out", uninterrupted(script))
+
+    def scenario(way, script, damage):
+        out = tmp_path / way / "out"
+        shutil.copytree(uninterrupted(script), out)
+        newest, before = checkpoints.find(out)
+        file = max(newest.glob("*.distcp")) if newest.is_dir() else newest
+        file.write_bytes(damage(file.read_bytes()))
+        job = Trial(cluster, way, script, data, tmp_path / way, "--resume", slow=0).ends()
+        assert job.state == "COMPLETED", job.log
+        assert job.log.count(f"checkpoint {newest} is damaged and skipped") == 1, job.log
+        assert re.search(rf"^Resumed after step {checkpoints.step_of(before)}$", job.log, re.M), job.log
+        assert (out / f"damaged_{newest.name}").exists()
+        assert_same_run(out, uninterrupted(script))
+
+    at_once(scenario, cases)
 
 
 def test_damaged_checkpoints_never_push_out_whole_ones(data, tmp_path):
@@ -597,7 +629,7 @@ def test_damaged_checkpoints_never_push_out_whole_ones(data, tmp_path):
     assert len(list(tmp_path.glob("damaged_*"))) == 2
 
 
-@pytest.mark.parametrize("script", ["train_preemptible.py", "train_fsdp.py"])
+@pytest.mark.parametrize("script", ["train_preemptible.py", pytest.param("train_fsdp.py", marks=pytest.mark.matrix)])
 def test_nothing_begins_again_by_itself(script, data, one_rank, tmp_path):
     """Where all checkpoints are damaged, or gone since the job was requeued, a new run would look like it."""
     shutil.copytree(one_rank(script), tmp_path / "out")
@@ -698,31 +730,36 @@ def test_full_disk(way, script, cluster, disk, data, uninterrupted, tmp_path):
         shutil.rmtree(out)
 
 
-@pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["new", "resumed"])
-def test_read_only_folder(resume, cluster, disk, data, tmp_path):
+def test_read_only_folder(cluster, disk, data, tmp_path):
+    def scenario(name, *resume):
+        to = ("--checkpoint-dir", disk / "read-only", *resume)
+        job = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path / name, *to).ends(30)
+        assert job.state == "FAILED" and job.exit_code != 0, job.log
+        assert job.log.count(f"{disk} cannot be written: choose another --checkpoint-dir") == 1, job.log
+        assert "step=" not in job.log and "Traceback" not in job.log, job.log
+
     remount(disk, "ro")
     try:
-        to = ("--checkpoint-dir", disk / "read-only", *resume)
-        job = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path, *to).ends(30)
+        at_once(scenario, [("new",), ("resumed", "--resume")])
     finally:
         remount(disk, "rw")
-    assert job.state == "FAILED" and job.exit_code != 0, job.log
-    assert job.log.count(f"{disk} cannot be written: choose another --checkpoint-dir") == 1, job.log
-    assert "step=" not in job.log and "Traceback" not in job.log, job.log
 
 
-@pytest.mark.parametrize(("way", "script"), DIAGONAL[::2])
-def test_corrupt_data(way, script, cluster, data, tmp_path):
-    """One bit that is not as aux/prepare_data.py wrote it: a sentence from one rank, and no step."""
-    folder = tmp_path / "data"
-    shutil.copytree(data[script], folder)
-    file = next(folder.rglob("train-images-idx3-ubyte"), folder / "train.bin")
-    subprocess.run("sha256sum train* > SHA256SUMS", shell=True, cwd=file.parent, check=True)
-    file.write_bytes(flipped(file.read_bytes()))
-    job = Trial(cluster, way, script, {script: folder}, tmp_path).ends(40)
-    assert job.state == "FAILED" and job.exit_code != 0, job.log
-    assert job.log.count(f"{file} is damaged: it is not the file that SHA256SUMS beside it tells of; move") == 1
-    assert "step=" not in job.log and "Traceback" not in job.log, job.log
+def test_corrupt_data(cluster, data, tmp_path):
+    """One bit is not as aux/prepare_data.py wrote it: a sentence from one rank, and no step."""
+
+    def scenario(way, script):
+        folder = tmp_path / f"data-{way}"
+        shutil.copytree(data[script], folder)
+        file = next(folder.rglob("train-images-idx3-ubyte"), folder / "train.bin")
+        subprocess.run("sha256sum train* > SHA256SUMS", shell=True, cwd=file.parent, check=True)
+        file.write_bytes(flipped(file.read_bytes()))
+        job = Trial(cluster, way, script, {script: folder}, tmp_path / way).ends(40)
+        assert job.state == "FAILED" and job.exit_code != 0, job.log
+        assert job.log.count(f"{file} is damaged: it is not the file that SHA256SUMS beside it tells of; move") == 1
+        assert "step=" not in job.log and "Traceback" not in job.log, job.log
+
+    at_once(scenario, DIAGONAL[::2])
 
 
 def test_arguments_that_would_change_the_run_are_refused(data, one_rank, tmp_path):

@@ -9,6 +9,7 @@ import datetime
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,11 +19,12 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from . import heartbeat
+from . import heartbeat, stop_request
 from .job import HOST, JOB, RESTART_COUNT
 
 # Parts of gloo's errors on the ranks whose peer has ended
@@ -136,13 +138,25 @@ def set_up_output(rank: int):
         stderr = sys.__stderr__  # init_process_group wraps this hook, and keeps what it writes to sys.stderr for later
         if isinstance(error, RuntimeError | dist.DistError) and any(part in str(error) for part in PEER_IS_GONE):
             print(f"[Rank {rank} on {HOST}] lost a peer; the error that matters is another rank's", file=stderr)
-            time.sleep(2)  # so that the other rank can print it
+            wait_for_culprit()
         else:
             print(f"[Rank {rank} on {HOST}] failed:", file=stderr)
             traceback.print_exception(kind, error, trace, file=stderr)
         end()
 
     sys.excepthook = report
+
+
+def wait_for_culprit():
+    """Some seconds, so that the rank that failed first is the first to end: the job's status is the first one's.
+
+    torchrun and the spawner end the other ranks of their node with SIGTERM before they name the rank in JOB_FAILURE.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    named = Path(os.environ.get("JOB_FAILURE", "/dev/null/none"))
+    deadline = time.monotonic() + (5 if "JOB_FAILURE" in os.environ else 2)
+    while stop_request.received != signal.SIGTERM and not named.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def stop(sentence: str, rank: int = 0, prints: bool = True):
