@@ -120,7 +120,7 @@ class Trial:
     """A slowed down job on two nodes with two ranks each, in a checkpoint folder of its own."""
 
     def __init__(
-        self, cluster: Cluster, way: str, script: str, data: dict, folder: Path, *options, sbatch=(), slow=0.15, **env
+        self, cluster: Cluster, way: str, script: str, data: dict, folder: Path, *options, sbatch=(), slow=0.4, **env
     ):
         folder.mkdir(exist_ok=True)
         self.cluster, self.way, self.script, self.folder, self.out = cluster, way, script, folder, folder / "out"
@@ -179,7 +179,7 @@ class Trial:
         return job
 
     def is_equal_after_a_restart(self, reference: Path, restarts: int = 1):
-        job = self.ends()
+        job = self.ends(180)
         assert job.state == "COMPLETED", job.log
         assert int(self.cluster.show(self.job)["Restarts"]) == restarts, job.log
         assert re.search(r"^Resumed after step [1-9]", job.log, re.M), job.log

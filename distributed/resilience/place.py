@@ -148,13 +148,13 @@ def set_up_output(rank: int):
 
 
 def wait_for_culprit():
-    """Some seconds, so that the rank that failed first is the first to end: the job's status is the first one's.
+    """At most 5 s, so that the rank that failed ends first: the job's last line names the first, and has its status.
 
     torchrun and the spawner end the other ranks of their node with SIGTERM before they name the rank in JOB_FAILURE.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     named = Path(os.environ.get("JOB_FAILURE", "/dev/null/none"))
-    deadline = time.monotonic() + (5 if "JOB_FAILURE" in os.environ else 2)
+    deadline = time.monotonic() + 5
     while stop_request.received != signal.SIGTERM and not named.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
 
@@ -164,7 +164,7 @@ def stop(sentence: str, rank: int = 0, prints: bool = True):
     if prints:
         print(f"[Rank {rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)
     else:
-        time.sleep(5)  # a rank that ends ends the job
+        wait_for_culprit()  # a rank that ends ends the job
     end()
 
 
@@ -319,6 +319,8 @@ def step_zero(place: Place, timeout: datetime.timedelta, columns: dict, fault: s
     if rank != 0:
         if store.get("step 0/verdict"):
             store.add("step 0/ended", 1)
+            if not fault:
+                wait_for_culprit()
             end()
         return
     try:
@@ -341,6 +343,8 @@ def step_zero(place: Place, timeout: datetime.timedelta, columns: dict, fault: s
         deadline = time.monotonic() + 5  # this process may be the store's host: it goes last
         while store.add("step 0/ended", 0) < world_size - 1 and time.monotonic() < deadline:
             time.sleep(0.01)
+        if not fault and any(known["fault"] for known in ranks):
+            wait_for_culprit()
         end()
 
 
