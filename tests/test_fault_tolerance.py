@@ -134,7 +134,7 @@ class Trial:
         path = self.folder / "log"
         return path.read_text() if path.exists() else ""
 
-    def wait_for(self, pattern: str, timeout: float = 60) -> float:
+    def wait_for(self, pattern: str, timeout: float = 120) -> float:
         """Until the log has a line like that. Returns the seconds it took."""
         start = asked_at = time.monotonic()
         state = "not known"
@@ -148,7 +148,7 @@ class Trial:
 
     def train_a_little(self) -> list[str]:
         """Until the first steps are done. Returns the job's nodes."""
-        self.wait_for(r"^step=[7-9]/")
+        self.wait_for(r"^step=[7-9]/", 180)  # at a machine's own pace
         self.fault_at = time.monotonic()
         nodes = self.cluster.show(self.job)["NodeList"]
         return self.cluster.exec("scontrol", "show", "hostnames", nodes).stdout.split()
