@@ -34,11 +34,13 @@ srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cp
     ./aux/run_task.sh ./aux/enter_container.sh ./torchrun.sh "$@" || status=$?
 finish_job "${status:-0}" "$@"     # requeues a job that was stopped; else its status is that of the rank that failed
 
-# The same with Pyxis or with Apptainer: one of these in the place of ./aux/enter_container.sh. For Pyxis CONTAINER_IMAGE
-# may be an image of a registry, for Apptainer a .sif.
+# With Pyxis or Apptainer the last line of srun, the one of ./aux/enter_container.sh, gives way to one of these. With Pyxis
+# CONTAINER_IMAGE may be an image of a registry, nvcr.io#nvidia/pytorch:25.06-py3, with Apptainer a .sif.
 # Pyxis:
-#   --container-image="$CONTAINER_IMAGE" --container-workdir=/workspace/mnt
-#   --container-mounts="$PWD:/workspace/mnt${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}" ./torchrun.sh
+#   --container-image="$CONTAINER_IMAGE" --container-workdir=/workspace/mnt \
+#   --container-mounts="$PWD:/workspace/mnt${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}" \
+#   ./aux/run_task.sh ./torchrun.sh "$@" || status=$?
 # Apptainer:
-#   apptainer exec --nv --pwd /workspace/mnt --bind "$PWD:/workspace/mnt${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
-#   "$CONTAINER_IMAGE" ./torchrun.sh
+#   ./aux/run_task.sh apptainer exec --nv --pwd /workspace/mnt \
+#   --bind "$PWD:/workspace/mnt${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}" \
+#   "$CONTAINER_IMAGE" ./torchrun.sh "$@" || status=$?

@@ -1,25 +1,23 @@
 #!/bin/bash
-# Run a command in this node's Enroot container; create it first from the image when it is not there yet, or the image
-# has changed since. One task of srun per node; CONTAINER_IMAGE, CONTAINER_NAME and CONTAINER_MOUNTS come from env.sh.
+# Run a command in this node's Enroot container. A container that does not exist yet, or whose image has changed, is
+# created first. One task of srun per node; CONTAINER_IMAGE, _NAME, _MOUNTS and _ENV come from env.sh.
 #
-# Usage: srun --ntasks-per-node=1 ./aux/enter_container.sh ./torchrun.sh distributed/train_ddp.py --epochs 3
+# Usage: srun --ntasks-per-node=1 ./aux/run_task.sh ./aux/enter_container.sh ./torchrun.sh distributed/train_ddp.py
 #
-# What is there is what `enroot list` names. The folder itself, to look how much room it has, is ENROOT_DATA_PATH:
+# A container exists when `enroot list` names it. Enroot keeps them in ENROOT_DATA_PATH, which needs room:
 #   srun bash -c 'grep -h "^ENROOT_DATA_PATH" /etc/enroot/enroot.conf /etc/enroot/enroot.conf.d/*.conf'
-# prints it, and nothing where it is the default, ~/.local/share/enroot. It has to be a folder of each node's own.
+# prints it, or nothing where it is the default, ~/.local/share/enroot. It has to be a folder of each node's own.
 set -euo pipefail
-trap "" USR1                                         # a request to save and stop is for the ranks
 host=${SLURMD_NODENAME:-$HOSTNAME}                   # in a task of srun HOSTNAME is the batch shell's
 
 die() {
     [[ "${SLURM_NODEID:-0}" == 0 ]] || sleep 5       # one node ends the job, and one is enough to say what all have
     echo "enter_container.sh on $host: $*"       # in the node's log, and in the job's
     echo "enter_container.sh on $host: $*" >&2
-    sleep 1                                          # srun ends the step at once, and what it has not read is lost
     exit 1
 }
 
-is_there() {
+container_exists() {
     local names
     names=$(enroot list) || die "enroot list fails"
     [[ $'\n'$names$'\n' == *$'\n'"$CONTAINER_NAME"$'\n'* ]]
@@ -33,17 +31,17 @@ write_record() {
 }
 
 create() {
-    local said
+    local output
     write_record creating
     echo "Creating container $CONTAINER_NAME on $host from $CONTAINER_IMAGE"
-    if ! said=$(enroot create --name "$CONTAINER_NAME" "$CONTAINER_IMAGE" 2>&1); then
-        [[ "$said" != *"already exists"* ]] ||
+    if ! output=$(enroot create --name "$CONTAINER_NAME" "$CONTAINER_IMAGE" 2>&1); then
+        [[ "$output" != *"already exists"* ]] ||
             die "container $CONTAINER_NAME is being created by another node: ENROOT_DATA_PATH must be a folder of this node's own"
         enroot remove --force "$CONTAINER_NAME" &>/dev/null || true
         write_record ""
-        [[ "$said" != *"No space left"* ]] ||
+        [[ "$output" != *"No space left"* ]] ||
             die "the disk where Enroot keeps its containers is full (ENROOT_DATA_PATH, see aux/enter_container.sh)"
-        die "no container from $CONTAINER_IMAGE: ${said##*$'\n'}"
+        die "no container from $CONTAINER_IMAGE: ${output##*$'\n'}"
     fi
     write_record "$image"
 }
@@ -55,7 +53,7 @@ image=$(stat --dereference --format="inode %i, %s bytes, %y" "$CONTAINER_IMAGE")
 exec {lock}>>"$record" || die "cannot write $record"
 flock "$lock"                                        # until Enroot starts the command and closes it
 made_from=$(<"$record")
-if ! is_there; then
+if ! container_exists; then
     create
 elif [[ -z "$made_from" ]]; then
     echo "Container $CONTAINER_NAME on $host was made by hand: it is used as it is, whatever $CONTAINER_IMAGE has become"

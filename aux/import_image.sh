@@ -13,7 +13,7 @@ die() { echo "import_image.sh: $*" >&2; exit 1; }
 image=${1:-docker://nvcr.io#nvidia/pytorch:24.06-py3}
 file=${2:-pytorch.sqsh}
 [[ "$image" == *://* ]] || die "'$image' does not begin with docker://"
-[[ ! -e "$file" ]] || die "$file is there already: remove it first to import $image"
+[[ ! -e "$file" ]] || die "$file exists already: remove it first to import $image"
 command -v enroot >/dev/null || die "no enroot on $HOSTNAME: run it where Enroot is installed"
 
 partial=$file.$$.partial                             # a job that starts meanwhile sees the whole file or none
