@@ -153,8 +153,8 @@ def test_job_array(cluster, tmp_path):
 ONE_TASK_A_NODE = {"SLURM_NTASKS_PER_NODE": 1, "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS": 2}
 
 
-def source_env(cluster, **variables) -> str:
-    """What env.sh makes of the variables that Slurm would set, on a node, with the real scontrol."""
+def source_env(cluster, then: str = "", **variables) -> str:
+    """What env.sh makes of the variables that Slurm would set, on a node, with the real scontrol; `then` follows it."""
     slurm = {
         "SLURM_JOB_ID": 89,
         "SLURM_JOB_NUM_NODES": 2,
@@ -166,7 +166,7 @@ def source_env(cluster, **variables) -> str:
     }
     given = {name: str(value) for name, value in (slurm | variables).items() if value is not None}
     names = ("NNODES", "NPROC_PER_NODE", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "NCCL_DEBUG")
-    show = "source ./env.sh && echo " + " ".join(f'"${name}"' for name in names)
+    show = f"source ./env.sh && {then or 'true'} && echo " + " ".join(f'"${name}"' for name in names)
     done = cluster.exec(
         "env", *(f"{name}={value}" for name, value in given.items()), "bash", "-euo", "pipefail", "-c", show
     )
@@ -211,8 +211,10 @@ def test_env_sh(variables, expected, cluster):
 def test_env_sh_refuses_what_it_cannot_use(cluster):
     bad = source_env(cluster, NPROC_PER_NODE="a[$(touch canary)]")
     assert bad.startswith("status 1") and "not a number of ranks" in bad and not (REPOSITORY / "canary").exists()
-    bad = source_env(cluster, SLURM_JOB_NODELIST="n[1-2]-ib")  # before 23.11 scontrol prints an error, with status 0
-    assert ("status 1" in bad and "MASTER_ADDR=HOST" in bad) or "n1-ib" in bad
+    bad = source_env(
+        cluster, "start_job Way aux/check_ranks.py", SLURM_JOB_NODELIST="n[1-2]-ib"
+    )  # before 23.11 scontrol prints an error, with status 0
+    assert ("status 1" in bad and "MASTER_ADDR=HOST" in bad) or "MASTER_ADDR=n1-ib does not resolve" in bad
 
 
 def test_user_sets_ranks_and_port(cluster, tmp_path):
@@ -274,7 +276,7 @@ def test_granted_gpus_that_torch_does_not_see_stop_the_job(cluster, tmp_path):
 
 def test_two_jobs_at_once_on_the_same_nodes(cluster, tiny, tmp_path):
     size = ["--nodes=2", "--nodelist=node-[5-6]", f"--output={tmp_path}/%j.log"]
-    train = ["distributed/train_ddp.py", "--data-dir", tiny, "--max-steps", 10]
+    train = ["distributed/train_ddp.py", "--data-dir", tiny, "--epochs", 2]
     ids = [
         cluster.submit(*size, LAUNCHERS[way], *train, "--checkpoint-dir", tmp_path / way) for way in ("torchrun", "mp")
     ]
@@ -461,12 +463,13 @@ def test_submitted_from_a_task(cluster, tmp_path):
     """sbatch typed in `srun --pty bash`: the job inherits that task's CPU mask and memory, and no job breaks of it."""
     step = {"SLURM_CPU_BIND": "quiet,mask_cpu:0x00000001", "SLURM_CPU_BIND_TYPE": "mask_cpu:"}
     step |= {"SLURM_CPU_BIND_LIST": "0x00000001", "SLURM_CPU_BIND_VERBOSE": "quiet", "SLURM_MEM_PER_NODE": "1000"}
+    step |= {"RANK": "3", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "1", "SPAWN_RANKS": "1"}
     step |= {"SLURM_MEM_PER_CPU": "100", "ENV_SH_JOB_ID": "1", "MASTER_ADDR": "old", "MASTER_PORT": "1"}
     for job in in_all_ways(cluster, tmp_path, VARIABLES, env=step).values():
         assert job.state == "COMPLETED", job.log
         assert_five_variables(job.ranks(), [2, 2])
-    options = ["--parsable", "--mem-per-cpu=50", f"--output={tmp_path}/nested", LAUNCHERS["torchrun"], VARIABLES]
-    nested = cluster.exec("srun", "--nodes=1", "--mem=200", "--cpu-bind=verbose", "sbatch", *options)
+    options = ["--parsable", "--mem-per-cpu=2000", f"--output={tmp_path}/nested", LAUNCHERS["torchrun"], VARIABLES]
+    nested = cluster.exec("srun", "--nodes=1", "--mem=3000", "sbatch", *options)
     assert nested.returncode == 0, nested.stderr
     job = cluster.wait(int(nested.stdout))
     cluster.jobs.append(job.id)
@@ -484,9 +487,16 @@ def test_sbatch_export(export, cluster, tmp_path):
         assert all(".venv/bin" in rank["path"].split(":")[0] for rank in job.ranks())
 
 
+def test_a_failure_is_not_named_after_the_rank_that_submitted(cluster, tmp_path):
+    job = cluster.sbatch(
+        f"--output={tmp_path}/log", LAUNCHERS["mp"], VARIABLES, env={"RANK": "3", "PYTHONHOME": "/nowhere"}
+    )
+    assert job.state == "FAILED" and "what starts the ranks on node-" in job.log.splitlines()[-1], job.log
+
+
 def test_names_of_the_fast_network(cluster, tmp_path):
     """The EDIT line for MASTER_ADDR holds in a job, too, that was submitted from inside a job on other nodes."""
-    for name in ("aux", "tests", "distributed", LAUNCHERS["srun"], LAUNCHERS["torchrun"]):
+    for name in ("aux", "tests", "distributed", "torchrun.sh", LAUNCHERS["srun"], LAUNCHERS["torchrun"]):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     edited = re.sub(r"^# (MASTER_ADDR=.*i) +# EDIT.*$", r"\1", (REPOSITORY / "env.sh").read_text(), flags=re.M)
     assert edited.count("\nMASTER_ADDR=${hosts%%$'\\n'*}i\n") == 1
