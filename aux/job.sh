@@ -8,6 +8,7 @@ die() { echo "${SLURM_JOB_NAME:-$0}, job ${SLURM_JOB_ID:-none}: ${*//[[:cntrl:]]
 # --- what the job inherits --------------------------------------------------------------------------------------------
 # A job submitted from inside a job inherits that one's values. Only what the user has set may win over Slurm's.
 [[ "${ENV_SH_JOB_ID:-$SLURM_JOB_ID}" == "$SLURM_JOB_ID" ]] || unset NPROC_PER_NODE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS
+unset RANK LOCAL_RANK TORCHELASTIC_RUN_ID SPAWN_RANKS                # of the rank that has submitted it
 [[ "${NPROC_PER_NODE:-1}" =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE is '$NPROC_PER_NODE', not a number of ranks"
 [[ "${SLURM_GPUS_ON_NODE:-0}" =~ ^[0-9]+$ ]] || die "SLURM_GPUS_ON_NODE is '$SLURM_GPUS_ON_NODE', not a number"
 [[ "${SLURM_GPUS_PER_NODE:-}" =~ ^([^:,]+:)?[0-9]+$ ]] || unset SLURM_GPUS_PER_NODE    # a100:2,h100:2: the granted ones count
