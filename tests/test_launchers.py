@@ -437,7 +437,7 @@ def test_source_env_sh_by_hand(where, cluster, tmp_path):
     done = cluster.exec("salloc", "--nodes=2", "--quiet", *bash) if where == "an allocation" else run(*bash)
     assert done.returncode == 0, done.stderr
     ours = [line for line in done.stderr.splitlines() if not line.startswith("bash: ")]  # of a shell without a terminal
-    assert len(ours) == 1 and ours[0].startswith("Not in a Slurm job: type sbatch launch_slurm_with_torchrun.sh"), ours
+    assert len(ours) == 1 and ours[0].startswith("env.sh is read by the launchers: type sbatch launch_"), ours
     assert (tmp_path / "before").read_text() == (tmp_path / "after").read_text() != ""
 
 
@@ -449,11 +449,11 @@ def test_cpus_are_named(cluster, tmp_path):
         for way, job in in_all_ways(cluster, tmp_path, VARIABLES, size=size).items():
             assert job.state == "COMPLETED", job.log
             number = {"srun": 1, "torchrun": 2, "mp": 3}[way]
-            first = rf"Way {number}, .*: 4 ranks on node-\S+, {cpus} CPUs each, rendezvous at node-\d+:\d+"
+            first = rf"Way {number}, .*: 4 ranks on node-\S+, CPUs per rank: {cpus}, rendezvous at node-\d+:\d+"
             assert re.fullmatch(first, job.log.splitlines()[0]), job.log
             assert job.log.count(note) == (cpus == 1), job.log
     job = cluster.sbatch("--gpus-per-node=0", f"--output={tmp_path}/log", LAUNCHERS["srun"], VARIABLES)
-    assert job.state == "COMPLETED" and "1 CPUs each" in job.log and note not in job.log, job.log
+    assert job.state == "COMPLETED" and "CPUs per rank: 1," in job.log and note not in job.log, job.log
     for path in [*LAUNCHERS.values(), "run_script.sh"]:
         usage = re.findall(r"^#\s+sbatch --nodes=.*$", (REPOSITORY / path).read_text(), re.M)
         assert usage and all("--cpus-per-task=" in line and "--gpus-per-node=" in line for line in usage), path
@@ -553,7 +553,7 @@ def test_a_good_job_ends_with_its_last_sentence(times, cluster, tiny, tmp_path):
 def test_outside_slurm_and_in_the_wrong_folder(launcher, cluster, tmp_path):
     outside = run("bash", launcher)
     assert outside.returncode == 1 and len(outside.stderr.splitlines()) == 1
-    assert "Not in a Slurm job: type sbatch" in outside.stderr
+    assert "env.sh is read by the launchers: type sbatch" in outside.stderr
     job = cluster.sbatch(f"--output={tmp_path}/log", REPOSITORY / launcher, cwd=tmp_path)
     assert job.state == "FAILED" and f"No env.sh in {tmp_path}" in job.log and len(job.log.splitlines()) == 1
 
