@@ -90,6 +90,7 @@ print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of 
 
 try:  # EDIT: your data; two TensorDatasets of images (n, 1, 28, 28) float32 and labels (n,) int64
     train_set, test_set = mnist.load(args.data_dir)
+    source = mnist.describe(args.data_dir)
 except ValueError as error:
     stop(str(error))
 if args.batch_size > len(train_set):
@@ -98,7 +99,7 @@ if args.batch_size % world_size:
     stop(f"--batch-size {args.batch_size} does not divide by {world_size} ranks")
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
 # A TensorDataset takes a whole batch of indices at once. For one that takes them one by one, as ImageFolder does:
-# DataLoader(train_set, batch_sampler=batches, num_workers=4)
+# DataLoader(train_set, batch_sampler=batches, num_workers=4, multiprocessing_context="fork")
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)
 test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # each image once
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")
@@ -137,7 +138,7 @@ if epochs_done:
         part.load_state_dict(saved[name])  # the optimizer's has the learning rate, too
 if rank == 0:
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"Data: {mnist.describe(args.data_dir)}. Checkpoints: {folder}", flush=True)
+    print(f"Data: {source}. Checkpoints: {folder}", flush=True)
 if rank == 0 and args.resume:
     print(f"Resumed after epoch {epochs_done}" if epochs_done else f"No checkpoint in {folder}", flush=True)
 

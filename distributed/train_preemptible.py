@@ -73,6 +73,7 @@ except ValueError as error:
     fault = str(error)
 place.stop_if_any(fault)
 identity = [checksums.sha256(path)[:12] for path in sorted(files.glob("train-*-ubyte"))]  # other data: another run
+source = mnist.describe(args.data_dir)
 steps_per_epoch = len(train_set) // args.batch_size
 total_steps = min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
 # A TensorDataset takes a whole batch of indices at once. For one that takes them one by one, as ImageFolder does:
@@ -106,7 +107,7 @@ if args.precision == "fp16" and device.type == "cpu" and rank == 0:
 # --- checkpoint -------------------------------------------------------------------------------------------------------
 
 if rank == 0:
-    print(f"Data: {mnist.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}", flush=True)
+    print(f"Data: {source}. Checkpoints: {args.checkpoint_dir}", flush=True)
 state = {"model": model, "optimizer": optimizer, "scaler": scaler}
 names = ("batch_size", "learning_rate", "dropout", "seed", "precision")  # a run that is resumed must be equal in these
 checkpoints = Checkpoints(args, place, {name: vars(args)[name] for name in names} | {"data": identity}, total_steps)

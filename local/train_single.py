@@ -59,13 +59,14 @@ device = torch.device(args.device)
 
 try:  # EDIT: your data; two TensorDatasets of images (n, 1, 28, 28) float32 and labels (n,) int64
     train_set, test_set = mnist.load(args.data_dir)
+    source = mnist.describe(args.data_dir)
 except ValueError as error:
     stop(str(error))
 if args.batch_size > len(train_set):
     stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
 sampler = RandomSampler(train_set, generator=torch.Generator())
 # A TensorDataset takes a whole batch of indices at once. For one that takes them one by one, as ImageFolder does:
-# DataLoader(train_set, batch_sampler=batches, num_workers=4)
+# DataLoader(train_set, batch_sampler=batches, num_workers=4, multiprocessing_context="fork")
 batches = BatchSampler(sampler, args.batch_size, drop_last=True)
 test_batches = BatchSampler(range(len(test_set)), 1000, drop_last=False)
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")
@@ -98,7 +99,7 @@ if epochs_done:
     for name, part in state.items():
         part.load_state_dict(saved[name])  # the optimizer's has the learning rate, too
 folder.mkdir(parents=True, exist_ok=True)
-print(f"Data: {mnist.describe(args.data_dir)}. Checkpoints: {folder}", flush=True)
+print(f"Data: {source}. Checkpoints: {folder}", flush=True)
 if args.resume:
     print(f"Resumed after epoch {epochs_done}" if epochs_done else f"No checkpoint in {folder}", flush=True)
 

@@ -84,7 +84,7 @@ LINES = {  # at most
 
 @pytest.mark.parametrize("path", [*LINES, *WAYS])
 def test_screens(path):
-    limit = LINES.get(path, 45 if path == "run_script.sh" else 40)  # run_script.sh: also for Pyxis and Apptainer
+    limit = LINES.get(path, 48 if path == "run_script.sh" else 40)  # run_script.sh: also for Pyxis and Apptainer
     assert len((REPOSITORY / path).read_text().splitlines()) <= limit
 
 
