@@ -77,11 +77,12 @@ def boxed(laptop, engine, base_image, tmp_path_factory):  # noqa: F811
     (site / "torchrun").write_text(f"#!/usr/bin/python3\n{torchrun}")
     (site / "torchrun").chmod(0o755)
     mounts = f"{sysconfig.get_path('purelib')}:/opt/torch,{site}/torchrun:/usr/local/bin/torchrun"
-    text, count = re.subn(
-        r"^CONTAINER_MOUNTS=\S*", f"CONTAINER_MOUNTS={mounts}", (clone / "env.sh").read_text(), flags=re.M
-    )
-    text = re.sub(r"^CONTAINER_NAME=\S*", f"CONTAINER_NAME=submitted-{os.getpid()}", text, flags=re.M)
-    assert count == 1
+    text = (clone / "env.sh").read_text()
+    for setting, value in (("MOUNTS", mounts), ("NAME", f"submitted-{os.getpid()}")):
+        text, count = re.subn(
+            rf"^export CONTAINER_{setting}=\S*", f"export CONTAINER_{setting}={value}", text, flags=re.M
+        )
+        assert count == 1
     (clone / "env.sh").write_text(text)
     path = f"{REPOSITORY / 'tests/stand-ins/bin'}:{environment()['PATH']}"
     return engine | {"ENROOT_STAND_IN": site, "PATH": path}
