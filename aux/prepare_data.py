@@ -77,15 +77,15 @@ def write_whole(files: dict[Path, bytes], outdated: Path | None = None) -> None:
 # --- download ---------------------------------------------------------------------------------------------------------
 
 
-class Cut(Exception):
-    """The network failed; the text says how. Not an OSError, or a full disk would look like a lost connection."""
+class DownloadError(Exception):
+    """The network failed; the text says how. Not an OSError: a full disk is no network fault."""
 
 
 def connect(url: str, start: int) -> http.client.HTTPResponse:
-    """Ask for `url` from byte `start` on; raises Cut. The answer may be the whole file (status 200, not 206)."""
+    """Ask for `url` from byte `start` on; a reply of status 200, not 206, is the whole file. Raises DownloadError."""
 
     def too_late(*_):
-        raise Cut(f"no answer within {TIMEOUT} s")
+        raise DownloadError(f"no answer within {TIMEOUT} s")
 
     # urlopen's timeout holds for each of a server's addresses in turn, which on a node without a way out takes minutes.
     signal.signal(signal.SIGALRM, too_late)
@@ -96,13 +96,13 @@ def connect(url: str, start: int) -> http.client.HTTPResponse:
     except (OSError, http.client.HTTPException) as error:
         if start and getattr(error, "code", 0) == 416:  # the file is not longer than what is here: begin anew
             return connect(url, 0)
-        raise Cut(str(error)) from error
+        raise DownloadError(str(error)) from error
     finally:
         signal.alarm(0)
 
 
 def download(url: str, part: Path) -> None:
-    """Append to `part` what it lacks of the file at `url`; raises Cut, and what came until then stays in `part`."""
+    """Append to `part` what it lacks of the file at `url`, as far as it comes. Raises DownloadError."""
     start = part.stat().st_size if part.exists() else 0
     reply = connect(url, start)
     here = start if reply.status == 206 else 0
@@ -116,13 +116,13 @@ def download(url: str, part: Path) -> None:
             try:
                 chunk = reply.read1(1 << 16)
             except (OSError, http.client.HTTPException) as error:
-                raise Cut(f"{error} after {here:,} of {whole:,} bytes") from error
+                raise DownloadError(f"{error} after {here:,} of {whole:,} bytes") from error
             here += file.write(chunk)
             if time.monotonic() - shown > (0.1 if live else 10) or (live and not chunk):
                 shown = time.monotonic()
                 print(f"  {here / 1e6:.1f} of {whole / 1e6:.1f} MB", end="\r" if live and chunk else "\n", flush=True)
     if here < whole:
-        raise Cut(f"connection closed after {here:,} of {whole:,} bytes")
+        raise DownloadError(f"connection closed after {here:,} of {whole:,} bytes")
 
 
 def unpacked(path: Path, sha256: str) -> bytes | None:
@@ -138,14 +138,14 @@ def unpacked(path: Path, sha256: str) -> bytes | None:
 def fetch(name: str, sha256: str, mirrors: list[str], folder: Path) -> bytes:
     """Return the file `name`, unpacked and checked: from `folder` if it was brought there by hand, else from a mirror.
 
-    A download grows in `folder`/NAME.part and stays there for its user to remove. Raises Cut when no mirror can help.
+    A download grows in `folder`/NAME.part, which the caller removes. Raises DownloadError if all mirrors fail.
     """
     by_hand, part = folder / name, folder / f"{name}.part"
     for path in (by_hand, part):  # the second: whole, but that run was ended before it was used
         if content := unpacked(path, sha256):
             return content
     if by_hand.exists():
-        raise Cut(f"the checksum of {by_hand} is wrong")
+        raise DownloadError(f"the checksum of {by_hand} is wrong")
     troubles = []
     for mirror in mirrors:
         before = -1
@@ -156,23 +156,26 @@ def fetch(name: str, sha256: str, mirrors: list[str], folder: Path) -> bytes:
                 if content := unpacked(part, sha256):
                     return content
                 part.unlink()
-                before, trouble = -1 if start else 0, Cut("wrong checksum")  # -1: was only the old beginning wrong?
-            except Cut as cut:
-                trouble = cut
+                before, trouble = (
+                    -1 if start else 0,
+                    DownloadError("wrong checksum"),
+                )  # -1: was only the old beginning wrong?
+            except DownloadError as error:
+                trouble = error
         troubles.append(f"{urllib.parse.urlsplit(mirror).hostname}: {trouble}")
         reason = getattr(trouble.__cause__, "reason", None)
         if isinstance(reason, socket.gaierror) and reason.errno == socket.EAI_AGAIN:
             break  # no name server answers: asking for the next mirror would only take as long again
-    raise Cut("; ".join(troubles))
+    raise DownloadError("; ".join(troubles))
 
 
 def fetch_all(wanted: dict[str, str], mirrors: list[str], folder: Path) -> dict[str, bytes]:
     """Return the contents of the files `wanted` {name: sha256}; ends the program with a sentence if one is missing."""
     try:
         return {name: fetch(name, sha256, mirrors, folder) for name, sha256 in wanted.items()}
-    except Cut as cut:
+    except DownloadError as error:
         by_hand = f"bring {', '.join(wanted)} from {mirrors[0]} into the folder {folder} by hand"
-        sys.exit(f"cannot download ({cut}): {by_hand}, or use --synthetic")
+        sys.exit(f"cannot download ({error}): {by_hand}, or use --synthetic")
 
 
 # --- MNIST ------------------------------------------------------------------------------------------------------------
@@ -233,7 +236,7 @@ def prepare_mnist(folder: Path, synthetic: bool) -> str:
     # Labels are drawn before images and downloaded after them: at any moment, drawn images can be told by their labels.
     files = {}
     if lacking and synthetic:
-        from draw_digits import draw_digits  # here: it needs torch, and a download does not
+        from figures.draw_digits import draw_digits  # here: it needs torch, and a download does not
 
         for seed, (split, count) in enumerate(MNIST_COUNTS.items()):
             header = b"".join(number.to_bytes(4, "big") for number in (0x803, count, 28, 28))

@@ -1,34 +1,32 @@
-"""@task: a function that runs here when it is called, and on a cluster with --submit --env NAME on the command line.
+"""@task: a function that runs here when it is called, and as a job with --submit --env NAME on the command line.
 
-    @task(time="01:00:00", nodes=2, ntasks_per_node=1, gpus_per_node=2)
+    @task(time="01:00:00", nodes=2, ntasks_per_node=4)
     def train(args: Namespace, job: JobContext | None = None) -> dict: ...
 
-    python train.py --epochs 3                                        # here, and job is None
-    python train.py --submit --env production --epochs 10             # there: a job of two nodes
-    python train.py --submit --env production --nodes=4 --epochs 10   # whatever @task names can be said again
+    python train.py --epochs 3                                        # here; job is None
+    python train.py --submit --env production --epochs 10             # a job on two nodes
+    python train.py --submit --env production --nodes=4 --epochs 10   # overrides what @task says
     python train.py --submit --env production --follow --fetch        # as with submit.py
 
-Ranks are started by the repository's launchers: by launch_slurm_to_torch.sh if a task is a rank, and by
-launch_slurm_with_torchrun.sh if a node's one task has several GPUs. What the function returns on rank 0 is written
-to result.json in the job's output folder, checkpoints/JOB-ID, which `fetch` brings back.
+A job gets one GPU per task if the cluster has GPUs. gpus_per_node overrides that: in @task, in Slurmfile.toml's
+[NAME.submit], or on the command line; 0 for none. The repository's launchers start the ranks: launch_slurm_to_torch.sh
+if a task is a rank, launch_slurm_with_torchrun.sh if the one task of a node has several GPUs. The value that the
+function returns on rank 0 is written to result.json in the job's output folder, checkpoints/JOB-ID; `fetch` copies it.
 """
 
 import functools
 import json
 import os
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+# submit and submission are imported only when submitting: they need Python 3.11, and a job may have 3.10.
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux")]
-
-import slurmfile
-import submit
-from resilience.arguments import ArgumentParser, let_srun_read
-from resilience.stop_request import write_whole
 
 
 @dataclass(frozen=True)
@@ -41,11 +39,11 @@ class JobContext:
     local_rank: int
     world_size: int
     node_rank: int
-    restart_count: int  # how often Slurm has started the job again
+    restart_count: int  # how often Slurm has requeued the job
     output_dir: Path
 
     def torch_distributed_env(self) -> dict[str, str]:
-        """The five variables by which torch.distributed finds the other ranks (its "env://")."""
+        """The five variables that torch.distributed reads (its "env://")."""
         return {
             "MASTER_ADDR": os.environ["MASTER_ADDR"],
             "MASTER_PORT": os.environ["MASTER_PORT"],
@@ -56,24 +54,31 @@ class JobContext:
 
 
 def find_job() -> JobContext | None:
-    """This rank's place in the Slurm job that a launcher has started it in; None elsewhere, in a batch shell too."""
+    """This rank's place in the Slurm job in which a launcher started it; None elsewhere, as in a batch shell.
+
+    Ends the program with a sentence if srun started several tasks without a launcher: each would run alone.
+    """
     env = os.environ
-    if "SLURM_JOB_ID" not in env or "MASTER_ADDR" not in env:
+    in_step = int(env.get("SLURM_STEP_ID", 2**32)) < 2**31  # near 2**32: batch and interactive shells
+    if in_step and "MASTER_ADDR" not in env and int(env.get("SLURM_NTASKS", 1)) > 1:
+        if env["SLURM_PROCID"] != "0":
+            time.sleep(5)  # where a failed task ends the step: the first one reports
+            sys.exit(1)
+        tasks = f"srun started {env['SLURM_NTASKS']} tasks without a launcher, and each would train alone"
+        sys.exit(f"{Path(sys.argv[0]).name}: {tasks}: add --submit --env NAME, or sbatch launch_slurm_to_torch.sh")
+    if "SLURM_JOB_ID" not in env or "MASTER_ADDR" not in env or not (in_step or "TORCHELASTIC_RUN_ID" in env):
         return None
-    if "TORCHELASTIC_RUN_ID" in env or "SPAWN_RANKS" in env:  # they inherit Slurm's variables, which are their parent's
-        names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK"
-    elif int(env.get("SLURM_STEP_ID", 2**32)) < 2**31:
-        names = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID"
-    else:
-        return None
-    rank, local_rank, world_size, node_rank = (int(env[name]) for name in names)
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE"
+    if "RANK" not in env:
+        names = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"
+    rank, local_rank, world_size = (int(env[name]) for name in names)
     return JobContext(
         job_id=int(env["SLURM_JOB_ID"]),
         node_list=env["SLURM_JOB_NODELIST"],
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
-        node_rank=node_rank,
+        node_rank=int(env.get("GROUP_RANK") or env.get("SLURM_NODEID", 0)),
         restart_count=int(env.get("SLURM_RESTART_COUNT", 0)),
         output_dir=Path("checkpoints", env["SLURM_JOB_ID"]),
     )
@@ -82,17 +87,17 @@ def find_job() -> JobContext | None:
 def task(**resources: str | int) -> Callable[[Callable], Callable]:
     """Decorates a function that takes `job`. `resources` are options of sbatch: nodes, ntasks_per_node or ntasks, time.
 
-    Takes --submit and what belongs to it off sys.argv, and so has to stand above the script's own parser's call.
+    Removes --submit and the options that belong to it from sys.argv: decorate above the call of the script's parser.
     """
-    resources = {"nodes": 1, "gpus_per_node": 0} | resources
+    resources = {"nodes": 1, "gpus_per_node": None} | resources
 
     def decorate(function: Callable) -> Callable:
-        asked = take_options(resources) if function.__module__ == "__main__" else None
+        submit_args = parse_submission(resources) if function.__module__ == "__main__" else None
 
         @functools.wraps(function)
         def run_or_submit(*args, **kwargs):
-            if asked is not None:
-                sys.exit(submit_script(resources, asked))
+            if submit_args is not None:
+                sys.exit(submit_script(resources, submit_args))
             job = find_job()
             result = function(*args, job=job, **kwargs)
             if job and job.rank == 0:
@@ -104,45 +109,59 @@ def task(**resources: str | int) -> Callable[[Callable], Callable]:
     return decorate
 
 
-def take_options(resources: dict[str, str | int]) -> Namespace | None:
-    """What the command line says of the submission, taken off sys.argv; None without --submit."""
+def parse_submission(resources: dict[str, str | int | None]) -> Namespace | None:
+    """The options of the submission, removed from sys.argv; None without --submit."""
     if "--submit" not in sys.argv[1:]:
         return None
-    description = "What job --submit asks for. The script's own arguments: --help without --submit."
+    import submit
+    from resilience.arguments import ArgumentParser
+
+    description = "The job that --submit asks for. The script's own arguments: --help without --submit."
     parser = ArgumentParser(description=description)
-    parser.add_argument("--submit", action="store_true", help="as a job, as Slurmfile.toml says")
+    parser.add_argument("--submit", action="store_true", help="as a job, to a cluster of Slurmfile.toml")
     submit.add_options(parser)
     for name, value in resources.items():
-        help = f"as for sbatch (@task: {value})"
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, type=type(value), help=help)
-    asked, sys.argv[1:] = parser.parse_known_args()
-    if asked.env is None:
+        default = "one per task, where the cluster has GPUs" if value is None else value
+        kind = str if value is None else type(value)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", dest=name, type=kind, help=f"as for sbatch (@task: {default})"
+        )
+    submit_args, sys.argv[1:] = parser.parse_known_args()
+    if submit_args.env is None:
         parser.error("--submit needs --env NAME, one of the names in Slurmfile.toml")
-    return asked
+    return submit_args
 
 
-def submit_script(resources: dict[str, str | int], asked: Namespace) -> int:
-    """Submits this script, with the arguments that are its own, by submit.py."""
-    said = {name: value for name in resources if (value := getattr(asked, name)) is not None}
-    options = resources | said
+def submit_script(resources: dict[str, str | int | None], submit_args: Namespace) -> int:
+    """Submits this script, with its own arguments, by submit.py. Returns the exit status."""
+    import submit
+    from submission import slurmfile
+
+    typed = {name: value for name in resources if (value := getattr(submit_args, name)) is not None}
+    options = {name: value for name, value in (resources | typed).items() if value is not None}
     for fault in filter(None, (slurmfile.option_fault(name.replace("_", "-")) for name in options)):
         slurmfile.fail(f"@task: {fault}")
-    if "ntasks_per_node" not in options:  # else the launcher's header would say how many
+    if "ntasks_per_node" not in options:  # else the number in the launcher's header would apply
         options["ntasks_per_node"] = -(-options.get("ntasks", options["nodes"]) // options["nodes"])
-    gpus = int(str(options["gpus_per_node"]).rpartition(":")[2])  # a100:4
-    way = "with_torchrun" if options["ntasks_per_node"] == 1 and gpus > 1 else "to_torch"
+    tasks, settings = options["ntasks_per_node"], slurmfile.read(slurmfile.find(), submit_args.env)["submit"]
+    gpus = str(options.get("gpus_per_node", settings.get("gpus_per_node", settings.get("gpus-per-node", tasks))))
+    gpus = gpus.rpartition(":")[2]  # a100:4
+    way = "with_torchrun" if tasks == 1 and gpus.isdigit() and int(gpus) > 1 else "to_torch"
     script = os.path.relpath(sys.argv[0])
-    asked.sbatch = submit.sbatch_options(options)
-    asked.command = [os.path.relpath(REPOSITORY / f"launch_slurm_{way}.sh"), script, *sys.argv[1:]]
-    return submit.interruptible(submit.submit, asked)
+    submit_args.sbatch, submit_args.default_gpus = submit.sbatch_options(options), tasks
+    submit_args.command = [os.path.relpath(REPOSITORY / f"launch_slurm_{way}.sh"), script, *sys.argv[1:]]
+    return submit.interruptible(submit.submit, submit_args)
 
 
 def write_result(name: str, result: object, folder: Path):
-    """result.json, whole or not at all."""
+    """result.json: the whole file or none."""
     try:
         text = json.dumps(result, indent=1)
     except (TypeError, ValueError) as error:
-        print(f"what {name} returns is no JSON ({error}): return numbers, strings, lists and dicts", file=sys.stderr)
-        let_srun_read()
-        os._exit(1)
-    write_whole(folder / "result.json", text + "\n")
+        print(f"the result of {name} is not JSON ({error}): return numbers, strings, lists and dicts", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)  # at once: other ranks and gloo's threads may still be running
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".result.json.{os.getpid()}.tmp"
+    temporary.write_text(text + "\n")
+    temporary.replace(folder / "result.json")

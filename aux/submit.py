@@ -1,4 +1,4 @@
-"""Send a job to a cluster from a laptop, over SSH, and look after it from here. Slurmfile.toml says where and how.
+"""Submit a job to a cluster from a laptop, over SSH, and follow it from here. Slurmfile.toml says where and how.
 
     python aux/submit.py --env production launch_slurm_with_torchrun.sh distributed/train_ddp.py --epochs 10
     python aux/submit.py --env production --nodes=4 --follow --fetch launch_slurm_to_torch.sh aux/check_ranks.py
@@ -7,10 +7,10 @@
     python aux/submit.py cancel JOB
     python aux/submit.py fetch JOB                           # checkpoints, metrics, log, into slurm-jobs/
 
-What stands before the launcher and is not listed below is an option of sbatch: --option=value. The code goes along as
-it is, committed or not, without what git ignores, into a new folder on the cluster: what is edited here afterwards
-changes nothing there. Environment variables stay here, except those that the Slurmfile names. A connection that breaks
-does not touch the job. --follow, --wait and --fetch return its exit status.
+Options before the launcher that are not listed below are sbatch's: --option=value. The code is copied into a new folder
+on the cluster, committed or not, without the files that git ignores: later edits do not change the job. Environment
+variables are not copied, except those that the Slurmfile names. A broken connection does not affect the job. --follow,
+--wait and --fetch return its exit status.
 """
 
 import io
@@ -31,25 +31,23 @@ from typing import BinaryIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
-import container
-import jobs
-import slurmfile
-from remote import Lost, answer, explain, host_of, there
 from resilience.arguments import ArgumentParser
-from slurmfile import fail
+from submission import container, jobs, remote, slurmfile
+from submission.remote import ConnectionFailed, explain, host_of
+from submission.slurmfile import fail
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
 def parse_submission(arguments: list[str]) -> Namespace:
-    """Own options, sbatch's, and from the first word without a dash on the command, which is left as it is."""
+    """Our options and sbatch's; the command starts at the first word without a dash, and is not parsed."""
     parser = ArgumentParser(prog="submit.py", description=__doc__, usage=USAGE)
     add_options(parser)
     start = 0
     while start < len(arguments) and arguments[start].startswith("-"):
         start += 2 if arguments[start] == "--env" else 1
     args, args.sbatch = parser.parse_known_args(arguments[:start])
-    args.command = arguments[start:]
+    args.command, args.default_gpus = arguments[start:], ""
     if args.env is None:
         parser.error("--env NAME is missing: one of the names in Slurmfile.toml")
     if not args.command:
@@ -73,18 +71,18 @@ USAGE = "submit.py --env NAME [options] [sbatch options] LAUNCHER [ARGUMENT ...]
 
 def add_options(parser: ArgumentParser):
     parser.add_argument("--env", metavar="NAME", help="which environment of Slurmfile.toml")
-    parser.add_argument("--follow", action="store_true", help="show the log as it grows, until the job has ended")
-    parser.add_argument("--wait", action="store_true", help="wait until the job has ended")
-    parser.add_argument("--fetch", action="store_true", help="wait, and bring back what the job has made")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands, and run none")
+    parser.add_argument("--follow", action="store_true", help="print the log as it grows, until the job ends")
+    parser.add_argument("--wait", action="store_true", help="wait until the job ends")
+    parser.add_argument("--fetch", action="store_true", help="wait, then copy the job's files to this machine")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, run none")
 
 
 def parse_verb(verb: str, arguments: list[str]) -> Namespace:
     parser = ArgumentParser(prog=f"submit.py {verb}", description=__doc__)
-    parser.add_argument("job", metavar="JOB", help="what sbatch has called it, a number")
-    parser.add_argument("--env", metavar="NAME", help="which environment, where two have a job of this number")
+    parser.add_argument("job", metavar="JOB", help="the job id")
+    parser.add_argument("--env", metavar="NAME", help="which environment, if two have a job of this id")
     if verb == "logs":
-        parser.add_argument("--follow", action="store_true", help="as it grows, until the job has ended")
+        parser.add_argument("--follow", action="store_true", help="as it grows, until the job ends")
     return parser.parse_args(arguments)
 
 
@@ -97,13 +95,13 @@ def list_files() -> tuple[Path, list[str]]:
         root = Path(git("rev-parse", "--show-toplevel")[:-1]).resolve()
         listed = git("-C", root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     except FileNotFoundError:
-        fail("git is not installed here, and it says which files to copy")
+        fail("git is not installed on this machine: it lists the files to copy")
     except subprocess.CalledProcessError as error:
-        fail(f"{Path.cwd()} is not in a git repository, which says what to copy ({error.stderr.decode().strip()})")
+        fail(f"{Path.cwd()} is not in a git repository, whose files are copied ({error.stderr.decode().strip()})")
     files = []
     for name in dict.fromkeys(filter(None, listed.split("\0"))):
         if os.path.isdir(root / name) and not os.path.islink(root / name):
-            print(f"note: {name} is a git repository of its own, and not copied", file=sys.stderr)
+            print(f"note: {name} is a git repository of its own: not copied", file=sys.stderr)
         elif os.path.lexists(root / name):
             files.append(name)
     return root, files
@@ -114,7 +112,7 @@ def git(*arguments: object) -> str:
 
 
 def pack(packed: BinaryIO, files: dict[str, Path], mark: dict, variables: list[str]) -> int:
-    """Writes what there.sh's `submit` reads. Returns the bytes of the archive."""
+    """Writes what remote.sh's `submit` reads. Returns the bytes of the archive."""
     for name in variables:
         value = os.environ[name].replace("\\", r"\\").replace("\n", r"\n")
         packed.write(os.fsencode(f"{name}={value}\n"))
@@ -135,7 +133,7 @@ def pack(packed: BinaryIO, files: dict[str, Path], mark: dict, variables: list[s
 
 
 def sbatch_options(options: dict[str, str | int | bool]) -> list[str]:
-    """A Slurmfile's or a task's options as sbatch has them; true means no value, false not at all."""
+    """The options of a Slurmfile or a task as sbatch's; true is an option without a value, false is left out."""
     words = []
     for key, value in options.items():
         if value is not False:
@@ -144,7 +142,7 @@ def sbatch_options(options: dict[str, str | int | bool]) -> list[str]:
 
 
 def submit(args: Namespace) -> int:
-    """Copies the code and submits it. Returns the exit status: the job's own, if it is waited for."""
+    """Copies the code and submits it. Returns the exit status: the job's own, with --follow, --wait or --fetch."""
     path = slurmfile.find()
     settings = slurmfile.read(path, args.env)
     cluster, packaging = settings["cluster"], settings["packaging"]
@@ -168,11 +166,11 @@ def submit(args: Namespace) -> int:
             size = pack(packed, copied, {"env": args.env, "sbatch": sbatch}, cluster["environment"])
         except OSError as error:
             fail(f"cannot read {error.filename}: {error.strerror}")
-        command += [len(cluster["environment"]), len(links), *links, *sbatch]
+        command += [args.default_gpus, len(cluster["environment"]), len(links), *links, *sbatch]
         if args.dry_run:
             print(f"# {len(files)} files, {size / 1e6:.1f} MB, as a tar archive into the standard input of")
-            print(shlex.join(there(cluster, *command)))
-            print(f"# which makes a new folder in {base}, and in that one runs")
+            print(shlex.join(remote.command_line(cluster, *command)))
+            print(f"# which makes a new folder in {base} and runs in it")
             print(shlex.join(sbatch))
             return 0
         print(f"Copying {len(copied)} files, {size / 1e6:.1f} MB, to {host_of(cluster)}", flush=True)
@@ -181,11 +179,11 @@ def submit(args: Namespace) -> int:
     jobs.save(path.parent / "slurm-jobs", record)
     print(f"Submitted batch job {job} to {args.env}, in {folder}. Type next:")
     for verb in ("status", "logs --follow", "fetch", "cancel"):
-        print(f"  {jobs.later(verb, job)}", flush=True)
-    return look_after(record, args)
+        print(f"  {jobs.command_for(verb, job)}", flush=True)
+    return follow(record, args)
 
 
-def look_after(record: dict, args: Namespace) -> int:
+def follow(record: dict, args: Namespace) -> int:
     if not (args.follow or args.wait or args.fetch):
         return 0
     status = jobs.watch(record, show_log=args.follow)
@@ -195,15 +193,15 @@ def look_after(record: dict, args: Namespace) -> int:
 
 
 def launcher_in(root: Path, files: list[str], launcher: str) -> str:
-    """The launcher's path from the working directory, which is also the job's, if it is one of the files copied."""
+    """The launcher's path from the working directory, which is the job's as well; it must be a copied file."""
     path = Path(launcher).resolve()
     if not path.is_relative_to(root) or str(path.relative_to(root)) not in files:
-        fail(f"{launcher} is not copied to the cluster: git ignores it, or it is outside of {root}")
+        fail(f"{launcher} would not be copied to the cluster: git ignores it, or it is outside of {root}")
     return os.path.relpath(path)
 
 
 def name_of(command: list[str]) -> str:
-    """What the job's folder is called, before the random letters."""
+    """The name of the job's folder, without the random letters at its end."""
     script = command[1] if command[1:] and command[1].endswith(".py") else command[0]
     return re.sub(r"[^A-Za-z0-9_.-]", "_", Path(script).stem) + time.strftime("-%Y-%m-%d_%H-%M-%S")
 
@@ -211,12 +209,12 @@ def name_of(command: list[str]) -> str:
 def send(cluster: dict, command: list[object], packed: BinaryIO) -> tuple[str, str, str]:
     """Submits; returns the job's id, its folder and its log."""
     try:
-        with answer(cluster, *command, stdin=packed) as lines:
-            said = lines.read().decode()
-    except Lost as lost:
-        unsure = "; whether the job was submitted is not known: look with squeue --me there" if lost.begun else ""
-        fail(explain(cluster, lost.said)[0] + unsure)
-    job, folder, log = [*said.splitlines(), ""][:3]
+        with remote.run(cluster, *command, stdin=packed) as lines:
+            output = lines.read().decode()
+    except ConnectionFailed as error:
+        unsure = "; the job may have been submitted: check with squeue --me on the cluster" if error.started else ""
+        fail(explain(cluster, error.message)[0] + unsure)
+    job, folder, log = [*output.splitlines(), ""][:3]
     return job, folder, log
 
 
@@ -239,7 +237,7 @@ def interruptible(function: Callable[..., int], argument: object) -> int:
     try:
         return function(argument)
     except KeyboardInterrupt:
-        print("interrupted; a job that was submitted goes on", file=sys.stderr)
+        print("interrupted; a submitted job continues", file=sys.stderr)
         return 130
 
 

@@ -4,31 +4,23 @@
     ./torchrun.sh distributed/train_task.py --epochs 3                              # here, several ranks
     python distributed/train_task.py --submit --env local --follow --epochs 3       # a job: sbatch on this machine
     python distributed/train_task.py --submit --env production --fetch --epochs 3   # a job over SSH, result.json back
-    python distributed/train_task.py --submit --help                                # what a job can be asked for
+    python distributed/train_task.py --submit --help                                # what a job can ask for
 
-Data, model and steps are train_ddp.py's, so its figures are these. Nothing above the function imports torch: who
-submits needs none.
+A job keeps a checkpoint of each epoch in checkpoints/JOB-ID, and resumes from the newest when Slurm requeues it.
+Nothing above the function imports torch: the machine that submits needs none.
 """
 
+import math
 import os
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "aux"))
 
-from resilience.arguments import ArgumentParser, device_name, new_checkpoint_dir, uneven, whole_number
+from resilience.arguments import ArgumentParser, device_name, number, whole_number
 from slurm_task import JobContext, task
-
-
-def get_device(name: str, local_rank: int, world_size: int):
-    """CUDA, else Apple's MPS (for one process alone: gloo does not know it), else the CPU, unless `name` says which."""
-    from resilience import step_zero
-
-    device, fault = step_zero.choose_device(name, local_rank, world_size)
-    if fault:
-        sys.exit(f"train_task.py: {fault}")
-    return device
 
 
 @task(time="01:00:00", nodes=1, ntasks_per_node=2)
@@ -36,61 +28,186 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     """Trains, and returns loss and accuracy on the test images: the same on every rank."""
     import torch
     import torch.distributed as dist
+    from torch import nn
     from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
     import mnist
-    import train_ddp
-    from resilience import step_zero
-    from resilience.progress import Progress
+
+    # --- process group ------------------------------------------------------------------------------------------------
 
     if job:
-        os.environ.update(job.torch_distributed_env())  # torchrun by hand has set the five itself
-    names = ("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)
-    rank, local_rank, world_size = (int(os.environ.get(*name)) for name in names)
-    step_zero.speak_as(rank)
-    fault = uneven("--batch-size", args.batch_size, world_size, f"{world_size} ranks")
-    if fault := fault or mnist.missing_data(args.data_dir):
-        step_zero.stop(fault, rank, speak=rank == 0)
-    device = get_device(args.device, local_rank, world_size)
+        os.environ.update(job.torch_distributed_env())  # without a job, torchrun has set them, or nobody
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    device = choose_device(args.device, rank, local_rank, world_size)
     if world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
-    torch.manual_seed(args.seed)
-    train_loader, test_loader = train_ddp.make_loaders(args, rank, world_size, device)
-    bare_model, optimizer = train_ddp.make_model(args, device)
-    model = bare_model
-    if world_size > 1:
-        model = DistributedDataParallel(bare_model, device_ids=[device.index] if device.type == "cuda" else None)
-    scaler = torch.amp.GradScaler(device.type, enabled=False)
+    # --- data: every rank takes its part of each batch; an epoch drops its last partial batch -------------------------
 
-    folder = job.output_dir if job else new_checkpoint_dir()
-    step, total_steps = 0, args.epochs * len(train_loader)
-    progress = Progress(folder if rank == 0 else None, "images", step, total_steps)
-    common = rank, world_size, device, progress
-    for epoch in range(1, args.epochs + 1):
-        *_, step = train_ddp.train_epoch(args, step, model, optimizer, scaler, train_loader, *common)
-        loss, accuracy = train_ddp.evaluate(args, bare_model, test_loader, world_size, device)
-        progress.epoch(step, epoch, test_loss=loss, test_accuracy=accuracy)
+    if args.batch_size % world_size:
+        stop(f"--batch-size {args.batch_size} does not divide by {world_size} ranks", rank)
+    try:
+        train_set, test_set = mnist.load(args.data_dir)
+    except (OSError, ValueError) as error:
+        stop(str(error), rank)
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
+    batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)
+    loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")
+    mine = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # every test image once
+    test_loader = DataLoader(test_set, sampler=mine, batch_size=None)
+    if len(loader) == 0:
+        stop(f"--batch-size {args.batch_size} is more than the {len(train_set)} training images", rank)
+
+    # --- model --------------------------------------------------------------------------------------------------------
+
+    torch.manual_seed(args.seed)  # the same weights on every rank
+    convolutions = nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25)
+    linears = nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.25), nn.Linear(128, 10)
+    model = nn.Sequential(*convolutions, nn.Flatten(), *linears).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate, momentum=0.9, nesterov=True)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
+    autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
+    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+    ddp_model = DistributedDataParallel(model) if world_size > 1 else model
+
+    # --- checkpoint ---------------------------------------------------------------------------------------------------
+
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    epoch, loss, accuracy = 0, 0.0, 0.0
+    newest = [newest_checkpoint(job.output_dir) if job and rank == 0 else None]
+    if world_size > 1:
+        dist.broadcast_object_list(newest, device=device)  # one choice for all ranks
+    if newest[0] and job.restart_count == 0:
+        stop(f"{newest[0]} is from another job with the id {job.job_id}: move {job.output_dir} away", rank)
+    if newest[0]:
+        state = torch.load(newest[0], map_location=device, weights_only=True)
+        epoch, loss, accuracy = state["epoch"], state["test_loss"], state["test_accuracy"]
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        if rank == 0:
+            print(f"Resumed after epoch {epoch}", flush=True)
+
+    def save_checkpoint():
+        state = {"epoch": epoch, "test_loss": loss, "test_accuracy": accuracy}
+        state |= {name: part.state_dict() for name, part in parts.items()}
+        path = job.output_dir / f"checkpoint_epoch_{epoch}.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".tmp").open("wb") as file:
+            torch.save(state, file)
+            os.fsync(file.fileno())
+        path.with_suffix(".tmp").replace(path)  # the whole checkpoint or none
+
+    def all_reduced(values: torch.Tensor) -> list[float]:
+        if world_size > 1:
+            dist.all_reduce(values)
+        return values.tolist()
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    if rank == 0:
+        print(f"Data: {mnist.describe(args.data_dir)}. World size {world_size}, {device.type}", flush=True)
+    while epoch < args.epochs:
+        sampler.set_epoch(epoch)
+        torch.manual_seed((args.seed * 1_000_003 + epoch) * 65_536 + rank)  # dropout: no two ranks and epochs alike
+        ddp_model.train()
+        start = time.monotonic()
+        for step, (images, labels) in enumerate(loader, 1):
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            with autocast:
+                batch_loss = nn.functional.cross_entropy(ddp_model(images), labels)
+            optimizer.zero_grad()
+            scaler.scale(batch_loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if step % args.log_every == 0 or step == len(loader):
+                (mean,) = all_reduced(batch_loss.detach()[None] / world_size)
+                rate = step * args.batch_size / (time.monotonic() - start)
+                line = f"epoch={epoch + 1} step={step}/{len(loader)} loss={mean:.4f} images_per_second={rate:.0f}"
+                if rank == 0:
+                    print(line, flush=True)
+                if not math.isfinite(mean):
+                    stop(f"the loss is {mean}: try a lower --learning-rate, or another --precision", rank)
+        epoch += 1
+
+        model.eval()
+        sums = torch.zeros(2, device=device)  # loss, right answers
+        with torch.inference_mode():
+            for images, labels in test_loader:
+                images, labels = images.to(device), labels.to(device)
+                with autocast:
+                    logits = model(images)
+                batch_loss = nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
+                sums += torch.stack((batch_loss, (logits.argmax(1) == labels).sum()))
+        loss, accuracy = (value / len(test_set) for value in all_reduced(sums))
+        if rank == 0:
+            print(f"epoch={epoch} test_loss={loss:.4f} test_accuracy={accuracy:.4f}", flush=True)
+            if job:
+                save_checkpoint()
     return {"test_loss": loss, "test_accuracy": accuracy, "world_size": world_size}
+
+
+def stop(sentence: str, rank: int):
+    """Ends this rank with status 1. Rank 0 reports first: others may find the same."""
+    time.sleep(5 * (rank > 0))
+    print(f"train_task.py: rank {rank}: {sentence}", file=sys.stderr, flush=True)
+    os._exit(1)  # at once: gloo's threads can outlive the process group and hang the interpreter
+
+
+def choose_device(name: str, rank: int, local_rank: int, world_size: int):
+    """CUDA, else Apple's MPS (one process only: gloo lacks it), else the CPU, unless --device names one."""
+    import torch
+
+    granted, count = os.environ.get("SLURM_GPUS_ON_NODE") or "0", torch.cuda.device_count()
+    if name == "auto" and granted != "0" and count == 0:
+        stop(f"Slurm granted {granted} GPUs, but torch {torch.__version__} sees none; or say --device cpu", rank)
+    if name == "auto":
+        name = "cuda" if count else "mps" if torch.backends.mps.is_available() and world_size == 1 else "cpu"
+    if name == "mps" and (world_size > 1 or not torch.backends.mps.is_available()):
+        stop("--device mps needs an Apple GPU and one process", rank)
+    if name != "cuda":
+        return torch.device(name)
+    index = 0 if count == 1 else local_rank  # one visible device: Slurm bound it to this task
+    if index >= count:
+        stop(f"local rank {local_rank} has no GPU: torch sees {count}; ask for one GPU per rank", rank)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def newest_checkpoint(folder: Path) -> str | None:
+    paths = folder.glob("checkpoint_epoch_*.pt")
+    return max(map(str, paths), key=lambda path: int(Path(path).stem.rpartition("_")[2]), default=None)
+
+
+def shutdown():
+    """Ends the process group, and with it this process: see stop."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()  # rank 0 may still be writing
+        dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=whole_number(1), default=3, help="passes over the images")
     parser.add_argument("--batch-size", type=whole_number(1), default=64, help="images per step, over all ranks")
+    parser.add_argument("--learning-rate", type=number(0), default=0.02, help="of SGD with momentum")
+    parser.add_argument("--seed", type=whole_number(0), default=0, help="of weights, order and dropout")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of autocast")
     device = os.environ.get("TRAIN_DEVICE", "auto")
     parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps; or TRAIN_DEVICE")
     parser.add_argument("--data-dir", type=Path, default="data/mnist", help="of aux/prepare_data.py")
     parser.add_argument("--log-every", type=whole_number(1), default=100, help="steps between two log lines")
-    # What train_ddp.py has besides, at its defaults
-    parser.set_defaults(learning_rate=0.02, dropout=0.25, seed=0, precision="fp32", num_workers=0, max_steps=None)
     return parser.parse_args()
 
 
 if __name__ == "__main__":
     result = train(parse_arguments())
     if os.environ.get("RANK", "0") == "0":
-        print(f"Finished: average_loss={result['test_loss']:.4f} accuracy={result['test_accuracy']:.4f}")
-    from resilience import step_zero
-
-    step_zero.leave()
+        print(f"Finished: average_loss={result['test_loss']:.4f} accuracy={result['test_accuracy']:.4f}", flush=True)
+    shutdown()

@@ -136,7 +136,7 @@ def test_what_is_inside(cluster, site):
         "NCCL_DEBUG": "INFO",
         "NCCL_SOCKET_IFNAME": "eth0",
         "GLOO_SOCKET_IFNAME": "eth0",
-        "TORCH_LOGS": "+dynamo",
+        "TORCH_NCCL_TIMEOUT": "9",
     }
     named |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     named |= {"CUDA_LAUNCH_BLOCKING": "1", "OWN": "a b", "OWN_TOO": ""}
@@ -249,7 +249,7 @@ def test_container_made_by_hand_is_kept(cluster, site):
 
 @pytest.mark.matrix
 def test_stopped_and_requeued(cluster, site):
-    """USR1 ends nothing between srun and the ranks in their containers; what they write outside makes a requeue."""
+    """USR1 ends nothing between srun and the ranks in their containers. Their outcome file has it requeued."""
     clone = site.clone("requeued")
     command = ["tests/scripts/slowly.py", 0.3, "distributed/train_preemptible.py", "--data-dir", "/tiny"]
     command += ["--epochs", 3, "--batch-size", 20, "--log-every", 1, "--checkpoint-dir", "checkpoints/requeued"]

@@ -17,10 +17,9 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parent.parent / "aux" / "prepare_data.py"
 sys.path.insert(0, str(SCRIPT.parent))
-import characters
-import mnist
 import prepare_data
-from draw_digits import draw_digits
+from figures.draw_digits import draw_digits
+from resilience import checksums
 
 TEXT = "".join(f"Line {i}: to be, or not to be, that is the question.\r\n" for i in range(2000)) + "Ende: ÄÖÜ"
 
@@ -173,7 +172,7 @@ def test_next_mirror_takes_over(server, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("sign, status", [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
-def test_ended_run_leaves_only_a_part_that_the_next_takes_up(server, tmp_path, sign, status):
+def test_ended_run_leaves_only_a_part_that_the_next_resumes(server, tmp_path, sign, status):
     server.limits["input.txt"], server.hang = 20_000, 3
     start = f"import prepare_data as p; p.SHAKESPEARE_MIRRORS = ['{server.url}']; p.main()"
     command = [sys.executable, "-c", start, "shakespeare", "--data-dir", str(tmp_path)]
@@ -251,19 +250,18 @@ def test_own_data_is_never_replaced(server, tmp_path, capsys, flags):
 
 
 @pytest.mark.parametrize("flags", [(), ("--synthetic",)])
-@pytest.mark.parametrize(("name", "module"), [("mnist", mnist), ("shakespeare", characters)])
-def test_checksums_find_what_has_changed(server, tmp_path, name, module, flags):
+@pytest.mark.parametrize("name", ["mnist", "shakespeare"])
+def test_checksums_find_what_has_changed(server, tmp_path, name, flags):
     run(name, "--data-dir", tmp_path, *flags)
     [sums] = tmp_path.rglob("SHA256SUMS")
     check = ["sha256sum", "--check", "--strict", "--quiet", sums.name]
     assert subprocess.run(check, cwd=sums.parent, capture_output=True).stdout == b""
-    context = () if name == "mnist" else (64,)
-    assert module.missing_data(tmp_path, *context) is None
+    assert checksums.damaged(sums.parent) is None
     for path in sums.parent.iterdir():
         if path != sums:
             whole = path.read_bytes()
             path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-            assert str(path) in module.missing_data(tmp_path, *context)
+            assert str(path) in checksums.damaged(sums.parent)
             path.write_bytes(whole)
 
 
@@ -302,7 +300,7 @@ def test_full_disk_changes_nothing(server, tmp_path, capsys, monkeypatch):
     assert contents(tmp_path / "m") == {}
 
 
-def test_things_in_the_way(server, tmp_path, capsys):
+def test_conflicting_files(server, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for dataset in ("mnist", "shakespeare"):
         assert str(tmp_path / "file") in refused(capsys, dataset, "--synthetic", "--data-dir", tmp_path / "file")

@@ -1,4 +1,4 @@
-"""The README's commands, run as they stand, block by block, in a copy of the repository."""
+"""The commands of README and docs, run as they stand, block by block, in a copy of the repository."""
 
 import os
 import re
@@ -11,7 +11,8 @@ import pytest
 
 from conftest import NAMESPACES, REPOSITORY, environment, run
 
-BLOCKS = re.findall(r"^```bash\n(.*?)^```$", (REPOSITORY / "README.md").read_text(), re.M | re.S)
+DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+BLOCKS = re.findall(r"^```bash\n(.*?)^```$", "\n".join(path.read_text() for path in DOCUMENTS), re.M | re.S)
 
 
 def copy_of_repository(folder: Path) -> Path:
@@ -26,7 +27,7 @@ def copy_of_repository(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory, tiny) -> Path:
     """A copy with the virtual environment of the tests, and small data where the README has them."""
-    folder = copy_of_repository(tmp_path_factory.mktemp("clone"))
+    folder = copy_of_repository(tmp_path_factory.mktemp("clone") / "repository")
     (folder / ".venv").symlink_to(REPOSITORY / ".venv")
     shutil.copytree(tiny, folder / "data/mnist")
     return folder
@@ -40,24 +41,25 @@ def bash(script: str, clone: Path, prefix: tuple = (), **variables):
 
 def block(containing: str) -> str:
     found = [text for text in BLOCKS if containing in text]
-    assert len(found) == 1, f"one block of the README has {containing!r}"
+    assert len(found) == 1, f"one block of the documents has {containing!r}"
     return found[0]
 
 
 def test_every_block_is_run():
     """Here, but three: containers in test_containers.py, Docker in test_docker.py, the laptop in test_submit.py."""
-    assert len(BLOCKS) == 9 and block("import_image.sh") and block("docker exec") and block("submit.py")
+    assert len(BLOCKS) == 10 and block("import_image.sh") and block("docker exec") and block("submit.py")
 
 
 def test_make_train(clone):
     shown = bash(block("make train"), clone)
-    assert "SYNTHETIC" in shown and re.search(r"^Finished: epoch=3 .* accuracy=0\.\d+$", shown, re.M)
+    assert "SYNTHETIC" in shown and re.search(
+        r"^epoch=3 test_loss=\S+ test_accuracy=0\.\d+\nFinished: epoch=3, ", shown, re.M
+    )
 
 
 def test_by_hand(clone):
-    shown = bash(block("spawn_ranks.py"), clone)
-    accuracies = re.findall(r"^Finished: epoch=1 .* accuracy=(0\.\d+)$", shown, re.M)
-    assert len(accuracies) == 3
+    shown = bash(block("./torchrun.sh distributed/train_ddp.py"), clone)
+    assert len(re.findall(r"^epoch=1 test_loss=\S+ test_accuracy=0\.\d+\nFinished: epoch=1, ", shown, re.M)) == 3
 
 
 def test_language_model(clone):
@@ -74,9 +76,10 @@ def test_local_cluster(clone):
     try:
         shown = bash(block("make cluster\n"), clone, **variables)
         assert len(re.findall(r"^node-[12] .* idle ", shown, re.M)) == 2
-        assert "step=15/15" in shown
-        (log,) = clone.glob("launch_slurm_with_torchrun.sh_*.out")
-        assert "VERDICT: 4 ranks" in log.read_text()
+        assert len(re.findall(r"^\[Rank: [0-3] \| node-[12] \| world size: 4 \|.*\]$", shown, re.M)) == 4
+        assert re.search(r"^Finished: epoch=1, ", shown, re.M)
+        logs = "".join(log.read_text() for log in clone.glob("launch_slurm_with_torchrun.sh_*.out"))
+        assert "VERDICT: 4 ranks" in logs
         assert not Path(f"/run/slurm-cluster-{variables['CLUSTER']}").exists()
     finally:
         run(NAMESPACES, "down", env=environment(**variables))
@@ -93,12 +96,23 @@ def test_on_a_cluster(clone, cluster):
     assert len(ids) == 5 and all(str(job) in shown.split("JOBID")[1] for job in ids)
     ended = [cluster.wait(job, timeout=240) for job in ids]
     assert [job.state for job in ended] == ["COMPLETED"] * 5, [job.log for job in ended]
-    finals = [re.search(r"^Finished: (.*)$", job.log, re.M)[1] for job in ended[1:4]]
-    assert len({final.split()[0] for final in finals}) == 1 and time.time() - before < 240
+    finals = [re.search(r"^epoch=1 test_loss=(\S+) .*\nFinished: epoch=1, ", job.log, re.M)[1] for job in ended[1:]]
+    assert len(finals) == 4 and time.time() - before < 240
 
 
 def test_rehearsal(clone, cluster):
-    shown = bash(block("scancel --batch"), clone, prefix=(NAMESPACES, "exec"), **cluster.environment)
+    shown = bash(block("scancel --signal=USR1"), clone, prefix=(NAMESPACES, "exec"), **cluster.environment)
     assert re.search(r"^All 4 ranks are alive, at step \d+\.$", shown, re.M), shown
     log = (clone / "rehearsal.out").read_text()
     assert re.search(r"^Stopped after step \d+, saved, requeued$", log, re.M)
+
+
+def test_files_of_a_copy(clone):
+    """`cp` of the files that a project of one's own takes along; test_plain_scripts.py trains with them."""
+    bash(block("../my-project"), clone)
+    taken = {str(path.relative_to(clone.parent / "my-project")) for path in (clone.parent / "my-project").rglob("*.*")}
+    launchers = {path.name for path in REPOSITORY.glob("launch_slurm_*.sh")}
+    assert taken == launchers | {
+        *("env.sh", "torchrun.sh", "aux/job.sh", "aux/run_task.sh", "aux/quiet_torchrun.py"),
+        *("distributed/train_ddp.py", "distributed/mnist.py", "distributed/spawn_ranks.py"),
+    }

@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from conftest import LAUNCHERS, REPOSITORY, environment, read_metrics, run
 from test_launchers import NASTY
@@ -208,16 +208,26 @@ def one_sentence(done: subprocess.CompletedProcess, *parts: str, status: int = 1
     return last
 
 
-TRAIN = ["distributed/train_ddp.py", "--epochs", 2, "--log-every", 1]
+SCRIPT = "distributed/train_preemptible.py"
+TRAIN = [SCRIPT, "--epochs", 2, "--log-every", 1]
+TASK = "distributed/train_task.py"
 
 
 @pytest.fixture(scope="module")
 def by_hand(laptop) -> list[dict]:
     """The same training on the laptop itself."""
     arguments = ["--epochs", 2, "--log-every", 1, "--checkpoint-dir", "checkpoints/by-hand"]
-    done = laptop.run("./torchrun.sh", "distributed/train_ddp.py", *arguments, NPROC_PER_NODE=2)
+    done = laptop.run("./torchrun.sh", SCRIPT, *arguments, NPROC_PER_NODE=2)
     assert done.returncode == 0, done.stderr
     return read_metrics(laptop.clone / "checkpoints/by-hand")
+
+
+@pytest.fixture(scope="module")
+def task_by_hand(laptop) -> str:
+    """The output of the task on two ranks of the laptop itself."""
+    done = laptop.run("./torchrun.sh", TASK, *TRAIN[1:], NPROC_PER_NODE=2)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -230,16 +240,20 @@ def losses(events: list[dict]) -> list[float]:
     return [event.get("loss", event.get("test_loss")) for event in events]
 
 
+def printed_losses(log: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"\b(?:test_|average_)?loss=(\S+)", log)]
+
+
 def test_the_laptop_has_no_slurm(laptop):
     for tool in ("sbatch", "scontrol", "squeue"):
         assert laptop.run("bash", "-c", f"{tool} --version").returncode == 126
     assert laptop.run("ssh", "login", "sbatch", "--version").returncode == 0
 
 
-def test_training_over_connections_that_break(laptop, by_hand, over_time):
-    """The three launchers and the task, submitted in the same second; all connections are cut, and no job cares."""
+def test_training_over_connections_that_break(laptop, by_hand, task_by_hand, over_time):
+    """The three launchers and the task, submitted in the same second; all connections are cut, no job is affected."""
     commands = {way: [*SUBMIT, "--env", "plain", "--gpus-per-node=2", LAUNCHERS[way], *TRAIN] for way in LAUNCHERS}
-    commands["task"] = [sys.executable, "distributed/train_task.py", "--submit", "--env=plain", *TRAIN[1:]]
+    commands["task"] = [sys.executable, TASK, "--submit", "--env=plain", *TRAIN[1:]]
     looks = {
         "srun": ["--follow", "--fetch"],
         "torchrun": ["--wait"],
@@ -275,15 +289,20 @@ def test_training_over_connections_that_break(laptop, by_hand, over_time):
     for way, job in ids.items():
         fetched = laptop.clone / f"slurm-jobs/plain-{job}"
         (log,) = fetched.glob(f"*_{job}.out")
-        assert f"accuracy={by_hand[-1]['test_accuracy']:.4f}" in log.read_text()
         assert log.read_text() in shown[way] or way == "torchrun", "every line once, whatever has broken between"
         results = fetched / f"checkpoints/{job}"
-        assert losses(read_metrics(results)) == pytest.approx(losses(by_hand))
-        assert list(results.glob("result.json" if way == "task" else "checkpoint_step_*.pt"))
-    result = json.loads(
-        (laptop.clone / f"slurm-jobs/plain-{ids['task']}/checkpoints/{ids['task']}/result.json").read_text()
-    )
-    assert result["test_loss"] == pytest.approx(by_hand[-1]["test_loss"]) and result["world_size"] == 2
+        if way == "task":
+            assert printed_losses(log.read_text()) == pytest.approx(printed_losses(task_by_hand), abs=2e-4)
+            result = json.loads((results / "result.json").read_text())
+            assert result["test_loss"] == pytest.approx(printed_losses(task_by_hand)[-1], abs=2e-4)
+            assert result["world_size"] == 2
+            assert {path.name for path in results.glob("*.pt")} == {"checkpoint_epoch_1.pt", "checkpoint_epoch_2.pt"}
+        else:
+            assert f"accuracy={by_hand[-1]['test_accuracy']:.4f}" in log.read_text()
+            assert losses(read_metrics(results)) == pytest.approx(losses(by_hand))
+            assert list(results.glob("checkpoint_step_*.pt"))
+    asked = laptop.cluster.show(ids["task"])
+    assert "gpu:2" in asked["TresPerNode"], "@task asks for one GPU per task"
 
 
 def read_until(word: str, process: subprocess.Popen, stream: str = "stdout") -> str:
@@ -294,13 +313,129 @@ def read_until(word: str, process: subprocess.Popen, stream: str = "stdout") -> 
     return shown
 
 
-def test_task_here(laptop, by_hand):
-    """One process; and two ranks of torchrun, whose figures are train_ddp.py's."""
-    alone = laptop.run("python", "distributed/train_task.py", "--epochs", 1)
+def test_task_here(laptop, task_by_hand):
+    """One process has nearly the losses of two ranks (their dropout differs), and makes no checkpoints."""
+    alone = laptop.run("python", TASK, *TRAIN[1:])
+    assert alone.returncode == 0 and re.search(r"^Finished: average_loss=\S+ accuracy=\S+$", alone.stdout, re.M)
+    assert len(printed_losses(alone.stdout)) == len(printed_losses(task_by_hand)) == 2 * (4 + 1) + 1
+    assert printed_losses(alone.stdout)[0] == pytest.approx(printed_losses(task_by_hand)[0], rel=0.05)
+    assert not list((laptop.clone / "checkpoints").rglob("checkpoint_epoch_*"))
+    options = ["--epochs", 1, "--learning-rate", 0.001, "--seed", 7, "--precision", "bf16"]
+    other = laptop.run("python", TASK, *options)
+    assert other.returncode == 0 and printed_losses(other.stdout)[-1] > printed_losses(alone.stdout)[-1], other.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--batch-size", 33], "--batch-size 33 does not divide by 2 ranks"),
+        (["--batch-size", 3000], "--batch-size 3000 is more than the 300 training images"),
+        (["--data-dir", "nowhere"], "no MNIST data at nowhere/"),
+        (["--learning-rate", 1e6, "--log-every", 1], "the loss is "),
+        (["--device", "cuda"], "has no GPU: torch sees 0"),
+    ],
+    ids=lambda value: None if isinstance(value, list) else value,
+)
+def test_a_task_that_cannot_train(laptop, arguments, sentence):
+    done = laptop.run("./torchrun.sh", TASK, *arguments, NPROC_PER_NODE=2)
+    assert done.returncode == 1
+    sentences = [line for line in done.stderr.splitlines() if line.startswith("train_task.py: ")]
+    assert len(sentences) == 1 and sentence in sentences[0], done.stderr
+    assert "File " + '"' + "distributed" not in done.stderr
+
+
+def test_granted_gpus_that_torch_does_not_see(laptop):
+    done = laptop.run("python", TASK, SLURM_GPUS_ON_NODE=2)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "Slurm granted 2 GPUs, but torch " in done.stderr and "--device cpu" in done.stderr
+    assert laptop.run("python", TASK, "--epochs", 1, SLURM_GPUS_ON_NODE=2, TRAIN_DEVICE="cpu").returncode == 0
+
+
+def test_tasks_without_a_launcher(cluster, tiny):
+    """Several are refused, by one sentence; one alone trains."""
+    done = cluster.exec("srun", "--ntasks=4", "--time=2", sys.executable, TASK, "--data-dir", tiny)
+    said = [line for line in done.stderr.splitlines() if line.startswith("train_task.py: ")]
+    assert done.returncode == 1 and len(said) == 1, done.stderr
+    assert "srun started 4 tasks without a launcher" in said[0] and "Finished" not in done.stdout
+    alone = cluster.exec("srun", "--ntasks=1", "--time=2", sys.executable, TASK, "--data-dir", tiny, "--epochs", 1)
     assert alone.returncode == 0 and "Finished: " in alone.stdout, alone.stderr
-    ranks = laptop.run("./torchrun.sh", "distributed/train_task.py", "--epochs", 2, NPROC_PER_NODE=2)
-    final = f"average_loss={by_hand[-1]['test_loss']:.4f} accuracy={by_hand[-1]['test_accuracy']:.4f}"
-    assert f"Finished: {final}\n" in ranks.stdout, ranks.stderr
+
+
+def read_log(laptop: Laptop, job: int) -> str:
+    return "".join(path.read_text() for path in laptop.base.glob(f"*/*_{job}.out"))
+
+
+def test_a_requeued_task_resumes(laptop):
+    """Its result is that of a job that was not requeued."""
+    epochs = ["--epochs", 8, "--log-every", 1]
+    submit = [sys.executable, TASK, "--submit", "--env=plain"]
+    other = laptop.start(*submit, "--wait", "--fetch", *epochs)
+    try:
+        done = laptop.run(*submit, *epochs)
+        assert done.returncode == 0, done.stderr
+        job = job_of(done.stdout)
+        deadline = time.monotonic() + 90
+        while "epoch=2 test_loss=" not in read_log(laptop, job):
+            assert time.monotonic() < deadline, read_log(laptop, job)
+            time.sleep(0.05)
+        assert laptop.cluster.exec("scontrol", "requeue", job).returncode == 0
+        while laptop.cluster.show(job)["JobState"] != "PENDING":
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        laptop.cluster.exec("scontrol", "update", f"JobId={job}", "StartTime=now")
+        assert laptop.cluster.wait(job).state == "COMPLETED", read_log(laptop, job)
+        first, second = read_log(laptop, job).split("Resumed after epoch ")
+        resumed = int(second.split()[0])
+        assert f"epoch={resumed} test_loss=" in first and 2 <= resumed < 8
+        assert "\nepoch=1 " in first and "\nepoch=1 " not in second and f"\nepoch={resumed + 1} step=1/4 " in second
+        out, error = other.communicate(timeout=120)
+    finally:
+        other.kill()
+        other.wait()
+    assert other.returncode == 0, out + error
+    whole = laptop.clone / f"slurm-jobs/plain-{job_of(out)}/checkpoints/{job_of(out)}/result.json"
+    (result,) = laptop.base.glob(f"train_task*/checkpoints/{job}/result.json")
+    assert json.loads(result.read_text()) == pytest.approx(json.loads(whole.read_text()), rel=1e-3)
+    assert len(list(result.parent.glob("*.pt"))) == 8 and not list(result.parent.glob("*.tmp"))
+
+
+STAND_IN = """#!/bin/sh
+case ${0##*/} in
+sbatch) echo "$SBATCH_GPUS_PER_NODE $*" >"$HOME/sbatch"; echo 7 ;;
+sinfo) echo "$PARTITIONS" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("gres", "environment_name", "options", "gpus"),
+    [
+        ("gpu:8", "small", [], "2 "),
+        ("gpu:a100:4(S:0-1)", "small", ["--ntasks-per-node=4"], "4 "),
+        ("(null)", "small", [], "0 "),
+        ("gpu:8", "small", ["--gpus-per-node=a100:1"], "--gpus-per-node=a100:1 "),
+        ("gpu:8", "set", [], "--gpus-per-node=3 "),
+        ("gpu:8", "set", ["--gpus-per-node=0"], "--gpus-per-node=0 "),
+        ("gpu:8", "set", ["--ntasks-per-node=1"], "launch_slurm_with_torchrun.sh "),
+        ("gpu:8", "small", ["--ntasks-per-node=1"], "launch_slurm_to_torch.sh "),
+    ],
+)
+def test_default_gpus_of_a_task(gres, environment_name, options, gpus, tmp_path):
+    """One for each task where the cluster has some; the Slurmfile wins over that, the command line over both."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("sbatch", "sinfo", "scontrol"):
+        (tools / tool).write_text(STAND_IN.replace("$PARTITIONS", gres))
+        (tools / tool).chmod(0o755)
+    cluster = f'[default.cluster]\nbackend = "local"\njob_base_dir = "{tmp_path}/jobs"\n'
+    (tmp_path / "x.toml").write_text(f"{cluster}[small.submit]\ntime = 1\n[set.submit]\ngpus_per_node = 3\n")
+    variables = environment(SLURMFILE=tmp_path / "x.toml", HOME=tmp_path)
+    command = [sys.executable, TASK, "--submit", "--env", environment_name, *options, "--epochs", 1]
+    done = run(*command, env=variables | {"PATH": f"{tools}:{variables['PATH']}"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    default, _, sbatch = (tmp_path / "sbatch").read_text().partition(" ")
+    assert f"{default} " == gpus if gpus[0].isdigit() else gpus in sbatch
+    assert not gpus[0].isdigit() or "--gpus-per-node" not in sbatch
 
 
 def test_context_of_a_task(laptop):
@@ -400,7 +535,10 @@ def test_dry_run_is_exact_and_runs_nothing(laptop):
     ssh = shlex.split("\n".join(lines[1:-2]))
     assert ssh[0] == "ssh" and "-oStrictHostKeyChecking=yes" in ssh
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=laptop.clone, capture_output=True).stdout
-    for sent, sentence in ((archive[: len(archive) // 2], b"copying to "), (archive, b" broke off, and it is removed")):
+    for sent, sentence in (
+        (archive[: len(archive) // 2], b"copying to "),
+        (archive, b" was interrupted, "),
+    ):
         options = {"input": sent, "capture_output": True, "env": laptop.environment(), "timeout": 30}
         done = subprocess.run(laptop.command(*ssh), **options)
         assert done.returncode == 1 and sentence in done.stderr.splitlines()[-1], done.stderr
@@ -413,7 +551,7 @@ def test_failed_cancelled_and_partition(laptop):
     failed = laptop.submit("--env", "plain", "--follow", "fail.sh")
     assert "Welcome" not in failed.stdout and "Mind the step" not in failed.stderr
     assert failed.returncode == 3 and "no luck\n" in failed.stdout
-    assert re.search(r"^submit.py: job \d+ has failed with exit status 3; ", failed.stderr, re.M)
+    assert re.search(r"^submit.py: job \d+ failed with exit status 3; ", failed.stderr, re.M)
     shown = read_until("Submitted", waits)
     cancelled = laptop.submit("cancel", job_of(shown))
     assert cancelled.returncode == 0, cancelled.stderr
@@ -433,7 +571,7 @@ def test_unknown_and_changed_host_key(laptop):
     kept = known.read_text()
     before = laptop.job_folders()
     try:
-        unknown = one_sentence(laptop.submit("--env", "without", "sleep.sh"), "not known here")
+        unknown = one_sentence(laptop.submit("--env", "without", "sleep.sh"), "is unknown")
         key = laptop.clone.parent / "sshd/without/host_key.pub"
         fingerprint = run("ssh-keygen", "-lf", key).stdout.split()[1]
         assert fingerprint in unknown and known.read_text() == kept
@@ -442,13 +580,13 @@ def test_unknown_and_changed_host_key(laptop):
         (laptop.clone / "yes.out").chmod(0o755)
         asked = laptop.run(*accept, SSH_ASKPASS=laptop.clone / "yes.out", SSH_ASKPASS_REQUIRE="force")
         assert asked.returncode == 0, asked.stderr
-        one_sentence(laptop.submit("--env", "without", "sleep.sh"), "there is no sbatch")
+        one_sentence(laptop.submit("--env", "without", "sleep.sh"), "no sbatch in the PATH")
 
         login = run("ssh-keygen", "-lf", laptop.clone.parent / "sshd/login/host_key.pub").stdout.split()[1]
         known.write_text(kept.replace(kept.split()[2], key.read_text().split()[1]))
         one_sentence(laptop.submit("--env", "plain", "sleep.sh"), "refused", login, "line 1 of ")
         known.write_text("")
-        one_sentence(laptop.submit("--env", "plain", "sleep.sh"), "not known here", login)
+        one_sentence(laptop.submit("--env", "plain", "sleep.sh"), "is unknown", login)
     finally:
         known.write_text(kept)
     assert laptop.job_folders() == before
@@ -465,15 +603,13 @@ def test_no_route_no_key_and_full_disk(laptop):
     config = laptop.home / ".ssh/config"
     kept = config.read_text()
     config.write_text(kept.replace("user_key", "no_key"))
-    one_sentence(laptop.submit("--env", "plain", "sleep.sh"), "does not let you in", "ssh-copy-id")
+    one_sentence(laptop.submit("--env", "plain", "sleep.sh"), "refuses the login", "ssh-copy-id")
     config.write_text(kept)
 
 
 def test_time_limit(laptop, over_time):
     done = laptop.submit("logs", "--follow", over_time)
-    assert done.returncode == 1 and f"submit.py: job {over_time} was ended by its time limit" in done.stderr, (
-        done.stderr
-    )
+    assert done.returncode == 1 and f"submit.py: job {over_time} reached its time limit" in done.stderr, done.stderr
     assert "asleep on node-" in done.stdout
 
 
@@ -488,7 +624,7 @@ def test_mistakes_before_anything_is_sent(laptop, tmp_path):
         (2, ["--env", "plain", "--array=1-3", "sleep.sh"], "--array cannot be used here"),
         (1, ["--env", "nope", "sleep.sh"], "it has production, plain, "),
         (1, ["--env", "plain", "ignored.out"], "git ignores it"),
-        (1, ["--env", "production", "sleep.sh"], "ALLOWED is to travel with the job, but is not set in this shell"),
+        (1, ["--env", "production", "sleep.sh"], "ALLOWED is listed here, but is not set in this shell"),
     ):
         one_sentence(laptop.submit(*command), sentence, status=status)
     one_sentence(laptop.submit("--env", "plain", "sleep.sh", SLURMFILE="nope.toml"), "SLURMFILE names nope.toml")
@@ -506,7 +642,7 @@ def test_mistakes_of_a_task(tmp_path):
     script = tmp_path / "wrong.py"
     script.write_text("from slurm_task import task\n\n\n@task(ntaks=2)\ndef f(job=None): ...\n\n\nf()\n")
     named = run(sys.executable, script, "--submit", "--env=local", env=environment(PYTHONPATH=REPOSITORY / "aux"))
-    assert named.returncode == 1 and "knows no option 'ntaks', but ntasks" in named.stderr
+    assert named.returncode == 1 and "has no option 'ntaks', but ntasks" in named.stderr
 
 
 def test_result_that_is_no_json():
@@ -514,7 +650,7 @@ def test_result_that_is_no_json():
     done = run(sys.executable, "-c", script, cwd=REPOSITORY / "aux")
     assert (
         done.returncode == 1
-        and done.stderr.startswith("what train returns is no JSON")
+        and done.stderr.startswith("the result of train is not JSON")
         and "\n" not in done.stderr[:-1]
     )
 
@@ -530,21 +666,21 @@ job_base_dir = "/jobs"
 hostname = "login"
 """
 FAULTS = [
-    ('hostname = "login"', 'hostnam = "login"', 9, "'hostnam'; it has hostname, username, port, identity_file"),
-    ('hostname = "login"', 'hostname = "login"\nport = "22"', 10, "port has to be a whole number, not '22'"),
+    ('hostname = "login"', 'hostnam = "login"', 9, "'hostnam'; its keys are hostname, username, port, identity_file"),
+    ('hostname = "login"', 'hostname = "login"\nport = "22"', 10, "port must be a whole number, not '22'"),
     ('hostname = "login"', 'password = "x"', 9, "a password is refused"),
-    ('hostname = "login"', 'username = "me"', 8, "has to say hostname"),
-    ('hostname = "login"', 'hostname = "-oProxyCommand=x"', 9, "is no hostname"),
+    ('hostname = "login"', 'username = "me"', 8, "needs hostname"),
+    ('hostname = "login"', 'hostname = "-oProxyCommand=x"', 9, "is not a hostname"),
     (
         "[ours.cluster.backend_config]",
         "[ours.clutser]",
         8,
-        "knows no table 'clutser'; it has cluster, packaging, submit",
+        "has no table 'clutser'; its tables are cluster, packaging, submit",
     ),
-    ('backend = "ssh"', 'backend = "shh"', 5, 'backend has to be "ssh" or "local"'),
-    ('job_base_dir = "/jobs"', "", 4, "has to say job_base_dir"),
+    ('backend = "ssh"', 'backend = "shh"', 5, 'backend must be "ssh" or "local"'),
+    ('job_base_dir = "/jobs"', "", 4, "needs job_base_dir"),
     ('job_base_dir = "/jobs"', 'job_base_dir = "/jobs"\nenvironment = ["NOT_SET"]', 7, "not set in this shell"),
-    ('time = "01:00:00"', 'partitoin = "gpu"', 2, "sbatch knows no option 'partitoin', but partition"),
+    ('time = "01:00:00"', 'partitoin = "gpu"', 2, "sbatch has no option 'partitoin', but partition"),
     ('time = "01:00:00"', "time = 01:00:00", 2, 'write time = "01:00:00"'),
     ('time = "01:00:00"', 'array = "1-3"', 2, "--array cannot be used here"),
     ("[default.submit]", "[default.submit", 1, "is not TOML"),
@@ -581,6 +717,6 @@ def test_uv(laptop):
     assert sync.returncode == 0 and re.search(r"^ \+ torch==2", sync.stderr, re.M), sync.stderr
     assert "pytorch-on-slurm" not in sync.stderr
     (laptop.clone / ".venv").symlink_to(REPOSITORY / ".venv")
-    script = ["distributed/train_ddp.py", "--max-steps", 1, "--checkpoint-dir", "checkpoints/uv"]
+    script = [SCRIPT, "--max-steps", 1, "--checkpoint-dir", "checkpoints/uv"]
     trained = run("uv", "run", "--no-sync", *script, **options)
     assert trained.returncode == 0 and "step=1/1" in trained.stdout, trained.stderr

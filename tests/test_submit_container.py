@@ -99,15 +99,41 @@ def test_built_copied_and_run(laptop, boxed):  # noqa: F811
     assert facts["marker"] == "from_the_base" and facts["folder"] == "/workspace/mnt" and facts["rank"] == "0"
 
 
+def test_built_by_hand(laptop, boxed, base_image):  # noqa: F811
+    """`docker build .` takes the code, and nothing of what git ignores."""
+    clone, image = laptop.clone, f"{base_image}:ours"
+    for path in (
+        ".venv/x",
+        "data/x",
+        "log/x",
+        "checkpoints/7/x",
+        "slurm-jobs/x",
+        "a.out",
+        "a.sqsh",
+        "aux/__pycache__/x",
+    ):
+        if not (clone / path).parent.is_symlink():
+            (clone / path).parent.mkdir(parents=True, exist_ok=True)
+            (clone / path).write_text("")
+    built = laptop.run("docker", "build", f"--build-arg=BASE={base_image}", "--tag", image, ".", timeout=300, **boxed)
+    assert built.returncode == 0, built.stderr[-3000:]
+    listed = laptop.run("docker", "run", "--rm", image, "find", "/workspace", "-printf", "%P\\n", **boxed)
+    files = set(listed.stdout.split("\n"))
+    assert {"env.sh", "distributed/train_ddp.py", "aux/submission/remote.sh", "requirements.txt"} < files, listed.stderr
+    assert not [
+        x for x in files if re.search(r"^(\.git|\.venv|data|log|checkpoints|slurm-jobs)\b|\.(out|sqsh)$|cache", x)
+    ]
+
+
 def test_failed_build_push_and_no_engine(laptop, boxed):  # noqa: F811
     before = laptop.job_folders()
     pushed = laptop.submit("--env", "pushed", "sleep.sh", timeout=300, **boxed)
-    one_sentence(pushed, "no container: docker push ended with exit status")
+    one_sentence(pushed, "no container image: docker push ended with exit status")
     dockerfile = laptop.clone / "Dockerfile"
     kept = dockerfile.read_text()
     dockerfile.write_text(kept + "RUN echo what went wrong; exit 7\n")
     failed = laptop.submit("--env", "boxed", "sleep.sh", timeout=300, **boxed)
-    one_sentence(failed, "no container: docker build ended with exit status", "see its log above")
+    one_sentence(failed, "no container image: docker build ended with exit status", "see its log above")
     assert "what went wrong" in failed.stderr
     dockerfile.write_text(kept)
     tools = laptop.clone.parent / "tools"

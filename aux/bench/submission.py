@@ -3,8 +3,8 @@
     python aux/bench/submission.py --env production            # an environment of your Slurmfile.toml
     python aux/bench/submission.py --env production --check    # exit code 1 and one sentence from a second on
 
-The two take turns; the quickest counts, because what else runs here, there and between only adds. Each submits a job
-that ends at once; submit.py's removes its own folder on the cluster.
+The two take turns; the quickest counts, because load elsewhere only adds. Each submits a job
+that ends at once; the one by submit.py removes its folder on the cluster.
 """
 
 import os
@@ -19,9 +19,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux")]
 
-import remote
-import slurmfile
 from resilience.arguments import ArgumentParser, whole_number
+from submission import remote, slurmfile
 from submit import sbatch_options
 
 PROMISED = 1.0  # seconds
@@ -47,7 +46,7 @@ def seconds(command: list[str], folder: Path, script: str = "") -> float:
     start = time.perf_counter()
     done = subprocess.run(command, cwd=folder, input=script, capture_output=True, text=True)
     if done.returncode != 0:
-        sys.exit(f"submission.py: {shlex.join(command[:2])} ... fails: {done.stderr.strip()}")
+        sys.exit(f"submission.py: {shlex.join(command[:2])} ... failed: {done.stderr.strip()}")
     return time.perf_counter() - start
 
 

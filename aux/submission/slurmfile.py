@@ -1,14 +1,15 @@
-"""Slurmfile.toml: where jobs go. Found upwards from the working directory, or named by SLURMFILE.
+"""Slurmfile.toml: where jobs go. In the working directory or above it, or named by SLURMFILE.
 
-Every mistake in it is one sentence with its line, before anything is sent.
+A mistake in it is one sentence with its line number, before anything is sent.
 """
 
 import difflib
 import os
 import re
 import sys
-import tomllib
 from pathlib import Path
+
+import tomllib
 
 KEYS = {
     "cluster": {"backend": str, "job_base_dir": str, "environment": list, "backend_config": dict},
@@ -26,7 +27,7 @@ KEYS = {
 }
 KINDS = {str: "a string", int: "a whole number", bool: "true or false", list: "a list of strings", dict: "a table"}
 
-# To find a misspelt one. What is not like any of these is left to sbatch, which may be newer than this list.
+# To find misspelt options. One that resembles none of these is left to sbatch, which may be newer than this list.
 SBATCH_OPTIONS = """account acctg-freq batch bb bbf begin chdir cluster-constraint comment constraint container
     contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency
     distribution error exclude exclusive export extra-node-info get-user-env gid gpu-bind gpu-freq gpus gpus-per-node
@@ -37,11 +38,11 @@ SBATCH_OPTIONS = """account acctg-freq batch bb bbf begin chdir cluster-constrai
     sockets-per-node spread-job switches thread-spec threads-per-core time time-min tmp tres-per-task uid
     use-min-nodes verbose wait-all-nodes wckey""".split()  # noqa: SIM905  a list would be a hundred lines
 REFUSED = {
-    "array": "an array is many jobs, and this follows one: use sbatch on the cluster",
+    "array": "an array is many jobs, and submit.py follows one: use sbatch on the cluster",
     "clusters": "name each cluster's own login node in the Slurmfile",
-    "parsable": "it is always given",
+    "parsable": "submit.py always adds it",
     "test-only": "use --dry-run",
-    "wait": "give --wait to submit.py, on the command line",
+    "wait": "use --wait on the command line of submit.py",
     "wrap": "name a launcher or another batch script",
 }
 
@@ -54,7 +55,7 @@ def find() -> Path:
     """SLURMFILE, or the nearest Slurmfile.toml from the working directory upwards."""
     if named := os.environ.get("SLURMFILE"):
         if not Path(named).is_file():
-            fail(f"SLURMFILE names {named}, and there is no such file")
+            fail(f"SLURMFILE names {named}, which is missing")
         return Path(named).resolve()
     for folder in (Path.cwd(), *Path.cwd().parents):
         if (folder / "Slurmfile.toml").is_file():
@@ -63,7 +64,7 @@ def find() -> Path:
 
 
 def read(path: Path, environment: str) -> dict[str, dict]:
-    """The tables cluster, packaging and submit of one environment, with what [default] says wherever it is silent."""
+    """The tables cluster, packaging and submit of one environment; [default] has the values that it lacks."""
     text = path.read_text()
     try:
         environments = tomllib.loads(text)
@@ -81,7 +82,7 @@ def read(path: Path, environment: str) -> dict[str, dict]:
 
 
 def merged(below: dict, above: dict) -> dict:
-    """`above`, and from `below` what it does not say."""
+    """`above`, with the values of `below` for keys that it lacks."""
     both = below | above
     for key in below.keys() & above.keys():
         if isinstance(below[key], dict) and isinstance(above[key], dict):
@@ -90,7 +91,7 @@ def merged(below: dict, above: dict) -> dict:
 
 
 def line_of(text: str, *paths: tuple[str, ...]) -> int:
-    """The line of the text that goes furthest along one of these paths of keys: tomllib does not tell lines."""
+    """The line of the text that goes furthest along one of these paths of keys: tomllib gives no line numbers."""
     table, line, depth = (), 1, 0
     for number, content in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[+([^\]]+)\]", content):
@@ -119,30 +120,30 @@ def check(path: Path, text: str, environments: dict, name: str):
     def check_table(where: tuple[str, ...], table: object):
         known = KEYS[".".join(where[1:])]
         if not isinstance(table, dict):
-            refuse(where, f"{'.'.join(where)} has to be a table")
+            refuse(where, f"{'.'.join(where)} must be a table")
         for key, value in table.items():
             if key == "password":
-                reason = "a file in a repository is no place for it; make a key with ssh-keygen, and ssh-copy-id"
+                reason = "it does not belong into a repository; make a key with ssh-keygen and ssh-copy-id"
                 refuse((*where, key), f"a password is refused: {reason}")
             if key not in known:
-                refuse((*where, key), f"[{'.'.join(where)}] knows no key {key!r}; it has {', '.join(known)}")
+                refuse((*where, key), f"[{'.'.join(where)}] has no key {key!r}; its keys are {', '.join(known)}")
             right = type(value) is known[key] and (known[key] is not list or all(isinstance(x, str) for x in value))
             if not right:
-                refuse((*where, key), f"{key} has to be {KINDS[known[key]]}, not {value!r}")
+                refuse((*where, key), f"{key} must be {KINDS[known[key]]}, not {value!r}")
             if known[key] is dict:
                 check_table((*where, key), value)
 
     if not isinstance(environments[name], dict):
-        refuse((name,), f"{name!r} stands outside of a table: write it below [{name}.cluster] or the like")
+        refuse((name,), f"{name!r} is outside of a table: move it below [{name}.cluster] or the like")
     for table, value in environments[name].items():
         if table not in ("cluster", "packaging", "submit"):
-            refuse((name, table), f"[{name}] knows no table {table!r}; it has cluster, packaging, submit")
+            refuse((name, table), f"[{name}] has no table {table!r}; its tables are cluster, packaging, submit")
         if table != "submit" or not isinstance(value, dict):
             check_table((name, table), value)
             continue
         for key, option in value.items():
             if type(option) not in (str, int, bool):
-                refuse((name, table, key), f'{key} has to be a string, a number or true: write {key} = "{option}"')
+                refuse((name, table, key), f'{key} must be a string, a number or true: write {key} = "{option}"')
             if fault := option_fault(key.replace("_", "-")):
                 refuse((name, table, key), fault)
 
@@ -153,12 +154,12 @@ def option_fault(option: str) -> str | None:
         return f"--{option} cannot be used here: {REFUSED[option]}"
     near = difflib.get_close_matches(option, SBATCH_OPTIONS, n=3, cutoff=0.8)
     if near and option not in SBATCH_OPTIONS:
-        return f"sbatch knows no option {option!r}, but {', '.join(near)}"
+        return f"sbatch has no option {option!r}, but {', '.join(near)}"
     return None
 
 
 def check_whole(path: Path, text: str, environment: str, settings: dict[str, dict]):
-    """Stops with a sentence when something that has to be said is not, or has a value that cannot be."""
+    """Stops with a sentence at a key that is missing or has an invalid value."""
     cluster, packaging = settings["cluster"], settings["packaging"]
 
     def refuse(table: str, key: str, sentence: str):
@@ -168,27 +169,27 @@ def check_whole(path: Path, text: str, environment: str, settings: dict[str, dic
     def need(table: str, values: dict, key: str, what: str):
         if not values.get(key):
             line = line_of(text, (environment, *table.split(".")))
-            fail(f"{path}, line {line}: [{environment}.{table}] has to say {key}, {what}")
+            fail(f"{path}, line {line}: [{environment}.{table}] needs {key}, {what}")
 
     def choose(table: str, key: str, choices: tuple[str, ...]):
         if settings[table][key] not in choices:
             known = " or ".join(f'"{choice}"' for choice in choices)
-            refuse(table, key, f"{key} has to be {known}, not {settings[table][key]!r}")
+            refuse(table, key, f"{key} must be {known}, not {settings[table][key]!r}")
 
     need("cluster", cluster, "backend", '"ssh", or "local" for sbatch on this machine')
     choose("cluster", "backend", ("ssh", "local"))
-    need("cluster", cluster, "job_base_dir", "the folder on the cluster that gets a new folder for each job")
+    need("cluster", cluster, "job_base_dir", "the folder on the cluster in which each job gets a new folder")
     if cluster["backend"] == "ssh":
         config = cluster.setdefault("backend_config", {})
         need("cluster.backend_config", config, "hostname", "the login node, or its name in your ~/.ssh/config")
         for key in ("hostname", "username"):
             if not re.fullmatch(r"[\w][\w.:%@\\-]*", config.get(key, "x")):
-                refuse("cluster.backend_config", key, f"{config[key]!r} is no {key}")
+                refuse("cluster.backend_config", key, f"{config[key]!r} is not a {key}")
     for name in cluster.setdefault("environment", []):
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             refuse("cluster", "environment", f"{name!r} is not the name of an environment variable")
         if name not in os.environ:
-            refuse("cluster", "environment", f"{name} is to travel with the job, but is not set in this shell")
+            refuse("cluster", "environment", f"{name} is listed here, but is not set in this shell")
     packaging.setdefault("type", "none")
     packaging.setdefault("link", [])
     choose("packaging", "type", ("none", "container"))
@@ -197,4 +198,4 @@ def check_whole(path: Path, text: str, environment: str, settings: dict[str, dic
         need("packaging", packaging, "image", "the name of the image that is built")
         how = "push = true (the cluster imports it from a registry) or squashfs = true (it is copied)"
         if bool(packaging.get("push")) == bool(packaging.get("squashfs")):
-            refuse("packaging", "image", f"say how the image gets to the cluster, by {how}")
+            refuse("packaging", "image", f"say how the image gets to the cluster: {how}")

@@ -7,17 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slurmfile import fail
+from .slurmfile import fail
 
 SQUASHFS = "pytorch.sqsh"  # what env.sh calls it, in the job's folder
 
 
 def engine() -> str:
-    """docker or podman, whichever there is."""
-    found = shutil.which("docker") or shutil.which("podman")
-    if not found:
-        fail("packaging by container needs docker or podman, and neither is installed here")
-    return Path(found).name
+    """docker, or podman if there is no docker."""
+    path = shutil.which("docker") or shutil.which("podman")
+    if not path:
+        fail("packaging by container needs docker or podman, and neither is installed on this machine")
+    return Path(path).name
 
 
 def build_commands(packaging: dict, folder: Path) -> list[list[str]]:
@@ -40,19 +40,20 @@ def build_commands(packaging: dict, folder: Path) -> list[list[str]]:
 
 
 def make(packaging: dict, root: Path, files: list[str], scratch: Path) -> dict[str, Path]:
-    """Builds the image, showing the log. Returns what to copy besides the code."""
+    """Builds the image, with its log on stderr. Returns the files to copy besides the code."""
     if packaging["dockerfile"] not in files:
         fail(f"there is no {packaging['dockerfile']} among the files of {root} to build a container from")
     if packaging.get("squashfs") and not shutil.which("sqfstar"):
-        fail("squashfs = true needs sqfstar (squashfs-tools 4.5 or newer), and it is not installed here")
-    for name in set(files) - {".dockerignore"}:  # copies: the image gets what git knows, whatever else is in the folder
+        fail("squashfs = true needs sqfstar (squashfs-tools 4.5 or newer), which is not installed on this machine")
+    # Copies, and no .dockerignore: the image gets every file that git lists, and no other.
+    for name in set(files) - {".dockerignore"}:
         (scratch / "context" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(root / name, scratch / "context" / name, follow_symlinks=False)
     for command in build_commands(packaging, scratch / "context"):
         print(f"+ {shlex.join(command)}", file=sys.stderr, flush=True)
         status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode
         if status != 0:
-            fail(f"no container: {command[0]} {command[1]} ended with exit status {status}, see its log above")
+            fail(f"no container image: {command[0]} {command[1]} ended with exit status {status}, see its log above")
     return {SQUASHFS: squash(packaging["image"], scratch / SQUASHFS)} if packaging.get("squashfs") else {}
 
 
@@ -60,7 +61,7 @@ def squash(image: str, path: Path) -> Path:
     """Writes the image's files as a squashfs, which Enroot takes."""
     made = subprocess.run([engine(), "create", image, "true"], capture_output=True, text=True)
     if made.returncode != 0:
-        fail(f"no container from {image}: {made.stderr.strip()}")
+        fail(f"{engine()} create {image} failed: {made.stderr.strip()}")
     container = made.stdout.strip()
     try:
         with subprocess.Popen([engine(), "export", container], stdout=subprocess.PIPE) as export:
@@ -68,7 +69,7 @@ def squash(image: str, path: Path) -> Path:
     finally:
         subprocess.run([engine(), "rm", container], capture_output=True)
     if export.returncode != 0 or packed.returncode != 0:
-        fail(f"{image} does not become a squashfs: {packed.stderr.strip() or 'its export fails'}")
+        fail(f"no squashfs from {image}: {packed.stderr.strip() or 'the export failed'}")
     return path
 
 

@@ -1,6 +1,6 @@
 # shellcheck shell=sh
-# What submit.py runs on the cluster, over SSH or on this machine: one of the functions below, by name, with arguments.
-# POSIX sh, because nobody knows the shell there. Errors are one sentence, the last line on stderr.
+# Runs on the cluster, over SSH, or on this machine: one of the functions below, by name, with arguments. See remote.py.
+# POSIX sh, because the login shell may be any. An error is one sentence, the last line on stderr.
 set -eu
 
 die() {
@@ -8,15 +8,16 @@ die() {
     exit 1
 }
 
-# submit BASE NAME DIRECTORY MARK IMAGE VARIABLES LINKS LINK... sbatch [options] SCRIPT [arguments]
-# stdin: so many VARIABLES, a line of NAME=value each, which touch no disk and no command line (a line break in a value is
+# submit BASE NAME DIRECTORY MARK IMAGE GPUS VARIABLES LINKS LINK... sbatch [options] SCRIPT [arguments]
+# stdin: as many lines NAME=value as VARIABLES says (they touch no disk and no command line; a line break in a value is
 # \n, a backslash \\), then a tar archive of the code.
-# Makes a new folder NAME.XXXXXX in BASE, and submits from DIRECTORY in it. If anything fails, nothing is left.
+# GPUS: the default of --gpus-per-node where the cluster has GPUs, 0 where it has none; empty for the script's header.
+# Makes a new folder NAME.XXXXXX in BASE, and submits from DIRECTORY in it. Removes the folder if anything fails.
 submit() {
-    base=$1 name=$2 directory=$3 mark=$4 image=$5 variables=$6 links=$7
-    shift 7
+    base=$1 name=$2 directory=$3 mark=$4 image=$5 gpus=$6 variables=$7 links=$8
+    shift 8
     command -v sbatch >/dev/null ||
-        die "there is no sbatch for a shell that is not a login shell: add its folder to PATH on top of ~/.bashrc there"
+        die "no sbatch in the PATH of a shell that is not a login shell: add its folder to PATH at the top of ~/.bashrc there"
     while [ "$variables" -gt 0 ]; do
         IFS= read -r line
         value=$(printf '%b.' "${line#*=}") # the full stop keeps line breaks at the end
@@ -25,18 +26,18 @@ submit() {
     done
     case $base in [~] | [~]/*) base=$HOME${base#?} ;; esac
     { mkdir -p "$base" && cd "$base" && base=$(pwd) && folder=$base/$(mktemp -d "$name.XXXXXX"); } ||
-        die "no new folder in job_base_dir $base"
+        die "cannot make a folder in job_base_dir $base"
     trap 'rm -rf "$folder"' EXIT
     trap 'exit 1' HUP INT TERM
 
-    # -m: now is the date of every file, so that newer ones are the job's own
-    said=$(tar -x -m --no-same-owner -f - -C "$folder" 2>&1) ||
-        die "copying to $folder failed, and it is removed: $(echo "$said" | grep -i -E "space|quota" || echo "$said")"
-    [ -e "$folder/$mark" ] || die "copying to $folder broke off, and it is removed"
+    # -m: the files are dated now; newer ones are the job's own
+    message=$(tar -x -m --no-same-owner -f - -C "$folder" 2>&1) ||
+        die "copying to $folder failed, it is removed: $(echo "$message" | grep -i -E "space|quota" || echo "$message")"
+    [ -e "$folder/$mark" ] || die "copying to $folder was interrupted, it is removed"
     while [ "$links" -gt 0 ]; do
         case $1 in /*) target=$1 ;; *) target=$base/$1 ;; esac
         if [ ! -e "$target" ]; then
-            echo "note: nothing to link at $target" >&2
+            echo "note: no $target to link" >&2
         elif [ ! -e "$folder/${1##*/}" ]; then
             ln -s "$target" "$folder/${1##*/}"
         fi
@@ -45,6 +46,10 @@ submit() {
     done
     if [ -n "$image" ]; then
         (cd "$folder" && ./aux/import_image.sh "$image" pytorch.sqsh >&2) || die "no image $image for the job, see above"
+    fi
+    if [ -n "$gpus" ]; then
+        case $(sinfo --noheader --format=%G) in *gpu*) ;; *) gpus=0 ;; esac # sbatch refuses GPUs where there are none
+        export SBATCH_GPUS_PER_NODE="${SBATCH_GPUS_PER_NODE:-$gpus}"         # weaker than the option, stronger than the header
     fi
     cd "$folder/$directory"
     touch "$folder/$mark"
@@ -56,25 +61,25 @@ submit() {
 }
 
 # watch JOB LOG FROM FOLLOW
-# Prints every second until the job has ended (unless FOLLOW is no, then once): "goes-on" or "ended", FROM, and how much
-# the log has gained from that byte on; lines of what Slurm says of the job, and an empty one; the gain itself.
+# Prints every second until the job has ended (once, if FOLLOW is no): "running" or "ended", FROM, and the number of new
+# bytes of the log from there; Slurm's lines on the job, and an empty line; the new bytes.
 watch() {
     job=$1 log=$2 from=$3 follow=$4
     ends="BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|REVOKED|TIMEOUT|UNKNOWN"
     while :; do
         shown=$(show "$job")
-        if echo "$shown" | grep -Eq "JobState=($ends)"; then next=ended; else next=goes-on; fi
+        if echo "$shown" | grep -Eq "JobState=($ends)"; then next=ended; else next=running; fi
         size=$(wc -c 2>/dev/null <"$log") || size=$from
-        [ "$size" -ge "$from" ] || from=0 # a requeued job begins its log again
+        [ "$size" -ge "$from" ] || from=0 # a requeued job may truncate its log
         printf '%s\n' "$next $from $((size - from))" "$shown" ""
         [ "$size" = "$from" ] || tail -c "+$((from + 1))" "$log" | head -c "$((size - from))"
         from=$size
-        [ "$next" = goes-on ] && [ "$follow" = yes ] || return 0
+        [ "$next" = running ] && [ "$follow" = yes ] || return 0
         sleep 1
     done
 }
 
-# Slurm forgets a job some minutes after its end, unless there is accounting.
+# slurmctld forgets a job some minutes after its end; accounting keeps it.
 show() {
     if shown=$(scontrol show job "$1" 2>&1); then
         echo "$shown" | grep -E '^ +(JobState|Requeue|RunTime|NodeList)='
@@ -87,7 +92,7 @@ show() {
     fi
 }
 
-# fetch FOLDER MARK: an archive of every file the job has made in its folder
+# fetch FOLDER MARK: an archive of every file that the job wrote into its folder
 fetch() {
     cd "$1"
     find . -type f -newer "$2" ! -path '*/__pycache__/*' -print0 | tar -c --null -T - -f -
@@ -95,6 +100,6 @@ fetch() {
 
 cancel() { scancel "$1"; }
 
-echo "there.sh begins" # whatever ~/.bashrc has printed ends here
-echo "there.sh begins" >&2
+echo "remote.sh is ready" # the output of ~/.bashrc ends here
+echo "remote.sh is ready" >&2
 "$@"
