@@ -2,7 +2,7 @@
 # Every launcher reads this once per job, in the batch shell: the world size, where the ranks meet, your cluster.
 # What differs from rank to rank (RANK, LOCAL_RANK) is set inside srun. aux/job.sh checks the job, and requeues it.
 if [[ "$-" == *i* || -z "${SLURM_JOB_ID:-}" ]]; then
-    echo "Not in a Slurm job: type sbatch launch_slurm_with_torchrun.sh, or without Slurm ./torchrun.sh SCRIPT" >&2
+    echo "env.sh is read by the launchers: type sbatch launch_slurm_with_torchrun.sh, or without Slurm ./torchrun.sh SCRIPT" >&2
     return 1
 fi
 source aux/job.sh
@@ -13,15 +13,15 @@ gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}                # as asked 
 gpus=${gpus##*:} tasks=${SLURM_NTASKS_PER_NODE:-1}
 NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : tasks))}       # a rank per GPU; without GPUs, per task
 WORLD_SIZE=$((NNODES * NPROC_PER_NODE))
-! is_uneven || WORLD_SIZE=$SLURM_NTASKS                              # nodes with 4, 4 and 3 tasks, for way 1
+if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # nodes with 4, 4 and 3 tasks, for way 1
 
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")               # no pipe into head: it can fail under pipefail
 MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # rank 0's node
 # MASTER_ADDR=${hosts%%$'\n'*}i                      # EDIT: where the fast network has names of its own, as node-1i
-MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # above the ephemeral ports; 10#: 0089 is not octal
+MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # above the ephemeral ports; 10#: decimal
 
-CPUS_PER_NODE=${SLURM_CPUS_PER_TASK:+$((SLURM_CPUS_PER_TASK * tasks))}
-CPUS_PER_NODE=${CPUS_PER_NODE:-${SLURM_CPUS_ON_NODE:-1}}             # for all ranks of a node
+CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-1}                               # for all ranks of a node
+if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks)); fi
 CPUS_PER_RANK=$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS_PER_RANK}
 export NNODES NPROC_PER_NODE WORLD_SIZE MASTER_ADDR MASTER_PORT CPUS_PER_NODE OMP_NUM_THREADS
@@ -35,7 +35,7 @@ set +u                                               # module and conda are not 
 set -u
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # EDIT: only where ranks pick the wrong network interface
 # export NCCL_IB_DISABLE=1                           # EDIT: no InfiniBand, or a broken one: use TCP
-# export NCCL_NET_GDR_LEVEL=PHB                      # EDIT: how near a GPU and its network card must be for GPUDirect
+# export NCCL_NET_GDR_LEVEL=PHB                      # EDIT: how far a GPU may be from its network card for GPUDirect
 # umask 077                                          # EDIT: where nobody else may read what jobs write
 export CONTAINER_IMAGE=$PWD/pytorch.sqsh             # EDIT: for run_script.sh: what aux/import_image.sh has made,
 export CONTAINER_NAME=pytorch                        # EDIT: the name of its container on every node,

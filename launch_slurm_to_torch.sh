@@ -7,7 +7,7 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=USR1@120          # EDIT: seconds before the time limit, enough to save
+#SBATCH --signal=USR1@120          # EDIT: seconds before the time limit, to save; plain scripts ignore it
 ##SBATCH --mem=0                   # EDIT: all memory of the nodes, where a site's default is small
 # Way 1: srun starts every rank; the task sets RANK and LOCAL_RANK, env.sh the other three.
 #
@@ -15,24 +15,26 @@
 #        sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=12 launch_slurm_to_torch.sh distributed/train_ddp.py
 set -euo pipefail
 [[ -f env.sh ]] || { echo "No env.sh in $PWD: cd to the repository before sbatch, or sbatch --chdir=REPOSITORY" >&2; exit 1; }
-source ./env.sh
+source ./env.sh                    # the five variables, and from aux/job.sh die, is_uneven, start_job, finish_job
 command -v python >/dev/null || die "no python on $HOSTNAME: make a .venv here, or edit env.sh"
 
 set -- "${@:-distributed/train_ddp.py}"
-((WORLD_SIZE == ${SLURM_NTASKS:-WORLD_SIZE})) ||
+((WORLD_SIZE == ${SLURM_NTASKS:-$WORLD_SIZE})) ||
     die "$SLURM_NTASKS tasks for $NNODES nodes x $NPROC_PER_NODE GPUs: a rank is a task, add --ntasks-per-node=$NPROC_PER_NODE"
 start_job "Way 1, srun starts every rank" "$@"
 
 # --kill-on-bad-exit  one dead rank ends the step, and so the others
-# --wait              EDIT: seconds after the first rank's end; more where thousands of ranks start slowly
-# --distribution      neighbouring ranks on neighbouring CPUs: the default deals them out to the sockets in turn
+# --wait              EDIT: seconds after the end of the first task, until srun ends the others
+# --distribution      neighbouring ranks on one socket: the default deals them out to the sockets in turn
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
-# SLURM_PROCID        is the rank only where the nodes have unequal numbers of tasks: a topology plugin may number otherwise
+# RANK                counts node by node, so that rank 0 is on MASTER_ADDR. SLURM_PROCID may count otherwise, under a
+#                     topology plugin; it is for nodes with unequal numbers of tasks.
+# --norc -p           nothing of ~/.bashrc, and no functions of the submitting shell
 # shellcheck disable=SC2016  # the task's shell expands these
-srun --ntasks="$WORLD_SIZE" --kill-on-bad-exit=1 --wait=300 --distribution=block:block --cpus-per-task="$CPUS_PER_RANK" \
-    bash --norc -pc '
+srun --ntasks="$WORLD_SIZE" --kill-on-bad-exit=1 --wait=300 --distribution=block:block \
+    --cpus-per-task="${SLURM_CPUS_PER_TASK:-$CPUS_PER_RANK}" bash --norc -pc '
         export LOCAL_RANK=$SLURM_LOCALID RANK=$((SLURM_NODEID * NPROC_PER_NODE + SLURM_LOCALID))
         ((WORLD_SIZE == NNODES * NPROC_PER_NODE)) || RANK=$SLURM_PROCID
         exec ./aux/run_task.sh python "$@"
     ' - "$@" || status=$?
-finish_job "${status:-0}" "$@"     # requeues a job that was stopped; else its status is that of the rank that failed
+finish_job "${status:-0}" "$@"     # requeues a stopped job; else exits with the failed rank's status

@@ -7,7 +7,7 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=USR1@120          # EDIT: seconds before the time limit, enough to save
+#SBATCH --signal=USR1@120          # EDIT: seconds before the time limit, to save; plain scripts ignore it
 ##SBATCH --mem=0                   # EDIT: all memory of the nodes, where a site's default is small
 # Way 4: way 2 in an Enroot container: srun starts one torchrun per node, inside it; env.sh's variables go in by name.
 #
@@ -17,7 +17,7 @@
 # in the job's own log. In the container the repository is /workspace/mnt; CONTAINER_MOUNTS in env.sh adds other folders.
 set -euo pipefail
 [[ -f env.sh ]] || { echo "No env.sh in $PWD: cd to the repository before sbatch, or sbatch --chdir=REPOSITORY" >&2; exit 1; }
-source ./env.sh
+source ./env.sh                    # the five variables, and from aux/job.sh die, is_uneven, start_job, finish_job
 
 set -- "${@:-distributed/train_ddp.py}"
 ! is_uneven ||
@@ -25,14 +25,14 @@ set -- "${@:-distributed/train_ddp.py}"
 start_job "Way 4, torchrun starts the ranks of each node in container $CONTAINER_NAME, logs in log/$SLURM_JOB_ID" "$@"
 
 # --kill-on-bad-exit  one dead torchrun ends the step, and so the others
-# --wait              EDIT: seconds after the first one's end; more where thousands of ranks start slowly
+# --wait              EDIT: seconds after the end of the first task, until srun ends the others
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
 # --error=all         errors come here, to the job's log
 # --open-mode         a requeued job has the same id
 srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cpus-per-task="$CPUS_PER_NODE" \
     --output="log/$SLURM_JOB_ID/%N.out" --error=all --open-mode=append \
     ./aux/run_task.sh ./aux/enter_container.sh ./torchrun.sh "$@" || status=$?
-finish_job "${status:-0}" "$@"     # requeues a job that was stopped; else its status is that of the rank that failed
+finish_job "${status:-0}" "$@"     # requeues a stopped job; else exits with the failed rank's status
 
 # With Pyxis or Apptainer the last line of srun, the one of ./aux/enter_container.sh, gives way to one of these. With Pyxis
 # CONTAINER_IMAGE may be an image of a registry, nvcr.io#nvidia/pytorch:25.06-py3, with Apptainer a .sif.

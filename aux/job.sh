@@ -8,6 +8,7 @@ die() { echo "${SLURM_JOB_NAME:-$0}, job ${SLURM_JOB_ID:-none}: ${*//[[:cntrl:]]
 # --- what the job inherits --------------------------------------------------------------------------------------------
 # A job submitted from inside a job inherits that one's values. Only what the user has set may win over Slurm's.
 [[ "${ENV_SH_JOB_ID:-$SLURM_JOB_ID}" == "$SLURM_JOB_ID" ]] || unset NPROC_PER_NODE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS
+unset RANK LOCAL_RANK TORCHELASTIC_RUN_ID SPAWN_RANKS                # of the rank that has submitted it
 [[ "${NPROC_PER_NODE:-1}" =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE is '$NPROC_PER_NODE', not a number of ranks"
 [[ "${SLURM_GPUS_ON_NODE:-0}" =~ ^[0-9]+$ ]] || die "SLURM_GPUS_ON_NODE is '$SLURM_GPUS_ON_NODE', not a number"
 [[ "${SLURM_GPUS_PER_NODE:-}" =~ ^([^:,]+:)?[0-9]+$ ]] || unset SLURM_GPUS_PER_NODE    # a100:2,h100:2: the granted ones count
@@ -63,7 +64,7 @@ start_job() {                                        # what starts the ranks, sc
         env | grep -E '^((SLURM|NCCL|CUDA|OMP)_|(NNODES|NPROC_PER_NODE|WORLD_SIZE|MASTER_(ADDR|PORT))=)' | grep -v ^SLURM_JWT= | sort
     [[ "${PREFLIGHT:-0}" != 1 ]] || PREFLIGHT=running "$BASH" -p "$0" aux/check_ranks.py --before "${@:2}" ||
         { requeue_preempted; die "not started: the preflight above has failed"; }
-    echo "$1: $WORLD_SIZE ranks on $SLURM_JOB_NODELIST, $CPUS_PER_RANK CPUs each, rendezvous at $MASTER_ADDR:$MASTER_PORT"
+    echo "$1: $WORLD_SIZE ranks on $SLURM_JOB_NODELIST, CPUs per rank: $CPUS_PER_RANK, rendezvous at $MASTER_ADDR:$MASTER_PORT"
     ((gpus == 0 || CPUS_PER_RANK > 1)) ||
         echo "note: a rank with a GPU has one CPU, for its threads and loader workers: sbatch --cpus-per-task asks for more"
 }

@@ -37,16 +37,16 @@ from resilience.samplers import RunSampler
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 parser = ArgumentParser(description=__doc__)
-parser.add_argument("--epochs", type=whole_number(1), default=3, help="passes over the images")
+parser.add_argument("--epochs", type=whole_number(1), default=3, help="passes over the training images")
 parser.add_argument("--max-steps", type=whole_number(1), help="stop after this many steps in all (default: never)")
 parser.add_argument("--batch-size", type=whole_number(1), default=64, help="images per step, over all ranks")
-parser.add_argument("--learning-rate", type=number(0), default=0.02, help="of SGD with momentum")
-parser.add_argument("--dropout", type=number(0, below=1), default=0.25, help="share of activations dropped")
-parser.add_argument("--seed", type=whole_number(0), default=0, help="of weights, order and dropout")
-parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of autocast")
+parser.add_argument("--learning-rate", type=number(0), default=0.02, help="of SGD with momentum 0.9")
+parser.add_argument("--dropout", type=number(0, below=1), default=0.25, help="probability of dropping an activation")
+parser.add_argument("--seed", type=whole_number(0), default=0, help="of weights, order of the images and dropout")
+parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of autocast")
 device = os.environ.get("TRAIN_DEVICE", "auto")
-parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps; or TRAIN_DEVICE")
-parser.add_argument("--data-dir", type=Path, default="data/mnist", help="of aux/prepare_data.py")
+parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps; or $TRAIN_DEVICE")
+parser.add_argument("--data-dir", type=Path, default="data/mnist", help="written by aux/prepare_data.py")
 parser.add_argument("--num-workers", type=whole_number(0), default=0, help="loader processes of each rank")
 parser.add_argument("--log-every", type=whole_number(1), default=100, help="steps between two log lines")
 parser.add_checkpoint_arguments()
@@ -65,7 +65,7 @@ rank, device = place.rank, place.device
 files = Path(args.data_dir, "MNIST/raw")
 fault = checksums.damaged(files)
 fault = fault and f"{fault}; move it away and prepare it again: python aux/prepare_data.py mnist"
-try:
+try:  # EDIT: your data; two TensorDatasets of images (n, 1, 28, 28) float32 and labels (n,) int64
     train_set, test_set = mnist.load(args.data_dir)
     if args.batch_size > len(train_set):
         fault = f"--batch-size {args.batch_size} is more than all {len(train_set)} images"
@@ -75,11 +75,12 @@ place.stop_if_any(fault)
 identity = [checksums.sha256(path)[:12] for path in sorted(files.glob("train-*-ubyte"))]  # other data: another run
 steps_per_epoch = len(train_set) // args.batch_size
 total_steps = min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
-# With the batches as its sampler, DataLoader fetches a whole batch in one indexing, not image by image.
+# A TensorDataset takes a whole batch of indices at once. For one that takes them one by one, as ImageFolder does:
+# DataLoader(train_set, batch_sampler=batches, **workers)
 batches = RunSampler(len(train_set), args.batch_size, range(total_steps), args.seed, rank, world_size)
-test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # every image once
+test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # each image once
 workers = {"num_workers": args.num_workers, "worker_init_fn": stop_request.ignore}
-workers |= {"multiprocessing_context": "fork"} if args.num_workers else {}  # others would run this script again
+workers |= {"multiprocessing_context": "fork"} if args.num_workers else {}  # spawned ones would run this script again
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda", **workers)
 test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)
 
@@ -87,11 +88,12 @@ test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)
 
 torch.manual_seed(args.seed)  # the same weights on every rank
 convolutions = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU())
-classifier = nn.Sequential(nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10))
-model = nn.Sequential(convolutions, nn.Dropout(args.dropout), classifier)  # (n, 1, 28, 28) to logits (n, 10)
+linears = nn.Sequential(nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10))
+model = nn.Sequential(convolutions, nn.Dropout(args.dropout), nn.Flatten(), linears)  # EDIT: your model
 model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else torch.preserve_format)
 ddp = DistributedDataParallel(model) if world_size > 1 else model  # averages the gradients over the ranks
-# DDP makes its buckets anew after its first pass, and a sum in another order rounds otherwise. This pass is discarded.
+# DDP rebuilds its buckets after the first pass, which changes the order of its sums. This pass is discarded, so that a
+# resumed run rounds as one that was not stopped.
 ddp.eval()(next(iter(train_loader))[0].to(device)).sum().backward()
 model.zero_grad()
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=device.type != "mps")
@@ -99,16 +101,16 @@ dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[a
 autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
 scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 if args.precision == "fp16" and device.type == "cpu" and rank == 0:
-    print("warning: fp16 is slow on a CPU: --precision bf16 is for CPUs, too", file=sys.stderr)
+    print("warning: fp16 is slow on a CPU: use --precision bf16", file=sys.stderr)
 
 # --- checkpoint -------------------------------------------------------------------------------------------------------
 
 if rank == 0:
     print(f"Data: {mnist.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}", flush=True)
-parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+state = {"model": model, "optimizer": optimizer, "scaler": scaler}
 names = ("batch_size", "learning_rate", "dropout", "seed", "precision")  # a run that is resumed must be equal in these
 checkpoints = Checkpoints(args, place, {name: vars(args)[name] for name in names} | {"data": identity}, total_steps)
-first = checkpoints.resume(parts)
+first = checkpoints.resume(state)
 batches.steps = range(first, total_steps)
 test_loss, accuracy = (checkpoints.values.get(name, math.nan) for name in ("test_loss", "test_accuracy"))
 
@@ -132,7 +134,7 @@ for step, (images, labels) in enumerate(train_loader, start=first + 1):
 
     if step % steps_per_epoch == 0 or step == total_steps:
         model.eval()
-        sums = torch.zeros(2, device=device)  # loss, right answers
+        sums = torch.zeros(2, device=device)  # loss, correct predictions
         with torch.inference_mode(), autocast:
             for images, labels in test_loader:
                 logits, labels = model(images.to(device)).float(), labels.to(device)
@@ -144,7 +146,7 @@ for step, (images, labels) in enumerate(train_loader, start=first + 1):
         save = True
     if save:
         progress.check_loss(step)  # weights that are not finite must not replace good ones
-        checkpoints.save(step, parts, test_loss=test_loss, test_accuracy=accuracy)
+        checkpoints.save(step, state, test_loss=test_loss, test_accuracy=accuracy)
     if stop:
         break
 

@@ -25,23 +25,28 @@ import mnist  # EDIT: your data
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], usage=argparse.SUPPRESS, allow_abbrev=False)
-parser.add_argument("--epochs", type=int, default=3, help="passes over the images")
+stop = parser.error  # prints one sentence, and ends with status 2
+parser.add_argument("--epochs", type=int, default=3, help="passes over the training images")
 parser.add_argument("--batch-size", type=int, default=64, help="images per step")
-parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum")
-parser.add_argument("--dropout", type=float, default=0.25, help="share of activations dropped")
-parser.add_argument("--seed", type=int, default=0, help="of weights, order and dropout")
-parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of autocast")
+parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
+parser.add_argument("--dropout", type=float, default=0.25, help="probability of dropping an activation")
+parser.add_argument("--seed", type=int, default=0, help="of weights, order of the images and dropout")
+parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of autocast")
 device = os.environ.get("TRAIN_DEVICE", "auto")
-parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default=device, help="or TRAIN_DEVICE")
-parser.add_argument("--data-dir", default="data/mnist", help="of aux/prepare_data.py")
+parser.add_argument(
+    "--device", choices=("auto", "cpu", "cuda", "mps"), default=device, help="default: $TRAIN_DEVICE, or auto"
+)
+parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
 parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
 parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or the time")
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-parser.add_argument("--resume", action="store_true", default=requeued, help="from the newest epoch in that folder")
+parser.add_argument(
+    "--resume", action="store_true", default=requeued, help="from the last checkpoint in --checkpoint-dir"
+)
 args = parser.parse_args()
-numbers = (args.epochs, args.batch_size, args.log_every, args.seed + 1)
-if not all(0 < number < 2**31 for number in numbers) or not (0 <= args.dropout < 1 and 0 <= args.learning_rate < 1e9):
-    parser.error("--epochs, --batch-size and --log-every start at 1, the other numbers at 0; --dropout is below 1")
+counts, others = (args.epochs, args.batch_size, args.log_every), (args.seed, args.learning_rate, args.dropout)
+if not (all(1 <= x < 2**31 for x in counts) and all(0 <= x < 2**31 for x in others) and args.dropout < 1):
+    stop("--epochs, --batch-size and --log-every start at 1, the other numbers at 0; --dropout is below 1")
 
 # --- process group ----------------------------------------------------------------------------------------------------
 
@@ -52,14 +57,15 @@ device = torch.device(args.device)
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
-try:
+try:  # EDIT: your data; two TensorDatasets of images (n, 1, 28, 28) float32 and labels (n,) int64
     train_set, test_set = mnist.load(args.data_dir)
 except ValueError as error:
-    parser.error(str(error))
+    stop(str(error))
 if args.batch_size > len(train_set):
-    parser.error(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
+    stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
 sampler = RandomSampler(train_set, generator=torch.Generator())
-# With the batches as its sampler, DataLoader fetches a whole batch in one indexing, not image by image.
+# A TensorDataset takes a whole batch of indices at once. For one that takes them one by one, as ImageFolder does:
+# DataLoader(train_set, batch_sampler=batches, num_workers=4)
 batches = BatchSampler(sampler, args.batch_size, drop_last=True)
 test_batches = BatchSampler(range(len(test_set)), 1000, drop_last=False)
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")
@@ -69,31 +75,32 @@ test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)
 
 torch.manual_seed(args.seed)
 convolutions = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU())
-classifier = nn.Sequential(nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10))
-model = nn.Sequential(convolutions, nn.Dropout(args.dropout), classifier)  # (n, 1, 28, 28) to logits (n, 10)
+linears = nn.Sequential(nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10))
+model = nn.Sequential(convolutions, nn.Dropout(args.dropout), nn.Flatten(), linears)  # EDIT: your model
 model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else torch.preserve_format)
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=device.type != "mps")
 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
 autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
 scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 if args.precision == "fp16" and device.type == "cpu":
-    print("warning: fp16 is slow on a CPU: --precision bf16 is for CPUs, too", file=sys.stderr)
+    print("warning: fp16 is slow on a CPU: use --precision bf16", file=sys.stderr)
 
 # --- checkpoint -------------------------------------------------------------------------------------------------------
 
 now = time.strftime("%Y-%m-%d_%H-%M-%S")
 folder = args.checkpoint_dir or Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
-parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+state = {"model": model, "optimizer": optimizer, "scaler": scaler}
 epochs_done = max((int(path.stem.split("_")[-1]) for path in folder.glob("checkpoint_epoch_*.pt")), default=0)
 if epochs_done and not args.resume:
-    parser.error(f"{folder} has checkpoints: say --resume, or choose another --checkpoint-dir")
+    stop(f"{folder} has checkpoints: say --resume, or choose another --checkpoint-dir")
 if epochs_done:
     saved = torch.load(folder / f"checkpoint_epoch_{epochs_done}.pt", map_location=device, weights_only=True)
-    for name, part in parts.items():
-        part.load_state_dict(saved[name])
+    for name, part in state.items():
+        part.load_state_dict(saved[name])  # the optimizer's has the learning rate, too
 folder.mkdir(parents=True, exist_ok=True)
-resumed = f"Resumed after epoch {epochs_done}. " if args.resume else ""
-print(f"{resumed}Data: {mnist.describe(args.data_dir)}. Checkpoints: {folder}", flush=True)
+print(f"Data: {mnist.describe(args.data_dir)}. Checkpoints: {folder}", flush=True)
+if args.resume:
+    print(f"Resumed after epoch {epochs_done}" if epochs_done else f"No checkpoint in {folder}", flush=True)
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
@@ -112,23 +119,24 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
         scaler.update()
         losses.append(loss.detach())  # .item() would wait for the GPU, at every step
         if step % args.log_every == 0 or step == len(train_loader):
-            loss, seconds = torch.stack(losses).mean(), (time.perf_counter() - start) / len(losses)
+            loss = torch.stack(losses).mean().item()
+            seconds = (time.perf_counter() - start) / len(losses)
             left = datetime.timedelta(seconds=round(seconds * ((args.epochs - epoch + 1) * len(train_loader) - step)))
             progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={left}"
             print(f"epoch={epoch} step={step}/{len(train_loader)} loss={loss:.6f} {progress}", flush=True)
             if not math.isfinite(loss):
-                parser.error(f"the loss is {loss:.6f}: try a lower --learning-rate or another --precision")
+                stop(f"the loss is {loss:.6f}: try a lower --learning-rate or another --precision")
             losses, start = [], time.perf_counter()
 
     model.eval()
-    sums = torch.zeros(2, device=device)  # loss, right answers
+    sums = torch.zeros(2, device=device)  # loss, correct predictions
     with torch.inference_mode(), autocast:
         for images, labels in test_loader:
             logits, labels = model(images.to(device)).float(), labels.to(device)
             sums += torch.stack((F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(1) == labels).sum()))
     test_loss, accuracy = (sums / len(test_set)).tolist()
     print(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}", flush=True)
-    torch.save({name: part.state_dict() for name, part in parts.items()}, folder / "unfinished")
+    torch.save({name: part.state_dict() for name, part in state.items()}, folder / "unfinished")
     os.replace(folder / "unfinished", folder / f"checkpoint_epoch_{epoch}.pt")  # whole, or not there
 
 print(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Lets one fault after another befall a job on the local cluster (root), until the job is done.
+"""Injects one fault after another into a job on the local cluster (root), until the job is done.
 
     make cluster
-    ./local/cluster/namespaces.sh exec sbatch --parsable launch_slurm_with_torchrun.sh distributed/train_ddp.py
+    ./local/cluster/namespaces.sh exec sbatch --parsable launch_slurm_with_torchrun.sh distributed/train_preemptible.py
     python3 tests/chaos.py --every 20 --seed 1 JOBID
 
-Some faults make the job fail. It is then requeued as its owner would, and goes on from its newest checkpoint.
+Some faults make the job fail. It is then requeued, as its owner would do, and resumes from its newest checkpoint.
 """
 
 import argparse
@@ -76,14 +76,13 @@ def cut_a_link_for_a_while(job: int, moments: random.Random):
 
 
 FAULTS: dict[str, Callable[[int, random.Random], object]] = {
-    "SIGUSR1 to the batch shell": lambda job, moments: slurm("scancel", "--batch", "--signal=USR1", job),
     "SIGUSR1 to the ranks": lambda job, moments: slurm("scancel", "--signal=USR1", job),
     "SIGUSR1 to all": lambda job, moments: slurm("scancel", "--full", "--signal=USR1", job),
     "SIGTERM to the ranks": lambda job, moments: slurm("scancel", "--signal=TERM", job),
     "scontrol requeue": lambda job, moments: slurm("scontrol", "requeue", job),
     "kill -9 of a rank": lambda job, moments: kill_one(job, moments, "spawn_main", "-u\0", "train_"),
     "kill -9 of torchrun or the spawner on one node": lambda job, moments: kill_one(
-        job, moments, "bin/torchrun", "spawn_ranks.py"
+        job, moments, "quiet_torchrun.py", "spawn_ranks.py"
     ),
     "a rank stopped for 2 s": stop_a_rank_for_a_while,
     "the link of a node down for 2 s": cut_a_link_for_a_while,

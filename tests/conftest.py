@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +35,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it
 def cells(pairs: list[tuple], *quick: tuple) -> list:
     """Cases for parametrize, of which make test runs only those in `quick`."""
     return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.matrix) for pair in pairs]
+
+
+def at_once(scenario: Callable, cases: list[tuple]):
+    """Calls `scenario` with each of the cases, in a thread each: a job waits more than it computes."""
+    with ThreadPoolExecutor(len(cases)) as pool:
+        for done in [pool.submit(scenario, *case) for case in cases]:
+            done.result()
 
 
 def environment(**values: object) -> dict[str, str]:
@@ -78,13 +87,14 @@ def note(way: str, script: str, state: str, status: int, restarts: object, secon
     name, _, case = os.environ["PYTEST_CURRENT_TEST"].split("::")[1].rpartition(" (")[0].partition("[")
     for known in (way, script):
         case = case.rstrip("]").replace(known, "", 1).removeprefix("-")
+    case = "" if case.startswith("at-once") else case
     fault = (name.removeprefix("test_") + (f": {case}" if case else "")).replace("_", " ")
     MATRIX.append((fault, way, script, state, status, restarts, f"{seconds:.0f} s"))
 
 
 def pytest_terminal_summary(terminalreporter):
     if MATRIX:
-        terminalreporter.section("what befell jobs, and how they ended")
+        terminalreporter.section("failure matrix")
         heads = ("fault", "launcher", "script", "state", "status", "restarts", "fault to end")
         for row in (heads, ("---",) * len(heads), *MATRIX):
             terminalreporter.write_line("| " + " | ".join(str(cell) for cell in row) + " |")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, REPOSITORY, cells, environment, note, run
+from conftest import LAUNCHERS, REPOSITORY, Job, cells, environment, note, run
 
 VARIABLES = "tests/scripts/variables.py"
 NASTY = [
@@ -27,11 +27,8 @@ NASTY = [
 ]
 
 
-def assert_five_variables(ranks: list[dict], sizes: list[int], own_port: bool = True):
-    """Ranks 0..n-1, each node's local ranks in order from 0, one world size, one address and port for all.
-
-    The port is env.sh's, except that torchrun uses that one for its rendezvous and gives the ranks another.
-    """
+def assert_five_variables(ranks: list[dict], sizes: list[int]):
+    """Ranks 0..n-1, each node's local ranks in order from 0, one world size, env.sh's address and port for all."""
     count = sum(sizes)
     assert [rank["rank"] for rank in ranks] == list(range(count))
     assert {rank["world_size"] for rank in ranks} == {count}
@@ -42,7 +39,17 @@ def assert_five_variables(ranks: list[dict], sizes: list[int], own_port: bool = 
     assert all(local_ranks == list(range(len(local_ranks))) for local_ranks in nodes.values())
     assert len({(rank["master_addr"], rank["master_port"]) for rank in ranks}) == 1
     assert ranks[0]["master_addr"] in nodes
-    assert int(ranks[0]["master_port"]) >= (61000 if own_port else 1)
+    assert ranks[0]["master_addr"] == ranks[0]["host"]
+    assert int(ranks[0]["master_port"]) == 61000 + int(ranks[0]["job"]) % 4536
+
+
+def in_all_ways(cluster, tmp_path, *script: object, size: dict | None = None, **options) -> dict[str, Job]:
+    """A job of two nodes x two ranks in every way, all at once; `size` adds sbatch's options for one of them."""
+    submitted = {}
+    for way, launcher in LAUNCHERS.items():
+        more = (size or {}).get(way, [])
+        submitted[way] = cluster.submit(f"--output={tmp_path}/{way}-%j", *more, launcher, *script, **options)
+    return {way: cluster.wait(number) for way, number in submitted.items()}
 
 
 def test_way_1_at_512_ranks(cluster, tmp_path):
@@ -57,7 +64,7 @@ def test_way_1_at_512_ranks(cluster, tmp_path):
 def test_ways_2_and_3_at_16_ranks(way, cluster, tmp_path):
     job = cluster.sbatch("--nodes=8", f"--output={tmp_path}/log", LAUNCHERS[way], VARIABLES, timeout=180)
     assert job.state == "COMPLETED", job.log
-    assert_five_variables(job.ranks(), [2] * 8, own_port=way == "mp")
+    assert_five_variables(job.ranks(), [2] * 8)
 
 
 def test_uneven_allocation(cluster, tmp_path):
@@ -102,8 +109,9 @@ def test_torchrun_by_hand_passes_arguments_untouched():
 def test_header_is_what_the_job_gets(way, cluster, tmp_path):
     """Every #SBATCH line is one Slurm reads: directly below the first line, and asked for is what the job has."""
     lines = (REPOSITORY / LAUNCHERS[way]).read_text().splitlines()
-    header = [line for line in lines if re.match(r"#\s*SBATCH", line)]
-    assert lines[1 : 1 + len(header)] == header and all(line.startswith("#SBATCH --") for line in header)
+    header = [line for line in lines if re.match(r"#+\s*SBATCH", line)]
+    assert lines[1 : 1 + len(header)] == header and all(line.startswith("#SBATCH --") for line in header[:-1])
+    assert header[-1].startswith("##SBATCH --mem=0 ") and "EDIT" in header[-1]  # a comment, for Slurm
     assert any("--gpus-per-node=2 " in line and "EDIT" in line for line in header)
     tasks = 2 if way == "srun" else 1
     job = cluster.sbatch(f"--chdir={REPOSITORY}", LAUNCHERS[way], VARIABLES, cwd=tmp_path)
@@ -111,15 +119,16 @@ def test_header_is_what_the_job_gets(way, cluster, tmp_path):
     shown = cluster.show(job.id)
     assert shown["NumNodes"] == "2" and shown["NumTasks"] == str(2 * tasks) and shown["TimeLimit"] == "01:00:00"
     assert "gres:gpu:2" in shown["TresPerNode"] and shown["CPUs/Task"] == str(2 // tasks)
+    assert shown["MinMemoryCPU"] == "1000000M"  # the cluster's default
     assert Path(shown["StdOut"]).name == f"{LAUNCHERS[way]}_{job.id}.out"
     Path(shown["StdOut"]).unlink()
-    assert_five_variables(job.ranks(), [2, 2], own_port=way != "torchrun")
+    assert_five_variables(job.ranks(), [2, 2])
 
 
 def test_default_script_is_train_ddp(cluster, tmp_path):
     """Without arguments a launcher runs train_ddp.py, and without data that says so once, on one rank."""
     for launcher in LAUNCHERS.values():
-        assert "set -- distributed/train_ddp.py" in (REPOSITORY / launcher).read_text()
+        assert 'set -- "${@:-distributed/train_ddp.py}"' in (REPOSITORY / launcher).read_text()
     job = cluster.sbatch(
         f"--output={tmp_path}/log", LAUNCHERS["srun"], "distributed/train_ddp.py", "--data-dir", tmp_path / "none"
     )
@@ -144,8 +153,8 @@ def test_job_array(cluster, tmp_path):
 ONE_TASK_A_NODE = {"SLURM_NTASKS_PER_NODE": 1, "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS": 2}
 
 
-def source_env(cluster, **variables) -> str:
-    """What env.sh makes of the variables that Slurm would set, on a node, with the real scontrol."""
+def source_env(cluster, then: str = "", **variables) -> str:
+    """What env.sh makes of the variables that Slurm would set, on a node, with the real scontrol; `then` follows it."""
     slurm = {
         "SLURM_JOB_ID": 89,
         "SLURM_JOB_NUM_NODES": 2,
@@ -157,7 +166,7 @@ def source_env(cluster, **variables) -> str:
     }
     given = {name: str(value) for name, value in (slurm | variables).items() if value is not None}
     names = ("NNODES", "NPROC_PER_NODE", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "NCCL_DEBUG")
-    show = "source ./env.sh && echo " + " ".join(f'"${name}"' for name in names)
+    show = f"source ./env.sh && {then or 'true'} && echo " + " ".join(f'"${name}"' for name in names)
     done = cluster.exec(
         "env", *(f"{name}={value}" for name, value in given.items()), "bash", "-euo", "pipefail", "-c", show
     )
@@ -181,6 +190,12 @@ def source_env(cluster, **variables) -> str:
         ({"SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_NTASKS": 7, "SLURM_NTASKS_PER_NODE": 4}, "2 4 7 node-1 61089 1 WARN"),
         ({"NPROC_PER_NODE": 3, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": 5}, "2 3 6 10.0.0.7 5 1 WARN"),
         ({"OMP_NUM_THREADS": 7, "NCCL_DEBUG": "INFO"}, "2 2 4 node-1 61089 7 INFO"),
+        # As asked for, before as granted: an exclusive node has all its GPUs, its steps only those asked for.
+        ({"SLURM_GPUS_PER_NODE": 2, "SLURM_GPUS_ON_NODE": 8}, "2 2 4 node-1 61089 2 WARN"),
+        ({"SLURM_GPUS_PER_NODE": "a100:4", "SLURM_GPUS_ON_NODE": 8}, "2 4 8 node-1 61089 1 WARN"),
+        ({"SLURM_GPUS_PER_NODE": "a100:4"}, "2 4 8 node-1 61089 1 WARN"),  # salloc knows none on the node
+        ({"SLURM_GPUS_PER_NODE": "a100:1,h100:2", "SLURM_GPUS_ON_NODE": 3}, "2 3 6 node-1 61089 1 WARN"),
+        ({"SLURM_GPUS_PER_NODE": 0, "SLURM_GPUS_ON_NODE": 8}, "2 2 4 node-1 61089 2 WARN"),
         # Exported by env.sh of an outer job from which this one was submitted: not the user's.
         (
             {"ENV_SH_JOB_ID": 88, "MASTER_ADDR": "old", "NPROC_PER_NODE": 7, "MASTER_PORT": 1},
@@ -196,13 +211,10 @@ def test_env_sh(variables, expected, cluster):
 def test_env_sh_refuses_what_it_cannot_use(cluster):
     bad = source_env(cluster, NPROC_PER_NODE="a[$(touch canary)]")
     assert bad.startswith("status 1") and "not a number of ranks" in bad and not (REPOSITORY / "canary").exists()
-    bad = source_env(cluster, SLURM_JOB_NODELIST="n[1-2]-ib")  # before 23.11 scontrol prints an error, with status 0
-    assert ("status 1" in bad and "MASTER_ADDR=HOST" in bad) or "n1-ib" in bad
-
-
-def test_debug_switch(cluster):
-    shown = source_env(cluster, DEBUG=1).splitlines()
-    assert "SLURM_NTASKS=4" in shown and shown[-1].endswith("INFO")
+    bad = source_env(
+        cluster, "start_job Way aux/check_ranks.py", SLURM_JOB_NODELIST="n[1-2]-ib"
+    )  # before 23.11 scontrol prints an error, with status 0
+    assert ("status 1" in bad and "MASTER_ADDR=HOST" in bad) or "MASTER_ADDR=n1-ib does not resolve" in bad
 
 
 def test_user_sets_ranks_and_port(cluster, tmp_path):
@@ -264,7 +276,7 @@ def test_granted_gpus_that_torch_does_not_see_stop_the_job(cluster, tmp_path):
 
 def test_two_jobs_at_once_on_the_same_nodes(cluster, tiny, tmp_path):
     size = ["--nodes=2", "--nodelist=node-[5-6]", f"--output={tmp_path}/%j.log"]
-    train = ["distributed/train_ddp.py", "--data-dir", tiny, "--max-steps", 10]
+    train = ["distributed/train_ddp.py", "--data-dir", tiny, "--epochs", 2]
     ids = [
         cluster.submit(*size, LAUNCHERS[way], *train, "--checkpoint-dir", tmp_path / way) for way in ("torchrun", "mp")
     ]
@@ -275,33 +287,29 @@ def test_two_jobs_at_once_on_the_same_nodes(cluster, tiny, tmp_path):
     assert "node-5" in jobs[0].log and "node-5" in jobs[1].log
 
 
-CAUSES = {
-    "srun": {"exit": r"srun: error: (node-\d+): task 1: Exited with exit code 3", "kill": r"task 1: Killed"},
-    "torchrun": {
-        "exit": r"host +: (node-\d+)\n +rank +: 1 \(local_rank: 1\)\n +exitcode +: 3 ",
-        "kill": r"rank +: 1 \(local_rank: 1\)\n +exitcode +: -9 ",
-    },
-    "mp": {
-        "exit": r"rank 1 on (node-\d+) ended with exit code 3",
-        "kill": r"rank 1 on (node-\d+) was killed by SIGKILL",
-    },
-}
-
-
 FAILING = [(way, fault) for way in LAUNCHERS for fault in ("exit", "kill", "exception")]
+STATUS = {
+    "exit": (3, "ended with status 3"),
+    "kill": (137, "was killed by SIGKILL"),
+    "exception": (1, "ended with status 1"),
+}
 
 
 @pytest.mark.parametrize(("way", "fault"), cells(FAILING, *FAILING[::4], ("srun", "kill"), ("torchrun", "exit")))
 def test_a_failing_rank_ends_the_job(way, fault, cluster, tmp_path):
+    """Its rank, host and status are the last line, its own output stands before it, and its status is the job's."""
     job = cluster.sbatch(f"--output={tmp_path}/log", LAUNCHERS[way], "tests/scripts/fail.py", fault)
-    assert job.state == "FAILED" and job.exit_code != 0, job.log
+    status, how = STATUS[fault]
+    assert job.state == "FAILED" and job.exit_code == status, job.log
     assert job.seconds < 30
     assert cluster.left_over(job.id) == []
+    assert re.fullmatch(rf"{LAUNCHERS[way]}, job {job.id}: rank 1 on node-\d+ {how}", job.log.splitlines()[-1]), job.log
+    assert job.log.count(how) == 1, job.log
     if fault == "exception":
         assert job.log.count("ValueError: boom on purpose") == 1, job.log
         assert re.search(r"\[Rank 1 on node-\d+\] failed:", job.log)
     else:
-        assert len(re.findall(CAUSES[way][fault], job.log)) == 1, job.log
+        assert "Traceback" not in job.log, job.log
 
 
 @pytest.mark.parametrize("way", cells([(way,) for way in LAUNCHERS], ("torchrun",)))
@@ -326,40 +334,219 @@ def test_independent_worlds_are_named(cluster, tmp_path):
         'torchrun --nnodes 1 --standalone --nproc-per-node=1 "$@"\n'
     )
     command = ["--nodes=2", "--gpus-per-node=1", f"--output={tmp_path}/log-%j", wrong]
-    for job in [cluster.submit(*command, script) for script in ("distributed/train_ddp.py", "aux/check_ranks.py")]:
+    for job in [cluster.submit(*command, script) for script in ("distributed/train_fsdp.py", "aux/check_ranks.py")]:
         job = cluster.wait(job)
         assert job.state == "FAILED", job.log
         assert job.log.count("2 independent trainings instead of one") == 1, job.log
 
 
 def test_occupied_port(cluster, tmp_path):
-    """Every way names a port that another program holds on the first node, and the job ends at once."""
+    """Every way names a port that another program holds on the first node, before any rank starts."""
     listen = "import socket, time; s = socket.create_server(('', 64321)); time.sleep(90)"
     holder = cluster.submit(
         "--nodes=1", "--nodelist=node-7", f"--output={tmp_path}/h", "--wrap", shlex.join([sys.executable, "-c", listen])
     )
-    while cluster.show(holder)["JobState"] != "RUNNING":
-        time.sleep(0.2)
     try:
-        for way, launcher in LAUNCHERS.items():
-            options = ["--nodes=2", "--nodelist=node-[7-8]", f"--output={tmp_path}/{way}"]
-            job = cluster.sbatch(*options, launcher, "aux/check_ranks.py", env={"MASTER_PORT": "64321"})
-            assert job.state == "FAILED" and job.seconds < 30, job.log
-            assert len(re.findall(r"port 64321 on \S+ is taken by another program", job.log)) == 1, job.log
-            note(way, "check_ranks.py", job.state, job.exit_code, 0, job.seconds)
+        while cluster.exec("bash", "-c", ": 3<>/dev/tcp/node-7/64321").returncode != 0:
+            time.sleep(0.2)
+        options = ["--nodes=2", "--nodelist=node-[7-8]", f"--output={tmp_path}/log-%j"]
+        submitted = [
+            (way, cluster.submit(*options, launcher, VARIABLES, env={"MASTER_PORT": "64321"}))
+            for way, launcher in LAUNCHERS.items()
+        ]
+        for way, number in submitted:
+            job = cluster.wait(number)
+            sentence = f"{LAUNCHERS[way]}, job {number}: port 64321 on node-7 is taken by another program"
+            assert job.state == "FAILED" and job.exit_code == 1 and job.seconds < 30, job.log
+            assert job.log == f"{sentence}: submit with MASTER_PORT=ANOTHER\n"
+            note(way, "any script", job.state, job.exit_code, 0, job.seconds)
     finally:
         cluster.exec("scancel", holder)
 
 
-@pytest.mark.parametrize("way", LAUNCHERS)
-def test_address_that_does_not_resolve(way, cluster, tmp_path):
+REFUSED = {  # before any rank starts, and the whole log is this sentence
+    "MASTER_ADDR=no-such-host": r"the host name MASTER_ADDR=no-such-host does not resolve on node-\d+",
+    "MASTER_ADDR=a$(touch canary)": r"scontrol names no first host in .*: submit with MASTER_ADDR=HOST",
+    "MASTER_PORT=99999": r"MASTER_PORT is '99999', which is no port number",
+    "MASTER_PORT=0": r"MASTER_PORT is '0', which is no port number",
+    "MASTER_PORT=http": r"MASTER_PORT is 'http', which is no port number",
+    "MASTER_PORT=a[$(touch canary)]": r"MASTER_PORT is 'a\[\$\(touch canary\)\]', which is no port number",
+}
+
+
+def test_addresses_and_ports_that_cannot_be(cluster, tmp_path):
+    jobs = []
+    for way, launcher in LAUNCHERS.items():
+        for variable in REFUSED if way == "torchrun" else list(REFUSED)[::2]:
+            env = dict([variable.split("=", 1)])
+            jobs.append(
+                (launcher, variable, cluster.submit(f"--output={tmp_path}/log-%j", launcher, VARIABLES, env=env))
+            )
+    for launcher, variable, number in jobs:
+        job = cluster.wait(number)
+        assert job.state == "FAILED" and job.exit_code == 1 and job.seconds < 30, job.log
+        assert re.fullmatch(f"{launcher}, job {number}: {REFUSED[variable]}\n", job.log), job.log
+    assert not (REPOSITORY / "canary").exists()
+
+
+def test_a_strangers_script(cluster, tmp_path):
+    """Ten lines of torch that read RANK, LOCAL_RANK and the like run under every launcher as they stand."""
+    by_hand = "distributed/tensor_parallel_by_hand.py"
+    hand = cluster.submit("--nodes=1", f"--output={tmp_path}/hand", LAUNCHERS["srun"], by_hand)
+    for job in in_all_ways(cluster, tmp_path, "tests/scripts/stranger.py").values():
+        assert job.state == "COMPLETED", job.log
+        found = re.findall(r"^rank (\d) of 4, local rank (\d): the sum is 6$", job.log, re.M)
+        assert sorted(found) == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")], job.log
+    assert cluster.wait(hand).state == "COMPLETED", cluster.wait(hand).log
+
+
+def test_an_exclusive_node(cluster, tmp_path):
+    """It is granted all its eight GPUs, but a rank is a GPU that was asked for."""
+    size = {way: ["--exclusive", "--cpus-per-task=4"] for way in LAUNCHERS}
+    for way, job in in_all_ways(cluster, tmp_path, VARIABLES, size=size).items():
+        assert job.state == "COMPLETED", job.log
+        assert_five_variables(job.ranks(), [2, 2])
+        assert {rank["cuda"] for rank in job.ranks()} == {"0,1"}
+        assert {rank["threads"] for rank in job.ranks()} == {"4" if way == "srun" else "2"}
+
+
+def test_in_salloc(cluster, tmp_path):
+    """A launcher typed in an allocation runs in it, as it would in a job."""
+    for way, launcher in LAUNCHERS.items():
+        size = ["--nodes=2", "--gpus-per-node=2", f"--ntasks-per-node={2 if way == 'srun' else 1}"]
+        done = cluster.exec("salloc", *size, "--cpus-per-task=2", f"./{launcher}", VARIABLES)
+        assert done.returncode == 0, done.stderr
+        job = Job(0, "COMPLETED", 0, done.stdout, 0)
+        assert_five_variables(job.ranks(), [2, 2])
+        assert {rank["threads"] for rank in job.ranks()} == {"2" if way == "srun" else "1"}
+
+
+SHELL = r"""
+state() { set +o; shopt; declare -p | grep -vE "^declare -\S+ $own="; declare -F; trap; umask; pwd; }
+own='(_|BASH_\w+|PIPESTATUS|FUNCNAME|LINENO|SECONDS|S?RANDOM|EPOCH\w+)'
+state >"$1/before"
+source ./env.sh
+state >"$1/after"
+"""
+
+
+@pytest.mark.parametrize("where", ["a login shell", "a script", "an allocation"])
+def test_source_env_sh_by_hand(where, cluster, tmp_path):
+    """It is one sentence, and leaves the shell as it was."""
+    bash = ["bash", "--norc", "--noprofile", *(["-i"] if where != "a script" else []), "-c", SHELL, "shell", tmp_path]
+    done = cluster.exec("salloc", "--nodes=2", "--quiet", *bash) if where == "an allocation" else run(*bash)
+    assert done.returncode == 0, done.stderr
+    ours = [line for line in done.stderr.splitlines() if not line.startswith("bash: ")]  # of a shell without a terminal
+    assert len(ours) == 1 and ours[0].startswith("Not in a Slurm job: type sbatch launch_slurm_with_torchrun.sh"), ours
+    assert (tmp_path / "before").read_text() == (tmp_path / "after").read_text() != ""
+
+
+def test_cpus_are_named(cluster, tmp_path):
+    """In the first line, in a note where a rank with a GPU has only one, and in every Usage line that names nodes."""
+    note = "note: a rank with a GPU has one CPU"
+    for cpus in (1, 2):
+        size = {way: [f"--cpus-per-task={cpus * (1 if way == 'srun' else 2)}"] for way in LAUNCHERS}
+        for way, job in in_all_ways(cluster, tmp_path, VARIABLES, size=size).items():
+            assert job.state == "COMPLETED", job.log
+            number = {"srun": 1, "torchrun": 2, "mp": 3}[way]
+            first = rf"Way {number}, .*: 4 ranks on node-\S+, {cpus} CPUs each, rendezvous at node-\d+:\d+"
+            assert re.fullmatch(first, job.log.splitlines()[0]), job.log
+            assert job.log.count(note) == (cpus == 1), job.log
+    job = cluster.sbatch("--gpus-per-node=0", f"--output={tmp_path}/log", LAUNCHERS["srun"], VARIABLES)
+    assert job.state == "COMPLETED" and "1 CPUs each" in job.log and note not in job.log, job.log
+    for path in [*LAUNCHERS.values(), "run_script.sh"]:
+        usage = re.findall(r"^#\s+sbatch --nodes=.*$", (REPOSITORY / path).read_text(), re.M)
+        assert usage and all("--cpus-per-task=" in line and "--gpus-per-node=" in line for line in usage), path
+
+
+def test_submitted_from_a_task(cluster, tmp_path):
+    """sbatch typed in `srun --pty bash`: the job inherits that task's CPU mask and memory, and no job breaks of it."""
+    step = {"SLURM_CPU_BIND": "quiet,mask_cpu:0x00000001", "SLURM_CPU_BIND_TYPE": "mask_cpu:"}
+    step |= {"SLURM_CPU_BIND_LIST": "0x00000001", "SLURM_CPU_BIND_VERBOSE": "quiet", "SLURM_MEM_PER_NODE": "1000"}
+    step |= {"RANK": "3", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "1", "SPAWN_RANKS": "1"}
+    step |= {"SLURM_MEM_PER_CPU": "100", "ENV_SH_JOB_ID": "1", "MASTER_ADDR": "old", "MASTER_PORT": "1"}
+    for job in in_all_ways(cluster, tmp_path, VARIABLES, env=step).values():
+        assert job.state == "COMPLETED", job.log
+        assert_five_variables(job.ranks(), [2, 2])
+    options = ["--parsable", "--mem-per-cpu=2000", f"--output={tmp_path}/nested", LAUNCHERS["torchrun"], VARIABLES]
+    nested = cluster.exec("srun", "--nodes=1", "--mem=3000", "sbatch", *options)
+    assert nested.returncode == 0, nested.stderr
+    job = cluster.wait(int(nested.stdout))
+    cluster.jobs.append(job.id)
+    assert job.state == "COMPLETED", job.log
+    assert_five_variables(job.ranks(), [2, 2])
+
+
+@pytest.mark.parametrize("export", ["NONE", "FOO=1"])
+def test_sbatch_export(export, cluster, tmp_path):
+    """sbatch's --export is for the batch shell. The ranks get what that one has."""
+    size = {way: [f"--export={export}"] for way in LAUNCHERS}
+    for job in in_all_ways(cluster, tmp_path, VARIABLES, size=size).values():
+        assert job.state == "COMPLETED", job.log
+        assert_five_variables(job.ranks(), [2, 2])
+        assert all(".venv/bin" in rank["path"].split(":")[0] for rank in job.ranks())
+
+
+def test_a_failure_is_not_named_after_the_rank_that_submitted(cluster, tmp_path):
     job = cluster.sbatch(
-        f"--output={tmp_path}/log", LAUNCHERS[way], "aux/check_ranks.py", env={"MASTER_ADDR": "no-such-host"}
+        f"--output={tmp_path}/log", LAUNCHERS["mp"], VARIABLES, env={"RANK": "3", "PYTHONHOME": "/nowhere"}
     )
-    assert job.state == "FAILED" and job.seconds < 30
-    assert len(re.findall(r"on node-\d+.* the host name MASTER_ADDR=no-such-host does not resolve", job.log)) == 1, (
-        job.log
+    assert job.state == "FAILED" and "what starts the ranks on node-" in job.log.splitlines()[-1], job.log
+
+
+def test_names_of_the_fast_network(cluster, tmp_path):
+    """The EDIT line for MASTER_ADDR holds in a job, too, that was submitted from inside a job on other nodes."""
+    for name in ("aux", "tests", "distributed", "torchrun.sh", LAUNCHERS["srun"], LAUNCHERS["torchrun"]):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    edited = re.sub(r"^# (MASTER_ADDR=.*i) +# EDIT.*$", r"\1", (REPOSITORY / "env.sh").read_text(), flags=re.M)
+    assert edited.count("\nMASTER_ADDR=${hosts%%$'\\n'*}i\n") == 1
+    (tmp_path / "env.sh").write_text(edited)
+    names = "".join(f"10.7.0.{i} node-{i}i\n" for i in (11, 12))
+    cluster.exec("bash", "-c", 'printf %s "$1" >>/etc/hosts', "bash", names)
+    inner = ["--nodelist=node-12", "--nodes=1", f"--output={tmp_path}/inner"]
+    (tmp_path / "outer.py").write_text(
+        "import os, subprocess\n"
+        "print(os.environ['MASTER_ADDR'])\n"
+        f"command = ['sbatch', *{inner}, '{LAUNCHERS['torchrun']}', 'tests/scripts/stranger.py']\n"
+        "os.environ['RANK'] != '0' or print(subprocess.check_output(command, text=True))\n"
     )
+    options = ["--nodes=1", "--nodelist=node-11", f"--output={tmp_path}/outer"]
+    outer = cluster.sbatch(*options, LAUNCHERS["srun"], "outer.py", cwd=tmp_path)
+    assert outer.state == "COMPLETED" and "rendezvous at node-11i:" in outer.log, outer.log
+    job = cluster.wait(int(re.search(r"Submitted batch job (\d+)", outer.log)[1]))
+    assert job.state == "COMPLETED" and "rendezvous at node-12i:" in job.log, job.log
+    assert job.log.count("of 2, local rank") == 2, job.log
+
+
+def test_debug_switch(cluster, tiny, tmp_path):
+    """DEBUG=1 shows what the job was given, and trains."""
+    train = ["distributed/train_ddp.py", "--data-dir", tiny, "--epochs", 1, "--checkpoint-dir"]
+    jobs = {
+        way: cluster.submit(
+            f"--output={tmp_path}/{way}.log", LAUNCHERS[way], *train, tmp_path / way, env={"DEBUG": "1"}
+        )
+        for way in ("srun", "torchrun")
+    }
+    for number in jobs.values():
+        job = cluster.wait(number)
+        assert job.state == "COMPLETED" and "Finished: epoch=1" in job.log, job.log[-3000:]
+        for line in (f"SLURM_JOB_ID={number}", "WORLD_SIZE=4", "NCCL_DEBUG=INFO", "NNODES=2"):
+            assert line in job.log.splitlines(), line
+        assert "SLURM_JWT" not in job.log
+
+
+@pytest.mark.parametrize("times", [10, pytest.param(50, marks=pytest.mark.matrix)])
+def test_a_good_job_ends_with_its_last_sentence(times, cluster, tiny, tmp_path):
+    """torchrun's rendezvous has nothing to add to it."""
+    train = ["distributed/train_ddp.py", "--data-dir", tiny, "--epochs", 1, "--checkpoint-dir"]
+    size = ["--nodes=2", "--exclusive", "--gpus-per-node=1", "--cpus-per-task=2", f"--output={tmp_path}/log-%j"]
+    nodes = [f"--nodelist=node-[{first}-{first + 1}]" for first in (31, 33, 35)]  # three at once
+    command = [LAUNCHERS["torchrun"], *train]
+    jobs = [cluster.submit(*size, nodes[i % 3], *command, tmp_path / str(i)) for i in range(times)]
+    for i, number in enumerate(jobs):
+        job = cluster.wait(number, timeout=60 + 10 * times)
+        assert job.state == "COMPLETED", job.log
+        assert job.log.splitlines()[-1] == f"Finished: epoch=1, checkpoints in {tmp_path / str(i)}", job.log
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS.values())

@@ -9,6 +9,7 @@ import datetime
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,11 +19,12 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from . import heartbeat
+from . import heartbeat, stop_request
 from .job import HOST, JOB, RESTART_COUNT
 
 # Parts of gloo's errors on the ranks whose peer has ended
@@ -136,7 +138,7 @@ def set_up_output(rank: int):
         stderr = sys.__stderr__  # init_process_group wraps this hook, and keeps what it writes to sys.stderr for later
         if isinstance(error, RuntimeError | dist.DistError) and any(part in str(error) for part in PEER_IS_GONE):
             print(f"[Rank {rank} on {HOST}] lost a peer; the error that matters is another rank's", file=stderr)
-            time.sleep(2)  # so that the other rank can print it
+            wait_for_culprit()
         else:
             print(f"[Rank {rank} on {HOST}] failed:", file=stderr)
             traceback.print_exception(kind, error, trace, file=stderr)
@@ -145,12 +147,24 @@ def set_up_output(rank: int):
     sys.excepthook = report
 
 
+def wait_for_culprit():
+    """At most 5 s, so that the rank that failed ends first: the job's last line names the first, and has its status.
+
+    torchrun and the spawner end the other ranks of their node with SIGTERM before they name the rank in JOB_FAILURE.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    named = Path(os.environ.get("JOB_FAILURE", "/dev/null/none"))
+    deadline = time.monotonic() + 5
+    while stop_request.received != signal.SIGTERM and not named.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 def stop(sentence: str, rank: int = 0, prints: bool = True):
     """Ends this rank with status 1. Where several ranks know the fault, one prints it and the others wait for that."""
     if prints:
         print(f"[Rank {rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)
     else:
-        time.sleep(5)  # a rank that ends ends the job
+        wait_for_culprit()  # a rank that ends ends the job
     end()
 
 
@@ -305,6 +319,8 @@ def step_zero(place: Place, timeout: datetime.timedelta, columns: dict, fault: s
     if rank != 0:
         if store.get("step 0/verdict"):
             store.add("step 0/ended", 1)
+            if not fault:
+                wait_for_culprit()
             end()
         return
     try:
@@ -327,6 +343,8 @@ def step_zero(place: Place, timeout: datetime.timedelta, columns: dict, fault: s
         deadline = time.monotonic() + 5  # this process may be the store's host: it goes last
         while store.add("step 0/ended", 0) < world_size - 1 and time.monotonic() < deadline:
             time.sleep(0.01)
+        if not fault and any(known["fault"] for known in ranks):
+            wait_for_culprit()
         end()
 
 

@@ -1,0 +1,429 @@
+"""train_single.py and train_ddp.py: the same losses whoever starts the ranks, and what a plain script promises."""
+
+import ast
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from conftest import LAUNCHERS, REPOSITORY, cells, environment, first_images, run
+
+SINGLE, DDP = "local/train_single.py", "distributed/train_ddp.py"
+STEPS = ["--epochs", "1", "--log-every", "1", "--dropout", "0", "--seed", "7"]
+BY_HAND = {"torchrun": ["./torchrun.sh"], "mp": [sys.executable, "distributed/spawn_ranks.py"]}
+
+
+def losses(log: str) -> dict[tuple[int, int], float]:
+    """The losses of a log by epoch and step. A step that is logged twice is a failure."""
+    found = re.findall(r"^epoch=(\d+) step=(\d+)/\d+ loss=(\S+) images_per_second=\d+ time_left=\S+$", log, re.M)
+    assert len({row[:2] for row in found}) == len(found), log
+    return {(int(epoch), int(step)): float(loss) for epoch, step, loss in found}
+
+
+def evaluations(log: str) -> list[list[float]]:
+    """Test loss and accuracy after every epoch of a log."""
+    found = re.findall(r"^epoch=\d+ test_loss=(\S+) test_accuracy=(\S+)$", log, re.M)
+    return [[float(value) for value in row] for row in found]
+
+
+def local(way: str, ranks: int, script: str, *arguments: object):
+    return run(*BY_HAND[way], script, *arguments, env=environment(NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1))
+
+
+@pytest.fixture(scope="session")
+def one_process(mnist, tmp_path_factory) -> str:
+    """The log of train_ddp.py as one process: the curve that all others must repeat."""
+    folder = tmp_path_factory.mktemp("one-process")
+    alone = run(sys.executable, DDP, "--data-dir", mnist, *STEPS, "--checkpoint-dir", folder / "out")
+    assert alone.returncode == 0, alone.stderr
+    assert "SYNTHETIC" in alone.stdout and "\r" not in alone.stdout
+    assert list(losses(alone.stdout)) == [(1, step) for step in range(1, 16)]  # 1,003 images in batches of 64
+    assert [path.name for path in (folder / "out").iterdir()] == ["checkpoint_epoch_1.pt"]
+    return alone.stdout
+
+
+def assert_same_curve(log: str, expected: str):
+    """Equal losses, and of 501 test images each is counted once."""
+    assert losses(log) == pytest.approx(losses(expected), rel=2e-4), log
+    (test_loss, accuracy), (loss, share) = evaluations(log)[0], evaluations(expected)[0]
+    assert test_loss == pytest.approx(loss, rel=1e-3) and accuracy * 501 == pytest.approx(share * 501, abs=1.1), log
+
+
+def test_one_process_without_torch_distributed(one_process, mnist, tmp_path):
+    alone = run(sys.executable, SINGLE, "--data-dir", mnist, *STEPS, "--checkpoint-dir", tmp_path / "out")
+    assert alone.returncode == 0, alone.stderr
+    assert losses(alone.stdout) == pytest.approx(losses(one_process), rel=1e-5)
+    assert evaluations(alone.stdout)[0] == pytest.approx(evaluations(one_process)[0], rel=1e-5)
+    assert alone.stdout.splitlines()[-1] == f"Finished: epoch=1, checkpoints in {tmp_path / 'out'}"
+
+
+HANDS = [(way, ranks) for way in BY_HAND for ranks in (2, 4)]
+
+
+@pytest.mark.parametrize(("way", "ranks"), cells(HANDS, ("torchrun", 2), ("mp", 4)))
+def test_equal_losses_by_hand(way, ranks, one_process, mnist, tmp_path):
+    options = ["--data-dir", mnist, *STEPS, "--checkpoint-dir", tmp_path / "out"]
+    done = local(way, ranks, "tests/scripts/digest.py", DDP, *options)
+    assert done.returncode == 0, done.stderr
+    assert_same_curve(done.stdout, one_process)
+    digests = re.findall(r"^WEIGHTS (\w+)$", done.stdout, re.M)
+    assert len(digests) == ranks and len(set(digests)) == 1, done.stdout
+
+
+@pytest.mark.parametrize("shape", ["2x2", *(pytest.param(x, marks=pytest.mark.matrix) for x in ("1x2", "2x1", "4x1"))])
+def test_equal_losses_on_the_cluster(shape, cluster, one_process, mnist, tmp_path):
+    """In the three ways at once."""
+    nodes, ranks = map(int, shape.split("x"))
+    submitted = {}
+    for way, launcher in LAUNCHERS.items():
+        size = [f"--nodes={nodes}", f"--gpus-per-node={ranks}", f"--output={tmp_path}/{way}.log"]
+        size += [f"--ntasks-per-node={ranks}"] if way == "srun" else []
+        script = ["tests/scripts/digest.py", DDP, "--data-dir", mnist, *STEPS, "--checkpoint-dir", tmp_path / way]
+        submitted[way] = cluster.submit(*size, launcher, *script)
+    for way, number in submitted.items():
+        job = cluster.wait(number)
+        assert job.state == "COMPLETED", job.log
+        assert_same_curve(job.log, one_process)
+        digests = re.findall(r"^WEIGHTS (\w+)$", job.log, re.M)
+        assert len(digests) == nodes * ranks and len(set(digests)) == 1, job.log
+        table = r"^\[Rank: (\d+) \| (\S+) \| world size: (\d+) \| local rank: (\d+) \| device: cpu\]$"
+        rows = sorted(re.findall(table, job.log, re.M))
+        assert [(int(row[0]), int(row[3])) for row in rows] == [(i, i % ranks) for i in range(nodes * ranks)], way
+        assert len({row[1] for row in rows}) == nodes and {int(row[2]) for row in rows} == {nodes * ranks}
+
+
+def test_srun_typed_by_hand(cluster, one_process, mnist, tmp_path):
+    """Without a launcher Slurm's own names are the ranks'. Where they meet has to be said."""
+    command = ["srun", "--nodes=2", "--nodelist=node-[1-2]", "--ntasks-per-node=2", "python", DDP]
+    command += ["--data-dir", mnist, *STEPS, "--checkpoint-dir", tmp_path / "out"]
+    bad = cluster.exec(*command)
+    assert bad.returncode != 0 and "this is one of 4 ranks, but MASTER_ADDR is not set" in bad.stderr, bad.stderr
+    assert "Traceback" not in bad.stderr
+    hand = cluster.exec(*command, env={"MASTER_ADDR": "node-1", "MASTER_PORT": "60123", "OMP_NUM_THREADS": "1"})
+    assert hand.returncode == 0, hand.stderr
+    assert_same_curve(hand.stdout, one_process)
+
+
+def test_precision(mnist_full, tmp_path):
+    """The same curve, a little coarser; fp16 on a CPU is slow, and warned of."""
+    data, curves = first_images(mnist_full, tmp_path / "data", 64, 20), {}
+    for precision in ("fp32", "bf16", "fp16"):
+        options = [*STEPS, "--batch-size", 16, "--precision", precision, "--checkpoint-dir", tmp_path / precision]
+        done = run(sys.executable, DDP, "--data-dir", data, *options)
+        assert done.returncode == 0, done.stderr
+        curves[precision] = list(losses(done.stdout).values())
+        assert ("warning: fp16 is slow on a CPU" in done.stderr) == (precision == "fp16")
+    for precision in ("bf16", "fp16"):
+        assert curves[precision] == pytest.approx(curves["fp32"], rel=0.02)
+        assert curves[precision] != pytest.approx(curves["fp32"], rel=1e-6)
+
+
+@pytest.mark.parametrize("script", [SINGLE, DDP])
+def test_resume(script, mnist, tmp_path):
+    """One epoch and then another, with dropout: the second is that of two epochs at once, and all are kept."""
+
+    def train(*arguments: object):
+        options = ["--data-dir", mnist, "--log-every", 5, *arguments]
+        return local("torchrun", 2, script, *options) if script == DDP else run(sys.executable, script, *options)
+
+    both = train("--epochs", 2, "--checkpoint-dir", tmp_path / "a")
+    first = train("--epochs", 1, "--checkpoint-dir", tmp_path / "b")
+    again = train("--epochs", 2, "--checkpoint-dir", tmp_path / "b")
+    assert again.returncode != 0 and again.stderr.count("has checkpoints: say --resume") == 1, again.stderr
+    second = train("--epochs", 2, "--checkpoint-dir", tmp_path / "b", "--resume")
+    assert both.returncode == first.returncode == second.returncode == 0, both.stderr + first.stderr + second.stderr
+    assert "Resumed after epoch 1. " in second.stdout and [key[0] for key in losses(second.stdout)] == [2, 2, 2]
+    assert losses(first.stdout) | losses(second.stdout) == pytest.approx(losses(both.stdout), rel=1e-5)
+    assert evaluations(second.stdout)[0] == pytest.approx(evaluations(both.stdout)[1], rel=1e-5)
+    for folder in ("a", "b"):
+        kept = [f"checkpoint_epoch_{epoch}.pt" for epoch in (1, 2)]
+        assert sorted(path.name for path in (tmp_path / folder).iterdir()) == kept
+
+
+def test_requeued_job_resumes_by_itself(cluster, tiny, tmp_path):
+    """In the three ways. USR1 does not end it; requeued, it goes on after its last epoch as if nothing had been."""
+    train = [DDP, "--data-dir", tiny, "--epochs", 3, "--log-every", 2, "--checkpoint-dir"]
+    reference = local("torchrun", 2, *train, tmp_path / "reference")
+    assert reference.returncode == 0, reference.stderr
+    submitted = {}
+    for way, launcher in LAUNCHERS.items():
+        size = ["--nodes=2", "--gpus-per-node=1", f"--output={tmp_path}/{way}.log"]
+        size += ["--ntasks-per-node=1"] if way == "srun" else []
+        command = [*size, launcher, "tests/scripts/batches.py", *train, tmp_path / way]
+        submitted[way] = cluster.submit(*command, env={"SLOW": "1.5"})
+    for way, number in submitted.items():
+        wait_for(lambda log=tmp_path / f"{way}.log": log.exists() and "loss=" in log.read_text())
+        cluster.exec("scancel", "--signal=USR1", number)
+    for way, number in submitted.items():
+        wait_for(lambda folder=tmp_path / way: (folder / "checkpoint_epoch_1.pt").exists())
+        requeued = cluster.exec("scontrol", "requeue", number)
+        assert requeued.returncode == 0, requeued.stderr + (tmp_path / f"{way}.log").read_text()
+    for way, number in submitted.items():
+        job = cluster.wait(number)
+        assert job.state == "COMPLETED" and cluster.show(number)["Restarts"] == "1", job.log
+        log = re.split(r"^Resumed after epoch (\d)\. ", job.log, flags=re.M)
+        assert len(log) == 3 and log[1] in "12", job.log
+        expected = {key: loss for key, loss in losses(reference.stdout).items() if key[0] > int(log[1])}
+        assert losses(log[2]) == pytest.approx(expected, rel=1e-5), job.log
+        assert sorted(path.name for path in (tmp_path / way).iterdir()) == [
+            f"checkpoint_epoch_{i}.pt" for i in (1, 2, 3)
+        ]
+
+
+def wait_for(condition, seconds: float = 90):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("script", [SINGLE, DDP])
+def test_full_disk(script, tiny, tmp_path):
+    """The second checkpoint has no room: the first stays and is whole, nothing is named as one that is not."""
+    folder, out = tmp_path / "full", tmp_path / "out"
+    folder.mkdir()
+    train = f"{sys.executable} {script} --data-dir {tiny} --epochs 3 --checkpoint-dir {folder}"
+    script = (
+        f"mount -t tmpfs -o size=15m full {folder} && {train}; status=$?; cp --recursive {folder} {out}; exit $status"
+    )
+    done = run("unshare", "--mount", "sh", "-c", script)
+    assert done.returncode not in (0, 77), done.stdout
+    assert [path.name for path in out.glob("*.pt")] == ["checkpoint_epoch_1.pt"], done.stderr
+    assert zipfile.ZipFile(out / "checkpoint_epoch_1.pt").testzip() is None
+
+
+SENTENCES = {
+    "no data": (["--data-dir", "/nowhere"], "no MNIST data at /nowhere/MNIST/raw"),
+    "batch": (["--batch-size", "7"], "--batch-size 7 does not divide by 2 ranks"),
+    "too large": (["--batch-size", "1000"], "--batch-size 1000 is more than all 300 images"),
+    "not finite": (["--learning-rate", "1e8"], "the loss is "),
+    "unknown": (["--devise", "cpu"], "unrecognized arguments: --devise cpu"),
+    "no number": (["--epochs", "many"], "--epochs: invalid int value: 'many'"),
+    "zero": (["--epochs", "0"], "--epochs, --batch-size and --log-every start at 1"),
+    "dropout": (["--dropout", "1"], "--dropout is below 1"),
+    "nan": (["--learning-rate", "nan"], "the other numbers at 0"),
+    "precision": (["--precision", "fp8"], "--precision: invalid choice: 'fp8'"),
+}
+TWO_RANKS = [(way, case) for way in BY_HAND for case in SENTENCES]
+QUICK = [("torchrun", "batch"), ("mp", "batch"), ("torchrun", "not finite"), ("mp", "unknown"), ("torchrun", "no data")]
+
+
+@pytest.mark.parametrize(("way", "case"), cells(TWO_RANKS, *QUICK))
+def test_one_sentence_of_two_ranks(way, case, tiny, tmp_path):
+    arguments, sentence = SENTENCES[case]
+    bad = local(way, 2, DDP, "--data-dir", tiny, *arguments, "--checkpoint-dir", tmp_path / "out")
+    assert bad.returncode == 1, bad.stderr
+    lines = bad.stderr.splitlines()
+    assert len(lines) == 1 and re.match(r"\[Rank 0 on \S+\] ", lines[0]) and sentence in lines[0], bad.stderr
+    assert not list((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.parametrize(("script", "case"), [(script, case) for script in (SINGLE, DDP) for case in SENTENCES])
+def test_one_sentence_of_one_process(script, case, tiny, tmp_path):
+    if case == "batch":
+        pytest.skip("every batch divides by one")
+    arguments, sentence = SENTENCES[case]
+    bad = run(sys.executable, script, "--data-dir", tiny, *arguments, "--checkpoint-dir", tmp_path / "out")
+    assert bad.returncode in (1, 2) and sentence in bad.stderr, bad.stderr
+    assert len(bad.stderr.splitlines()) == 1 and not list((tmp_path / "out").glob("*")), bad.stderr
+
+
+def test_granted_gpus_that_torch_does_not_see(tiny, tmp_path):
+    options = ["--data-dir", tiny, "--epochs", 1, "--checkpoint-dir", tmp_path / "out"]
+    granted = environment(SLURM_GPUS_ON_NODE=2)
+    bad = run(sys.executable, DDP, *options, env=granted)
+    assert bad.returncode == 1 and len(bad.stderr.splitlines()) == 1, bad.stderr
+    assert "Slurm granted 2 GPUs here, but torch sees none: say --device cpu if that is meant" in bad.stderr
+    for meant in ({"TRAIN_DEVICE": "cpu"}, {}):
+        done = run(
+            sys.executable, DDP, *options, *([] if meant else ["--device", "cpu", "--resume"]), env=granted | meant
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_what_plain_scripts_import():
+    """torch, the standard library and the data; the one for one process nothing of torch.distributed."""
+    for script in (SINGLE, DDP, "distributed/mnist.py"):
+        modules = set()
+        for node in ast.walk(ast.parse((REPOSITORY / script).read_text())):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                modules.add(node.module)
+        ours = {name.split(".")[0] for name in modules} - sys.stdlib_module_names - {"torch"}
+        assert ours == ({"mnist"} if script != "distributed/mnist.py" else set()), modules
+        assert script == DDP or not any("distributed" in name or "parallel" in name for name in modules), modules
+    assert "sys.path" not in (REPOSITORY / DDP).read_text()
+    assert (REPOSITORY / SINGLE).read_text().count("sys.path") == 1  # for the data
+
+
+def test_a_line_is_one_write(tiny, tmp_path):
+    """The line that every rank prints, its place: in a log that ranks share, another one's would come in between."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # it keeps writes apart
+    command = [sys.executable, DDP, "--data-dir", tiny, "--epochs", "1", "--checkpoint-dir", tmp_path / "out"]
+    variables = environment(PYTHONUNBUFFERED=1, OMP_NUM_THREADS=1)
+    with subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=there, stderr=there) as process:
+        there.close()
+        here.settimeout(120)
+        writes = [part.decode() for part in iter(lambda: here.recv(65536), b"")]
+    assert process.returncode == 0, writes
+    assert [part.find("\n") == len(part) - 1 for part in writes if part.startswith("[Rank: 0 |")] == [True], writes
+
+
+def test_ctrl_c_ends_all_ranks(tiny, tmp_path):
+    options = ["--data-dir", tiny, "--epochs", "1000", "--log-every", "1", "--checkpoint-dir", tmp_path / "out"]
+    for launch in BY_HAND.values():
+        command = [*launch, DDP, *map(str, options), "--resume"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True, "start_new_session": True}
+        with subprocess.Popen(command, cwd=REPOSITORY, env=environment(NPROC_PER_NODE=2), **pipes) as process:
+            for line in process.stdout:
+                if "loss=" in line:
+                    break
+            os.killpg(process.pid, signal.SIGINT)
+            process.communicate(timeout=60)
+        left = run("pgrep", "--full", str(tmp_path)).stdout
+        assert left == "", left
+
+
+# --- the end of a run -------------------------------------------------------------------------------------------------
+
+
+def test_the_end_of_two_local_ranks(tiny, tmp_path):
+    """Thirty runs on gloo: all of them end with status 0."""
+    place = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 20000 + os.getpid() % 10000}
+    command = [sys.executable, "tests/scripts/again.py", "30", "--data-dir", tiny, "--epochs", "1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": REPOSITORY}
+    ranks = []
+    for rank in (0, 1):
+        env = environment(**place, RANK=rank, LOCAL_RANK=rank, OMP_NUM_THREADS=1, FOLDER=tmp_path)
+        ranks.append(subprocess.Popen([str(part) for part in command], env=env, **pipes))
+    for rank, process in enumerate(ranks):
+        out, err = process.communicate(timeout=300)
+        assert out == f"rank {rank} ended with {{0: 30}}\n", out + err
+    assert len(list(tmp_path.glob("*/checkpoint_epoch_1.pt"))) == 30
+
+
+@pytest.mark.matrix
+def test_the_end_across_two_nodes(cluster, tiny, tmp_path):
+    """Two hundred runs of two ranks on two nodes."""
+    size = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", f"--output={tmp_path}/log"]
+    script = ["tests/scripts/again.py", 200, "--data-dir", tiny, "--epochs", 1]
+    job = cluster.sbatch(*size, LAUNCHERS["srun"], *script, env={"FOLDER": tmp_path}, timeout=1200)
+    assert job.state == "COMPLETED", job.log
+    assert job.log.count("ended with {0: 200}") == 2, job.log
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.matrix)])
+def test_an_exception_on_one_rank_ends_the_job(times, cluster, tiny, tmp_path):
+    """In step 5, in the three ways at once: FAILED within seconds, and the last line names that rank."""
+    submitted = []
+    for i in range(times):
+        for way, launcher in LAUNCHERS.items():
+            size = ["--nodes=2", "--gpus-per-node=1", f"--output={tmp_path}/{way}-{i}.log"]
+            size += ["--ntasks-per-node=1"] if way == "srun" else []
+            train = [DDP, "--data-dir", tiny, "--batch-size", 16, "--checkpoint-dir", tmp_path / f"{way}-{i}"]
+            command = [*size, launcher, "tests/scripts/batches.py", *train]
+            submitted.append((launcher, cluster.submit(*command, env={"RAISE": "5"})))
+    for launcher, number in submitted:
+        job = cluster.wait(number, timeout=120 + 20 * times)
+        assert job.state == "FAILED" and job.exit_code == 1 and job.seconds < 30 + 10 * times, job.log
+        assert job.log.count("ValueError: boom on purpose") == 1, job.log
+        last = rf"{launcher}, job {number}: rank 1 on node-\d+ ended with status 1"
+        assert re.fullmatch(last, job.log.splitlines()[-1]), job.log
+        assert cluster.left_over(number) == []
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+TAKEN = ["distributed/train_ddp.py", "distributed/mnist.py", "distributed/spawn_ranks.py", "env.sh", "torchrun.sh"]
+TAKEN += ["aux/job.sh", "aux/run_task.sh", "aux/quiet_torchrun.py", *LAUNCHERS.values()]
+
+
+def take(files: list[str], folder: Path) -> Path:
+    """These files of the repository, in a folder of their own."""
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, folder / name)
+    return folder
+
+
+def test_the_files_to_take_along(cluster, tiny, tmp_path):
+    """Nothing but these, elsewhere: they train in the three ways, and by hand."""
+    elsewhere = take(TAKEN, tmp_path / "elsewhere")
+    submitted = {}
+    for way, launcher in LAUNCHERS.items():
+        command = [f"--output={tmp_path}/{way}.log", launcher, DDP, "--data-dir", tiny, "--epochs", 1]
+        submitted[way] = cluster.submit(*command, cwd=elsewhere)
+    for number in submitted.values():
+        job = cluster.wait(number)
+        assert job.state == "COMPLETED", job.log
+        assert job.log.splitlines()[-1] == f"Finished: epoch=1, checkpoints in checkpoints/{number}", job.log
+        assert (elsewhere / f"checkpoints/{number}/checkpoint_epoch_1.pt").exists()
+    for launch in BY_HAND.values():
+        options = ["--data-dir", tiny, "--epochs", 1, "--checkpoint-dir", tmp_path / launch[-1].replace("/", "-")]
+        done = run(*launch, DDP, *options, cwd=elsewhere, env=environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1))
+        assert done.returncode == 0, done.stderr
+    repository = {str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("*/*.*")}
+    new = {str(path.relative_to(elsewhere)) for path in elsewhere.rglob("*") if path.is_file()} & repository
+    assert new | set(LAUNCHERS.values()) | {"env.sh", "torchrun.sh"} == set(TAKEN)
+
+
+@pytest.fixture
+def images(tmp_path) -> Path:
+    """Small PNG files in five classes, each of a colour of its own: train/CLASS/*.png and test/CLASS/*.png."""
+    from PIL import Image
+
+    for split, count in (("train", 40), ("test", 9)):
+        for i, name in enumerate(("ant", "bee", "cat", "dog", "elk")):
+            folder = tmp_path / "images" / split / name
+            folder.mkdir(parents=True)
+            for j in range(count):
+                noise = Image.frombytes("RGB", (40, 36), os.urandom(40 * 36 * 3))
+                colour = Image.new("RGB", (40, 36), f"hsl({72 * i}, 80%, 50%)")
+                Image.blend(colour, noise, 0.3).save(folder / f"{j}.png")
+    return tmp_path / "images"
+
+
+def test_a_changed_copy(cluster, images, tmp_path):
+    """Other data and another model in a copy of train_ddp.py: the three ways, and a requeue."""
+    copy = REPOSITORY / "tests/scripts/train_images.py"
+    diff = run("git", "diff", "--no-index", "--numstat", DDP, copy).stdout.split()
+    assert int(diff[0]) + int(diff[1]) <= 25, "added and removed lines"
+    theirs, ours = (re.split(r"^# --- (.+?) -+$", path.read_text(), flags=re.M) for path in (REPOSITORY / DDP, copy))
+    assert theirs[1::2] == ours[1::2]
+    theirs = [part.replace("mnist.describe(args.data_dir)", "args.data_dir") for part in theirs]
+    changed = [name for name, a, b in zip(theirs[1::2], theirs[2::2], ours[2::2], strict=True) if a != b]
+    assert changed == ["data", "model"]
+
+    elsewhere = take([*TAKEN, "distributed/torchvision_on_cpu.py", "tests/scripts/batches.py"], tmp_path / "elsewhere")
+    (elsewhere / DDP).unlink()
+    (elsewhere / "distributed/mnist.py").unlink()
+    script = shutil.copy(copy, elsewhere / "distributed/train_images.py")
+    train = [Path(script).relative_to(elsewhere), "--data-dir", images, "--epochs", 3, "--batch-size", 20]
+    submitted = {}
+    for way, launcher in LAUNCHERS.items():
+        size = ["--nodes=2", "--gpus-per-node=1", f"--output={tmp_path}/{way}.log"]
+        size += ["--ntasks-per-node=1"] if way == "srun" else []
+        command = [*size, launcher, "tests/scripts/batches.py", *train, "--log-every", 5]
+        submitted[way] = cluster.submit(*command, env={"SLOW": "0.5"}, cwd=elsewhere)
+    wait_for(lambda: (elsewhere / f"checkpoints/{submitted['torchrun']}/checkpoint_epoch_1.pt").exists())
+    requeued = cluster.exec("scontrol", "requeue", submitted["torchrun"])
+    assert requeued.returncode == 0, requeued.stderr
+    curves = {}
+    for way, number in submitted.items():
+        job = cluster.wait(number)
+        assert job.state == "COMPLETED" and job.log.splitlines()[-1].startswith("Finished: epoch=3"), job.log
+        assert job.log.count("Resumed after epoch") == (way == "torchrun"), job.log
+        curves[way] = losses(job.log.split("Resumed after epoch")[-1])
+        assert evaluations(job.log)[-1][1] > 0.9, job.log
+    assert curves["mp"] == pytest.approx(curves["srun"], rel=1e-4)
+    assert curves["torchrun"] == pytest.approx({key: curves["mp"][key] for key in curves["torchrun"]}, rel=1e-4)
+    assert curves["torchrun"], "the requeued run has logged nothing"
