@@ -136,7 +136,7 @@ def test_what_is_inside(cluster, site):
         "NCCL_DEBUG": "INFO",
         "NCCL_SOCKET_IFNAME": "eth0",
         "GLOO_SOCKET_IFNAME": "eth0",
-        "TORCH_LOGS": "+dynamo",
+        "TORCH_NCCL_TIMEOUT": "9",
     }
     named |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     named |= {"CUDA_LAUNCH_BLOCKING": "1", "OWN": "a b", "OWN_TOO": ""}
