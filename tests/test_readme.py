@@ -116,3 +116,11 @@ def test_files_of_a_copy(clone):
         *("env.sh", "torchrun.sh", "aux/job.sh", "aux/run_task.sh", "aux/quiet_torchrun.py"),
         *("distributed/train_ddp.py", "distributed/mnist.py", "distributed/spawn_ranks.py"),
     }
+
+
+def test_the_changed_copy_is_the_one_shown():
+    """Its diff, without what git says of files and functions; test_plain_scripts.py trains it."""
+    shown = re.search(r"^```diff\n(.*?)^```$", (REPOSITORY / "README.md").read_text(), re.M | re.S)[1]
+    compared = run("git", "diff", "--no-index", "-U0", "distributed/train_ddp.py", "tests/scripts/train_images.py")
+    hunks = compared.stdout[compared.stdout.index("\n@@") + 1 :]
+    assert shown == re.sub(r"^(@@ \S+ \S+ @@).*$", r"\1", hunks, flags=re.M)
