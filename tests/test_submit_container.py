@@ -73,15 +73,17 @@ def boxed(laptop, engine, base_image, tmp_path_factory):  # noqa: F811
     (clone / "Slurmfile.toml").write_text((clone / "Slurmfile.toml").read_text() + settings)
     (clone / "requirements.txt").write_text("jinja2\n")
     (clone / "inside.py").write_text(INSIDE)
-    torchrun = "import sys\n\nsys.path.append('/opt/torch')\nfrom torch.distributed.run import main\n\nmain()\n"
-    (site / "torchrun").write_text(f"#!/usr/bin/python3\n{torchrun}")
-    (site / "torchrun").chmod(0o755)
-    mounts = f"{sysconfig.get_path('purelib')}:/opt/torch,{site}/torchrun:/usr/local/bin/torchrun"
+    (site / "torch.pth").write_text("/opt/torch\n")  # searched last: the image's own packages win
+    for tool, command in (("python", "python3"), ("torchrun", "python3 -m torch.distributed.run")):
+        (site / tool).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        (site / tool).chmod(0o755)
+    mounted = [f"{sysconfig.get_path('purelib')}:/opt/torch"]
+    mounted += [f"{site}/{tool}:/usr/local/bin/{tool}" for tool in ("python", "torchrun")]
+    mounts = ",".join([*mounted, f"{site}/torch.pth:/usr/local/lib/python3.11/dist-packages/torch.pth"])
     text = (clone / "env.sh").read_text()
     for setting, value in (("MOUNTS", mounts), ("NAME", f"submitted-{os.getpid()}")):
-        text, count = re.subn(
-            rf"^export CONTAINER_{setting}=\S*", f"export CONTAINER_{setting}={value}", text, flags=re.M
-        )
+        name = f"export CONTAINER_{setting}="
+        text, count = re.subn(rf"^{name}\S*", name + value, text, flags=re.M)
         assert count == 1
     (clone / "env.sh").write_text(text)
     path = f"{REPOSITORY / 'tests/stand-ins/bin'}:{environment()['PATH']}"
@@ -103,20 +105,12 @@ def test_built_copied_and_run(laptop, boxed):  # noqa: F811
 def test_built_by_hand(laptop, boxed, base_image):  # noqa: F811
     """`docker build .` takes the code, and nothing of what git ignores."""
     clone, image = laptop.clone, f"{base_image}:ours"
-    for path in (
-        ".venv/x",
-        "data/x",
-        "log/x",
-        "checkpoints/7/x",
-        "slurm-jobs/x",
-        "a.out",
-        "a.sqsh",
-        "aux/__pycache__/x",
-    ):
+    ignored = [".venv/x", "data/x", "log/x", "checkpoints/7/x", "slurm-jobs/x", "a.out", "a.sqsh", "aux/__pycache__/x"]
+    for path in ignored:
         if not (clone / path).parent.is_symlink():
             (clone / path).parent.mkdir(parents=True, exist_ok=True)
             (clone / path).write_text("")
-    built = laptop.run("docker", "build", f"--build-arg=BASE={base_image}", "--tag", image, ".", timeout=300, **boxed)
+    built = laptop.run("docker", "build", f"--build-arg=BASE={base_image}", "--tag", image, clone, timeout=300, **boxed)
     assert built.returncode == 0, built.stderr[-3000:]
     listed = laptop.run("docker", "run", "--rm", image, "find", "/workspace", "-printf", "%P\\n", **boxed)
     files = set(listed.stdout.split("\n"))
