@@ -383,12 +383,14 @@ def test_killed_rank(cases, cluster, data, tmp_path):
 
 @pytest.mark.matrix
 def test_killed_torchrun(cluster, data, tmp_path):
+    """Its ranks live on, and Slurm waits for them: the job trains to its end, and is FAILED."""
     trial = Trial(cluster, "torchrun", "train_preemptible.py", data, tmp_path)
     node = trial.train_a_little()[1]
     os.kill(trial.process(node, "quiet_torchrun.py"), signal.SIGKILL)
     job = trial.ends(40)
     assert job.state == "FAILED" and job.exit_code == 137, job.log
     assert job.log.endswith(f": what starts the ranks on {node} was killed by SIGKILL\n"), job.log
+    assert checkpoints.step_of(checkpoints.find(trial.out)[0]) == STEPS, job.log
 
 
 @pytest.mark.parametrize(("way", "script"), cells(DIAGONAL))
