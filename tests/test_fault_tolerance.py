@@ -383,12 +383,14 @@ def test_killed_rank(cases, cluster, data, tmp_path):
 
 @pytest.mark.matrix
 def test_killed_torchrun(cluster, data, tmp_path):
+    """Its ranks live on, and Slurm waits for them: the job trains to its end, and is FAILED."""
     trial = Trial(cluster, "torchrun", "train_preemptible.py", data, tmp_path)
     node = trial.train_a_little()[1]
     os.kill(trial.process(node, "quiet_torchrun.py"), signal.SIGKILL)
     job = trial.ends(40)
     assert job.state == "FAILED" and job.exit_code == 137, job.log
     assert job.log.endswith(f": what starts the ranks on {node} was killed by SIGKILL\n"), job.log
+    assert checkpoints.step_of(checkpoints.find(trial.out)[0]) == STEPS, job.log
 
 
 @pytest.mark.parametrize(("way", "script"), cells(DIAGONAL))
@@ -515,13 +517,18 @@ def test_cut_link(cluster, data, uninterrupted, tmp_path):
 
 
 def test_two_jobs_on_one_port(cluster, data, uninterrupted, tmp_path):
-    """The second one does not join the first."""
-    first = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path / "a", MASTER_PORT=62000)
+    """The second one does not join the first; nor does one whose ranks are elsewhere than its address."""
+    first = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path / "first", slow=0.8, MASTER_PORT=62000)
     node = first.train_a_little()[0]
-    here = {"MASTER_ADDR": node, "MASTER_PORT": 62000}
-    second = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path / "b", sbatch=[f"--exclude={node}"], **here)
-    job = second.ends()
-    assert job.state == "FAILED" and f"MASTER_ADDR is {node}, but rank 0 is on" in job.log, job.log
+
+    def scenario(port, sentence):
+        place = {"MASTER_ADDR": node, "MASTER_PORT": port}
+        exclude = [f"--exclude={node}"]
+        job = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path / f"{port}", sbatch=exclude, **place).ends()
+        assert job.state == "FAILED" and job.exit_code == 1 and sentence in job.log, job.log
+
+    taken = f"port 62000 on {node} is taken by another program"
+    at_once(scenario, [(62000, taken), (62001, f"MASTER_ADDR is {node}, but rank 0 is on")])
     assert first.ends().state == "COMPLETED", first.log
     assert_same_run(first.out, uninterrupted("train_preemptible.py"))
 
@@ -716,7 +723,7 @@ def test_full_disk(way, script, cluster, disk, data, uninterrupted, tmp_path):
     try:
         often = ("--checkpoint-every", 10, "--keep-checkpoints", 4, "--checkpoint-dir", out)
         job = Trial(cluster, way, script, data, tmp_path, *often, slow=0).ends()
-        assert job.state == "FAILED" and job.exit_code != 0, job.log
+        assert job.state == "FAILED" and job.exit_code == 1, job.log
         assert job.log.count("the last steps could not be saved") == 1 and "No space left" in job.log, job.log
         assert re.search(r"^step=45/", job.log, re.M) and "Traceback" not in job.log, job.log
         assert len(checkpoints.find(out)) >= 1 and not list(out.glob(".*.tmp"))
@@ -734,7 +741,8 @@ def test_read_only_folder(cluster, disk, data, tmp_path):
     def scenario(name, *resume):
         to = ("--checkpoint-dir", disk / "read-only", *resume)
         job = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path / name, *to).ends(30)
-        assert job.state == "FAILED" and job.exit_code != 0, job.log
+        assert job.state == "FAILED" and job.exit_code == 1, job.log
+        assert re.search(r": rank \d on node-\d+ ended with status 1$", job.log), job.log
         assert job.log.count(f"{disk} cannot be written: choose another --checkpoint-dir") == 1, job.log
         assert "step=" not in job.log and "Traceback" not in job.log, job.log
 
@@ -755,7 +763,8 @@ def test_corrupt_data(cluster, data, tmp_path):
         subprocess.run("sha256sum train* > SHA256SUMS", shell=True, cwd=file.parent, check=True)
         file.write_bytes(flipped(file.read_bytes()))
         job = Trial(cluster, way, script, {script: folder}, tmp_path / way).ends(40)
-        assert job.state == "FAILED" and job.exit_code != 0, job.log
+        assert job.state == "FAILED" and job.exit_code == 1, job.log
+        assert re.search(r": rank \d on node-\d+ ended with status 1$", job.log), job.log
         assert job.log.count(f"{file} is damaged: it is not the file that SHA256SUMS beside it tells of; move") == 1
         assert "step=" not in job.log and "Traceback" not in job.log, job.log
 
