@@ -56,6 +56,7 @@ def run_rank(local_rank: int, node_rank: int, nnodes: int, nproc_per_node: int, 
         GROUP_RANK=str(node_rank),
         GROUP_WORLD_SIZE=str(nnodes),
     )
+    mp.set_start_method(None, force=True)  # loader workers start as they do elsewhere: spawn would run the script again
     sys.argv = command
     sys.path[0] = str(Path(command[0]).resolve().parent)  # as `python script.py` has it
     try:

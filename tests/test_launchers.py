@@ -488,10 +488,11 @@ def test_sbatch_export(export, cluster, tmp_path):
 
 
 def test_a_failure_is_not_named_after_the_rank_that_submitted(cluster, tmp_path):
-    job = cluster.sbatch(
-        f"--output={tmp_path}/log", LAUNCHERS["mp"], VARIABLES, env={"RANK": "3", "PYTHONHOME": "/nowhere"}
-    )
-    assert job.state == "FAILED" and "what starts the ranks on node-" in job.log.splitlines()[-1], job.log
+    (tmp_path / "sitecustomize.py").write_text("import os\nos._exit(9)\n")
+    env = {"RANK": "3", "PYTHONPATH": tmp_path}
+    job = cluster.sbatch(f"--output={tmp_path}/log", LAUNCHERS["mp"], VARIABLES, env=env)
+    assert job.state == "FAILED" and job.exit_code == 9, job.log
+    assert "what starts the ranks on node-" in job.log.splitlines()[-1], job.log
 
 
 def test_names_of_the_fast_network(cluster, tmp_path):
