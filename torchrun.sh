@@ -15,7 +15,7 @@ set -- "${@:-distributed/train_ddp.py}"
 if [[ -z "${NNODES:-}" ]]; then                      # by hand: no launcher has read env.sh
     # shellcheck source=/dev/null
     [[ -n "${VIRTUAL_ENV:-}" || ! -d "$here/.venv" ]] || source "$here/.venv/bin/activate"
-    NPROC_PER_NODE=${NPROC_PER_NODE:-$(python -c 'import torch; print(torch.cuda.device_count() or 2)')}
+    NPROC_PER_NODE=${NPROC_PER_NODE:-$(python3 -c 'import torch; print(torch.cuda.device_count() or 2)')}
     [[ "$NPROC_PER_NODE" =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE is '$NPROC_PER_NODE', not a number of ranks"
     cpus=$(getconf _NPROCESSORS_ONLN)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > NPROC_PER_NODE ? cpus / NPROC_PER_NODE : 1))}
@@ -33,4 +33,4 @@ if [[ -n "${NNODES:-}" ]]; then                      # in a job: node rank 0 lis
 fi
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"    # to save after SIGTERM; 30 s by default
 # torchrun, but with the exit status of the rank that has failed, and one line on it: torchrun's own is always 1.
-exec python "$here/aux/quiet_torchrun.py" "${rendezvous[@]}" --nproc-per-node="$NPROC_PER_NODE" "$@"
+exec python3 "$here/aux/quiet_torchrun.py" "${rendezvous[@]}" --nproc-per-node="$NPROC_PER_NODE" "$@"

@@ -48,10 +48,11 @@ start_job() {                                        # what starts the ranks, sc
     [[ -f "$2" ]] || die "no such train script: $2 (in $PWD)"
     [[ "$MASTER_ADDR" =~ ^[[:alnum:]][[:alnum:]._:-]*$ ]] ||         # before 23.11 an error is printed here, with status 0
         die "scontrol names no first host in '$SLURM_JOB_NODELIST' ($hosts): submit with MASTER_ADDR=HOST"
-    [[ "$MASTER_PORT" =~ ^[0-9]{1,5}$ && "$MASTER_PORT" -gt 0 && "$MASTER_PORT" -lt 65536 ]] ||
+    [[ "$MASTER_PORT" =~ ^[1-9][0-9]{0,4}$ && "$MASTER_PORT" -lt 65536 ]] ||
         die "MASTER_PORT is '$MASTER_PORT', which is no port number"
     getent hosts "$MASTER_ADDR" >/dev/null || die "the host name MASTER_ADDR=$MASTER_ADDR does not resolve on $HOSTNAME"
-    ! timeout 5 bash -c ": 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT" 2>/dev/null ||
+    # shellcheck disable=SC2016  # the inner shell expands these
+    ! timeout 5 bash -c ': 3<>"/dev/tcp/$1/$2"' - "$MASTER_ADDR" "$MASTER_PORT" 2>/dev/null ||
         die "port $MASTER_PORT on $MASTER_ADDR is taken by another program: submit with MASTER_PORT=ANOTHER"
 
     mkdir --parents "$log" || die "cannot make the folder $log in $PWD"

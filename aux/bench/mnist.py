@@ -11,6 +11,7 @@ not judged on a busy machine.
 """
 
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -121,7 +122,8 @@ def run_train_ddp(data_dir: Path, precision: str, watch: Callable[[DataLoader, I
 
     `watch` gets the loader that the script trains from and its batches, and gives the script what it returns.
     """
-    variables, trained_from, fetch = {"__name__": "__main__", "__file__": str(SCRIPT)}, [], DataLoader.__iter__
+    spec = importlib.util.spec_from_file_location("train_ddp", SCRIPT)
+    script, trained_from, fetch = importlib.util.module_from_spec(spec), [], DataLoader.__iter__
 
     def watched(loader: DataLoader) -> Iterator:
         trained_from.append(loader)  # the first one is that of the training images
@@ -137,8 +139,8 @@ def run_train_ddp(data_dir: Path, precision: str, watch: Callable[[DataLoader, I
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.suppress(Enough),
     ):
-        exec(compile(SCRIPT.read_text(), SCRIPT, "exec"), variables)
-    return variables
+        spec.loader.exec_module(script)
+    return vars(script)
 
 
 def our_loader(data_dir: Path) -> DataLoader:
