@@ -16,6 +16,7 @@ import pytest
 
 from conftest import LAUNCHERS, REPOSITORY, Cluster, Job, environment, read_metrics, run
 from test_launchers import NASTY
+from test_readme import block
 
 STAND_INS = REPOSITORY / "tests/stand-ins"
 INSIDE = "tests/scripts/inside.py"
@@ -164,16 +165,15 @@ def test_what_is_inside(cluster, site):
     assert not (clone / "canary").exists()
 
 
-def test_readme_commands_have_the_losses_of_way_2(cluster, site, tiny, tmp_path):
-    """The README's block: import the image by default, run in it; here with a line in the log for every step."""
-    readme = (REPOSITORY / "README.md").read_text()
-    (block,) = (text for text in re.findall(r"^```bash\n(.*?)^```$", readme, re.M | re.S) if "run_script.sh" in text)
-    clone = site.clone("readme", image="$PWD/pytorch.sqsh", container="readme")
+def test_documented_commands_have_the_losses_of_way_2(cluster, site, tiny, tmp_path):
+    """The block of docs/containers.md: import the image by default, run in it; here with a line in the log for every step."""
+    commands = block("run_script.sh")
+    clone = site.clone("documented", image="$PWD/pytorch.sqsh", container="documented")
     shutil.copytree(tiny, clone / "data/mnist")
     (site.folder / "registry/nvcr.io+nvidia+pytorch:24.06-py3").symlink_to(site.image)
     env = {"SBATCH_GPUS_PER_NODE": "1"}
     shown = cluster.exec(
-        "bash", "-euo", "pipefail", "-c", f"{block.rstrip()} --log-every 1", cwd=clone, env=site.environment | env
+        "bash", "-euo", "pipefail", "-c", f"{commands.rstrip()} --log-every 1", cwd=clone, env=site.environment | env
     )
     assert shown.returncode == 0, shown.stderr
     ids = [int(re.search(r"Submitted batch job (\d+)", shown.stdout)[1])]
