@@ -166,7 +166,7 @@ def test_what_is_inside(cluster, site):
 
 
 def test_documented_commands_have_the_losses_of_way_2(cluster, site, tiny, tmp_path):
-    """The block of docs/containers.md: import the image by default, run in it; here with a line in the log for every step."""
+    """The block of docs/containers.md: import the default image, run in it; with a line in the log for every step."""
     commands = block("run_script.sh")
     clone = site.clone("documented", image="$PWD/pytorch.sqsh", container="documented")
     shutil.copytree(tiny, clone / "data/mnist")
