@@ -82,12 +82,12 @@ def run(*command: object, timeout: float = 120, **options) -> subprocess.Complet
 MATRIX: list[tuple] = []
 
 
-def note(way: str, script: str, state: str, status: int, restarts: object, seconds: float):
+def note(way: str, script: str, state: str, status: int, restarts: object, seconds: float, which: str = ""):
     """A row of the table at the end: the fault is the running test, with those of its parameters that are not here."""
     name, _, case = os.environ["PYTEST_CURRENT_TEST"].split("::")[1].rpartition(" (")[0].partition("[")
     for known in (way, script):
         case = case.rstrip("]").replace(known, "", 1).removeprefix("-")
-    case = "" if case.startswith("at-once") else case
+    case = which if case.startswith("at-once") else case
     fault = (name.removeprefix("test_") + (f": {case}" if case else "")).replace("_", " ")
     MATRIX.append((fault, way, script, state, status, restarts, f"{seconds:.0f} s"))
 

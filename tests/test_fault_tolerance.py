@@ -123,6 +123,7 @@ class Trial:
         self, cluster: Cluster, way: str, script: str, data: dict, folder: Path, *options, sbatch=(), slow=0.4, **env
     ):
         folder.mkdir(exist_ok=True)
+        self.case = ""  # for the table
         self.cluster, self.way, self.script, self.folder, self.out = cluster, way, script, folder, folder / "out"
         self.command = [LAUNCHERS[way], "tests/scripts/slowly.py", slow, f"distributed/{script}"]
         self.command += ["--data-dir", data[script], *SCRIPTS[script], "--checkpoint-dir", self.out, *options]
@@ -175,7 +176,7 @@ class Trial:
             assert time.monotonic() < deadline, left
             time.sleep(0.2)
         restarts, seconds = self.cluster.show(self.job)["Restarts"], time.monotonic() - self.fault_at
-        note(self.way, self.script, job.state, job.exit_code, restarts, seconds)
+        note(self.way, self.script, job.state, job.exit_code, restarts, seconds, self.case)
         return job
 
     def is_equal_after_a_restart(self, reference: Path, restarts: int = 1):
@@ -615,7 +616,9 @@ def test_damaged_checkpoint(cases, cluster, data, uninterrupted, tmp_path):
         newest, before = checkpoints.find(out)
         file = max(newest.glob("*.distcp")) if newest.is_dir() else newest
         file.write_bytes(damage(file.read_bytes()))
-        job = Trial(cluster, way, script, data, tmp_path / way, "--resume", slow=0).ends()
+        trial = Trial(cluster, way, script, data, tmp_path / way, "--resume", slow=0)
+        trial.case = damage.__name__
+        job = trial.ends()
         assert job.state == "COMPLETED", job.log
         assert job.log.count(f"checkpoint {newest} is damaged and skipped") == 1, job.log
         assert re.search(rf"^Resumed after step {checkpoints.step_of(before)}$", job.log, re.M), job.log
