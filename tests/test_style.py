@@ -74,8 +74,8 @@ def test_a_launcher_has_one_literal_srun():
 LINES = {  # at most
     "env.sh": 60,
     "torchrun.sh": 40,
-    "local/train_single.py": 145,
-    "distributed/train_ddp.py": 195,
+    "local/train_single.py": 140,
+    "distributed/train_ddp.py": 190,
     "distributed/train_preemptible.py": 160,
     "distributed/train_fsdp.py": 250,
     "distributed/train_tp.py": 260,

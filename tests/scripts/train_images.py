@@ -52,16 +52,12 @@ parser.add_argument("--dropout", type=float, default=0.25, help="probability of 
 parser.add_argument("--seed", type=int, default=0, help="of weights, order of the images and dropout")
 parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of autocast")
 device = os.environ.get("TRAIN_DEVICE", "auto")
-parser.add_argument(
-    "--device", choices=("auto", "cpu", "cuda", "mps"), default=device, help="default: $TRAIN_DEVICE, or auto"
-)
+parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default=device, help="or $TRAIN_DEVICE")
 parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
 parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
 parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or the time")
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-parser.add_argument(
-    "--resume", action="store_true", default=requeued, help="from the last checkpoint in --checkpoint-dir"
-)
+parser.add_argument("--resume", action="store_true", default=requeued, help="from the last one in --checkpoint-dir")
 args = parser.parse_args()
 counts, others = (args.epochs, args.batch_size, args.log_every), (args.seed, args.learning_rate, args.dropout)
 if not (all(1 <= x < 2**31 for x in counts) and all(0 <= x < 2**31 for x in others) and args.dropout < 1):
