@@ -76,8 +76,7 @@ identity = [checksums.sha256(path)[:12] for path in sorted(files.glob("train-*-u
 source = mnist.describe(args.data_dir)
 steps_per_epoch = len(train_set) // args.batch_size
 total_steps = min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
-# A TensorDataset takes a whole batch of indices at once. For one that takes them one by one, as ImageFolder does:
-# DataLoader(train_set, batch_sampler=batches, **workers)
+# A TensorDataset takes a batch of indices at once. Others: DataLoader(train_set, batch_sampler=batches, **workers)
 batches = RunSampler(len(train_set), args.batch_size, range(total_steps), args.seed, rank, world_size)
 test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # each image once
 workers = {"num_workers": args.num_workers, "worker_init_fn": stop_request.ignore}

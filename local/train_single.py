@@ -61,8 +61,7 @@ except ValueError as error:
 if args.batch_size > len(train_set):
     stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
 sampler = RandomSampler(train_set, generator=torch.Generator())
-# A TensorDataset takes a whole batch of indices at once. For one that takes them one by one, as ImageFolder does:
-# DataLoader(train_set, batch_sampler=batches, num_workers=4, multiprocessing_context="fork")
+# A TensorDataset takes a batch of indices at once. Others: DataLoader(train_set, batch_sampler=batches, num_workers=4)
 batches = BatchSampler(sampler, args.batch_size, drop_last=True)
 test_batches = BatchSampler(range(len(test_set)), 1000, drop_last=False)
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")

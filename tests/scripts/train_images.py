@@ -97,8 +97,7 @@ if args.batch_size > len(train_set):
 if args.batch_size % world_size:
     stop(f"--batch-size {args.batch_size} does not divide by {world_size} ranks")
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
-# A TensorDataset takes a whole batch of indices at once. For one that takes them one by one, as ImageFolder does:
-# DataLoader(train_set, batch_sampler=batches, num_workers=4, multiprocessing_context="fork")
+# A TensorDataset takes a batch of indices at once. Others: DataLoader(train_set, batch_sampler=batches, num_workers=4)
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)
 test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # each image once
 train_loader = DataLoader(train_set, batch_sampler=batches, num_workers=2, multiprocessing_context="fork")
