@@ -20,7 +20,8 @@ MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # rank 0's 
 # MASTER_ADDR=${hosts%%$'\n'*}i                      # EDIT: where the fast network has names of its own, as node-1i
 MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # above the ephemeral ports; 10#: decimal
 
-CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-1}                               # for all ranks of a node
+cpus=${SLURM_JOB_CPUS_PER_NODE:-1}                                   # as 16(x4); in salloc there is no SLURM_CPUS_ON_NODE
+CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # for all ranks of a node
 if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks)); fi
 CPUS_PER_RANK=$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS_PER_RANK}
