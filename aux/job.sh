@@ -39,7 +39,7 @@ fi
 # --- before the ranks start -------------------------------------------------------------------------------------------
 is_uneven() {                                        # 4(x2),3; for 11 tasks of 4 a node sbatch says 4(x3) all the same
     [[ "${SLURM_TASKS_PER_NODE:-1}" == *,* ]] ||
-        [[ -n "${SLURM_NTASKS_PER_NODE:-}" && "${SLURM_NTASKS:-}" != "$((NNODES * SLURM_NTASKS_PER_NODE))" ]]
+        [[ -n "${SLURM_NTASKS_PER_NODE:-}" && "${SLURM_NTASKS:-$((NNODES * SLURM_NTASKS_PER_NODE))}" != "$((NNODES * SLURM_NTASKS_PER_NODE))" ]]
 }
 
 # shellcheck disable=SC2154  # env.sh sets gpus and hosts
