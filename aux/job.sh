@@ -38,8 +38,8 @@ fi
 
 # --- before the ranks start -------------------------------------------------------------------------------------------
 is_uneven() {                                        # 4(x2),3; for 11 tasks of 4 a node sbatch says 4(x3) all the same
-    [[ "${SLURM_TASKS_PER_NODE:-1}" == *,* ]] ||
-        [[ -n "${SLURM_NTASKS_PER_NODE:-}" && "${SLURM_NTASKS:-$((NNODES * SLURM_NTASKS_PER_NODE))}" != "$((NNODES * SLURM_NTASKS_PER_NODE))" ]]
+    local even=$((NNODES * ${SLURM_NTASKS_PER_NODE:-0}))
+    [[ "${SLURM_TASKS_PER_NODE:-1}" == *,* ]] || ((even > 0 && ${SLURM_NTASKS:-$even} != even))
 }
 
 # shellcheck disable=SC2154  # env.sh sets gpus and hosts
