@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from conftest import REPOSITORY, run
 
 TRACKED = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True).stdout.split()
@@ -23,9 +21,8 @@ def violations(version: str, *paths: object) -> str:
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("path", IN_JOBS)
-def test_jobs_run_on_python_3_10(path):
-    assert violations("3.10", path) == ""
+def test_jobs_run_on_python_3_10():
+    assert len(IN_JOBS) > 20 and violations("3.10", *IN_JOBS) == ""
 
 
 def test_submission_runs_on_python_3_11():
