@@ -140,7 +140,7 @@ def test_resume(script, mnist, tmp_path):
     assert again.returncode != 0 and again.stderr.count("has checkpoints: say --resume") == 1, again.stderr
     second = train("--epochs", 2, "--checkpoint-dir", tmp_path / "b", "--resume")
     assert both.returncode == first.returncode == second.returncode == 0, both.stderr + first.stderr + second.stderr
-    assert "Resumed after epoch 1. " in second.stdout and [key[0] for key in losses(second.stdout)] == [2, 2, 2]
+    assert "Resumed after epoch 1\n" in second.stdout and [key[0] for key in losses(second.stdout)] == [2, 2, 2]
     assert losses(first.stdout) | losses(second.stdout) == pytest.approx(losses(both.stdout), rel=1e-5)
     assert evaluations(second.stdout)[0] == pytest.approx(evaluations(both.stdout)[1], rel=1e-5)
     for folder in ("a", "b"):
@@ -169,7 +169,7 @@ def test_requeued_job_resumes_by_itself(cluster, tiny, tmp_path):
     for way, number in submitted.items():
         job = cluster.wait(number)
         assert job.state == "COMPLETED" and cluster.show(number)["Restarts"] == "1", job.log
-        log = re.split(r"^Resumed after epoch (\d)\. ", job.log, flags=re.M)
+        log = re.split(r"^Resumed after epoch (\d)\n", job.log, flags=re.M)
         assert len(log) == 3 and log[1] in "12", job.log
         expected = {key: loss for key, loss in losses(reference.stdout).items() if key[0] > int(log[1])}
         assert losses(log[2]) == pytest.approx(expected, rel=1e-5), job.log
