@@ -56,7 +56,7 @@ def windows(folder: Path, split: str, context: int) -> torch.Tensor:
 
 def read(windows: torch.Tensor, starts: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The windows that begin at `starts`, (n, context + 1) int64, on the way to `device`."""
-    batch = windows[starts].long()
+    batch = windows[starts].to(torch.int64)
     return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch.to(device)
 
 
