@@ -190,7 +190,7 @@ def synthetic_labels(count: int) -> bytes:
 
 
 def checksums(files: dict[Path, bytes]) -> bytes:
-    """Return what a file SHA256SUMS beside `files` holds: distributed/checksums.py and sha256sum --check read it."""
+    """Return what a file SHA256SUMS beside `files` holds: resilience/checksums.py and sha256sum --check read it."""
     return "".join(f"{hashlib.sha256(content).hexdigest()}  {path.name}\n" for path, content in files.items()).encode()
 
 
