@@ -1,8 +1,9 @@
-"""Train a ConvNet on MNIST: one process on one device, flat, top to bottom.
+"""Train a ConvNet on MNIST: one process on one device. Flat, top to bottom.
 
-    python aux/prepare_data.py mnist          # once
+    python aux/prepare_data.py mnist                      # once, before any job
     python local/train_single.py --epochs 3
 
+EDIT marks the lines for your own data and model.
 What data parallelism adds: git diff --no-index local/train_single.py distributed/train_ddp.py
 """
 
@@ -24,29 +25,27 @@ import mnist  # EDIT: your data
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
-parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], usage=argparse.SUPPRESS, allow_abbrev=False)
-stop = parser.error  # prints one sentence, and ends with status 2
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+stop = parser.error = sys.exit  # prints one sentence, and ends with status 1
 parser.add_argument("--epochs", type=int, default=3, help="passes over the training images")
 parser.add_argument("--batch-size", type=int, default=64, help="images per step")
 parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
 parser.add_argument("--dropout", type=float, default=0.25, help="probability of dropping an activation")
 parser.add_argument("--seed", type=int, default=0, help="of weights, order of the images and dropout")
 parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of autocast")
-device = os.environ.get("TRAIN_DEVICE", "auto")
-parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default=device, help="or $TRAIN_DEVICE")
+parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default=os.environ.get("TRAIN_DEVICE", "auto"))
 parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
 parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
 parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or the time")
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 parser.add_argument("--resume", action="store_true", default=requeued, help="from the last one in --checkpoint-dir")
 args = parser.parse_args()
-counts, others = (args.epochs, args.batch_size, args.log_every), (args.seed, args.learning_rate, args.dropout)
-if not (all(1 <= x < 2**31 for x in counts) and all(0 <= x < 2**31 for x in others) and args.dropout < 1):
-    stop("--epochs, --batch-size and --log-every start at 1, the other numbers at 0; --dropout is below 1")
+if min(args.epochs, args.batch_size, args.log_every) < 1 or not 0 <= args.dropout < 1:
+    stop("--epochs, --batch-size and --log-every are 1 or more, --dropout is below 1")
 
 # --- process group ----------------------------------------------------------------------------------------------------
 
-# None: this process trains alone.
+# None here: this process trains alone.
 if args.device == "auto":
     args.device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 device = torch.device(args.device)
@@ -79,7 +78,7 @@ dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[a
 autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
 scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 if args.precision == "fp16" and device.type == "cpu":
-    print("warning: fp16 is slow on a CPU: use --precision bf16", file=sys.stderr)
+    print("warning: fp16 is slow on a CPU: use --precision bf16", flush=True)
 
 # --- checkpoint -------------------------------------------------------------------------------------------------------
 

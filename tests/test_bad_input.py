@@ -113,6 +113,8 @@ def bad_line(pick: random.Random, script: str, options: list[Option]) -> list[st
 
 def any_bad_line(pick: random.Random, script: str, options: list[Option]) -> list[str]:
     valued = [option for option in options if option.value and not option.value.startswith("[")]
+    if script in PLAIN:  # torch checks the others, with a traceback
+        valued = [option for option in valued if option.flag not in ("--seed", "--learning-rate")]
     numbers = [option for option in valued if not option.is_text and not option.choices]
     kinds = ["unknown", "abbreviated", "positional", "short"]
     kinds += ["missing", "choice"] * bool(valued) + ["no number", "out of range", "given twice"] * 2 * bool(numbers)

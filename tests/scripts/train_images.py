@@ -1,11 +1,10 @@
 """train_ddp.py with data and a model of one's own: folders of images, and a smaller network.
 
     python aux/prepare_data.py mnist                      # once, before any job
-    python distributed/train_ddp.py                       # one process
     ./torchrun.sh distributed/train_ddp.py --epochs 3     # all GPUs of this machine, or two CPU ranks
     sbatch launch_slurm_with_torchrun.sh distributed/train_ddp.py --epochs 3
 
-A requeued job resumes from its last epoch. EDIT marks the lines for your own data and model.
+EDIT marks the lines for your own data and model. A requeued job resumes from its last epoch.
 Grown from local/train_single.py: arguments, process group, data, model, checkpoint, training.
 """
 
@@ -39,11 +38,11 @@ distributed = "RANK" in os.environ or world_size > 1
 def stop(sentence: str):
     """Ends this rank, and so the job. The others wait for rank 0: what all ranks find wrong is printed once."""
     time.sleep(5 if rank > 0 else 0)
-    print(f"[Rank {rank} on {socket.gethostname()}] {sentence}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"[Rank {rank} on {socket.gethostname()}] {sentence}\n")
     os._exit(1)
 
 
-parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], usage=argparse.SUPPRESS, allow_abbrev=False)
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.error = stop
 parser.add_argument("--epochs", type=int, default=3, help="passes over the training images")
 parser.add_argument("--batch-size", type=int, default=64, help="images per step, over all ranks")
@@ -51,17 +50,15 @@ parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD wi
 parser.add_argument("--dropout", type=float, default=0.25, help="probability of dropping an activation")
 parser.add_argument("--seed", type=int, default=0, help="of weights, order of the images and dropout")
 parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of autocast")
-device = os.environ.get("TRAIN_DEVICE", "auto")
-parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default=device, help="or $TRAIN_DEVICE")
+parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default=os.environ.get("TRAIN_DEVICE", "auto"))
 parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
 parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
 parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or the time")
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 parser.add_argument("--resume", action="store_true", default=requeued, help="from the last one in --checkpoint-dir")
 args = parser.parse_args()
-counts, others = (args.epochs, args.batch_size, args.log_every), (args.seed, args.learning_rate, args.dropout)
-if not (all(1 <= x < 2**31 for x in counts) and all(0 <= x < 2**31 for x in others) and args.dropout < 1):
-    stop("--epochs, --batch-size and --log-every start at 1, the other numbers at 0; --dropout is below 1")
+if min(args.epochs, args.batch_size, args.log_every) < 1 or not 0 <= args.dropout < 1:
+    stop("--epochs, --batch-size and --log-every are 1 or more, --dropout is below 1")
 
 # --- process group ----------------------------------------------------------------------------------------------------
 
@@ -81,6 +78,7 @@ if distributed:
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
 place = f"{socket.gethostname()} | world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
+print = print if rank == 0 else lambda *args, **kwargs: None  # from here on rank 0 prints for all
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
@@ -115,8 +113,8 @@ optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9
 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
 autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
 scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
-if args.precision == "fp16" and device.type == "cpu" and rank == 0:
-    print("warning: fp16 is slow on a CPU: use --precision bf16", file=sys.stderr)
+if args.precision == "fp16" and device.type == "cpu":
+    print("warning: fp16 is slow on a CPU: use --precision bf16", flush=True)
 
 # --- checkpoint -------------------------------------------------------------------------------------------------------
 
@@ -124,10 +122,6 @@ now = time.strftime("%Y-%m-%d_%H-%M-%S")
 folder = args.checkpoint_dir or Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
 state = {"model": model, "optimizer": optimizer, "scaler": scaler}
 epochs_done = max((int(path.stem.split("_")[-1]) for path in folder.glob("checkpoint_epoch_*.pt")), default=0)
-if distributed:  # rank 0 chooses: on NFS two nodes may list different files for a while
-    chosen = torch.tensor(epochs_done, device=device)
-    dist.broadcast(chosen, src=0)
-    epochs_done = int(chosen)
 if epochs_done and not args.resume:
     stop(f"{folder} has checkpoints: say --resume, or choose another --checkpoint-dir")
 if epochs_done:
@@ -136,8 +130,8 @@ if epochs_done:
         part.load_state_dict(saved[name])  # the optimizer's has the learning rate, too
 if rank == 0:
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"Data: {source}. Checkpoints: {folder}", flush=True)
-if rank == 0 and args.resume:
+print(f"Data: {source}. Checkpoints: {folder}", flush=True)
+if args.resume:
     print(f"Resumed after epoch {epochs_done}" if epochs_done else f"No checkpoint in {folder}", flush=True)
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -164,8 +158,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             seconds = (time.perf_counter() - start) / len(losses)
             left = datetime.timedelta(seconds=round(seconds * ((args.epochs - epoch + 1) * len(train_loader) - step)))
             progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={left}"
-            if rank == 0:
-                print(f"epoch={epoch} step={step}/{len(train_loader)} loss={loss:.6f} {progress}", flush=True)
+            print(f"epoch={epoch} step={step}/{len(train_loader)} loss={loss:.6f} {progress}", flush=True)
             if not math.isfinite(loss):
                 stop(f"the loss is {loss:.6f}: try a lower --learning-rate or another --precision")
             losses, start = [], time.perf_counter()
@@ -179,13 +172,12 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     if distributed:
         dist.all_reduce(sums)
     test_loss, accuracy = (sums / len(test_set)).tolist()
+    print(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}", flush=True)
     if rank == 0:
-        print(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}", flush=True)
         torch.save({name: part.state_dict() for name, part in state.items()}, folder / "unfinished")
         os.replace(folder / "unfinished", folder / f"checkpoint_epoch_{epoch}.pt")  # whole, or not there
 
-if rank == 0:
-    print(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
+print(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
 if distributed:
     dist.barrier()  # rank 0 may still be saving
     dist.destroy_process_group()
