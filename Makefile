@@ -40,7 +40,7 @@ docker-cluster-down:  ## end that cluster, leave nothing behind but the image
 	cd local/cluster && $(COMPOSE) --profile more down --volumes
 
 test: .venv/tests slurm docker sshd  ## install what the tests need (root: Slurm, Docker, sshd), and run them
-	.venv/bin/python -m pytest tests $(ARGS)
+	.venv/bin/python -m pytest tests --numprocesses 2 $(ARGS)
 
 test-all: .venv/tests slurm docker sshd  ## the whole failure matrix, and all else that make test leaves out: 50 minutes
 	.venv/bin/python -m pytest tests -m "matrix or faults" $(ARGS)

@@ -14,9 +14,8 @@ cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
   # cred_expire: a requeued job waits for so many seconds (and one) instead of two minutes. Within that time
   # a job has to reach its last node, which takes longer the more nodes share this machine.
   echo "AuthInfo=socket=$folder/munge/socket,cred_expire=$((5 + nodes / 10))"
-  # The key's second in the year, so that a cluster made anew does not find logs and checkpoints of its predecessor's
-  # jobs under its own job ids.
-  echo "FirstJobId=$(($(stat --format=%Y "$folder/key/munge.key") % 31536000 + 1))"
+  # Another range for each key, so that no cluster finds logs and checkpoints of another's jobs under its own job ids.
+  echo "FirstJobId=$(($(cksum <"$folder/key/munge.key" | cut --delimiter=' ' --fields=1) % 60000000 + 1))"
   echo "StateSaveLocation=$folder/state"
   echo "SlurmctldPidFile=$folder/slurmctld.pid"
   echo "SlurmdSpoolDir=$folder/spool/%n"
