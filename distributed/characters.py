@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from resilience import checksums
+from resilience.checkpoints import seed_from
 
 IGNORED = -100  # cross_entropy's ignore_index
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16}
@@ -58,6 +59,19 @@ def read(windows: torch.Tensor, starts: torch.Tensor, device: torch.device) -> t
     """The windows that begin at `starts`, (n, context + 1) int64, on the way to `device`."""
     batch = windows[starts].to(torch.int64)
     return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch.to(device)
+
+
+def random_batch(
+    args: Namespace, windows: torch.Tensor, step: int, data_rank: int, data_ranks: int, device: torch.device
+) -> torch.Tensor:
+    """This rank's sequences of a step, (batch_size / data_ranks, context + 1) int64: input and, one on, target.
+
+    All ranks draw the whole batch, from seed and step alone, and take their part of it: the order of the data depends
+    neither on the number of ranks nor on a restart. Steps count from 0.
+    """
+    generator = torch.Generator().manual_seed(seed_from(args.seed, step))
+    starts = torch.randint(len(windows), (args.batch_size,), generator=generator)
+    return read(windows, starts.chunk(data_ranks)[data_rank], device)
 
 
 def fixed_batches(args: Namespace, data_rank: int, data_ranks: int, device: torch.device):

@@ -71,7 +71,7 @@ def main(args: Namespace):
     for step in range(first + 1, args.steps + 1):
         if args.dropout:
             torch.manual_seed(seed_from(args.seed, step - 1, dropout_place(args, mesh)))
-        batch = draw_batch(args, windows, step - 1, data_rank, data_ranks, place.device)
+        batch = characters.random_batch(args, windows, step - 1, data_rank, data_ranks, place.device)
         loss, norm = train_step(args, step - 1, model, optimizer, batch)
         epoch = step * args.batch_size * args.context // len(windows)
         if progress.add(step, loss):
@@ -139,6 +139,9 @@ def make_mesh(args: Namespace, device: torch.device, world_size: int) -> DeviceM
     return init_device_mesh(device.type, (world_size // copy, copy), mesh_dim_names=("replicate", "shard"))
 
 
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
 def data_place(mesh: DeviceMesh | None) -> tuple[int, int]:
     """Which of how many parts of a batch is this rank's."""
     return (mesh.get_rank(), mesh.size()) if mesh else (0, 1)
@@ -147,20 +150,6 @@ def data_place(mesh: DeviceMesh | None) -> tuple[int, int]:
 def dropout_place(args: Namespace, mesh: DeviceMesh | None) -> int:
     """Ranks with the same number drop the same activations: here no two do."""
     return mesh.get_rank() if mesh else 0
-
-
-# --- data -------------------------------------------------------------------------------------------------------------
-
-
-def draw_batch(args, windows, step: int, data_rank: int, data_ranks: int, device: torch.device) -> torch.Tensor:
-    """This rank's sequences of a step, (batch_size / data_ranks, context + 1) int64: input and, one on, target.
-
-    All ranks draw the whole batch, from seed and step alone, and take their part of it: the order of the data depends
-    neither on the number of ranks nor on a restart. Steps count from 0.
-    """
-    generator = torch.Generator().manual_seed(seed_from(args.seed, step))
-    starts = torch.randint(len(windows), (args.batch_size,), generator=generator)
-    return characters.read(windows, starts.chunk(data_ranks)[data_rank], device)
 
 
 # --- model ------------------------------------------------------------------------------------------------------------

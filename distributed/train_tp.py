@@ -9,7 +9,7 @@ Every --tensor-parallel ranks hold one model between them and see the same seque
 other and share out the batch, with fully_shard over them. The scheme is Megatron-LM's (arxiv.org/abs/1909.08053), by
 hand in tensor_parallel_by_hand.py. Checkpoints are those of train_fsdp.py: either script resumes the other's.
 
-Grown from distributed/train_fsdp.py: arguments, process group, model, training.
+Grown from distributed/train_fsdp.py: arguments, process group, data, model, training.
 
     git diff --no-index distributed/train_fsdp.py distributed/train_tp.py
 """
@@ -78,7 +78,7 @@ def main(args: Namespace):
     for step in range(first + 1, args.steps + 1):
         if args.dropout:
             torch.manual_seed(seed_from(args.seed, step - 1, dropout_place(args, mesh)))
-        batch = draw_batch(args, windows, step - 1, data_rank, data_ranks, place.device)
+        batch = characters.random_batch(args, windows, step - 1, data_rank, data_ranks, place.device)
         loss, norm = train_step(args, step - 1, model, optimizer, batch)
         epoch = step * args.batch_size * args.context // len(windows)
         if progress.add(step, loss):
@@ -152,6 +152,9 @@ def make_mesh(args: Namespace, device: torch.device, world_size: int) -> DeviceM
     return mesh
 
 
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
 def data_place(mesh: DeviceMesh | None) -> tuple[int, int]:
     """Which of how many parts of a batch is this rank's: the same for all ranks of a tensor-parallel group."""
     return (mesh["data"].get_local_rank(), mesh["data"].size()) if mesh else (0, 1)
@@ -164,20 +167,6 @@ def dropout_place(args: Namespace, mesh: DeviceMesh | None) -> int:
     weights would drift apart. With sequence parallelism every activation that is dropped is some rank's own.
     """
     return mesh.get_rank() if mesh and args.sequence_parallel else data_place(mesh)[0]
-
-
-# --- data -------------------------------------------------------------------------------------------------------------
-
-
-def draw_batch(args, windows, step: int, data_rank: int, data_ranks: int, device: torch.device) -> torch.Tensor:
-    """This rank's sequences of a step, (batch_size / data_ranks, context + 1) int64: input and, one on, target.
-
-    All ranks draw the whole batch, from seed and step alone, and take their part of it: the order of the data depends
-    neither on the number of ranks nor on a restart. Steps count from 0.
-    """
-    generator = torch.Generator().manual_seed(seed_from(args.seed, step))
-    starts = torch.randint(len(windows), (args.batch_size,), generator=generator)
-    return characters.read(windows, starts.chunk(data_ranks)[data_rank], device)
 
 
 # --- model ------------------------------------------------------------------------------------------------------------

@@ -79,14 +79,6 @@ def run(*command: object, timeout: float = 120, **options) -> subprocess.Complet
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """A file's tests share its fixtures, so one process runs them; and this machine has one Docker engine at a time."""
-    for item in items:
-        group = "docker" if "engine" in item.fixturenames else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 MATRIX: list[tuple] = []
 
 

@@ -20,9 +20,9 @@ from conftest import LAUNCHERS, REPOSITORY, environment, run
 
 SECRET = "canary-8b2e41"  # the value of a variable: no output may hold it
 SCRIPTS = {  # how many command lines for each
-    "local/train_single.py": 10,
-    "distributed/train_ddp.py": 15,
-    "distributed/train_preemptible.py": 20,
+    "local/train_single.py": 6,
+    "distributed/train_ddp.py": 8,
+    "distributed/train_preemptible.py": 10,
     "distributed/train_fsdp.py": 100,
     "distributed/train_tp.py": 100,
     "distributed/tensor_parallel_by_hand.py": 20,
@@ -43,7 +43,7 @@ SCRIPTS = {  # how many command lines for each
 }
 PLAIN = ("local/train_single.py", "distributed/train_ddp.py")  # argparse as it is
 FLAT = (*PLAIN, "distributed/train_preemptible.py")  # they import torch first: fewer lines, fewer at once
-IN_JOBS = {"srun": 14, "torchrun": 3, "mp": 3}  # and these, by the launchers on the cluster
+IN_JOBS = {"srun": 8, "torchrun": 2, "mp": 2}  # and these, by the launchers on the cluster
 ANY_FILE = (
     "distributed/spawn_ranks.py",
     "aux/lint_sbatch.py",

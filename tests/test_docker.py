@@ -1,5 +1,6 @@
 """The Docker Compose cluster on a real engine: one that is running already, or one started for these tests."""
 
+import fcntl
 import json
 import os
 import re
@@ -34,6 +35,12 @@ def engine():
     if run("docker", "info").returncode == 0:
         yield {}
         return
+    with open(__file__) as lock:  # two engines would take each other's bridge and rules away
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield from engine_of_our_own()
+
+
+def engine_of_our_own():
     folder = Path(tempfile.mkdtemp(prefix="docker-"))  # not pytest's: a socket's path may have 108 characters
     variables = {"DOCKER_HOST": f"unix://{folder}/socket"}
     forward = Path("/proc/sys/net/ipv4/ip_forward")
@@ -158,6 +165,7 @@ def test_up_returns_when_the_nodes_are_idle(nodes):
         assert not shown["HostConfig"]["PortBindings"] and not shown["NetworkSettings"]["Ports"]
 
 
+@pytest.mark.matrix
 def test_tensor_parallel_over_both_nodes(nodes, cluster):
     """The losses of the namespace cluster, where the same two ranks are on two nodes too."""
     size = ["--ntasks-per-node=1", "--gpus-per-node=0", "--output=%j.out", LAUNCHERS["srun"]]

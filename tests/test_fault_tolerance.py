@@ -302,6 +302,7 @@ def test_preemption_before_the_first_step(preempt, cluster, data, tmp_path):
     assert trial.ends().state == "COMPLETED"
 
 
+@pytest.mark.matrix
 def test_job_that_may_not_be_requeued_says_what_to_type(cluster, data, uninterrupted, tmp_path):
     trial = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path, sbatch=["--no-requeue"])
     trial.train_a_little()
@@ -314,6 +315,7 @@ def test_job_that_may_not_be_requeued_says_what_to_type(cluster, data, uninterru
     assert_same_run(trial.out, uninterrupted("train_preemptible.py"))
 
 
+@pytest.mark.matrix
 def test_finished_job_that_is_requeued_does_nothing(cluster, data, tmp_path):
     trial = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path, "--max-steps", 2)
     assert trial.ends().state == "COMPLETED"
@@ -351,7 +353,7 @@ def signalled(command: list, number: int, steps: int, **env) -> tuple[int, str]:
             timer.cancel()
 
 
-@pytest.mark.parametrize("way", BY_HAND)
+@pytest.mark.parametrize("way", cells([(way,) for way in BY_HAND], ("torchrun",)))
 def test_control_c_on_a_laptop(way, data, tmp_path):
     start = time.monotonic()
     command = [*BY_HAND[way], "tests/scripts/slowly.py", "0.1", "distributed/train_preemptible.py"]
@@ -404,7 +406,8 @@ def test_out_of_memory(way, script, cluster, data, tmp_path):
     assert re.search(rf"^slurmstepd-{node}: error: StepId=\S+ exceeded memory limit", job.log, re.M), job.log
 
 
-@pytest.mark.parametrize("cases", [DIAGONAL[:1], pytest.param(DIAGONAL[1:], marks=pytest.mark.matrix)], ids=GROUPS[:2])
+@pytest.mark.matrix
+@pytest.mark.parametrize("cases", [DIAGONAL], ids=GROUPS[:1])
 def test_stopped_rank(cases, cluster, data, tmp_path):
     """A rank that makes no progress is named before its peers give up after --timeout seconds."""
 
@@ -517,6 +520,7 @@ def test_cut_link(cluster, data, uninterrupted, tmp_path):
     trial.is_equal_after_a_restart(uninterrupted("train_tp.py"))
 
 
+@pytest.mark.matrix
 def test_two_jobs_on_one_port(cluster, data, uninterrupted, tmp_path):
     """The second one does not join the first; nor does one whose ranks are elsewhere than its address."""
     first = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path / "first", slow=0.8, MASTER_PORT=62000)
@@ -717,7 +721,7 @@ def remount(disk: Path, option: str):
     subprocess.run(["mount", "-o", f"remount,{option}", disk], check=True)
 
 
-@pytest.mark.parametrize(("way", "script"), cells(DIAGONAL[:2], DIAGONAL[0]))
+@pytest.mark.parametrize(("way", "script"), cells(DIAGONAL[:2]))
 def test_full_disk(way, script, cluster, disk, data, uninterrupted, tmp_path):
     """Old checkpoints are kept, the run continues, and only an end that cannot be saved is a failure."""
     out, reference = disk / script, uninterrupted(script)

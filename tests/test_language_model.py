@@ -175,16 +175,16 @@ def test_scripts_agree(trained, splits):
     assert first == pytest.approx(second, abs=3e-6)
 
 
-@pytest.mark.parametrize(
-    ("saved", "script", "ranks", "flags"),
-    [
-        ("fsdp 4", "train_fsdp.py", 2, ()),
-        ("fsdp 4", "train_fsdp.py", 1, ()),
-        ("fsdp 4", "train_tp.py", 2, ("--sequence-parallel",)),
-        ("tp 2 x data 2", "train_fsdp.py", 2, ()),
-        ("tp 2 x data 2", "train_tp.py", 1, ()),
-    ],
-)
+OTHER_SPLITS = [
+    ("fsdp 4", "train_fsdp.py", 2, ()),
+    ("fsdp 4", "train_fsdp.py", 1, ()),
+    ("fsdp 4", "train_tp.py", 2, ("--sequence-parallel",)),
+    ("tp 2 x data 2", "train_fsdp.py", 2, ()),
+    ("tp 2 x data 2", "train_tp.py", 1, ()),
+]
+
+
+@pytest.mark.parametrize(("saved", "script", "ranks", "flags"), cells(OTHER_SPLITS, *OTHER_SPLITS[2:4]))
 def test_resume_under_another_split(trained, text, tmp_path, saved, script, ranks, flags):
     shutil.copytree(trained[saved] / "checkpoint_step_10", tmp_path / "checkpoint_step_10")
     done = train(script, ranks, text, tmp_path, "--resume", *flags)
@@ -328,6 +328,7 @@ def test_bad_sizes_on_every_launcher(launcher, cluster, text, tmp_path):
         assert job.log.count(sentence) == 1, job.log
 
 
+@pytest.mark.matrix
 def test_a_group_across_nodes_must_be_asked_for(cluster, alone, text, tmp_path):
     size = ["--nodes=2", "--gpus-per-node=1", f"--output={tmp_path}/%j"]
     command = [*size, LAUNCHERS["torchrun"], "distributed/train_tp.py", *FLAGS, "--data-dir", text]

@@ -536,7 +536,7 @@ def test_debug_switch(cluster, tiny, tmp_path):
         assert "SLURM_JWT" not in job.log
 
 
-@pytest.mark.parametrize("times", [10, pytest.param(50, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("times", [3, pytest.param(50, marks=pytest.mark.matrix)])
 def test_a_good_job_ends_with_its_last_sentence(times, cluster, tiny, tmp_path):
     """torchrun's rendezvous has nothing to add to it."""
     train = ["distributed/train_ddp.py", "--data-dir", tiny, "--epochs", 1, "--checkpoint-dir"]

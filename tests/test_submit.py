@@ -721,6 +721,7 @@ def test_one_list_of_dependencies():
     assert project["dependencies"] == (REPOSITORY / "requirements.txt").read_text().split()
 
 
+@pytest.mark.matrix
 def test_uv(laptop):
     """`uv sync` would install torch and build nothing; `uv run` starts a script, in an environment that is there."""
     where = {"UV_CACHE_DIR": laptop.home / "uv", "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS") or str(laptop.home)}

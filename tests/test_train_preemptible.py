@@ -38,13 +38,11 @@ def one_process(mnist, tmp_path_factory):
     return losses(folder / "out"), read_metrics(folder / "out")[-1]
 
 
-SHAPES = [[("srun", "2x2"), ("torchrun", "2x2"), ("mp", "2x2"), ("srun", "1x2"), ("torchrun", "4x1"), ("mp", "2x1")]]
-SHAPES += [[("srun", "2x1"), ("torchrun", "1x2"), ("mp", "1x2"), ("srun", "4x1"), ("torchrun", "2x1"), ("mp", "4x1")]]
+SHAPES = [(way, shape) for shape in ("2x2", "1x2", "2x1", "4x1") for way in LAUNCHERS]
+OTHERS = [pytest.param(cases, marks=pytest.mark.matrix) for cases in (SHAPES[:1] + SHAPES[2:7], SHAPES[7:])]
 
 
-@pytest.mark.parametrize(
-    "cases", [SHAPES[0], pytest.param(SHAPES[1], marks=pytest.mark.matrix)], ids=["some", "others"]
-)
+@pytest.mark.parametrize("cases", [SHAPES[1:2], *OTHERS], ids=["one", "some", "others"])
 def test_equal_losses(cases, cluster, one_process, mnist, tmp_path):
     def scenario(way, shape):
         folder = tmp_path / f"{way}-{shape}"
@@ -99,7 +97,8 @@ def test_metrics_and_final_lines(mnist, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["checkpoint_step_15.pt", "checkpoint_step_30.pt"]
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.matrix)])  # 100 images a second
+@pytest.mark.matrix
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_precision(precision, one_process, mnist, tmp_path):
     options = ["--data-dir", mnist, *STEPS, "--max-steps", 4, "--precision", precision, "--checkpoint-dir", tmp_path]
     done = run(sys.executable, "distributed/train_preemptible.py", *options, timeout=600)

@@ -87,7 +87,7 @@ def measure(options: Namespace, scratch: Path) -> tuple[Place, dict[str, list[fl
         for kind, args in kinds.items():
             start = time.perf_counter()
             for step in range(first, first + TURN):
-                batch = train_fsdp.draw_batch(args, windows, step, place.rank, place.world_size, place.device)
+                batch = characters.random_batch(args, windows, step, place.rank, place.world_size, place.device)
                 train_fsdp.train_step(args, step, model, optimizer, batch)
                 if kind != "bare" and checkpoints[kind].due(step + 1)[0]:
                     checkpoints[kind].save(step + 1, parts)

@@ -102,7 +102,7 @@ def ours(args) -> Callable[[int], None]:
     loss_sum = torch.zeros(())
 
     def step(number: int):
-        batch = train_fsdp.draw_batch(args, windows, number, 0, 1, CPU)
+        batch = characters.random_batch(args, windows, number, 0, 1, CPU)
         loss_sum.add_(train_fsdp.train_step(args, number, model, optimizer, batch)[0])
 
     step.model = model

@@ -74,7 +74,7 @@ def train(script, data_dir: str, dense: dict | None, *flags: str, steps: int = 2
         if args.dropout:
             place = script.dropout_place(args, mesh) if dropout_place is None else dropout_place
             torch.manual_seed(seed_from(args.seed, step, place))
-        batch = script.draw_batch(args, windows, step, *script.data_place(mesh), CPU)
+        batch = characters.random_batch(args, windows, step, *script.data_place(mesh), CPU)
         with Collectives() as collectives:
             loss, norm = script.train_step(args, step, model, optimizer, batch)
         dist.all_reduce(loss)
@@ -114,7 +114,7 @@ def train_by_hand(data_dir: str, dense: dict) -> dict:
     windows, losses, norms = characters.windows(data_dir, "train", args.context), [], []
     split_weights = {name: x for name, x in model.named_parameters() if x.shape != dense[name].shape}
     for step in range(args.steps):
-        batch = train_tp.draw_batch(args, windows, step, 0, 1, CPU)
+        batch = characters.random_batch(args, windows, step, 0, 1, CPU)
         with Collectives() as collectives:
             loss = tensor_parallel_by_hand.split_loss(model, model(batch[:, :-1]), batch[:, 1:])
             loss.backward()
