@@ -43,7 +43,7 @@ test: .venv/tests slurm docker sshd  ## install what the tests need (root: Slurm
 	.venv/bin/python -m pytest tests --numprocesses 2 $(ARGS)
 
 test-all: .venv/tests slurm docker sshd  ## the whole failure matrix, and all else that make test leaves out: an hour
-	.venv/bin/python -m pytest tests -m "matrix or faults" $(ARGS)
+	.venv/bin/python -m pytest tests -m "matrix or faults" --numprocesses 2 $(ARGS)
 
 test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 4 GB of memory, some minutes)
 	.venv/bin/python -m pytest tests -m scale $(ARGS)

@@ -92,6 +92,16 @@ def note(way: str, script: str, state: str, status: int, restarts: object, secon
     MATRIX.append((fault, way, script, state, status, restarts, f"{seconds:.0f} s"))
 
 
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist's: the first one prints
+        session.config.workeroutput["matrix"] = MATRIX
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    MATRIX.extend(node.workeroutput["matrix"] if not error else ())
+
+
 def pytest_terminal_summary(terminalreporter):
     if MATRIX:
         terminalreporter.section("failure matrix")

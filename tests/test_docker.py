@@ -197,6 +197,7 @@ def test_jobs_are_an_ordinary_users_and_their_files_the_owners(nodes):
     assert nodes.exec("cat", "/run/slurm-cluster/key/munge.key").returncode != 0
 
 
+@pytest.mark.matrix
 def test_the_munge_key_is_not_in_the_image(nodes, tmp_path):
     """Nor in one of its layers."""
     image = json.loads(nodes.docker("inspect", "node-1").stdout)[0]["Image"]
@@ -211,6 +212,7 @@ def test_the_munge_key_is_not_in_the_image(nodes, tmp_path):
     assert not [name for name in names if "munge.key" in name]
 
 
+@pytest.mark.matrix
 def test_a_node_restarts_in_mid_job(nodes):
     """The job is requeued or fails, in time; the node is used again, with the key that it had, by the next job."""
     command = ["--ntasks-per-node=1", LAUNCHERS["srun"], "distributed/train_ddp.py", "--epochs", 1000]
@@ -225,6 +227,7 @@ def test_a_node_restarts_in_mid_job(nodes):
     assert sorted(job.log.split()) == ["node-1", "node-2"], job.log
 
 
+@pytest.mark.matrix
 def test_three_nodes(nodes):
     nodes.compose("up", "--detach", "ready", "node-3", NODES="3")
     assert nodes.states() == [f"node-{node} 1 idle" for node in (1, 2, 3)]

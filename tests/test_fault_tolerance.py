@@ -256,6 +256,7 @@ def test_scontrol_requeue(cases, cluster, data, uninterrupted, tmp_path):
         trial.train_a_little()
         assert cluster.exec("scontrol", "requeue", trial.job).returncode == 0
         trial.wait_for("^Resumed after step [1-9]")
+        assert "not requeued here" not in trial.log and "saved, Slurm requeues it" in trial.log, trial.log
         trial.is_equal_after_a_restart(uninterrupted(script))
 
     at_once(scenario, cases)
@@ -280,6 +281,7 @@ def preempt(cluster):
     return lambda nodes: cluster.submit(*options, f"--nodelist={nodes}")
 
 
+@pytest.mark.matrix
 def test_preemption(preempt, cluster, data, uninterrupted, tmp_path):
     """By a job in a partition of higher priority: SIGTERM, a grace time, back into the queue, all by Slurm."""
     trial = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path)

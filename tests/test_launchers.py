@@ -274,6 +274,7 @@ def test_granted_gpus_that_torch_does_not_see_stop_the_job(cluster, tmp_path):
     assert job.state == "COMPLETED" and "VERDICT: 4 ranks" in job.log, job.log
 
 
+@pytest.mark.matrix
 def test_two_jobs_at_once_on_the_same_nodes(cluster, tiny, tmp_path):
     size = ["--nodes=2", "--nodelist=node-[5-6]", f"--output={tmp_path}/%j.log"]
     train = ["distributed/train_ddp.py", "--data-dir", tiny, "--epochs", 2]
@@ -477,7 +478,7 @@ def test_submitted_from_a_task(cluster, tmp_path):
     assert_five_variables(job.ranks(), [2, 2])
 
 
-@pytest.mark.parametrize("export", ["NONE", "FOO=1"])
+@pytest.mark.parametrize("export", ["NONE", pytest.param("FOO=1", marks=pytest.mark.matrix)])
 def test_sbatch_export(export, cluster, tmp_path):
     """sbatch's --export is for the batch shell. The ranks get what that one has."""
     size = {way: [f"--export={export}"] for way in LAUNCHERS}

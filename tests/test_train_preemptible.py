@@ -73,6 +73,7 @@ def test_equal_losses(cases, cluster, one_process, mnist, tmp_path):
     at_once(scenario, cases)
 
 
+@pytest.mark.matrix
 def test_srun_typed_by_hand(cluster, one_process, mnist, tmp_path):
     """`srun python SCRIPT`, no launcher: address, port and threads come from Slurm's variables."""
     options = ["--data-dir", mnist, *STEPS, "--max-steps", 3, "--checkpoint-dir", tmp_path / "out"]
@@ -107,6 +108,7 @@ def test_precision(precision, one_process, mnist, tmp_path):
     assert losses(tmp_path) != pytest.approx(one_process[0][:4], rel=1e-6)
 
 
+@pytest.mark.matrix
 def test_loader_workers_change_nothing(one_process, mnist, tmp_path):
     options = ["--data-dir", mnist, *STEPS, "--max-steps", 4, "--num-workers", 2, "--checkpoint-dir", tmp_path]
     done = run("./torchrun.sh", "distributed/train_preemptible.py", *options, env=environment(NPROC_PER_NODE=2))
@@ -241,6 +243,7 @@ def test_a_line_is_one_write(tiny, tmp_path):
     assert [part for part in writes if part.find("\n") != len(part) - 1] == []
 
 
+@pytest.mark.matrix
 def test_ctrl_c_ends_all_ranks(tiny, tmp_path):
     options = ["--data-dir", tiny, "--epochs", "1000", "--log-every", "1", "--checkpoint-dir", tmp_path]
     for launch in (["./torchrun.sh"], [sys.executable, "distributed/spawn_ranks.py"]):
