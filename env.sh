@@ -9,8 +9,9 @@ source aux/job.sh
 
 # --- world size: nodes x ranks per node -------------------------------------------------------------------------------
 NNODES=$SLURM_JOB_NUM_NODES
-gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}                # as asked for, 4 or a100:4, else as granted
-gpus=${gpus##*:} tasks=${SLURM_NTASKS_PER_NODE:-1}
+gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}                # as asked for; --gres and --gpus set only the second
+gpus=${gpus##*:}                                                     # a100:4 is 4
+tasks=${SLURM_NTASKS_PER_NODE:-1}
 NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : tasks))}       # a rank per GPU; without GPUs, per task
 WORLD_SIZE=$((NNODES * NPROC_PER_NODE))
 if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # nodes with 4, 4 and 3 tasks, for way 1
@@ -18,7 +19,7 @@ if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # nodes wit
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")               # no pipe into head: it can fail under pipefail
 MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # rank 0's node
 # MASTER_ADDR=${hosts%%$'\n'*}i                      # EDIT: where the fast network has names of its own, as node-1i
-MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # above the ephemeral ports; 10#: decimal
+MASTER_PORT=${MASTER_PORT:-$((61000 + SLURM_JOB_ID % 4536))}         # above the ephemeral ports, another for each job
 
 cpus=${SLURM_JOB_CPUS_PER_NODE:-1}                                   # as 16(x4); in salloc there is no SLURM_CPUS_ON_NODE
 CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # for all ranks of a node
@@ -31,7 +32,7 @@ export NNODES NPROC_PER_NODE WORLD_SIZE MASTER_ADDR MASTER_PORT CPUS_PER_NODE OM
 set +u                                               # module and conda are not written for set -u
 # source /etc/profile && module load cuda/12.8       # EDIT: what `import torch` needs; /etc/profile defines `module`
 # shellcheck source=/dev/null
-[[ ! -d .venv ]] || source .venv/bin/activate        # EDIT: your virtual environment; or with conda:
+if [[ -d .venv ]]; then source .venv/bin/activate; fi    # EDIT: your virtual environment; or with conda:
 # source "$(conda info --base)/etc/profile.d/conda.sh" && conda activate NAME
 set -u
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # EDIT: only where ranks pick the wrong network interface

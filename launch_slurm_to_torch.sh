@@ -15,7 +15,7 @@
 #        sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=12 launch_slurm_to_torch.sh distributed/train_ddp.py
 set -euo pipefail
 [[ -f env.sh ]] || { echo "No env.sh in $PWD: cd to the repository before sbatch, or sbatch --chdir=REPOSITORY" >&2; exit 1; }
-source ./env.sh                    # the five variables, and from aux/job.sh die, is_uneven, start_job, finish_job
+source ./env.sh                    # the world size, where the ranks meet; from aux/job.sh die, start_job, finish_job
 command -v python >/dev/null || die "no python on $HOSTNAME: make a .venv here, or edit env.sh"
 
 set -- "${@:-distributed/train_ddp.py}"
@@ -27,9 +27,9 @@ start_job "Way 1, srun starts every rank" "$@"
 # --wait              EDIT: seconds after the end of the first task, until srun ends the others
 # --distribution      neighbouring ranks on one socket: the default deals them out to the sockets in turn
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
-# RANK                counts node by node, so that rank 0 is on MASTER_ADDR. SLURM_PROCID may count otherwise, under a
-#                     topology plugin; it is for nodes with unequal numbers of tasks.
+# RANK                node by node, so that rank 0 is on MASTER_ADDR; SLURM_PROCID may count otherwise (topology plugin)
 # --norc -p           nothing of ~/.bashrc, and no functions of the submitting shell
+# bash -c TEXT        runs in each task, with its own SLURM_ variables; "$@" in TEXT is the train script and its arguments
 # shellcheck disable=SC2016  # the task's shell expands these
 srun --ntasks="$WORLD_SIZE" --kill-on-bad-exit=1 --wait=300 --distribution=block:block \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-$CPUS_PER_RANK}" bash --norc -pc '

@@ -15,7 +15,7 @@
 #        sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 launch_slurm_with_torchrun.sh distributed/train_ddp.py
 set -euo pipefail
 [[ -f env.sh ]] || { echo "No env.sh in $PWD: cd to the repository before sbatch, or sbatch --chdir=REPOSITORY" >&2; exit 1; }
-source ./env.sh                    # the five variables, and from aux/job.sh die, is_uneven, start_job, finish_job
+source ./env.sh                    # the world size, where the ranks meet; from aux/job.sh die, start_job, finish_job
 command -v python >/dev/null || die "no python on $HOSTNAME: make a .venv here, or edit env.sh"
 
 set -- "${@:-distributed/train_ddp.py}"

@@ -17,7 +17,7 @@
 # in the job's own log. In the container the repository is /workspace/mnt; CONTAINER_MOUNTS in env.sh adds other folders.
 set -euo pipefail
 [[ -f env.sh ]] || { echo "No env.sh in $PWD: cd to the repository before sbatch, or sbatch --chdir=REPOSITORY" >&2; exit 1; }
-source ./env.sh                    # the five variables, and from aux/job.sh die, is_uneven, start_job, finish_job
+source ./env.sh                    # the world size, where the ranks meet; from aux/job.sh die, start_job, finish_job
 
 set -- "${@:-distributed/train_ddp.py}"
 ! is_uneven ||

@@ -91,7 +91,7 @@ if epochs_done and not args.resume:
 if epochs_done:
     saved = torch.load(folder / f"checkpoint_epoch_{epochs_done}.pt", map_location=device, weights_only=True)
     for name, part in state.items():
-        part.load_state_dict(saved[name])  # the optimizer's has the learning rate, too
+        part.load_state_dict(saved[name])  # the optimizer's holds the learning rate: the option is not used then
 folder.mkdir(parents=True, exist_ok=True)
 print(f"Data: {source}. Checkpoints: {folder}", flush=True)
 if args.resume:
@@ -114,13 +114,14 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
         scaler.update()
         losses.append(loss.detach())  # .item() would wait for the GPU, at every step
         if step % args.log_every == 0 or step == len(train_loader):
-            loss = torch.stack(losses).mean().item()
+            mean = torch.stack(losses).mean().item()
             seconds = (time.perf_counter() - start) / len(losses)
-            left = datetime.timedelta(seconds=round(seconds * ((args.epochs - epoch + 1) * len(train_loader) - step)))
-            progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={left}"
-            print(f"epoch={epoch} step={step}/{len(train_loader)} loss={loss:.6f} {progress}", flush=True)
-            if not math.isfinite(loss):
-                stop(f"the loss is {loss:.6f}: try a lower --learning-rate or another --precision")
+            steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
+            time_left = datetime.timedelta(seconds=round(seconds * steps_left))
+            progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={time_left}"
+            print(f"epoch={epoch} step={step}/{len(train_loader)} loss={mean:.6f} {progress}", flush=True)
+            if not math.isfinite(mean):
+                stop(f"the loss is {mean:.6f}: try a lower --learning-rate or another --precision")
             losses, start = [], time.perf_counter()
 
     model.eval()
@@ -128,7 +129,8 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     with torch.inference_mode(), autocast:
         for images, labels in test_loader:
             logits, labels = model(images.to(device)).float(), labels.to(device)
-            sums += torch.stack((F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(1) == labels).sum()))
+            sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+            sums[1] += (logits.argmax(1) == labels).sum()
     test_loss, accuracy = (sums / len(test_set)).tolist()
     print(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}", flush=True)
     torch.save({name: part.state_dict() for name, part in state.items()}, folder / "unfinished")

@@ -32,14 +32,14 @@ from torchvision_on_cpu import torchvision  # EDIT: your data
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
-distributed = "RANK" in os.environ or world_size > 1
+distributed = "RANK" in os.environ or world_size > 1  # one rank of torchrun's makes a process group, too
 
 
 def stop(sentence: str):
-    """Ends this rank, and so the job. The others wait for rank 0: what all ranks find wrong is printed once."""
+    """Ends the job with one sentence. Rank 0 says what all ranks find wrong: its end ends those that wait here."""
     time.sleep(5 if rank > 0 else 0)
     sys.stderr.write(f"[Rank {rank} on {socket.gethostname()}] {sentence}\n")
-    os._exit(1)
+    os._exit(1)  # at once: a clean exit could wait for the other ranks
 
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -69,7 +69,7 @@ if args.device == "auto":
     mps = torch.backends.mps.is_available() and not distributed  # gloo does not know it
     args.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
 device = torch.device(args.device)
-if args.device == "cuda":  # a rank that sees one GPU only: Slurm has bound it to this task
+if args.device == "cuda":  # number 0 where this rank sees one GPU, because Slurm has bound it to the task
     device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
     torch.cuda.set_device(device)
 if distributed:
@@ -108,7 +108,8 @@ convolutions = nn.Sequential(nn.Conv2d(3, 16, 3, stride=2), nn.ReLU(), nn.Conv2d
 linears = nn.Sequential(nn.Flatten(), nn.Dropout(args.dropout), nn.Linear(32 * 7 * 7, len(train_set.classes)))
 model = nn.Sequential(convolutions, linears)  # EDIT: your model
 model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else torch.preserve_format)
-ddp = DistributedDataParallel(model) if distributed else model  # averages the gradients over the ranks
+# To train: it has the weights of `model`, and its backward pass averages the gradients over the ranks.
+ddp = DistributedDataParallel(model) if distributed else model
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=device.type != "mps")
 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
 autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
@@ -127,7 +128,7 @@ if epochs_done and not args.resume:
 if epochs_done:
     saved = torch.load(folder / f"checkpoint_epoch_{epochs_done}.pt", map_location=device, weights_only=True)
     for name, part in state.items():
-        part.load_state_dict(saved[name])  # the optimizer's has the learning rate, too
+        part.load_state_dict(saved[name])  # the optimizer's holds the learning rate: the option is not used then
 if rank == 0:
     folder.mkdir(parents=True, exist_ok=True)
 print(f"Data: {source}. Checkpoints: {folder}", flush=True)
@@ -151,16 +152,17 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
         scaler.update()
         losses.append(loss.detach())  # .item() would wait for the GPU, at every step
         if step % args.log_every == 0 or step == len(train_loader):
-            loss = torch.stack(losses).mean() / world_size
+            mean = torch.stack(losses).mean() / world_size
             if distributed:
-                dist.all_reduce(loss)  # the sum over all ranks
-            loss = loss.item()
+                dist.all_reduce(mean)  # the sum over all ranks
+            mean = mean.item()
             seconds = (time.perf_counter() - start) / len(losses)
-            left = datetime.timedelta(seconds=round(seconds * ((args.epochs - epoch + 1) * len(train_loader) - step)))
-            progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={left}"
-            print(f"epoch={epoch} step={step}/{len(train_loader)} loss={loss:.6f} {progress}", flush=True)
-            if not math.isfinite(loss):
-                stop(f"the loss is {loss:.6f}: try a lower --learning-rate or another --precision")
+            steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
+            time_left = datetime.timedelta(seconds=round(seconds * steps_left))
+            progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={time_left}"
+            print(f"epoch={epoch} step={step}/{len(train_loader)} loss={mean:.6f} {progress}", flush=True)
+            if not math.isfinite(mean):
+                stop(f"the loss is {mean:.6f}: try a lower --learning-rate or another --precision")
             losses, start = [], time.perf_counter()
 
     model.eval()
@@ -168,7 +170,8 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     with torch.inference_mode(), autocast:
         for images, labels in test_loader:
             logits, labels = model(images.to(device)).float(), labels.to(device)
-            sums += torch.stack((F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(1) == labels).sum()))
+            sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+            sums[1] += (logits.argmax(1) == labels).sum()
     if distributed:
         dist.all_reduce(sums)
     test_loss, accuracy = (sums / len(test_set)).tolist()
@@ -179,7 +182,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
 
 print(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
 if distributed:
-    dist.barrier()  # rank 0 may still be saving
+    dist.barrier(device_ids=[device.index] if args.device == "cuda" else None)  # rank 0 may still be saving
     dist.destroy_process_group()
 if device.type == "cpu":
     os._exit(0)  # threads of gloo's can abort Python while it shuts down
