@@ -182,6 +182,7 @@ def laptop(cluster, tmp_path_factory, tiny):
     key = (folder / "sshd/login/host_key.pub").read_text()
     (home / ".ssh/known_hosts").write_text(f"[{ADDRESS}]:2222 {key}")
     yield there
+    host("nsenter", router, "--net", "ip", "route", "delete", "blackhole", "10.7.200.1")
     for process in (holder, *servers):
         process.terminate()
         process.wait(timeout=10)
