@@ -19,7 +19,7 @@ if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # nodes wit
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")               # no pipe into head: it can fail under pipefail
 MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # rank 0's node
 # MASTER_ADDR=${hosts%%$'\n'*}i                      # EDIT: where the fast network has names of its own, as node-1i
-MASTER_PORT=${MASTER_PORT:-$((61000 + SLURM_JOB_ID % 4536))}         # above the ephemeral ports, another for each job
+MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # above the ephemeral ports; 10#: decimal
 
 cpus=${SLURM_JOB_CPUS_PER_NODE:-1}                                   # as 16(x4); in salloc there is no SLURM_CPUS_ON_NODE
 CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # for all ranks of a node
