@@ -27,10 +27,10 @@ start_job "Way 1, srun starts every rank" "$@"
 # --wait              EDIT: seconds after the end of the first task, until srun ends the others
 # --distribution      neighbouring ranks on one socket: the default deals them out to the sockets in turn
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
-# RANK                node by node, so that rank 0 is on MASTER_ADDR; SLURM_PROCID may count otherwise (topology plugin)
+# RANK                node by node, so that rank 0 is on MASTER_ADDR. A topology plugin may number SLURM_PROCID otherwise:
+#                     it is only for nodes with unequal numbers of tasks
 # --norc -p           nothing of ~/.bashrc, and no functions of the submitting shell
-# bash -c TEXT        runs in each task, with its own SLURM_ variables; "$@" in TEXT is the train script and its arguments
-# shellcheck disable=SC2016  # the task's shell expands these
+# shellcheck disable=SC2016  # each task's own shell expands these; "$@" is the train script and its arguments
 srun --ntasks="$WORLD_SIZE" --kill-on-bad-exit=1 --wait=300 --distribution=block:block \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-$CPUS_PER_RANK}" bash --norc -pc '
         export LOCAL_RANK=$SLURM_LOCALID RANK=$((SLURM_NODEID * NPROC_PER_NODE + SLURM_LOCALID))
