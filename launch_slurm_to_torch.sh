@@ -27,14 +27,14 @@ start_job "Way 1, srun starts every rank" "$@"
 # --wait              EDIT: seconds after the end of the first task, until srun ends the others
 # --distribution      neighbouring ranks on one socket: the default deals them out to the sockets in turn
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
-# RANK                node by node, so that rank 0 is on MASTER_ADDR. A topology plugin may number SLURM_PROCID otherwise:
-#                     it is only for nodes with unequal numbers of tasks
+# RANK                node by node, so that rank 0 is on MASTER_ADDR: a topology plugin may number SLURM_PROCID otherwise.
+#                     Nodes with unequal numbers of tasks, as 4,3, take SLURM_PROCID
 # --norc -p           nothing of ~/.bashrc, and no functions of the submitting shell
 # shellcheck disable=SC2016  # each task's own shell expands these; "$@" is the train script and its arguments
 srun --ntasks="$WORLD_SIZE" --kill-on-bad-exit=1 --wait=300 --distribution=block:block \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-$CPUS_PER_RANK}" bash --norc -pc '
         export LOCAL_RANK=$SLURM_LOCALID RANK=$((SLURM_NODEID * NPROC_PER_NODE + SLURM_LOCALID))
-        ((WORLD_SIZE == NNODES * NPROC_PER_NODE)) || RANK=$SLURM_PROCID
+        [[ "$SLURM_STEP_TASKS_PER_NODE" != *,* ]] || RANK=$SLURM_PROCID
         exec ./aux/run_task.sh python "$@"
     ' - "$@" || status=$?
 finish_job "${status:-0}" "$@"     # requeues a stopped job; else exits with the failed rank's status

@@ -388,7 +388,7 @@ def test_a_requeued_task_resumes(laptop):
         assert done.returncode == 0, done.stderr
         job = job_of(done.stdout)
         deadline = time.monotonic() + 90
-        while "epoch=2 test_loss=" not in read_log(laptop, job):
+        while "epoch=3 step=1/" not in read_log(laptop, job):  # by then epoch 2 is saved
             assert time.monotonic() < deadline, read_log(laptop, job)
             time.sleep(0.05)
         assert laptop.cluster.exec("scontrol", "requeue", job).returncode == 0

@@ -58,9 +58,10 @@ from torch.utils.data import DataLoader
 import draw_digits
 import mnist
 import prepare_data
+from resilience.samplers import RunSampler
 from torchvision_on_cpu import torchvision
 
-GATES = {"feeding": 40, "step, fp32": 1.1, "step, bf16": 2, "two ranks, fp32": 0.75}
+GATES = {"feeding": 25, "RunSampler": 40, "step, fp32": 1.1, "step, bf16": 2, "two ranks, fp32": 0.75}
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
@@ -165,13 +166,16 @@ def speed(work: Callable[[], int]) -> float:
     return 64 * batches / (time.process_time() - start)
 
 
-def feeding(data_dir: Path, rounds: int) -> tuple[list[float], list[float]]:
-    """Images per CPU second of the loaders alone, ours and theirs in turn, round by round after a first one."""
+def feeding(data_dir: Path, rounds: int) -> tuple[list[float], list[float], list[float]]:
+    """Images per CPU second of the loaders alone, round by round after a first one: train_ddp.py's, whose batches of
+    indices are lists, train_preemptible.py's, whose batches of indices are tensors, and theirs."""
     ours, theirs = our_loader(data_dir), their_loader(data_dir)
+    batches = RunSampler(len(ours.dataset), 64, range(len(ours)), seed=0, rank=0, world_size=1)
+    tensors = DataLoader(ours.dataset, sampler=batches, batch_size=None)
     speeds = []
     for _ in range(1 + rounds):
-        mine = speed(lambda: len(list(map(len, ours))))  # a whole epoch, with its permutation
-        speeds.append((mine, speed(lambda: len(list(map(len, islice(theirs, 20)))))))
+        mine = [speed(lambda loader=loader: len(list(map(len, loader)))) for loader in (ours, tensors)]  # whole epochs
+        speeds.append((*mine, speed(lambda: len(list(map(len, islice(theirs, 20)))))))
     return tuple(zip(*speeds[1:], strict=True))
 
 
@@ -253,7 +257,8 @@ def main(args: Namespace, data_dir: Path):
     print(f"torch {torch.__version__}, {os.cpu_count()} CPUs, {'with' if tiles else 'without'} bfloat16 tiles")
     print(f"{'images/s':16} {'ours':>12} {'theirs':>12}   {'ratio (rounds)':23} gate")
 
-    missed = [report("feeding", *feeding(data_dir, args.rounds))]
+    lists, tensors, theirs = feeding(data_dir, args.rounds)
+    missed = [report("feeding", lists, theirs), report("RunSampler", tensors, theirs)]
     missed.append(report("step, fp32", *training(data_dir, "fp32", args.rounds, args.steps)))
     bf16 = training(data_dir, "bf16", args.rounds, args.steps)
     missed.append(report("step, bf16", *bf16, "" if tiles else "no gate without tiles"))

@@ -66,13 +66,15 @@ gpus = os.environ.get("SLURM_GPUS_ON_NODE", "0")
 if args.device == "auto" and gpus != "0" and not torch.cuda.is_available():
     stop(f"Slurm granted {gpus} GPUs here, but torch sees none: say --device cpu if that is meant")
 if args.device == "auto":
-    mps = torch.backends.mps.is_available() and not distributed  # gloo does not know it
+    mps = torch.backends.mps.is_available() and not distributed
     args.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
 device = torch.device(args.device)
 if args.device == "cuda":  # number 0 where this rank sees one GPU, because Slurm has bound it to the task
     device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
     torch.cuda.set_device(device)
 if distributed:
+    if args.device == "mps":
+        stop("--device mps is for one process without a launcher: gloo does not know it")
     if "MASTER_ADDR" not in os.environ:
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR is not set: start them with a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
