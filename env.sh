@@ -5,25 +5,25 @@ if [[ "$-" == *i* || -z "${SLURM_JOB_ID:-}" ]]; then
     echo "env.sh is read by the launchers: type sbatch launch_slurm_with_torchrun.sh, or without Slurm ./torchrun.sh SCRIPT" >&2
     return 1
 fi
-source aux/job.sh
+source aux/job.sh                                                    # is_uneven, die, start_job, finish_job
 
 # --- world size: nodes x ranks per node -------------------------------------------------------------------------------
 NNODES=$SLURM_JOB_NUM_NODES
-gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}                # as asked for; --gres and --gpus set only the second
-gpus=${gpus##*:}                                                     # a100:4 is 4
+gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}                # as asked for; after --gres and --gpus only as granted
+gpus=${gpus##*:}                                                     # all after the colon: a100:4 is 4
 tasks=${SLURM_NTASKS_PER_NODE:-1}
 NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : tasks))}       # a rank per GPU; without GPUs, per task
-WORLD_SIZE=$((NNODES * NPROC_PER_NODE))
+WORLD_SIZE=$((NNODES * NPROC_PER_NODE))                              # torchrun and the spawner set the same
 if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # nodes with 4, 4 and 3 tasks, for way 1
 
-hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")               # no pipe into head: it can fail under pipefail
-MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # rank 0's node
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")               # a line each
+MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # the first line: rank 0's node
 # MASTER_ADDR=${hosts%%$'\n'*}i                      # EDIT: where the fast network has names of its own, as node-1i
-MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # above the ephemeral ports; 10#: decimal
+MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # 61000 to 65535, by job; 10#: decimal
 
-cpus=${SLURM_JOB_CPUS_PER_NODE:-1}                                   # as 16(x4); in salloc there is no SLURM_CPUS_ON_NODE
+cpus=${SLURM_JOB_CPUS_PER_NODE:-1}                                   # for a job without --cpus-per-task; in salloc 16(x4)
 CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # for all ranks of a node
-if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks)); fi
+if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks)); fi    # as usual
 CPUS_PER_RANK=$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS_PER_RANK}
 export NNODES NPROC_PER_NODE WORLD_SIZE MASTER_ADDR MASTER_PORT CPUS_PER_NODE OMP_NUM_THREADS
@@ -32,14 +32,14 @@ export NNODES NPROC_PER_NODE WORLD_SIZE MASTER_ADDR MASTER_PORT CPUS_PER_NODE OM
 set +u                                               # module and conda are not written for set -u
 # source /etc/profile && module load cuda/12.8       # EDIT: what `import torch` needs; /etc/profile defines `module`
 # shellcheck source=/dev/null
-if [[ -d .venv ]]; then source .venv/bin/activate; fi    # EDIT: your virtual environment; or with conda:
+if [[ -d .venv ]]; then source .venv/bin/activate; fi    # EDIT: your virtual environment; with conda in its place:
 # source "$(conda info --base)/etc/profile.d/conda.sh" && conda activate NAME
 set -u
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # EDIT: only where ranks pick the wrong network interface
 # export NCCL_IB_DISABLE=1                           # EDIT: no InfiniBand, or a broken one: use TCP
 # export NCCL_NET_GDR_LEVEL=PHB                      # EDIT: how far a GPU may be from its network card for GPUDirect
 # umask 077                                          # EDIT: where nobody else may read what jobs write
-export CONTAINER_IMAGE=$PWD/pytorch.sqsh             # EDIT: for run_script.sh: what aux/import_image.sh has made,
+export CONTAINER_IMAGE=$PWD/pytorch.sqsh             # way 4 alone, to the end. EDIT: what aux/import_image.sh has made,
 export CONTAINER_NAME=pytorch                        # EDIT: the name of its container on every node,
 export CONTAINER_MOUNTS=                             # EDIT: folders besides the repository: HOST:CONTAINER,...
 export CONTAINER_ENV=                                # EDIT: variables besides the ranks' own: WANDB_API_KEY,...

@@ -7,34 +7,34 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=USR1@120          # EDIT: seconds before the time limit, to save; plain scripts ignore it
-##SBATCH --mem=0                   # EDIT: all memory of the nodes, where a site's default is small
+#SBATCH --signal=USR1@120          # EDIT: seconds before the time limit, to save; ignored by scripts that do not listen
+##SBATCH --mem=0                   # EDIT: take one # away: all memory of the nodes, where a site's default is small
 # Way 1: srun starts every rank; the task sets RANK and LOCAL_RANK, env.sh the other three.
 #
 # Usage: sbatch [sbatch options] launch_slurm_to_torch.sh [train script] [its arguments]
 #        sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=12 launch_slurm_to_torch.sh distributed/train_ddp.py
 set -euo pipefail
 [[ -f env.sh ]] || { echo "No env.sh in $PWD: cd to the repository before sbatch, or sbatch --chdir=REPOSITORY" >&2; exit 1; }
-source ./env.sh                    # the world size, where the ranks meet; from aux/job.sh die, start_job, finish_job
+source ./env.sh                    # sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT; die, start_job, finish_job are aux/job.sh's
 command -v python >/dev/null || die "no python on $HOSTNAME: make a .venv here, or edit env.sh"
 
 set -- "${@:-distributed/train_ddp.py}"
 ((WORLD_SIZE == ${SLURM_NTASKS:-$WORLD_SIZE})) ||
-    die "$SLURM_NTASKS tasks for $NNODES nodes x $NPROC_PER_NODE GPUs: a rank is a task, add --ntasks-per-node=$NPROC_PER_NODE"
+    die "$SLURM_NTASKS tasks, but $NNODES nodes x $NPROC_PER_NODE ranks: a rank is a task, add --ntasks-per-node=$NPROC_PER_NODE"
 start_job "Way 1, srun starts every rank" "$@"
 
 # --kill-on-bad-exit  one dead rank ends the step, and so the others
-# --wait              EDIT: seconds after the end of the first task, until srun ends the others
-# --distribution      neighbouring ranks on one socket: the default deals them out to the sockets in turn
+# --wait              EDIT: seconds that the others have once a task has ended well; one that fails ends them at once
+# --distribution      neighbouring ranks fill one CPU socket before the next; Slurm's default alternates
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
-# RANK                node by node, so that rank 0 is on MASTER_ADDR: a topology plugin may number SLURM_PROCID otherwise.
-#                     Nodes with unequal numbers of tasks, as 4,3, take SLURM_PROCID
-# --norc -p           nothing of ~/.bashrc, and no functions of the submitting shell
-# shellcheck disable=SC2016  # each task's own shell expands these; "$@" is the train script and its arguments
+# RANK                counted node by node, so that rank 0 is on MASTER_ADDR: a topology plugin may number SLURM_PROCID
+#                     otherwise
+# --norc -p           nothing of ~/.bashrc; -p, here and in line 1: no functions of the submitting shell
+# shellcheck disable=SC2016  # in single quotes: each task expands these. $0 is "-", "$@" the script and its arguments
 srun --ntasks="$WORLD_SIZE" --kill-on-bad-exit=1 --wait=300 --distribution=block:block \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-$CPUS_PER_RANK}" bash --norc -pc '
         export LOCAL_RANK=$SLURM_LOCALID RANK=$((SLURM_NODEID * NPROC_PER_NODE + SLURM_LOCALID))
-        [[ "$SLURM_STEP_TASKS_PER_NODE" != *,* ]] || RANK=$SLURM_PROCID
+        if [[ "$SLURM_STEP_TASKS_PER_NODE" == *,* ]]; then RANK=$SLURM_PROCID; fi    # unequal nodes, as 4,3
         exec ./aux/run_task.sh python "$@"
     ' - "$@" || status=$?
 finish_job "${status:-0}" "$@"     # requeues a stopped job; else exits with the failed rank's status

@@ -7,15 +7,15 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=USR1@120          # EDIT: seconds before the time limit, to save; plain scripts ignore it
-##SBATCH --mem=0                   # EDIT: all memory of the nodes, where a site's default is small
+#SBATCH --signal=USR1@120          # EDIT: seconds before the time limit, to save; ignored by scripts that do not listen
+##SBATCH --mem=0                   # EDIT: take one # away: all memory of the nodes, where a site's default is small
 # Way 3: srun starts one spawner per node; it sets RANK, LOCAL_RANK and WORLD_SIZE, env.sh the other two.
 #
 # Usage: sbatch [sbatch options] launch_slurm_with_mp.sh [train script] [its arguments]
 #        sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 launch_slurm_with_mp.sh distributed/train_ddp.py
 set -euo pipefail
 [[ -f env.sh ]] || { echo "No env.sh in $PWD: cd to the repository before sbatch, or sbatch --chdir=REPOSITORY" >&2; exit 1; }
-source ./env.sh                    # the world size, where the ranks meet; from aux/job.sh die, start_job, finish_job
+source ./env.sh                    # sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT; die, start_job, finish_job are aux/job.sh's
 command -v python >/dev/null || die "no python on $HOSTNAME: make a .venv here, or edit env.sh"
 
 set -- "${@:-distributed/train_ddp.py}"
@@ -24,7 +24,7 @@ set -- "${@:-distributed/train_ddp.py}"
 start_job "Way 3, torch.multiprocessing starts the ranks of each node" "$@"
 
 # --kill-on-bad-exit  one dead spawner ends the step, and so the others
-# --wait              EDIT: seconds after the end of the first task, until srun ends the others
+# --wait              EDIT: seconds that the others have once a task has ended well; one that fails ends them at once
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
 srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cpus-per-task="$CPUS_PER_NODE" \
     ./aux/run_task.sh python distributed/spawn_ranks.py "$@" || status=$?

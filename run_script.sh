@@ -7,8 +7,8 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=USR1@120          # EDIT: seconds before the time limit, to save; plain scripts ignore it
-##SBATCH --mem=0                   # EDIT: all memory of the nodes, where a site's default is small
+#SBATCH --signal=USR1@120          # EDIT: seconds before the time limit, to save; ignored by scripts that do not listen
+##SBATCH --mem=0                   # EDIT: take one # away: all memory of the nodes, where a site's default is small
 # Way 4: way 2 in an Enroot container: srun starts one torchrun per node, inside it; env.sh's variables go in by name.
 #
 # Usage: sbatch [sbatch options] run_script.sh [train script] [its arguments]
@@ -17,7 +17,7 @@
 # in the job's own log. In the container the repository is /workspace/mnt; CONTAINER_MOUNTS in env.sh adds other folders.
 set -euo pipefail
 [[ -f env.sh ]] || { echo "No env.sh in $PWD: cd to the repository before sbatch, or sbatch --chdir=REPOSITORY" >&2; exit 1; }
-source ./env.sh                    # the world size, where the ranks meet; from aux/job.sh die, start_job, finish_job
+source ./env.sh                    # sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT; die, start_job, finish_job are aux/job.sh's
 
 set -- "${@:-distributed/train_ddp.py}"
 ! is_uneven ||
@@ -25,7 +25,7 @@ set -- "${@:-distributed/train_ddp.py}"
 start_job "Way 4, torchrun starts the ranks of each node in container $CONTAINER_NAME, logs in log/$SLURM_JOB_ID" "$@"
 
 # --kill-on-bad-exit  one dead torchrun ends the step, and so the others
-# --wait              EDIT: seconds after the end of the first task, until srun ends the others
+# --wait              EDIT: seconds that the others have once a task has ended well; one that fails ends them at once
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
 # --error=all         errors come here, to the job's log
 # --open-mode         a requeued job has the same id

@@ -44,7 +44,7 @@ is_uneven() {                                        # 4(x2),3; for 11 tasks of 
 
 # shellcheck disable=SC2154  # env.sh sets gpus and hosts
 start_job() {                                        # what starts the ranks, script and arguments
-    local before=''
+    local before='' name
     [[ -f "$2" ]] || die "no such train script: $2 (in $PWD)"
     [[ "$MASTER_ADDR" =~ ^[[:alnum:]][[:alnum:]._:-]*$ ]] ||         # before 23.11 an error is printed here, with status 0
         die "scontrol names no first host in '$SLURM_JOB_NODELIST' ($hosts): submit with MASTER_ADDR=HOST"
@@ -63,6 +63,10 @@ start_job() {                                        # what starts the ranks, sc
 
     [[ "${DEBUG:-0}" != 1 ]] ||
         env | grep -E '^((SLURM|NCCL|CUDA|OMP)_|(NNODES|NPROC_PER_NODE|WORLD_SIZE|MASTER_(ADDR|PORT))=)' | grep -v ^SLURM_JWT= | sort
+    for name in BATCH_SIZE EPOCHS LEARNING_RATE; do                  # other repositories' scripts read these
+        [[ -z "${!name:-}" ]] || grep --quiet "$name" "$2" ||
+            echo "note: $name=${!name} is not read by $2: say --$(tr _A-Z -a-z <<<"$name") ${!name} after its name"
+    done
     [[ "${PREFLIGHT:-0}" != 1 ]] || PREFLIGHT=running "$BASH" -p "$0" aux/check_ranks.py --before "${@:2}" ||
         { requeue_preempted; die "not started: the preflight above has failed"; }
     echo "$1: $WORLD_SIZE ranks on $SLURM_JOB_NODELIST, CPUs per rank: $CPUS_PER_RANK, rendezvous at $MASTER_ADDR:$MASTER_PORT"

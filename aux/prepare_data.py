@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Bring the data sets to this machine: once, before the job, never from inside it.
 
-    python aux/prepare_data.py                                  # both data sets, downloaded
+    python aux/prepare_data.py                                  # both data sets; synthetic ones without internet
     python aux/prepare_data.py mnist --data-dir /scratch/mnist
     python aux/prepare_data.py shakespeare --input novel.txt    # any UTF-8 text instead of Tiny Shakespeare
-    python aux/prepare_data.py --synthetic                      # no internet: digits and text made on this machine
+    python aux/prepare_data.py --synthetic                      # digits and text made on this machine
 
 What is there and right is left alone, so a second run costs nothing. A download that was cut off goes on where it
 stopped (NAME.part); every file is checked before use and appears under its final name whole or not at all.
@@ -13,6 +13,7 @@ stopped (NAME.part); every file is checked before use and appears under its fina
 import argparse
 import array
 import errno
+import functools
 import gzip
 import hashlib
 import http.client
@@ -170,12 +171,12 @@ def fetch(name: str, sha256: str, mirrors: list[str], folder: Path) -> bytes:
 
 
 def fetch_all(wanted: dict[str, str], mirrors: list[str], folder: Path) -> dict[str, bytes]:
-    """Return the contents of the files `wanted` {name: sha256}; ends the program with a sentence if one is missing."""
+    """Return the contents of the files `wanted` {name: sha256}. Raises DownloadError with a sentence for people."""
     try:
         return {name: fetch(name, sha256, mirrors, folder) for name, sha256 in wanted.items()}
     except DownloadError as error:
         by_hand = f"bring {', '.join(wanted)} from {mirrors[0]} into the folder {folder} by hand"
-        sys.exit(f"cannot download ({error}): {by_hand}, or use --synthetic")
+        raise DownloadError(f"cannot download ({error}): {by_hand}, or use --synthetic") from None
 
 
 # --- MNIST ------------------------------------------------------------------------------------------------------------
@@ -322,6 +323,19 @@ def prepare_shakespeare(folder: Path, synthetic: bool, text: Path | None) -> str
     return f"{folder}: {counts}, {len(vocabulary['characters']):,} different ones, {vocabulary['source']}, {state}"
 
 
+def prepare(name: str, args: argparse.Namespace) -> None:
+    """Print what is there now. Who asks for all data sets, and cannot download, gets synthetic ones."""
+    folder = args.data_dir or Path("data", name)
+    function = prepare_mnist if name == "mnist" else functools.partial(prepare_shakespeare, text=args.input)
+    try:
+        print(function(folder, args.synthetic))
+    except DownloadError as error:
+        if args.dataset != "all":
+            raise
+        print(f"{name}: {error}. SYNTHETIC data are made instead", flush=True)
+        print(function(folder, True))
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Prepare what was asked for; every failure is one sentence on stderr and a status other than 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -336,10 +350,11 @@ def main(arguments: list[str] | None = None) -> None:
     if args.data_dir and args.dataset == "all":
         sys.exit("--data-dir is for one data set: name mnist or shakespeare too")
     try:
-        if args.dataset != "shakespeare":
-            print(prepare_mnist(args.data_dir or Path("data/mnist"), args.synthetic))
-        if args.dataset != "mnist":
-            print(prepare_shakespeare(args.data_dir or Path("data/shakespeare"), args.synthetic, args.input))
+        for name in ("mnist", "shakespeare"):
+            if args.dataset in (name, "all"):
+                prepare(name, args)
+    except DownloadError as error:
+        sys.exit(str(error))
     except OSError as error:
         sys.exit(f"cannot read or write {error.filename or args.data_dir or 'data'}: {error.strerror or error}")
     except ImportError as error:

@@ -15,6 +15,7 @@ function returns on rank 0 is written to result.json in the job's output folder,
 """
 
 import functools
+import inspect
 import json
 import os
 import sys
@@ -85,7 +86,7 @@ def find_job() -> JobContext | None:
 
 
 def task(**resources: str | int) -> Callable[[Callable], Callable]:
-    """Decorates a function that takes `job`. `resources` are options of sbatch: nodes, ntasks_per_node or ntasks, time.
+    """Decorates a function, which may take `job`. `resources` are options of sbatch: nodes, ntasks_per_node, time, ...
 
     Removes --submit and the options that belong to it from sys.argv: decorate above the call of the script's parser.
     """
@@ -99,7 +100,9 @@ def task(**resources: str | int) -> Callable[[Callable], Callable]:
             if submit_args is not None:
                 sys.exit(submit_script(resources, submit_args))
             job = find_job()
-            result = function(*args, job=job, **kwargs)
+            if "job" in inspect.signature(function).parameters:
+                kwargs["job"] = job
+            result = function(*args, **kwargs)
             if job and job.rank == 0:
                 write_result(function.__name__, result, job.output_dir)
             return result
@@ -146,6 +149,9 @@ def submit_script(resources: dict[str, str | int | None], submit_args: Namespace
     tasks, settings = options["ntasks_per_node"], slurmfile.read(slurmfile.find(), submit_args.env)["submit"]
     gpus = str(options.get("gpus_per_node", settings.get("gpus_per_node", settings.get("gpus-per-node", tasks))))
     gpus = gpus.rpartition(":")[2]  # a100:4
+    if tasks > 1 and gpus.isdigit() and int(gpus) not in (0, tasks):
+        wanted = f"{tasks} tasks and {gpus} GPUs on each of {options['nodes']} nodes, but a task is a rank with a GPU"
+        slurmfile.fail(f"@task: {wanted}: write gpus_per_node={tasks}, or ntasks_per_node={gpus} without ntasks")
     way = "with_torchrun" if tasks == 1 and gpus.isdigit() and int(gpus) > 1 else "to_torch"
     script = os.path.relpath(sys.argv[0])
     submit_args.sbatch, submit_args.default_gpus = submit.sbatch_options(options), tasks

@@ -28,24 +28,27 @@ import mnist  # EDIT: your data
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
-# Set by the launchers and torchrun. Slurm's own names serve `srun python train_ddp.py`, where MASTER_ADDR is exported.
+# Set by the launchers and torchrun. Slurm's own are for bare `srun python`, with MASTER_ADDR and MASTER_PORT exported.
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
-distributed = "RANK" in os.environ or world_size > 1  # one rank of torchrun's makes a process group, too
+distributed = "RANK" in os.environ or world_size > 1  # torchrun sets RANK for a single rank, too
 
 
 def stop(sentence: str):
-    """Ends the job with one sentence. Rank 0 says what all ranks find wrong: its end ends those that wait here."""
+    """Ends this rank, and so the job. The others give rank 0 five seconds: a fault of all ranks is said once."""
     time.sleep(5 if rank > 0 else 0)
     sys.stderr.write(f"[Rank {rank} on {socket.gethostname()}] {sentence}\n")
     os._exit(1)  # at once: a clean exit could wait for the other ranks
 
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-parser.error = stop
+parser.error = stop  # with argparse's sentence
 parser.add_argument("--epochs", type=int, default=3, help="passes over the training images")
-parser.add_argument("--batch-size", type=int, default=64, help="images per step, over all ranks")
+batch = parser.add_mutually_exclusive_group()
+batch.add_argument("--batch-size", type=int, default=64, help="images per step, over all ranks")
+per_rank = {"dest": "batch_size", "type": lambda text: int(text) * world_size, "metavar": "N"}
+batch.add_argument("--batch-size-per-rank", help="the same, for each rank", **per_rank)
 parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
 parser.add_argument("--dropout", type=float, default=0.25, help="probability of dropping an activation")
 parser.add_argument("--seed", type=int, default=0, help="of weights, order of the images and dropout")
@@ -55,7 +58,7 @@ parser.add_argument("--data-dir", default="data/mnist", help="written by aux/pre
 parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
 parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or the time")
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-parser.add_argument("--resume", action="store_true", default=requeued, help="from the last one in --checkpoint-dir")
+parser.add_argument("--resume", action="store_true", default=requeued, help="from the last of --checkpoint-dir")
 args = parser.parse_args()
 if min(args.epochs, args.batch_size, args.log_every) < 1 or not 0 <= args.dropout < 1:
     stop("--epochs, --batch-size and --log-every are 1 or more, --dropout is below 1")
@@ -75,8 +78,8 @@ if args.device == "cuda":  # number 0 where this rank sees one GPU, because Slur
 if distributed:
     if args.device == "mps":
         stop("--device mps is for one process without a launcher: gloo does not know it")
-    if "MASTER_ADDR" not in os.environ:
-        stop(f"this is one of {world_size} ranks, but MASTER_ADDR is not set: start them with a launcher")
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
 place = f"{socket.gethostname()} | world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
@@ -94,20 +97,20 @@ if args.batch_size > len(train_set):
 if args.batch_size % world_size:
     stop(f"--batch-size {args.batch_size} does not divide by {world_size} ranks")
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
-# A TensorDataset takes a batch of indices at once. Others: DataLoader(train_set, batch_sampler=batches, num_workers=4)
+# `batches` yields lists of indices; batch_size=None: a TensorDataset takes each whole. Others: batch_sampler=batches
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)
-test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # each image once
+test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # no image on two ranks
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")
 test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
-torch.manual_seed(args.seed)
+torch.manual_seed(args.seed)  # the same weights on every rank
 convolutions = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU())
 linears = nn.Sequential(nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10))
 model = nn.Sequential(convolutions, nn.Dropout(args.dropout), nn.Flatten(), linears)  # EDIT: your model
 model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else torch.preserve_format)
-# To train: it has the weights of `model`, and its backward pass averages the gradients over the ranks.
+# For training only: the weights are those of `model`, and its backward pass averages the gradients over the ranks.
 ddp = DistributedDataParallel(model) if distributed else model
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=device.type != "mps")
 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
@@ -155,7 +158,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             if distributed:
                 dist.all_reduce(mean)  # the sum over all ranks
             mean = mean.item()
-            seconds = (time.perf_counter() - start) / len(losses)
+            seconds = (time.perf_counter() - start) / len(losses)  # of one step
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
             time_left = datetime.timedelta(seconds=round(seconds * steps_left))
             progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={time_left}"

@@ -39,7 +39,9 @@ from resilience.samplers import RunSampler
 parser = ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=whole_number(1), default=3, help="passes over the training images")
 parser.add_argument("--max-steps", type=whole_number(1), help="stop after this many steps in all (default: never)")
-parser.add_argument("--batch-size", type=whole_number(1), default=64, help="images per step, over all ranks")
+batch = parser.add_mutually_exclusive_group()
+batch.add_argument("--batch-size", type=whole_number(1), default=64, help="images per step, over all ranks")
+batch.add_argument("--batch-size-per-rank", type=whole_number(1), help="the same, for each rank")
 parser.add_argument("--learning-rate", type=number(0), default=0.02, help="of SGD with momentum 0.9")
 parser.add_argument("--dropout", type=number(0, below=1), default=0.25, help="probability of dropping an activation")
 parser.add_argument("--seed", type=whole_number(0), default=0, help="of weights, order of the images and dropout")
@@ -56,6 +58,8 @@ args = parser.parse_args()
 # --- process group ----------------------------------------------------------------------------------------------------
 
 _, _, _, world_size = find_ranks()
+if args.batch_size_per_rank is not None:
+    args.batch_size = args.batch_size_per_rank * world_size
 fault = uneven("--batch-size", args.batch_size, world_size, f"{world_size} ranks") or Checkpoints.conflict(args)
 place = init_process_group(args, fault)  # any rank's fault stops all of them, with one sentence
 rank, device = place.rank, place.device

@@ -153,6 +153,19 @@ def test_no_argument_is_both_data_sets(server, tmp_path, monkeypatch):
     assert decoded(tmp_path / "data" / "shakespeare") == TEXT
 
 
+def test_no_argument_and_no_internet_is_both_drawn_here(server, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for mirrors in ("MNIST_MIRRORS", "SHAKESPEARE_MIRRORS"):
+        monkeypatch.setattr(prepare_data, mirrors, ["http://no-such-host.invalid/"])
+    monkeypatch.setattr(prepare_data, "MNIST_COUNTS", {"train": 20, "t10k": 10})
+    run()
+    shown = capsys.readouterr().out
+    assert shown.count("SYNTHETIC data are made instead") == 2 and "synthetic digits, written" in shown
+    assert (tmp_path / "data/mnist/MNIST/raw/t10k-labels-idx1-ubyte").stat().st_size == 8 + 10
+    vocabulary = json.loads((tmp_path / "data/shakespeare/vocabulary.json").read_text())
+    assert vocabulary["source"] == "Python documentation (synthetic)"
+
+
 def test_cut_connection_is_resumed_in_the_same_run(server, tmp_path):
     server.limits["train-images-idx3-ubyte.gz"] = 10_000
     run("mnist", "--data-dir", tmp_path)

@@ -426,8 +426,8 @@ esac
         ("gpu:8", "small", [], "2 "),
         ("gpu:a100:4(S:0-1)", "small", ["--ntasks-per-node=4"], "4 "),
         ("(null)", "small", [], "0 "),
-        ("gpu:8", "small", ["--gpus-per-node=a100:1"], "--gpus-per-node=a100:1 "),
-        ("gpu:8", "set", [], "--gpus-per-node=3 "),
+        ("gpu:8", "small", ["--gpus-per-node=a100:2"], "--gpus-per-node=a100:2 "),
+        ("gpu:8", "set", ["--ntasks-per-node=3"], "--gpus-per-node=3 "),
         ("gpu:8", "set", ["--gpus-per-node=0"], "--gpus-per-node=0 "),
         ("gpu:8", "set", ["--ntasks-per-node=1"], "launch_slurm_with_torchrun.sh "),
         ("gpu:8", "small", ["--ntasks-per-node=1"], "launch_slurm_to_torch.sh "),
@@ -656,6 +656,10 @@ def test_mistakes_of_a_task(tmp_path):
     script.write_text("from slurm_task import task\n\n\n@task(ntaks=2)\ndef f(job=None): ...\n\n\nf()\n")
     named = run(sys.executable, script, "--submit", "--env=local", env=environment(PYTHONPATH=REPOSITORY / "aux"))
     assert named.returncode == 1 and "has no option 'ntaks', but ntasks" in named.stderr
+    script.write_text(script.read_text().replace("ntaks=2", "nodes=2, ntasks=4, gpus_per_node=1"))
+    uneven = run(sys.executable, script, "--submit", "--env=local", env=environment(PYTHONPATH=REPOSITORY / "aux"))
+    assert uneven.returncode == 1 and len(uneven.stderr.splitlines()) == 1
+    assert "2 tasks and 1 GPUs on each of 2 nodes" in uneven.stderr and "write gpus_per_node=2" in uneven.stderr
 
 
 def test_result_that_is_no_json():

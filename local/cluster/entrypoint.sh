@@ -2,7 +2,7 @@
 # The first program of every node of the Docker cluster, as root: the user of the jobs, the munge key, the configuration,
 # then the daemons, whose messages `docker logs node-1` shows. The container ends when one of them ends.
 #
-# Usage: NODES=2 entrypoint.sh        in a container whose host name is node-1, node-2, ..., see Dockerfile
+# Usage: NODES=2 CPUS=2 entrypoint.sh        in a container whose host name is node-1, node-2, ..., see Dockerfile
 set -euo pipefail
 
 repository=/data
@@ -15,6 +15,7 @@ fail() {
 }
 
 [[ "${NODES:-}" =~ ^[1-9][0-9]{0,2}$ ]] || fail "NODES takes a number from 1 to 999, not '${NODES:-}'"
+[[ "${CPUS:-}" =~ ^[1-9][0-9]{0,2}$ ]] || fail "CPUS takes a number from 1 to 999, not '${CPUS:-}'"
 [[ "$HOSTNAME" =~ ^node-([0-9]+)$ ]] || fail "a node's host name is node-1, node-2, ..."
 ((BASH_REMATCH[1] <= NODES)) || fail "the cluster has $NODES nodes: NODES=${BASH_REMATCH[1]} docker compose up -d ..."
 ! pidof -q munged || fail "this node is up already"
@@ -44,12 +45,12 @@ if [[ ! -e "$key" ]]; then
   rm --force "$key.$HOSTNAME"
 fi
 
-# What a killed container has left behind, then the configuration: one CPU a node, and real GPUs where there are any.
+# What a killed container has left behind, then the configuration, with real GPUs where there are any.
 rm --recursive --force "$cluster/munge"
 mkdir --parents "$cluster"/{munge,spool}
 shopt -s nullglob
 gpus=(/dev/nvidia[0-9]*)
-/opt/cluster/configure.sh "$cluster" "$NODES" 1 "${#gpus[@]}"
+/opt/cluster/configure.sh "$cluster" "$NODES" "$CPUS" "${#gpus[@]}"
 printf '%s' "${gpus[@]/#/$'\nName=gpu File='}" >"$cluster/gres.conf"
 cat >>"$cluster/generated.conf" <<END_OF_LINES
 # Not bound to CPUs: every node would take the machine's first one.
