@@ -27,17 +27,17 @@ cluster-down:   ## end that cluster, leave nothing behind
 docker-cluster:  ## start a Slurm cluster with Docker Compose (NODES=2, up to 8), say what to type next
 	@[[ "$(NODES)" =~ ^[2-8]$$ ]] || { echo "NODES takes a number from 2 to 8, not '$(NODES)'" >&2; exit 1; }
 	@docker version >/dev/null || { echo "It needs a running Docker engine" >&2; exit 1; }
-	cd local/cluster && $(COMPOSE) build
-	cd local/cluster && NODES=$(NODES) $(COMPOSE) up --detach ready $(wordlist 1,$(NODES),$(all_nodes))
+	$(COMPOSE) build
+	NODES=$(NODES) $(COMPOSE) up --detach ready $(wordlist 1,$(NODES),$(all_nodes))
 	@echo 'Now type, for example:'
 	@echo '  docker exec node-1 sinfo -N -l'
-	@echo '  docker exec node-1 sbatch --ntasks-per-node=1 launch_slurm_to_torch.sh aux/check_ranks.py'
+	@echo '  docker exec node-1 sbatch launch_slurm_to_torch.sh aux/check_ranks.py'
 	@echo '  docker exec node-1 squeue'
 	@echo '  make docker-cluster-down'
 all_nodes = node-1 node-2 node-3 node-4 node-5 node-6 node-7 node-8
 
 docker-cluster-down:  ## end that cluster, leave nothing behind but the image
-	cd local/cluster && $(COMPOSE) --profile more down --volumes
+	$(COMPOSE) --profile more down --volumes
 
 test: .venv/tests slurm docker sshd  ## install what the tests need (root: Slurm, Docker, sshd), and run them
 	.venv/bin/python -m pytest tests --numprocesses 2 $(ARGS)

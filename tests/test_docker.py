@@ -94,9 +94,9 @@ def base_image(engine, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory, tiny) -> Path:
-    """A clone that belongs to an ordinary user, with small data where the README has them."""
+    """A clone that belongs to an ordinary user, with text where the README has it, and a few images."""
     folder = copy_of_repository(tmp_path_factory.mktemp("clone"))
-    shutil.copytree(tiny, folder / "data/mnist")
+    shutil.copytree(tiny, folder / "data/tiny")
     made = run(sys.executable, "aux/prepare_data.py", "shakespeare", "--synthetic", cwd=folder)
     assert made.returncode == 0, made.stderr
     run("chown", "--recursive", f"{OWNER}:{OWNER}", folder)
@@ -110,7 +110,7 @@ class Nodes(Cluster):
         self.clone, self.environment, self.jobs = clone, environment(**variables), []
 
     def compose(self, *command: object, **variables):
-        options = {"cwd": self.clone / "local/cluster", "env": self.environment | variables, "timeout": 300}
+        options = {"cwd": self.clone, "env": self.environment | variables, "timeout": 300}
         done = run(*COMPOSE, *command, **options)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
@@ -146,19 +146,22 @@ def project(clone, engine, base_image):
 def test_readme(project):
     """Builds the image; the block ends with the cluster's end."""
     shown = bash(block("make docker-cluster\n"), project.clone, **project.environment)
-    assert len(re.findall(r"^node-[12] +1 +train\* +idle 1 ", shown, re.M)) == 2
+    assert len(re.findall(r"^node-[12] +1 +train\* +idle 2 ", shown, re.M)) == 2
     assert set(re.findall(r"SLURMD_NODENAME: (\S+)", shown)) == {"node-1", "node-2"}
+    assert "\nFinished: " in shown, shown
+    log = next(project.clone.glob("launch_slurm_to_torch.sh_*.out")).read_text()
+    assert "VERDICT: 4 ranks started by srun are fine" in log, log
     assert project.left() == []
 
 
 @pytest.fixture(scope="module")
 def nodes(project) -> Nodes:
-    project.compose("up", "--detach", "ready")
+    project.compose("up", "--detach")
     return project
 
 
 def test_up_returns_when_the_nodes_are_idle(nodes):
-    assert nodes.states() == ["node-1 1 idle", "node-2 1 idle"]
+    assert nodes.states() == ["node-1 2 idle", "node-2 2 idle"]
     for node in ("node-1", "node-2"):
         shown = json.loads(nodes.docker("inspect", node).stdout)[0]
         assert shown["State"]["Health"]["Status"] in ("starting", "healthy")
@@ -182,7 +185,7 @@ def test_tensor_parallel_over_both_nodes(nodes, cluster):
 
 @pytest.mark.parametrize("way", ["torchrun", "mp"])
 def test_the_other_ways(way, nodes):
-    job = nodes.sbatch("--cpus-per-task=1", LAUNCHERS[way], "aux/check_ranks.py")
+    job = nodes.sbatch(LAUNCHERS[way], "aux/check_ranks.py")
     assert job.state == "COMPLETED" and f"VERDICT: 2 ranks started by {way} are fine" in job.log, job.log
     assert re.findall(r"SLURMD_NODENAME: (\S+)", job.log) == ["node-1", "node-2"]
 
@@ -215,14 +218,22 @@ def test_the_munge_key_is_not_in_the_image(nodes, tmp_path):
 @pytest.mark.matrix
 def test_a_node_restarts_in_mid_job(nodes):
     """The job is requeued or fails, in time; the node is used again, with the key that it had, by the next job."""
-    command = ["--ntasks-per-node=1", LAUNCHERS["srun"], "distributed/train_ddp.py", "--epochs", 1000]
+    command = [
+        "--ntasks-per-node=1",
+        LAUNCHERS["srun"],
+        "distributed/train_ddp.py",
+        "--epochs",
+        1000,
+        "--data-dir",
+        "data/tiny",
+    ]
     job = nodes.submit(*command)
     log = nodes.clone / f"{LAUNCHERS['srun']}_{job}.out"
     wait_until(lambda: log.exists() and "step=" in log.read_text(), 60, "it trains")
     assert nodes.docker("restart", "node-2").returncode == 0
     wait_until(lambda: (shown := nodes.show(job))["Restarts"] == "1" or "FAIL" in shown["JobState"], 60, "it has ended")
     nodes.exec("scancel", job)
-    wait_until(lambda: nodes.states() == ["node-1 1 idle", "node-2 1 idle"], 60, "both nodes are idle")
+    wait_until(lambda: nodes.states() == ["node-1 2 idle", "node-2 2 idle"], 60, "both nodes are idle")
     job = nodes.sbatch("--nodes=2", "--ntasks=2", "--output=%j.out", "--wrap=srun hostname")
     assert sorted(job.log.split()) == ["node-1", "node-2"], job.log
 
@@ -230,8 +241,42 @@ def test_a_node_restarts_in_mid_job(nodes):
 @pytest.mark.matrix
 def test_three_nodes(nodes):
     nodes.compose("up", "--detach", "ready", "node-3", NODES="3")
-    assert nodes.states() == [f"node-{node} 1 idle" for node in (1, 2, 3)]
+    assert nodes.states() == [f"node-{node} 2 idle" for node in (1, 2, 3)]
     job = nodes.sbatch("--nodes=3", "--ntasks-per-node=1", LAUNCHERS["srun"], "aux/check_ranks.py")
     assert "VERDICT: 3 ranks started by srun are fine" in job.log, job.log
     nodes.compose("--profile", "more", "down", "--volumes")
     assert nodes.left() == []
+
+
+@pytest.mark.matrix
+def test_troubles(nodes):
+    """Each row of the table in docs/docker.md, made to happen: what is seen, and that the remedy helps."""
+    nodes.compose("--profile", "more", "down", "--volumes")
+    nodes.compose("up", "--detach")
+    two = ["--ntasks=2", "--output=%j.out", "--wrap=srun hostname"]
+    assert sorted(nodes.sbatch(*two).log.split()) == ["node-1", "node-1"]
+    assert sorted(nodes.sbatch("--nodes=2", *two).log.split()) == ["node-1", "node-2"]
+
+    refused = nodes.exec("sbatch", "--nodes=3", "--wrap=true")
+    assert refused.returncode != 0 and "Requested node configuration is not available" in refused.stderr, refused.stderr
+    everything = ["--nodes=2", "--ntasks-per-node=2", "--output=%j.out"]
+    first = nodes.submit(*everything, "--wrap=srun sleep 60")
+    second = nodes.submit(*everything, "--wrap=srun hostname")
+    wait_until(lambda: nodes.show(first)["JobState"] == "RUNNING", 60, "the first job runs")
+    queue = lambda: nodes.exec("squeue", "--noheader", "--format=%i %r").stdout  # noqa: E731
+    wait_until(lambda: f"{second} Resources" in queue(), 60, "the second one waits for its CPUs")
+    nodes.exec("scancel", first)
+    assert nodes.wait(second).state == "COMPLETED"
+
+    new_key = (
+        "cd /run/slurm-cluster/key && rm munge.key && head --bytes=1024 /dev/urandom >munge.key && chmod 400 munge.key"
+    )
+    assert nodes.docker("exec", "--user=root", "node-1", "sh", "-c", new_key).returncode == 0
+    assert nodes.docker("restart", "node-2").returncode == 0
+    logs = lambda: (done := nodes.docker("logs", "node-2")).stdout + done.stderr  # noqa: E731
+    wait_until(lambda: "Munge decode failed" in logs(), 90, "node-2 has another key")
+    nodes.compose("down", "--volumes")
+
+    nodes.compose("up", "--detach", CPUS="1")
+    assert nodes.states() == ["node-1 1 idle", "node-2 1 idle"]
+    assert sorted(nodes.sbatch(*two).log.split()) == ["node-1", "node-2"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import NAMESPACES, REPOSITORY, environment, run
+from conftest import NAMESPACES, REPOSITORY, cells, environment, run
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", "\n".join(path.read_text() for path in DOCUMENTS), re.M | re.S)
@@ -124,3 +124,48 @@ def test_the_changed_copy_is_the_one_shown():
     compared = run("git", "diff", "--no-index", "-U0", "distributed/train_ddp.py", "tests/scripts/train_images.py")
     hunks = compared.stdout[compared.stdout.index("\n@@") + 1 :]
     assert shown == re.sub(r"^(@@ \S+ \S+ @@).*$", r"\1", hunks, flags=re.M)
+
+
+def habits() -> list[str]:
+    """The commands in the middle column of docs/coming-from.md."""
+    page = (REPOSITORY / "docs/coming-from.md").read_text()
+    cells = re.findall(r"^\| .+? \| (.+?) \| .+? \|$", page, re.M)
+    return list(dict.fromkeys(span for cell in cells for span in re.findall(r"`([^`]+)`", cell) if " " in span))
+
+
+ELSEWHERE = (
+    "docker ",
+    "sbatch run_script.sh",
+    "python distributed/train_task.py --submit",
+    "@task",
+    "sys.path",
+    "from ",
+)
+
+
+def test_habits_that_other_tests_run():
+    """Containers, Docker and submission have tests of their own."""
+    others = [command for command in habits() if command.startswith(ELSEWHERE)]
+    assert len(others) == 7 and len(habits()) == 18, habits()
+    for command in others:
+        if command.startswith(("docker exec", "sbatch", "python")):
+            script = next(word for word in command.split() if word.endswith((".py", ".sh"))).removeprefix("/data/")
+            assert any(script in text for text in BLOCKS), command
+
+
+@pytest.mark.parametrize(
+    "command",
+    cells(
+        [(command,) for command in habits() if not command.startswith(ELSEWHERE)],
+        ("torchrun --nproc_per_node=2 distributed/train_task.py --epochs 1",),
+    ),
+)
+def test_habits(command, clone, cluster, tmp_path):
+    if not command.startswith("sbatch "):
+        shown = bash(f"source .venv/bin/activate; {command}", clone)
+        assert re.search(r"^Finished: ", shown, re.M), shown
+        return
+    options = ["--nodes=2", "--gpus-per-node=2", f"--output={tmp_path}/log"]
+    typed = command.split()
+    job = cluster.sbatch(*options, *typed[1:], cwd=clone)
+    assert job.state == "COMPLETED" and re.search(r"^(Finished: |VERDICT: )", job.log, re.M), job.log

@@ -472,6 +472,28 @@ def test_context_of_a_task(laptop):
         assert result == {"rank": 0, "world_size": size, "arguments": NASTY}
 
 
+def test_a_task_of_ones_own(laptop):
+    """The file that docs/submission.md shows, in a folder of its own; here, as a job, and without the argument job."""
+    page = (REPOSITORY / "docs/submission.md").read_text()
+    script = laptop.clone / "mine/deep/hello.py"
+    script.parent.mkdir(parents=True)
+    script.write_text(re.search(r"^```python\n(.*?)^```$", page, re.M | re.S)[1])
+    here = laptop.run("python", "mine/deep/hello.py")
+    assert here.returncode == 0, here.stderr
+    submit = ["python", "mine/deep/hello.py", "--submit", "--env", "plain", "--wait", "--fetch"]
+    done = laptop.run(*submit)
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = job_of(done.stdout)
+    result = json.loads((laptop.clone / f"slurm-jobs/plain-{job}/checkpoints/{job}/result.json").read_text())
+    five = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "node-1"}
+    assert result["where"].items() >= five.items() and len(result["where"]) == 5
+    script.write_text(
+        script.read_text().replace("job=None", "").replace('job.torch_distributed_env() if job else "here"', "7")
+    )
+    alone = laptop.run(*submit, "--nodes=1", "--ntasks-per-node=1")
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+
+
 ARRIVED = """
 import json, os, sys
 given = {"arguments": sys.argv[1:], "environment": dict(os.environ), "files": sorted(os.listdir())}
