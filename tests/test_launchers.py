@@ -94,6 +94,12 @@ def test_arguments_arrive_untouched(way, cluster, tmp_path):
     assert not (REPOSITORY / "canary").exists()
 
 
+def test_torchrun_with_a_node_rank_says_who_knows_it():
+    done = run("./torchrun.sh", "0", "node-1")
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "'0' is no train script" in done.stderr and "sbatch launch_slurm_with_torchrun.sh SCRIPT" in done.stderr
+
+
 def test_torchrun_by_hand_passes_arguments_untouched():
     script = "import sys, json; print(json.dumps(sys.argv[1:]))"
     path = REPOSITORY / "tests/scripts/arguments_by_hand.py"
@@ -218,10 +224,12 @@ def test_env_sh_refuses_what_it_cannot_use(cluster):
 
 
 def test_user_sets_ranks_and_port(cluster, tmp_path):
-    """NPROC_PER_NODE and MASTER_PORT from the submitter's environment win, in a job without GPUs."""
+    """NPROC_PER_NODE and MASTER_PORT of the submitter win, in a job without GPUs; BATCH_SIZE is not read, and told."""
     size = ["--nodes=2", "--gpus-per-node=0", f"--output={tmp_path}/log"]
-    job = cluster.sbatch(*size, LAUNCHERS["mp"], VARIABLES, env={"NPROC_PER_NODE": "3", "MASTER_PORT": "64999"})
+    variables = {"NPROC_PER_NODE": "3", "MASTER_PORT": "64999", "BATCH_SIZE": "64"}
+    job = cluster.sbatch(*size, LAUNCHERS["mp"], VARIABLES, env=variables)
     assert job.state == "COMPLETED", job.log
+    assert f"note: BATCH_SIZE=64 is not read by {VARIABLES}: say --batch-size 64 after its name\n" in job.log, job.log
     assert len(job.ranks()) == 6 and {rank["master_port"] for rank in job.ranks()} == {"64999"}
 
 

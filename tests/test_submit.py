@@ -451,6 +451,27 @@ def test_default_gpus_of_a_task(gres, environment_name, options, gpus, tmp_path)
     assert not gpus[0].isdigit() or "--gpus-per-node" not in sbatch
 
 
+def test_slurmctld_is_asked_rarely_and_the_log_every_second(tmp_path):
+    """In 17 seconds after 0, 1, 3, 7 and 15; a line a second arrives all the same."""
+    asked, log = tmp_path / "asked", tmp_path / "log"
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho >>{asked}\necho '   JobState=RUNNING Reason=None'\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    watch = ["sh", REPOSITORY / "aux/submission/remote.sh", "watch", 7, log, 0, "yes"]
+    variables = environment()
+    variables["PATH"] = f"{tmp_path}:{variables['PATH']}"
+    with subprocess.Popen([*map(str, watch)], env=variables, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            for line in range(17):
+                with log.open("a") as file:
+                    file.write(f"line {line}\n")
+                time.sleep(1)
+        finally:
+            process.kill()
+        shown = process.stdout.read()
+    assert len(asked.read_text()) == 5
+    assert len(re.findall(r"^running \d+ [1-9]", shown, re.M)) > 10 and "line 15\n" in shown
+
+
 def test_context_of_a_task(laptop):
     """Under both launchers a task can get, with its resources and with others; and None without a job."""
     script = ["python", "tests/scripts/context.py"]

@@ -62,12 +62,16 @@ submit() {
 
 # watch JOB LOG FROM FOLLOW
 # Prints every second until the job has ended (once, if FOLLOW is no): "running" or "ended", FROM, and the number of new
-# bytes of the log from there; Slurm's lines on the job, and an empty line; the new bytes.
+# bytes of the log from there; Slurm's lines on the job, and an empty line; the new bytes. slurmctld is asked after 0, 1,
+# 3, 7 and 15 seconds, then every 15: it serves everybody.
 watch() {
-    job=$1 log=$2 from=$3 follow=$4
+    job=$1 log=$2 from=$3 follow=$4 second=0 ask=0 pause=1
     ends="BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|REVOKED|TIMEOUT|UNKNOWN"
     while :; do
-        shown=$(show "$job")
+        if [ "$second" -ge "$ask" ]; then
+            shown=$(show "$job")
+            ask=$((second + pause)) pause=$((pause < 8 ? pause * 2 : 15))
+        fi
         if echo "$shown" | grep -Eq "JobState=($ends)"; then next=ended; else next=running; fi
         size=$(wc -c 2>/dev/null <"$log") || size=$from
         [ "$size" -ge "$from" ] || from=0 # a requeued job may truncate its log
@@ -76,6 +80,7 @@ watch() {
         from=$size
         [ "$next" = running ] && [ "$follow" = yes ] || return 0
         sleep 1
+        second=$((second + 1))
     done
 }
 
