@@ -47,8 +47,7 @@ parser.error = stop  # with argparse's sentence
 parser.add_argument("--epochs", type=int, default=3, help="passes over the training images")
 batch = parser.add_mutually_exclusive_group()
 batch.add_argument("--batch-size", type=int, default=64, help="images per step, over all ranks")
-per_rank = {"dest": "batch_size", "type": lambda text: int(text) * world_size, "metavar": "N"}
-batch.add_argument("--batch-size-per-rank", help="the same, for each rank", **per_rank)
+batch.add_argument("--batch-size-per-rank", dest="batch_size", type=lambda n: int(n) * world_size, help="of each rank")
 parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
 parser.add_argument("--dropout", type=float, default=0.25, help="probability of dropping an activation")
 parser.add_argument("--seed", type=int, default=0, help="of weights, order of the images and dropout")
@@ -81,6 +80,7 @@ if distributed:
     if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
+    dist.all_reduce(torch.zeros(1, device=device))  # waits for all: nobody is still connecting when a rank stops
 place = f"{socket.gethostname()} | world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
 print = print if rank == 0 else lambda *args, **kwargs: None  # from here on rank 0 prints for all

@@ -43,6 +43,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     device = choose_device(args.device, rank, local_rank, world_size)
     if world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.all_reduce(torch.zeros(1, device=device))  # waits for all: nobody is still connecting when a rank stops
 
     # --- data: every rank takes its part of each batch; an epoch drops its last partial batch -------------------------
 
