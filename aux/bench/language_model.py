@@ -5,10 +5,10 @@
     python aux/bench/language_model.py               # about ten minutes: leave the machine alone meanwhile
     python aux/bench/language_model.py --check       # status 1 when a ratio is less than the one stated below
 
-The other side: a fused q, k, v projection, slices of a memory-mapped file stacked for every batch, the loss read at
-every step, AdamW without fused kernels, float32. Both sides take turns, on equally many threads, and the medians of
-the rounds are compared: trust the ratios, not the tokens per second. The ratio that is judged is that of the precision
-which train_fsdp.py chooses on this CPU; float32 is shown beside it. Last comes a whole training and its loss.
+The other side: slices of a memory-mapped file stacked for every batch, the loss read at every step, AdamW without
+fused kernels, float32. Both sides take turns, on equally many threads, and the medians of the rounds are compared:
+trust the ratios, not the tokens per second. The ratio that is judged is that of the precision which train_fsdp.py
+chooses on this CPU; float32 is shown beside it. Last comes a whole training and its loss.
 """
 
 import os
