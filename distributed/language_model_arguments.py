@@ -30,7 +30,7 @@ class LanguageModelParser(ArgumentParser):
         self.add_argument("--dropout", type=number(0, below=1), help=either("dropout", "share of activations dropped"))
         self.add_argument("--batch-size", type=whole_number(1), help=either("batch_size", "sequences over all ranks"))
         self.add_argument("--steps", type=whole_number(1), help=either("steps", "in all, as is the rate's cosine"))
-        help = "parts in which a rank does its share: memory of one of them, and as many reduce-scatters with FSDP"
+        help = "parts in which a rank does its share: activations of one at a time, and with FSDP a reduce-scatter each"
         self.add_argument("--accumulation", type=whole_number(1), default=1, help=help)
         self.add_argument("--learning-rate", type=number(0), default=1e-3, help="the highest; it ends at a tenth")
         self.add_argument("--warmup-steps", type=whole_number(0), default=100, help="in which the learning rate rises")
@@ -39,7 +39,7 @@ class LanguageModelParser(ArgumentParser):
         self.add_argument("--activation-checkpointing", action="store_true", help="less memory, a third more computing")
         help = "torch.compile: pays after some 1,000 steps on a CPU (default: on CUDA with Triton and a C compiler)"
         self.add_argument("--compile", action=BooleanOptionalAction, help=help)
-        help = "characters that never occur besides, for a multiple of 64 as matrix units like it"
+        help = "add characters that never occur, up to a multiple of 64: GPUs multiply such matrices faster"
         self.add_argument("--pad-vocabulary", action="store_true", help=help)
         self.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 where fast")
         self.add_argument("--seed", type=whole_number(0), default=0, help="of weights, windows and dropout")

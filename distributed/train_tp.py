@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
@@ -216,9 +216,7 @@ def train_step(args, step: int, model, optimizer, batch: torch.Tensor) -> tuple[
     Gradients are averaged over the ranks; their shares are equally large, so that is the mean over all tokens.
     """
     loss_sum = torch.zeros((), device=batch.device)
-    for part, tokens in enumerate(batch.chunk(args.accumulation), start=1):
-        if isinstance(model, FSDPModule):
-            model.set_requires_all_reduce(part == args.accumulation)  # between replicas of the model: once a step
+    for tokens in batch.chunk(args.accumulation):
         with loss_parallel():  # the backward pass, too
             with autocast(args, model, batch.device):
                 loss = cross_entropy(args, model(tokens[:, :-1]), tokens[:, 1:]) / args.accumulation
