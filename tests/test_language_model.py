@@ -157,8 +157,9 @@ ACCUMULATED = ["fsdp 2", "hybrid 2x2", "tp 2", "tp 2, sequence", "tp 2 x data 2"
 
 @pytest.mark.parametrize("split", ACCUMULATED)
 def test_accumulation_keeps_no_whole_gradient(splits, split):
+    """A whole one is twice as large. gloo's threads may not yet have freed all activations, some tenths of it."""
     for rank in splits[f"{split}, accumulation 2"]["held"]:
-        assert rank["gradients"] <= rank["accumulated"] < rank["gradients"] + 1000
+        assert rank["gradients"] <= rank["accumulated"] < 1.5 * rank["gradients"]
 
 
 def test_memory_falls_with_the_ranks(splits):
