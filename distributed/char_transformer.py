@@ -1,8 +1,9 @@
 """A decoder-only transformer over characters, in plain torch: nothing in here knows of ranks.
 
 nanoGPT's architecture (github.com/karpathy/nanoGPT, model.py, there after GPT-2) without biases, as its train.py has it
-by default, with one difference: q, k and v are three linears. A fused one cannot be cut by heads in one piece, and the
-bias of k has no gradient but rounding noise, which Adam blows up.
+by default, with one difference: the rows of the fused linear for q, k and v are ordered (head, q k v, D), as in
+Megatron-LM, so that a part of them is whole heads. (The bias of k would have no gradient but rounding noise, which Adam
+blows up.)
 
 The letters in the shapes: B sequences, T tokens each, C channels (the width), H heads, D = C / H, V characters. A rank
 may hold a part of H or of T: whatever is not in a linear's or an embedding's own weight is read off the tensor at hand.
@@ -42,18 +43,14 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
-        self.head_size, self.dropout = width // heads, dropout
-        self.query = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(width, width, bias=False)
-        self.value = nn.Linear(width, width, bias=False)
+        self.head_size, self.dropout, self.attend = width // heads, dropout, attend
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # (B, T, H D) to (B, H, T, D)
-            for project in (self.query, self.key, self.value)
-        )
-        y = attend(q, k, v, self.dropout if self.training else 0.0)
+        # (B, T, H 3 D) to (B, H, T, D) each
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_size)).transpose(1, 2).unbind(-2)
+        y = self.attend(q, k, v, self.dropout if self.training else 0.0)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -97,7 +94,7 @@ class Block(nn.Module):
 class CharTransformer(nn.Module):
     """Tokens (B, T) int64 with T <= context to logits (B, T, V). The output head shares the embedding's weight.
 
-    Draws its weights from torch's global generator: the same seed before it, the same model on every rank.
+    Its weights are drawn by language_model.py's initialize.
     """
 
     def __init__(self, vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float = 0.0):
@@ -108,16 +105,7 @@ class CharTransformer(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self.apply(self.draw)
-        for block in self.blocks:  # GPT-2: what adds to the residual stream starts smaller, the more layers add
-            for last in (block.attention.out, block.mlp.down):
-                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * layers))
         self.tie()
-
-    @staticmethod
-    def draw(module: nn.Module):
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
 
     def tie(self):
         """One weight (V, C) for token embedding and head. To be called again after what replaces parameters."""
@@ -126,6 +114,8 @@ class CharTransformer(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(tokens.size(1), device=tokens.device)
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+        if torch.is_autocast_enabled(x.device.type):  # what the layers add to is then of the type that they compute in
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -139,10 +129,13 @@ class CharTransformer(nn.Module):
         return 6 * weights + 12 * len(self.blocks) * self.norm.weight.numel() * context
 
     @torch.no_grad()
-    def generate(self, tokens: torch.Tensor, count: int, temperature: float = 0.8) -> torch.Tensor:
-        """`tokens` (B, T) int64 and `count` more, drawn one by one: (B, T + count). Less heat, fewer surprises."""
+    def generate(self, tokens: torch.Tensor, count: int, known: int, temperature: float = 0.8) -> torch.Tensor:
+        """`tokens` (B, T) int64 and `count` more, drawn one by one among the first `known` of V: (B, T + count).
+
+        Less heat, fewer surprises.
+        """
         self.eval()
         for _ in range(count):
-            logits = self(tokens[:, -self.position_embedding.num_embeddings :])[:, -1]
+            logits = self(tokens[:, -self.position_embedding.num_embeddings :])[:, -1, :known]
             tokens = torch.cat((tokens, torch.multinomial((logits / temperature).softmax(-1), 1)), dim=1)
         return tokens

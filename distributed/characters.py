@@ -75,10 +75,11 @@ def random_batch(
 
 
 def fixed_batches(args: Namespace, data_rank: int, data_ranks: int, device: torch.device):
-    """This rank's part of the set to evaluate on: tokens and targets, (n, context) int64, as many on every rank.
+    """This rank's part of the set to evaluate on: tokens and targets, (batch_size / data_ranks, context) int64.
 
-    The set is the validation split in windows side by side, or --eval-windows of them, evenly spread. A rank for which
-    none are left gets targets that cross_entropy ignores: it has to take part in the collectives all the same.
+    The set is the validation split in windows side by side, or --eval-windows of them, evenly spread. A batch for which
+    too few are left is filled up, with targets that cross_entropy ignores: all ranks have the same number of batches of
+    the same shape, since they have to meet in the collectives, and torch.compile takes time for each shape.
     """
     unseen = windows(args.data_dir, "val", args.context)
     starts = torch.arange(0, len(unseen), args.context)
@@ -87,8 +88,10 @@ def fixed_batches(args: Namespace, data_rank: int, data_ranks: int, device: torc
     rows = args.batch_size // data_ranks
     for part in starts.split(args.batch_size):
         mine = part[data_rank * rows :][:rows]
-        batch = read(unseen, mine if len(mine) else part[:1], device)
-        yield batch[:, :-1], batch[:, 1:] if len(mine) else torch.full_like(batch[:, 1:], IGNORED)
+        batch = read(unseen, torch.cat((mine, part[:1].expand(rows - len(mine)))), device)
+        targets = batch[:, 1:].clone()
+        targets[len(mine) :] = IGNORED
+        yield batch[:, :-1], targets
 
 
 def describe(folder: Path) -> str:

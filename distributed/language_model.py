@@ -1,27 +1,43 @@
 """What train_fsdp.py and train_tp.py do alike, and is not what they teach: nanoGPT's recipe, precision, samples."""
 
 import datetime
+import functools
+import gc
+import importlib.util
 import math
+import os
+import shutil
 from argparse import Namespace
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import characters
 from char_transformer import CharTransformer
 from resilience import sharded_checkpoints
+from resilience.checkpoints import seed_from
 from resilience.place import Place
+from resilience.sharded_checkpoints import ShardedCheckpoints
 
 
 def prepare(args: Namespace, place: Place, mesh: DeviceMesh | None):
     """Sets the timeouts of the mesh's groups, chooses args.precision, and prints what the run is set to."""
     for name in mesh.mesh_dim_names if mesh else ():  # init_process_group has set that of the default group alone
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=args.timeout), mesh.get_group(name))
-    args.precision = choose_precision(args, place)
+    args.precision, args.compile = choose_precision(args, place), choose_compile(args, place)
+    if place.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32, where a GPU has it
+    gc.freeze()  # what is there by now stays
+    gc.disable()  # main() collects, every --gc-every steps
     if place.rank == 0:
         print(f"Data: {characters.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}", flush=True)
-        print(f"Precision: {args.precision}. Device mesh: {mesh}", flush=True)
+        print(f"Precision: {args.precision}. Compiled: {args.compile}. Device mesh: {mesh}", flush=True)
 
 
 def choose_precision(args: Namespace, place: Place) -> str:
@@ -39,18 +55,79 @@ def choose_precision(args: Namespace, place: Place) -> str:
     return args.precision if args.precision != "auto" else "bf16" if ranks == place.world_size else "fp32"
 
 
-def autocast(args: Namespace, device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
+def choose_compile(args: Namespace, place: Place) -> bool:
+    """--compile or --no-compile; else where torch.compile pays at once, on CUDA with Triton and a C compiler."""
+    if args.compile is not None:
+        return args.compile
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    able = place.device.type == "cuda" and importlib.util.find_spec("triton") is not None and compiler is not None
+    [ranks] = place.all_reduced([able])
+    return ranks == place.world_size
+
+
+def autocast(args: Namespace, model: torch.nn.Module, device: torch.device) -> torch.autocast:
+    """bfloat16 by autocast, unless FSDP has split the model: its MixedPrecisionPolicy does the casts then."""
+    return torch.autocast(device.type, torch.bfloat16, args.precision == "bf16" and not isinstance(model, FSDPModule))
+
+
+def cross_entropy(args: Namespace, logits: torch.Tensor, targets: torch.Tensor, reduction="mean") -> torch.Tensor:
+    """The loss in float32, of logits (B, T, V) and targets (B, T); those that are -100 do not count.
+
+    Compiled with --compile, but not of logits that are split over V: torch 2.13 takes ranks with parts of unequal
+    length for equal, and what it has compiled for one of them out of its cache for another.
+    """
+    return loss_function(bool(args.compile) and not isinstance(logits, DTensor))(logits, targets, reduction)
+
+
+@functools.cache
+def loss_function(compiled: bool) -> Callable:
+    def loss(logits, targets, reduction):
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
+
+    return torch.compile(loss) if compiled else loss
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """For a log line on CUDA: the most that this rank's tensors have taken so far, in GiB."""
+    return {"peak_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}
 
 
 def metadata_of(args: Namespace) -> dict:
     """What every checkpoint holds besides the weights, enough to build the model again: characters and sizes."""
-    sizes = {name: getattr(args, name) for name in ("layers", "heads", "width", "context")}
-    return {"characters": characters.read_vocabulary(args.data_dir)["characters"], "sizes": sizes}
+    known = characters.read_vocabulary(args.data_dir)["characters"]
+    multiple = 64 if args.pad_vocabulary else 1
+    sizes = {"vocabulary": math.ceil(len(known) / multiple) * multiple}
+    sizes |= {name: getattr(args, name) for name in ("layers", "heads", "width", "context")}
+    return {"characters": known, "sizes": sizes}
 
 
 def make_model(metadata: dict, dropout: float = 0.0) -> CharTransformer:
-    return CharTransformer(len(metadata["characters"]), **metadata["sizes"], dropout=dropout)
+    """The model on the meta device, without memory. It is split there, if at all; then comes `initialize`."""
+    with torch.device("meta"):
+        return CharTransformer(**metadata["sizes"], dropout=dropout)
+
+
+@torch.no_grad()
+def initialize(model: CharTransformer, device: torch.device, seed: int) -> CharTransformer:
+    """Allocates this rank's part of a model on `device`, and draws its weights as GPT-2 does.
+
+    They depend on `seed` and their names alone, not on the ranks or the split. Each is drawn whole on the CPU, one at a
+    time, and this rank's part of it is copied: the device never has more than that.
+    """
+    model.to_empty(device=device)
+    model.tie()  # to_empty has made two weights of the one
+    residual = 0.02 / math.sqrt(2 * len(model.blocks))  # the more layers add to the residual stream, the smaller
+    for name, weight in model.named_parameters():
+        whole = torch.ones(weight.shape)  # of a norm
+        if weight.dim() >= 2:
+            std = residual if name.endswith(("attention.out.weight", "mlp.down.weight")) else 0.02
+            whole.normal_(std=std, generator=torch.Generator().manual_seed(seed_from(seed, name)))
+        if isinstance(weight, DTensor):
+            size, start = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+            part = tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))
+            weight, whole = weight.to_local(), whole[part]
+        weight.copy_(whole)
+    return model
 
 
 def make_optimizer(args: Namespace, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -69,6 +146,15 @@ def learning_rate(args: Namespace, step: int) -> float:
     return args.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
+def open_checkpoints(args: Namespace, place: Place) -> ShardedCheckpoints:
+    """Those of this run: equal in the following, whatever the number of ranks and however the model is split."""
+    names = "layers heads width context dropout batch_size steps learning_rate warmup_steps weight_decay clip"
+    names += " seed precision pad_vocabulary"
+    data = characters.read_vocabulary(args.data_dir)["sha256"][:12]
+    run = {name: vars(args)[name] for name in names.split()} | {"data": data}
+    return ShardedCheckpoints(args, place, run, args.steps)
+
+
 def sample(args: Namespace, place: Place):
     """Prints --sample characters from the newest checkpoint, in one process, however many ranks wrote it."""
     found = sharded_checkpoints.newest(args.checkpoint_dir, place)
@@ -77,9 +163,9 @@ def sample(args: Namespace, place: Place):
     path, metadata = found
     if unknown := set(args.prompt) - set(metadata["characters"]):
         place.stop(f"--prompt has {sorted(unknown)}, which are not among the characters of {path}")
-    torch.manual_seed(args.seed)
-    model = make_model(metadata).to(place.device)
+    model = initialize(make_model(metadata), place.device, args.seed)
     sharded_checkpoints.load(path, place, model)
     prompt = torch.tensor([[metadata["characters"].index(letter) for letter in args.prompt]], device=place.device)
-    written = model.generate(prompt, args.sample)[0].tolist()
+    torch.manual_seed(args.seed)
+    written = model.generate(prompt, args.sample, len(metadata["characters"]))[0].tolist()
     print(f"Sample from {path}:", "".join(metadata["characters"][number] for number in written), sep="\n")

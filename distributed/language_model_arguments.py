@@ -1,7 +1,7 @@
 """The arguments that train_fsdp.py and train_tp.py have in common, and what follows from one another. Without torch."""
 
 import os
-from argparse import Namespace
+from argparse import BooleanOptionalAction, Namespace
 from pathlib import Path
 
 from resilience.arguments import ArgumentParser, device_name, number, whole_number
@@ -30,15 +30,17 @@ class LanguageModelParser(ArgumentParser):
         self.add_argument("--dropout", type=number(0, below=1), help=either("dropout", "share of activations dropped"))
         self.add_argument("--batch-size", type=whole_number(1), help=either("batch_size", "sequences over all ranks"))
         self.add_argument("--steps", type=whole_number(1), help=either("steps", "in all, as is the rate's cosine"))
-        self.add_argument(
-            "--accumulation", type=whole_number(1), default=1, help="parts in which a rank does its share"
-        )
+        help = "parts in which a rank does its share: activations of one at a time, and with FSDP a reduce-scatter each"
+        self.add_argument("--accumulation", type=whole_number(1), default=1, help=help)
         self.add_argument("--learning-rate", type=number(0), default=1e-3, help="the highest; it ends at a tenth")
         self.add_argument("--warmup-steps", type=whole_number(0), default=100, help="in which the learning rate rises")
         self.add_argument("--weight-decay", type=number(0), default=0.1, help="of matrices; vectors have none")
         self.add_argument("--clip", type=number(0), default=1.0, help="greatest norm of the gradient, 0: any")
         self.add_argument("--activation-checkpointing", action="store_true", help="less memory, a third more computing")
-        self.add_argument("--compile", action="store_true", help="torch.compile: pays after some 1,000 steps")
+        help = "torch.compile: pays after some 1,000 steps on a CPU (default: on CUDA with Triton and a C compiler)"
+        self.add_argument("--compile", action=BooleanOptionalAction, help=help)
+        help = "add characters that never occur, up to a multiple of 64: GPUs multiply such matrices faster"
+        self.add_argument("--pad-vocabulary", action="store_true", help=help)
         self.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 where fast")
         self.add_argument("--seed", type=whole_number(0), default=0, help="of weights, windows and dropout")
         device = os.environ.get("TRAIN_DEVICE", "auto")
@@ -47,6 +49,7 @@ class LanguageModelParser(ArgumentParser):
         steps = {"type": whole_number(1), "metavar": "STEPS"}
         self.add_argument("--log-every", default=50, help="from log line to log line", **steps)
         self.add_argument("--eval-every", default=250, help="between two validation losses", **steps)
+        self.add_argument("--gc-every", default=50, help="between two of Python's garbage collections", **steps)
         help = "stretches of text to validate on, 0: all"
         self.add_argument("--eval-windows", type=whole_number(0), default=500, help=help)
         self.add_argument("--sample", type=whole_number(1), metavar="N", help="write N characters from a checkpoint")

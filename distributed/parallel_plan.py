@@ -1,5 +1,7 @@
 """How train_tp.py splits char_transformer.py: the plan is data, and the model does not know of it."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,16 +42,14 @@ def parallel_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
     split too, and with it the logits (B, T, V), which loss_parallel takes as they are. 65 characters split unevenly.
     """
     x = Shard(1) if sequence_parallel else Replicate()
-    enter = PrepareModuleInput(input_layouts=x, desired_input_layouts=Replicate())  # once for q, k and v together
+    enter = PrepareModuleInput(input_layouts=x, desired_input_layouts=Replicate())
     norm = SequenceParallel() if sequence_parallel else Replicated()
     return {
         "token_embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=x),
         "position_embedding": Replicated(output_layouts=Shard(0) if sequence_parallel else Replicate()),
         "blocks.*.attention_norm": norm,
         "blocks.*.attention": enter,
-        "blocks.*.attention.query": ColwiseParallel(),
-        "blocks.*.attention.key": ColwiseParallel(),
-        "blocks.*.attention.value": ColwiseParallel(),
+        "blocks.*.attention.qkv": ColwiseParallel(),
         "blocks.*.attention.out": RowwiseParallel(output_layouts=x),
         "blocks.*.mlp_norm": norm,
         "blocks.*.mlp": enter,
@@ -58,6 +58,23 @@ def parallel_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
         "norm": norm,
         "head": ColwiseParallel(input_layouts=x, output_layouts=Shard(-1), use_local_output=False),
     }
+
+
+def with_own_dropout(attend: Callable, rank: int) -> Callable:
+    """Attention that drops other weights on every rank of a group: each has other heads.
+
+    All else that is dropped is equal on these ranks, as is their random state. This one is forked from it, as
+    Megatron-LM's is for the tensor-parallel regions.
+    """
+
+    @torch.compiler.disable
+    def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+        seed = int(torch.randint(2**31, ())) + rank
+        with torch.random.fork_rng([q.device] if q.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            return attend(q, k, v, dropout)
+
+    return attend_alone
 
 
 def whole(loss: torch.Tensor) -> torch.Tensor:

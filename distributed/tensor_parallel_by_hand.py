@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from char_transformer import CharTransformer
+from language_model import initialize
 
 
 class EnterSplit(torch.autograd.Function):
@@ -101,11 +102,9 @@ def split_by_hand(model: CharTransformer, rank: int, world_size: int) -> CharTra
 
     for block in model.blocks:
         attention, mlp = block.attention, block.mlp
-        attention.register_forward_pre_hook(enter)  # once for q, k and v
+        attention.register_forward_pre_hook(enter)
         mlp.register_forward_pre_hook(enter)
-        attention.query, attention.key, attention.value, mlp.up = (
-            ColumnLinear(whole, rank, world_size) for whole in (attention.query, attention.key, attention.value, mlp.up)
-        )
+        attention.qkv, mlp.up = (ColumnLinear(whole, rank, world_size) for whole in (attention.qkv, mlp.up))
         attention.out, mlp.down = (RowLinear(whole, rank, world_size) for whole in (attention.out, mlp.down))
     model.token_embedding = SplitEmbedding(model.token_embedding, rank, world_size)
     model.head = ColumnLinear(model.head, rank, world_size)
@@ -131,8 +130,9 @@ def main():
     numbers = torch.tensor([sorted(set(text)).index(character) for character in text])
     models = []
     for _ in range(2):
-        torch.manual_seed(0)
-        models.append(CharTransformer(len(set(text)), context=32, layers=2, heads=4, width=64))
+        model = CharTransformer(len(set(text)), context=32, layers=2, heads=4, width=64)
+        models.append(initialize(model, torch.device("cpu"), seed=0))
+    torch.manual_seed(0)
     whole, split = models[0], split_by_hand(models[1], rank, world_size)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=3e-3) for model in models]
     for step in range(1, 101):

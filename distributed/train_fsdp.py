@@ -10,6 +10,7 @@ Settings and result are nanoGPT's (github.com/karpathy/nanoGPT): on Tiny Shakesp
 --size cpu, minutes on two cores, and 1.47 for --size gpu. On any number of ranks the steps are the unsplit model's.
 """
 
+import gc
 import math
 import os
 from argparse import Namespace
@@ -34,14 +35,25 @@ if __name__ == "__main__":
     stop_request.listen()
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import characters
 from char_transformer import CharTransformer, peak_flops
-from language_model import autocast, learning_rate, make_model, make_optimizer, metadata_of, prepare, sample
+from language_model import (
+    autocast,
+    cross_entropy,
+    initialize,
+    learning_rate,
+    make_model,
+    make_optimizer,
+    metadata_of,
+    open_checkpoints,
+    peak_memory,
+    prepare,
+    sample,
+)
 from resilience.checkpoints import seed_from
 from resilience.place import Place, find_ranks, init_process_group
 from resilience.progress import Progress
@@ -56,11 +68,11 @@ def main(args: Namespace):
     data_rank, data_ranks = data_place(mesh)
     prepare(args, place, mesh)
 
-    torch.manual_seed(args.seed)  # the same weights on every rank, before they are split
     metadata = metadata_of(args)
-    model = make_model(metadata, args.dropout).to(place.device)
+    model = make_model(metadata, args.dropout)  # without memory: no rank is to hold it whole
     flops = model.flops_per_token(args.context) / (peak_flops(place.device) * place.world_size)
     split(args, model, mesh)
+    initialize(model, place.device, args.seed)
     optimizer = make_optimizer(args, model)
 
     checkpoints, parts = open_checkpoints(args, place), {"model": model, "optimizer": optimizer}
@@ -76,7 +88,8 @@ def main(args: Namespace):
         epoch = step * args.batch_size * args.context // len(windows)
         if progress.add(step, loss):
             norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-            progress.log(step, epoch, learning_rate=learning_rate(args, step - 1), grad_norm=norm)
+            rate, memory = learning_rate(args, step - 1), peak_memory(place.device)
+            progress.log(step, epoch, learning_rate=rate, grad_norm=norm, **memory)
         if step % args.eval_every == 0 or step == args.steps:
             batches = characters.fixed_batches(args, data_rank, data_ranks, place.device)
             val_loss = evaluate(args, place, model, batches)
@@ -87,6 +100,8 @@ def main(args: Namespace):
             checkpoints.save(step, parts, val_loss=val_loss, **metadata)
         if stop:
             break
+        if step % args.gc_every == 0:
+            gc.collect()  # on all ranks at once: they wait for each other
     checkpoints.finish(f"step={checkpoints.step} val_loss={val_loss:.4f}")
     place.shutdown()
 
@@ -171,19 +186,8 @@ def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
         dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for part in (*model.blocks, model):
-            fully_shard(part, mesh=mesh, mp_policy=policy)
-
-
-# --- checkpoint -------------------------------------------------------------------------------------------------------
-
-
-def open_checkpoints(args: Namespace, place: Place) -> ShardedCheckpoints:
-    """Those of this run: equal in the following, whatever the number of ranks and however the model is split."""
-    names = "layers heads width context dropout batch_size steps learning_rate warmup_steps weight_decay clip"
-    names += " seed precision"
-    data = characters.read_vocabulary(args.data_dir)["sha256"][:12]
-    run = {name: vars(args)[name] for name in names.split()} | {"data": data}
-    return ShardedCheckpoints(args, place, run, args.steps)
+            last = part in (model.blocks[-1], model)  # whole until the backward pass, which begins with these
+            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not last)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -197,10 +201,9 @@ def train_step(args, step: int, model, optimizer, batch: torch.Tensor) -> tuple[
     loss_sum = torch.zeros((), device=batch.device)
     for part, tokens in enumerate(batch.chunk(args.accumulation), start=1):
         if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(part == args.accumulation)  # reduced once a step, with the last part
-        with autocast(args, batch.device):
-            logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()) / args.accumulation
+            model.set_requires_all_reduce(part == args.accumulation)  # between replicas of the model: once a step
+        with autocast(args, model, batch.device):
+            loss = cross_entropy(args, model(tokens[:, :-1]), tokens[:, 1:]) / args.accumulation
         loss.backward()
         loss_sum += loss.detach()
     foreach = batch.device.type == "cpu" or None  # a few kernels for all weights; elsewhere torch does so by itself
@@ -218,9 +221,8 @@ def evaluate(args: Namespace, place: Place, model, batches: Iterator[tuple]) -> 
     model.eval()
     sums = torch.zeros(2, device=place.device)  # loss, characters
     for tokens, targets in batches:
-        with autocast(args, place.device):
-            logits = model(tokens)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        with autocast(args, model, place.device):
+            loss = cross_entropy(args, model(tokens), targets, reduction="sum")
         sums += torch.stack((loss, (targets >= 0).sum()))
     model.train()
     loss, count = place.all_reduced(sums)

@@ -14,6 +14,7 @@ Grown from distributed/train_fsdp.py: arguments, process group, data, model, tra
     git diff --no-index distributed/train_fsdp.py distributed/train_tp.py
 """
 
+import gc
 import math
 from argparse import Namespace
 from collections.abc import Iterator
@@ -39,16 +40,27 @@ if __name__ == "__main__":
     stop_request.listen()
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 import characters
 from char_transformer import CharTransformer, peak_flops
-from language_model import autocast, learning_rate, make_model, make_optimizer, metadata_of, prepare, sample
-from parallel_plan import parallel_plan, sum_partial_gradients, whole
+from language_model import (
+    autocast,
+    cross_entropy,
+    initialize,
+    learning_rate,
+    make_model,
+    make_optimizer,
+    metadata_of,
+    open_checkpoints,
+    peak_memory,
+    prepare,
+    sample,
+)
+from parallel_plan import parallel_plan, sum_partial_gradients, whole, with_own_dropout
 from resilience.checkpoints import seed_from
 from resilience.place import Place, find_ranks, init_process_group
 from resilience.progress import Progress
@@ -63,11 +75,11 @@ def main(args: Namespace):
     data_rank, data_ranks = data_place(mesh)
     prepare(args, place, mesh)
 
-    torch.manual_seed(args.seed)  # the same weights on every rank, before they are split
     metadata = metadata_of(args)
-    model = make_model(metadata, args.dropout).to(place.device)
+    model = make_model(metadata, args.dropout)  # without memory: no rank is to hold it whole
     flops = model.flops_per_token(args.context) / (peak_flops(place.device) * place.world_size)
     split(args, model, mesh)
+    initialize(model, place.device, args.seed)
     optimizer = make_optimizer(args, model)
 
     checkpoints, parts = open_checkpoints(args, place), {"model": model, "optimizer": optimizer}
@@ -83,7 +95,8 @@ def main(args: Namespace):
         epoch = step * args.batch_size * args.context // len(windows)
         if progress.add(step, loss):
             norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-            progress.log(step, epoch, learning_rate=learning_rate(args, step - 1), grad_norm=norm)
+            rate, memory = learning_rate(args, step - 1), peak_memory(place.device)
+            progress.log(step, epoch, learning_rate=rate, grad_norm=norm, **memory)
         if step % args.eval_every == 0 or step == args.steps:
             batches = characters.fixed_batches(args, data_rank, data_ranks, place.device)
             val_loss = evaluate(args, place, model, batches)
@@ -94,6 +107,8 @@ def main(args: Namespace):
             checkpoints.save(step, parts, val_loss=val_loss, **metadata)
         if stop:
             break
+        if step % args.gc_every == 0:
+            gc.collect()  # on all ranks at once: they wait for each other
     checkpoints.finish(f"step={checkpoints.step} val_loss={val_loss:.4f}")
     place.shutdown()
 
@@ -164,7 +179,7 @@ def dropout_place(args: Namespace, mesh: DeviceMesh | None) -> int:
     """Ranks with the same number drop the same activations.
 
     A tensor-parallel group has the same activations between its layers: dropped differently, copies of the norms'
-    weights would drift apart. With sequence parallelism every activation that is dropped is some rank's own.
+    weights would drift apart. Attention's are each rank's own (with_own_dropout), with --sequence-parallel all are.
     """
     return mesh.get_rank() if mesh and args.sequence_parallel else data_place(mesh)[0]
 
@@ -179,6 +194,8 @@ def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
     if mesh:
         parallelize_module(model, mesh["tensor"], parallel_plan(args.sequence_parallel))
         model.tie()  # parallelize_module has made two parameters of the one
+        for block in model.blocks if args.dropout else []:
+            block.attention.attend = with_own_dropout(block.attention.attend, mesh["tensor"].get_local_rank())
     for part in model.blocks if mesh else [model]:
         if args.compile:
             part.compile()
@@ -186,19 +203,8 @@ def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
         dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for part in (*model.blocks, model):
-            fully_shard(part, mesh=mesh["data"], mp_policy=policy)
-
-
-# --- checkpoint -------------------------------------------------------------------------------------------------------
-
-
-def open_checkpoints(args: Namespace, place: Place) -> ShardedCheckpoints:
-    """Those of this run: equal in the following, whatever the number of ranks and however the model is split."""
-    names = "layers heads width context dropout batch_size steps learning_rate warmup_steps weight_decay clip"
-    names += " seed precision"
-    data = characters.read_vocabulary(args.data_dir)["sha256"][:12]
-    run = {name: vars(args)[name] for name in names.split()} | {"data": data}
-    return ShardedCheckpoints(args, place, run, args.steps)
+            last = part in (model.blocks[-1], model)  # whole until the backward pass, which begins with these
+            fully_shard(part, mesh=mesh["data"], mp_policy=policy, reshard_after_forward=not last)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -210,13 +216,10 @@ def train_step(args, step: int, model, optimizer, batch: torch.Tensor) -> tuple[
     Gradients are averaged over the ranks; their shares are equally large, so that is the mean over all tokens.
     """
     loss_sum = torch.zeros((), device=batch.device)
-    for part, tokens in enumerate(batch.chunk(args.accumulation), start=1):
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(part == args.accumulation)  # reduced once a step, with the last part
-        with autocast(args, batch.device):
-            logits = model(tokens[:, :-1])
+    for tokens in batch.chunk(args.accumulation):
         with loss_parallel():  # the backward pass, too
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()) / args.accumulation
+            with autocast(args, model, batch.device):
+                loss = cross_entropy(args, model(tokens[:, :-1]), tokens[:, 1:]) / args.accumulation
             loss.backward()
         loss_sum += whole(loss.detach())
     sum_partial_gradients(model)
@@ -235,10 +238,8 @@ def evaluate(args: Namespace, place: Place, model, batches: Iterator[tuple]) -> 
     model.eval()
     sums = torch.zeros(2, device=place.device)  # loss, characters
     for tokens, targets in batches:
-        with autocast(args, place.device):
-            logits = model(tokens)
-        with loss_parallel():
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        with loss_parallel(), autocast(args, model, place.device):
+            loss = cross_entropy(args, model(tokens), targets, reduction="sum")
         sums += torch.stack((whole(loss), (targets >= 0).sum()))
     model.train()
     loss, count = place.all_reduced(sums)

@@ -63,9 +63,9 @@ def training_arguments(data_dir: Path, folder: Path, saves: bool) -> Namespace:
 def training(args: Namespace, place: Place) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """What train_fsdp.py trains."""
     mesh = train_fsdp.make_mesh(args, place.device, place.world_size)
-    torch.manual_seed(args.seed)
     model = train_fsdp.make_model(train_fsdp.metadata_of(args), args.dropout)
     train_fsdp.split(args, model, mesh)
+    train_fsdp.initialize(model, place.device, args.seed)
     return model, train_fsdp.make_optimizer(args, model)
 
 

@@ -5,10 +5,10 @@
     python aux/bench/language_model.py               # about ten minutes: leave the machine alone meanwhile
     python aux/bench/language_model.py --check       # status 1 when a ratio is less than the one stated below
 
-The other side: a fused q, k, v projection, slices of a memory-mapped file stacked for every batch, the loss read at
-every step, AdamW without fused kernels, float32. Both sides take turns, on equally many threads, and the medians of
-the rounds are compared: trust the ratios, not the tokens per second. The ratio that is judged is that of the precision
-which train_fsdp.py chooses on this CPU; float32 is shown beside it. Last comes a whole training and its loss.
+The other side: slices of a memory-mapped file stacked for every batch, the loss read at every step, AdamW without
+fused kernels, float32. Both sides take turns, on equally many threads, and the medians of the rounds are compared:
+trust the ratios, not the tokens per second. The ratio that is judged is that of the precision which train_fsdp.py
+chooses on this CPU; float32 is shown beside it. Last comes a whole training and its loss.
 """
 
 import os
@@ -66,16 +66,11 @@ FLOORS = {
 HIGHEST_LOSS = 1.91  # nats per character; nanoGPT's README has 1.88
 
 
-class FusedAttention(Attention):
-    """One projection for q, k and v, as in nanoGPT."""
-
-    def __init__(self, width: int, heads: int, dropout: float):
-        super().__init__(width, heads, dropout)
-        del self.query, self.key, self.value
-        self.project = torch.nn.Linear(width, 3 * width, bias=False)
+class NanoAttention(Attention):
+    """The rows of the projection are q, k and v one after the other, as in nanoGPT."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in self.project(x).chunk(3, -1))
+        q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
         y = attend(q, k, v, self.dropout if self.training else 0.0)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -89,8 +84,7 @@ def parse(data_dir: Path, *flags: str):
 
 
 def make_model(args) -> CharTransformer:
-    torch.manual_seed(args.seed)
-    return train_fsdp.make_model(train_fsdp.metadata_of(args), args.dropout)
+    return train_fsdp.initialize(train_fsdp.make_model(train_fsdp.metadata_of(args), args.dropout), CPU, args.seed)
 
 
 def ours(args) -> Callable[[int], None]:
@@ -113,7 +107,7 @@ def theirs(args) -> Callable[[int], None]:
     """One step the way of nanoGPT's train.py."""
     model = make_model(args)
     for block in model.blocks:
-        block.attention = FusedAttention(args.width, args.heads, args.dropout)
+        block.attention = NanoAttention(args.width, args.heads, args.dropout)
     matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
     vectors = [weight for weight in model.parameters() if weight.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]

@@ -12,6 +12,14 @@ from pathlib import Path
 
 from .job import RESTART_COUNT
 
+# cuBLAS and NCCL otherwise choose among algorithms that sum in another order: by the free memory, or by the network.
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
 
 def one_line(text: str) -> str:
     """The text as a log may show it: no line breaks, and nothing that a terminal would obey."""
@@ -46,6 +54,8 @@ class ArgumentParser(argparse.ArgumentParser):
         self.add_argument("--keep-checkpoints", type=whole_number(2), default=2, metavar="N", help="the newest N")
         help = "resume from the newest checkpoint in --checkpoint-dir (a requeued job does so by itself)"
         self.add_argument("--resume", action="store_true", default=RESTART_COUNT != "0", help=help)
+        help = "slower, but a resumed run on as many CUDA nodes of the same kind is bit for bit the same, as on CPUs"
+        self.add_argument("--deterministic", action="store_true", help=help)
 
     def add_timeout_arguments(self):
         """How long a rank waits for others: long at the start, where nodes differ, and shorter in training."""
@@ -54,8 +64,11 @@ class ArgumentParser(argparse.ArgumentParser):
         self.add_argument("--timeout", default=120, help="to wait for a rank in a step, a load or a save", **seconds)
 
     def parse_args(self, arguments: list[str] | None = None) -> argparse.Namespace:
-        """Fills in the default folder for checkpoints, too."""
+        """Fills in the default folder for checkpoints, too, and sets what --deterministic needs before CUDA starts."""
         args = super().parse_args(arguments)
+        if vars(args).get("deterministic"):
+            for name, value in DETERMINISTIC.items():
+                os.environ.setdefault(name, value)
         if "checkpoint_dir" in args and args.checkpoint_dir is None:
             if (args.resume or vars(args).get("sample")) and "SLURM_JOB_ID" not in os.environ:
                 self.error(f"--{'resume' if args.resume else 'sample'} needs the --checkpoint-dir of an earlier run")

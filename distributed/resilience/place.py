@@ -85,6 +85,8 @@ def init_process_group(args: Namespace, fault: str | None = None, **columns: obj
     """
     launcher, rank, local_rank, world_size = find_ranks()
     set_up_output(rank)
+    if vars(args).get("deterministic"):
+        torch.use_deterministic_algorithms(True)
     if launcher == "srun" and "OMP_NUM_THREADS" not in os.environ:  # typed by hand: every rank would use all CPUs
         torch.set_num_threads(int(os.environ.get("SLURM_CPUS_PER_TASK", 1)))
     timeout = datetime.timedelta(seconds=args.init_timeout)

@@ -3,12 +3,13 @@
     torchrun ... language_model.py DATA_DIR OUT_DIR
 
 Rank 0 writes OUT_DIR/results.json: for each split its losses, gradient norms, largest difference between the final
-weights and OUT_DIR/dense.pt, what each rank holds in bytes, and the collectives of a step.
+weights and OUT_DIR/dense.pt, what each rank holds in bytes, the types between blocks, and the collectives of a step.
 """
 
 import json
 import os
 import sys
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -16,9 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
+import char_transformer
 import characters
 import tensor_parallel_by_hand
 import train_fsdp
@@ -48,6 +52,27 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class Memory(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made inside the with block, as long as they live."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.peak = WeakIdKeyDictionary(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                self.made[tensor.untyped_storage()] = True
+        self.peak = max(self.peak, self.held())
+        return result
+
+    def held(self) -> int:
+        return sum(storage.nbytes() for storage in self.made)
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -56,18 +81,28 @@ def size(tensors) -> int:
     return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
 
 
-def train(script, data_dir: str, dense: dict | None, *flags: str, steps: int = 20, dropout_place=None) -> dict:
-    """Twenty steps as the script's main() does them. Returns what results.json has of a split, and the model."""
+def build(script, data_dir: str, *flags: str, world_size: int | None = None) -> tuple:
+    """Arguments, mesh and model as the script's main() has them."""
     sys.argv = ["script", *FLAGS, *flags, "--data-dir", data_dir]
     args = script.parse_arguments()
-    mesh = script.make_mesh(args, CPU, dist.get_world_size())
-    vocabulary = len(characters.read_vocabulary(data_dir)["characters"])
-    torch.manual_seed(args.seed)
-    model = CharTransformer(vocabulary, **SIZES, dropout=args.dropout)
+    mesh = script.make_mesh(args, CPU, world_size or dist.get_world_size())
+    model = script.make_model(script.metadata_of(args), args.dropout)
     script.split(args, model, mesh)
+    script.initialize(model, CPU, args.seed)
+    return args, mesh, model
+
+
+def train(
+    script, data_dir: str, dense: dict | None, *flags: str, steps: int = 20, dropout_place=None, world_size=None
+) -> dict:
+    """Twenty steps as the script's main() does them. Returns what results.json has of a split."""
+    with Memory() as memory:
+        args, mesh, model = build(script, data_dir, *flags, world_size=world_size)
     optimizer = script.make_optimizer(args, model)
-    held = {}
+    held, types = {"peak": memory.peak}, set()
     optimizer.register_step_pre_hook(lambda *_: held.update(gradients=size(x.grad for x in model.parameters())))
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, inputs, output: types.update(str(x.dtype) for x in (*inputs, output)))
     windows = characters.windows(data_dir, "train", args.context)
     losses, norms = [], []
     for step in range(steps):
@@ -82,13 +117,59 @@ def train(script, data_dir: str, dense: dict | None, *flags: str, steps: int = 2
         norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
     states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     held |= {"parameters": size(model.parameters()), "optimizer": size(states)}
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, held)
-    result = {"losses": losses, "norms": norms, "held": everywhere, "collectives": dict(collectives.counts)}
+    result = {"losses": losses, "norms": norms, "types": sorted(types), "collectives": dict(collectives.counts)}
     whole = {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach() for name, x in model.named_parameters()}
     if dense:
         result["weights"] = max((whole[name] - dense[name]).abs().max().item() for name in dense)
-    return result | {"drift": drift(model) if script is train_tp else 0.0}
+    result["drift"] = drift(model) if script is train_tp else 0.0
+    if args.accumulation > 1:
+        held["accumulated"] = accumulated(args, model, lambda: script.train_step(args, 0, model, optimizer, batch))
+    return result | {"held": gathered(held)}
+
+
+def accumulated(args, model: torch.nn.Module, step) -> int:
+    """The bytes that the first part of a step leaves behind until the next part begins."""
+    held = []
+    with Memory() as memory:
+        handle = model.register_forward_pre_hook(lambda *_: held.append(memory.held()))
+        step()  # its gradients are seen when they are made; the weights of FSDP when they are used
+        step()
+    handle.remove()
+    assert len(held) == 2 * args.accumulation
+    return held[-args.accumulation + 1] - held[-args.accumulation]
+
+
+def gathered(mine) -> list:
+    """What each rank has, by rank."""
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, mine)
+    return everywhere
+
+
+def dropped(data_dir: str, *flags: str) -> dict[str, list[list[int]]]:
+    """Checksums of what each rank drops in a step of train_tp.py: of each head's, and of each module's mask."""
+    attend, heads, modules = char_transformer.attend, [], []
+
+    def seen(q, k, v, dropout: float):
+        """Without scores, attention over the unit matrix is its mask, over the number of tokens."""
+        state, count = torch.get_rng_state(), q.size(-2)
+        nothing = q.new_zeros(*q.shape[:-1], count)
+        mask = attend(nothing, nothing, torch.eye(count).expand_as(nothing), dropout) != 0
+        heads.extend(zlib.crc32(head.numpy().tobytes()) for head in mask.transpose(0, 1))
+        torch.set_rng_state(state)
+        return attend(q, k, v, dropout)
+
+    char_transformer.attend = seen
+    args, mesh, model = build(train_tp, data_dir, *flags)
+    char_transformer.attend = attend
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda _, inputs, x: modules.append(zlib.crc32((x != 0).numpy().tobytes())))
+    torch.manual_seed(seed_from(args.seed, 0, train_tp.dropout_place(args, mesh)))
+    windows = characters.windows(data_dir, "train", args.context)
+    batch = characters.random_batch(args, windows, 0, *train_tp.data_place(mesh), CPU)
+    train_tp.train_step(args, 0, model, train_tp.make_optimizer(args, model), batch)
+    return {"heads": gathered(heads), "modules": gathered(modules)}
 
 
 def drift(model: torch.nn.Module) -> float:
@@ -107,9 +188,8 @@ def train_by_hand(data_dir: str, dense: dict) -> dict:
     """The same twenty steps with the column and row linears of tensor_parallel_by_hand.py, all ranks one group."""
     sys.argv = ["script", *FLAGS, "--data-dir", data_dir]
     args, rank, world_size = train_tp.parse_arguments(), dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(args.seed)
     model = CharTransformer(len(characters.read_vocabulary(data_dir)["characters"]), **SIZES)
-    model = tensor_parallel_by_hand.split_by_hand(model, rank, world_size)
+    model = tensor_parallel_by_hand.split_by_hand(train_tp.initialize(model, CPU, args.seed), rank, world_size)
     optimizer = train_fsdp.make_optimizer(args, model)
     windows, losses, norms = characters.windows(data_dir, "train", args.context), [], []
     split_weights = {name: x for name, x in model.named_parameters() if x.shape != dense[name].shape}
@@ -175,6 +255,11 @@ def main(data_dir: str, out: str):
             "tp 2, sequence": train(train_tp, data_dir, dense, *sequence),
             "tp 2, sequence, accumulation 2": train(train_tp, data_dir, dense, *sequence, "--accumulation", "2"),
             "tp 2, sequence, dropout": train(train_tp, data_dir, None, *sequence, *dropout, steps=5),
+            "alone": train(train_fsdp, data_dir, dense, world_size=1),
+            "alone, bf16": train(train_fsdp, data_dir, dense, "--precision", "bf16", world_size=1),
+            "tp 2, dropped": dropped(data_dir, *dropout),
+            "tp 2, recomputed, dropped": dropped(data_dir, *dropout, "--activation-checkpointing"),
+            "tp 2, sequence, dropped": dropped(data_dir, *dropout, *sequence),
             "tp 2, dropout seeded by rank": train(
                 train_tp, data_dir, None, *dropout, steps=5, dropout_place=dist.get_rank()
             ),
@@ -185,6 +270,8 @@ def main(data_dir: str, out: str):
             "hybrid 2x2": train(train_fsdp, data_dir, dense, "--hybrid", "2"),
             "hybrid 2x2, accumulation 2": train(train_fsdp, data_dir, dense, "--hybrid", "2", "--accumulation", "2"),
             "tp 2 x data 2": train(train_tp, data_dir, dense, "--tensor-parallel", "2"),
+            "tp 2 x data 2, bf16": train(train_tp, data_dir, dense, "--precision", "bf16"),
+            "tp 2 x data 2, dropped": dropped(data_dir, *dropout),
             "tp 2 x data 2, accumulation 2": train(train_tp, data_dir, dense, "--accumulation", "2"),
             "tp 2 x data 2, dropout": train(train_tp, data_dir, None, *dropout, steps=5),
             "tp 2 x data 2, sequence": train(train_tp, data_dir, dense, *sequence),
