@@ -64,11 +64,18 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def command_of(script: str, data: Path, folder: Path, device: str, form: str, *flags: object, through: tuple = ()):
+def command_of(script: str, data: Path, folder: Path, device: str, form: str, *flags: object):
     """The command line, and the variables that the form of its start needs for one rank."""
-    checkpoints = [] if script == TASK else ["--checkpoint-dir", folder]
-    runner = [*FORMS[form], *through, "tests/scripts/one_rank.py", script]
-    command = [*runner, *ARGUMENTS.get(script, []), "--data-dir", data, *checkpoints, "--device", device, *flags]
+    command = [
+        *FORMS[form],
+        "tests/scripts/one_rank.py",
+        script,
+        *ARGUMENTS.get(script, []),
+        "--device",
+        device,
+        *flags,
+    ]
+    command += ["--data-dir", data, *([] if script == TASK else ["--checkpoint-dir", folder])]
     variables = {"NVIDIA_TF32_OVERRIDE": 0, "OMP_NUM_THREADS": 1, "TORCHDYNAMO_DISABLE": int("--compile" not in flags)}
     if form == "environment":
         variables |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
@@ -207,10 +214,9 @@ def test_stop_save_and_resume(device, train, on_cpu, request, tmp_path, script):
     """Asked to stop in its midst, resumed under another launcher: the losses of a run that was not stopped."""
     data, folder = request.getfixturevalue("text" if script in (FSDP, TP) else "tiny"), tmp_path / "checkpoints"
     flags = ["--precision", "fp32", "--checkpoint-every", 1000]
-    slowly = ("tests/scripts/slowly.py", 0.3)
-    command, variables = command_of(script, data, folder, device, "environment", *flags, through=slowly)
+    command, variables = command_of(script, data, folder, device, "environment", *flags)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=REPOSITORY, env=environment(**variables), **pipes) as process:
+    with subprocess.Popen(command, cwd=REPOSITORY, env=environment(SLOW=0.3, **variables), **pipes) as process:
         try:
             printed = ""
             for line in process.stdout:

@@ -1,19 +1,23 @@
-"""Runs a train script (argv[1]) with its arguments as it stands, except that one rank does what several ranks do.
+"""Runs a script (argv[1]) with its arguments as it stands, except that one rank does what several ranks do.
 
 So the process group, DistributedDataParallel, fully_shard, DTensor and the collectives around a checkpoint are gone
-through on one GPU. Several ranks are left as they are. After every step of the optimizer a line DEVICE says, in JSON,
-the backend, the kind of the weights, their bytes on this rank, and the bytes of its device: now, and at most so far.
-On a CPU, which has no counters for that, the variable COUNT says that tensors are to be counted.
+through on one GPU, where NCCL takes no second rank. Wherever the script or a module of ours asks whether `world_size`
+is 1, or more, the answer is more. Several ranks are left as they are, and so is one that no launcher has started.
+
+After every step of the optimizer a line DEVICE says, in JSON, the backend, the kind of the weights, their bytes on this
+rank, and the bytes of its device: now, and at most so far. On a CPU, which has no counters for that, the variable COUNT
+says that tensors are to be counted. The variable SLOW says how many seconds longer a step takes.
 """
 
 import json
 import os
+import re
 import runpy
 import sys
+import time
 import weakref
+from importlib.machinery import FileFinder, SourceFileLoader
 from pathlib import Path
-
-sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 import torch
 import torch.distributed as dist
@@ -23,26 +27,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from resilience import place
+FOLDERS = tuple(str(Path(__file__).resolve().parents[2] / name) for name in ("distributed", "local", "aux"))
 
 
-class Several(int):
-    """1 as a world size that is not `== 1` and is `> 1`: what a script does for several ranks, it does for this one."""
+class AsSeveral(SourceFileLoader):
+    """A module in which `world_size > 1` is True, and `world_size == 1` False."""
 
-    __hash__ = int.__hash__
-
-    def __eq__(self, other):
-        return isinstance(other, Several)
-
-    def __ne__(self, other):
-        return not isinstance(other, Several)
-
-    def __gt__(self, other):
-        return other <= 1
+    def get_code(self, fullname: str):
+        path = Path(self.get_filename(fullname))
+        question = r"\b(?:\w+\.)*world_size (==|>) 1\b"
+        return compile(re.sub(question, lambda found: str(found[1] == ">"), path.read_text()), path, "exec")
 
 
-def as_several(world_size: int) -> int:
-    return Several(1) if int(world_size) == 1 else world_size
+def find_ours(folder: str) -> FileFinder:
+    """For sys.path_hooks."""
+    if not folder.startswith(FOLDERS):
+        raise ImportError
+    return FileFinder(folder, (AsSeveral, [".py"]))
 
 
 class Bytes(TorchDispatchMode):
@@ -89,16 +90,17 @@ def report(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
     line = {"backend": dist.get_backend() if dist.is_initialized() else None, "device": local[0].device.type}
     line |= {"kind": type(weights[0]).__name__, "weights": sum(x.numel() * x.element_size() for x in local)}
     os.write(1, f"DEVICE {json.dumps(line | {'now': now, 'peak': peak})}\n".encode())
+    time.sleep(float(os.environ.get("SLOW", 0)))
 
 
 counted = Bytes()
 if "COUNT" in os.environ:
     counted.__enter__()
-find_ranks, get_world_size = place.find_ranks, dist.get_world_size
-if "RANK" in os.environ:
-    place.find_ranks = lambda: (*find_ranks()[:3], as_several(find_ranks()[3]))
-    dist.get_world_size = lambda group=None: as_several(get_world_size(group))
+if os.environ.get("WORLD_SIZE") == "1":
+    sys.path_hooks.insert(0, find_ours)
+    sys.path_importer_cache.clear()
 register_optimizer_step_post_hook(report)
+script = Path(sys.argv[1]).resolve()
 del sys.argv[0]
-sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-runpy.run_path(sys.argv[0], run_name="__main__")
+sys.path[0] = str(script.parent)
+runpy.run_module(script.stem, run_name="__main__", alter_sys=True)
