@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -66,16 +67,9 @@ def free_port() -> int:
 
 def command_of(script: str, data: Path, folder: Path, device: str, form: str, *flags: object):
     """The command line, and the variables that the form of its start needs for one rank."""
-    command = [
-        *FORMS[form],
-        "tests/scripts/one_rank.py",
-        script,
-        *ARGUMENTS.get(script, []),
-        "--device",
-        device,
-        *flags,
-    ]
+    command = [*FORMS[form], "tests/scripts/one_rank.py", script, *ARGUMENTS.get(script, [])]
     command += ["--data-dir", data, *([] if script == TASK else ["--checkpoint-dir", folder])]
+    command += ["--device", device, *flags]
     variables = {"NVIDIA_TF32_OVERRIDE": 0, "OMP_NUM_THREADS": 1, "TORCHDYNAMO_DISABLE": int("--compile" not in flags)}
     if form == "environment":
         variables |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
@@ -217,15 +211,15 @@ def test_stop_save_and_resume(device, train, on_cpu, request, tmp_path, script):
     command, variables = command_of(script, data, folder, device, "environment", *flags)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=REPOSITORY, env=environment(SLOW=0.3, **variables), **pipes) as process:
-        try:
-            printed = ""
-            for line in process.stdout:
-                printed += line
-                if line.startswith("step=2/"):
-                    process.send_signal(signal.SIGUSR1)
-            assert process.wait(timeout=60) == 0, printed
-        finally:
-            process.kill()
+        overdue = threading.Timer(300, process.kill)
+        overdue.start()
+        printed = ""
+        for line in process.stdout:
+            printed += line
+            if line.startswith("step=2/"):
+                process.send_signal(signal.SIGUSR1)
+        overdue.cancel()
+    assert process.returncode == 0, printed
     [stopped] = re.findall(r"^Stopped after step (\d+): --resume goes on$", printed, re.M)
     assert 2 <= int(stopped) < STEPS
     log = train(script, device, *flags, "--resume", form="torchrun", folder=folder)
