@@ -6,7 +6,7 @@ ARGS ?=
 NODES ?= 2
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-scale bench lint clean
+.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-scale test-gpu bench lint clean
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand --tabs=28
 
@@ -48,6 +48,9 @@ test-all: .venv/tests slurm docker sshd  ## the whole failure matrix, and all el
 
 test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 4 GB of memory, some minutes)
 	.venv/bin/python -m pytest tests -m scale $(ARGS)
+
+test-gpu: .venv/tests  ## every script on this machine's GPUs, NCCL with one rank (a dry run: ARGS="--device cpu")
+	.venv/bin/python -m pytest tests/test_gpu.py -m gpu $(ARGS)
 
 bench: .venv/ready  ## the speed of training on MNIST, as ratios
 	.venv/bin/python aux/bench/mnist.py

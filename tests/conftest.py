@@ -32,6 +32,11 @@ signal.signal(signal.SIGTERM, signal.default_int_handler)  # like ctrl-C: by way
 signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is inherited ignored, also by children
 
 
+def pytest_addoption(parser):
+    help = "of the tests marked gpu: with cpu, the same code is run on the CPU, with gloo"
+    parser.addoption("--device", choices=("cuda", "cpu"), default="cuda", help=help)
+
+
 def cells(pairs: list[tuple], *quick: tuple) -> list:
     """Cases for parametrize, of which make test runs only those in `quick`."""
     return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.matrix) for pair in pairs]
