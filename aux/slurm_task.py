@@ -155,11 +155,7 @@ def submit_script(resources: dict[str, str | int | None], submit_args: Namespace
         wanted = f"{tasks} tasks and {gpus} GPUs on each of {options['nodes']} nodes, but a task is a rank with a GPU"
         slurmfile.fail(f"@task: {wanted}: write gpus_per_node={tasks}, or ntasks_per_node={gpus} without ntasks")
     way = "with_torchrun" if tasks == 1 and gpus.isdigit() and int(gpus) > 1 else "to_torch"
-    launcher = f"launch_slurm_{way}.sh"
-    if environment["packaging"]["type"] == "container":
-        launcher = "run_script.sh"
-        if tasks > 1 and gpus not in ("0", str(tasks)):
-            slurmfile.fail(f"@task: in a container every GPU has a rank, but {gpus} GPUs a node are not {tasks} tasks")
+    launcher = "run_script.sh" if environment["packaging"]["type"] == "container" else f"launch_slurm_{way}.sh"
     script = os.path.relpath(sys.argv[0])
     submit_args.sbatch, submit_args.default_gpus = submit.sbatch_options(options), tasks
     submit_args.command = [os.path.relpath(REPOSITORY / launcher), script, *sys.argv[1:]]

@@ -86,6 +86,7 @@ def site(tmp_path_factory, debian, tiny):
     packages = f"{sysconfig.get_path('purelib')}:/usr/local/lib/python3.11/dist-packages"
     site = Site(folder, folder / "image.sqsh", f"{packages},{folder}/torchrun:/usr/local/bin/torchrun", f"{tiny}:/tiny")
     make_image(debian, site.image, "first")
+    (folder / "log").touch()
     (folder / "registry/nvcr.io+nvidia+pytorch:25.06-py3").symlink_to(site.image)  # import_image.sh's default
     yield site
     shutil.rmtree(folder)

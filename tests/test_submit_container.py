@@ -110,8 +110,6 @@ def test_a_job_that_would_not_be_in_the_image_is_refused(packed):
     assert shown.stdout.endswith(" --ntasks-per-node=2 run_script.sh distributed/train_task.py --epochs 2\n"), (
         shown.stdout
     )
-    uneven = submit(*task, "--gpus-per-node=4")
-    assert uneven.returncode == 1 and "but 4 GPUs a node are not 2 tasks" in uneven.stderr
     settings = (clone / "env.sh").read_text()
     (clone / "env.sh").write_text(
         settings.replace("CONTAINER_IMAGE=$PWD/pytorch.sqsh", "CONTAINER_IMAGE=/images/x.sqsh")
