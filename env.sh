@@ -40,6 +40,6 @@ set -u
 # export NCCL_NET_GDR_LEVEL=PHB                      # EDIT: how far a GPU may be from its network card for GPUDirect
 # umask 077                                          # EDIT: where nobody else may read what jobs write
 export CONTAINER_IMAGE=$PWD/pytorch.sqsh             # way 4 alone, to the end. EDIT: what aux/import_image.sh has made,
-export CONTAINER_NAME=pytorch                        # EDIT: the name of its container on every node,
-export CONTAINER_MOUNTS=                             # EDIT: folders besides the repository: HOST:CONTAINER,...
+export CONTAINER_NAME=pytorch${CONTAINER_IMAGE//[^[:alnum:]_.]/-}    # EDIT: its container on every node,
+export CONTAINER_MOUNTS=                             # EDIT: folders besides the repository: HOST:CONTAINER,...:ro
 export CONTAINER_ENV=                                # EDIT: variables besides the ranks' own: WANDB_API_KEY,...

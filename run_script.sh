@@ -14,7 +14,7 @@
 # Usage: sbatch [sbatch options] run_script.sh [train script] [its arguments]
 #        sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 run_script.sh distributed/train_ddp.py
 # Before: ./aux/import_image.sh, on the login node, once. What a node prints is in log/JOB-ID/NODE.out, what goes wrong
-# in the job's own log. In the container the repository is /workspace/mnt; CONTAINER_MOUNTS in env.sh adds other folders.
+# in the job's own log. With Pyxis or Apptainer in the place of Enroot: docs/containers.md.
 set -euo pipefail
 [[ -f env.sh ]] || { echo "No env.sh in $PWD: cd to the repository before sbatch, or sbatch --chdir=REPOSITORY" >&2; exit 1; }
 source ./env.sh                    # sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT; die, start_job, finish_job are aux/job.sh's
@@ -29,18 +29,16 @@ start_job "Way 4, torchrun starts the ranks of each node in container $CONTAINER
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
 # --error=all         errors come here, to the job's log
 # --open-mode         a requeued job has the same id
+# --norc -p           nothing of ~/.bashrc, and no functions of the submitting shell
+# shellcheck disable=SC2016  # each task's own shell expands these; "$@" is the train script and its arguments
 srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cpus-per-task="$CPUS_PER_NODE" \
     --output="log/$SLURM_JOB_ID/%N.out" --error=all --open-mode=append \
-    ./aux/run_task.sh ./aux/enter_container.sh ./torchrun.sh "$@" || status=$?
+    ./aux/run_task.sh bash --norc -pc '
+        folder=$PWD                # EDIT: the repository is /workspace/mnt; folder=$HOME, if your data are in your home
+        source aux/container.sh    # waits for another job that creates it; a half-made or outdated container is removed
+        container_exists ||
+            create_container enroot create --name "$CONTAINER_NAME" "$CONTAINER_IMAGE"
+        start_container enroot start --root --rw --mount "$folder:/workspace/mnt" "${options[@]}" \
+            "$CONTAINER_NAME" "${enter[@]}" ./torchrun.sh "$@"
+    ' - "$@" || status=$?
 finish_job "${status:-0}" "$@"     # requeues a stopped job; else exits with the failed rank's status
-
-# With Pyxis or Apptainer the last line of srun, the one of ./aux/enter_container.sh, gives way to one of these. With Pyxis
-# CONTAINER_IMAGE may be an image of a registry, nvcr.io#nvidia/pytorch:25.06-py3, with Apptainer a .sif.
-# Pyxis:
-#   --container-image="$CONTAINER_IMAGE" --container-workdir=/workspace/mnt \
-#   --container-mounts="$PWD:/workspace/mnt${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}" \
-#   ./aux/run_task.sh ./torchrun.sh "$@" || status=$?
-# Apptainer:
-#   ./aux/run_task.sh apptainer exec --nv --pwd /workspace/mnt \
-#   --bind "$PWD:/workspace/mnt${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}" \
-#   "$CONTAINER_IMAGE" ./torchrun.sh "$@" || status=$?

@@ -22,7 +22,8 @@ if [[ -z "${NNODES:-}" ]]; then                      # by hand: no launcher has 
     cpus=$(getconf _NPROCESSORS_ONLN)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > NPROC_PER_NODE ? cpus / NPROC_PER_NODE : 1))}
 fi
-command -v torchrun >/dev/null || die "no torch here: activate an environment that has it, or take an image that has it"
+command -v torchrun >/dev/null ||
+    die "no torch here: activate an environment or take an image that has it. PATH, which a login shell may reset, is $PATH"
 
 rendezvous=(--standalone)                            # one node: a free port on this machine
 if [[ -n "${NNODES:-}" ]]; then                      # in a job: node rank 0 listens where env.sh says

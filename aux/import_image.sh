@@ -2,7 +2,7 @@
 # Turn an image of a registry into the file that Enroot makes containers from: once, on the login node.
 #
 # Usage: ./aux/import_image.sh [docker://IMAGE [FILE.sqsh]]      default: NVIDIA's PyTorch, in pytorch.sqsh as in env.sh
-#        ./aux/import_image.sh docker://pytorch/pytorch:2.7.1-cuda12.8-cudnn9-runtime pytorch.sqsh
+#        ./aux/import_image.sh 'docker://nvcr.io#nvidia/pytorch:24.06-py3'        where the GPUs' driver is older
 #
 # It takes 20 GB and some minutes. Enroot unpacks in TMPDIR and keeps layers in ~/.cache/enroot (ENROOT_CACHE_PATH).
 # For images that are not public, see "Credentials" at https://github.com/NVIDIA/enroot/blob/main/doc/cmd/import.md
@@ -10,7 +10,7 @@ set -euo pipefail
 die() { echo "import_image.sh: $*" >&2; exit 1; }
 
 (($# <= 2)) || die "takes an image and a file, not $# arguments"
-image=${1:-docker://nvcr.io#nvidia/pytorch:24.06-py3}
+image=${1:-docker://nvcr.io#nvidia/pytorch:25.06-py3}
 file=${2:-pytorch.sqsh}
 [[ "$image" == *://* ]] || die "'$image' does not begin with docker://"
 [[ ! -e "$file" ]] || die "$file exists already: remove it first to import $image"

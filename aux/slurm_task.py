@@ -10,8 +10,9 @@
 
 A job gets one GPU per task if the cluster has GPUs. gpus_per_node overrides that: in @task, in Slurmfile.toml's
 [NAME.submit], or on the command line; 0 for none. The repository's launchers start the ranks: launch_slurm_to_torch.sh
-if a task is a rank, launch_slurm_with_torchrun.sh if the one task of a node has several GPUs. The value that the
-function returns on rank 0 is written to result.json in the job's output folder, checkpoints/JOB-ID; `fetch` copies it.
+if a task is a rank, launch_slurm_with_torchrun.sh if the one task of a node has several GPUs, run_script.sh if the
+Slurmfile says type = "container". The value that the function returns on rank 0 is written to result.json in the job's
+output folder, checkpoints/JOB-ID; `fetch` copies it.
 """
 
 import functools
@@ -146,16 +147,18 @@ def submit_script(resources: dict[str, str | int | None], submit_args: Namespace
         slurmfile.fail(f"@task: {fault}")
     if "ntasks_per_node" not in options:  # else the number in the launcher's header would apply
         options["ntasks_per_node"] = -(-options.get("ntasks", options["nodes"]) // options["nodes"])
-    tasks, settings = options["ntasks_per_node"], slurmfile.read(slurmfile.find(), submit_args.env)["submit"]
+    environment = slurmfile.read(slurmfile.find(), submit_args.env)
+    tasks, settings = options["ntasks_per_node"], environment["submit"]
     gpus = str(options.get("gpus_per_node", settings.get("gpus_per_node", settings.get("gpus-per-node", tasks))))
     gpus = gpus.rpartition(":")[2]  # a100:4
     if tasks > 1 and gpus.isdigit() and int(gpus) not in (0, tasks):
         wanted = f"{tasks} tasks and {gpus} GPUs on each of {options['nodes']} nodes, but a task is a rank with a GPU"
         slurmfile.fail(f"@task: {wanted}: write gpus_per_node={tasks}, or ntasks_per_node={gpus} without ntasks")
     way = "with_torchrun" if tasks == 1 and gpus.isdigit() and int(gpus) > 1 else "to_torch"
+    launcher = "run_script.sh" if environment["packaging"]["type"] == "container" else f"launch_slurm_{way}.sh"
     script = os.path.relpath(sys.argv[0])
     submit_args.sbatch, submit_args.default_gpus = submit.sbatch_options(options), tasks
-    submit_args.command = [os.path.relpath(REPOSITORY / f"launch_slurm_{way}.sh"), script, *sys.argv[1:]]
+    submit_args.command = [os.path.relpath(REPOSITORY / launcher), script, *sys.argv[1:]]
     return submit.interruptible(submit.submit, submit_args)
 
 

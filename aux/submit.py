@@ -147,6 +147,8 @@ def submit(args: Namespace) -> int:
     settings = slurmfile.read(path, args.env)
     cluster, packaging = settings["cluster"], settings["packaging"]
     links, extra = packaging["link"], {}
+    if packaging["type"] == "container":
+        container.check_launcher(args.command[0])
     root, files = list_files()
     sbatch = ["sbatch", "--parsable", *sbatch_options(settings["submit"]), *args.sbatch]
     sbatch += [launcher_in(root, files, args.command[0]), *args.command[1:]]

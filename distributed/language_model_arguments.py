@@ -1,5 +1,7 @@
 """The arguments that train_fsdp.py and train_tp.py have in common, and what follows from one another. Without torch."""
 
+import contextlib
+import importlib.metadata
 import os
 from argparse import BooleanOptionalAction, Namespace
 from pathlib import Path
@@ -59,6 +61,10 @@ class LanguageModelParser(ArgumentParser):
 
     def parse_args(self) -> Namespace:
         args = super().parse_args()
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a torch in PYTHONPATH
+            version = importlib.metadata.version("torch")  # 2.4.0a0+f70bd71a48.nv24.06; importing it takes seconds
+            if tuple(int(part) for part in version.split(".")[:2]) < (2, 6):
+                self.error(f"needs torch 2.6 or newer, and this is {version}: take a newer torch, or a newer image")
         for name, value in SIZES[args.size].items():
             if getattr(args, name) is None:
                 setattr(args, name, value)

@@ -39,9 +39,14 @@ class Site:
         return {"PATH": path, "ENROOT_STAND_IN": str(self.folder)}
 
     def clone(
-        self, name: str, image: object = None, mounts: str | None = None, container: str = "shared", env: str = ""
+        self,
+        name: str,
+        image: object = None,
+        mounts: str | None = None,
+        container: str | None = "shared",
+        env: str = "",
     ) -> Path:
-        """A copy of the repository with the settings edited in env.sh, as a user would."""
+        """A copy of the repository with the settings edited in env.sh, as a user would; None leaves env.sh's name."""
         clone = self.folder / name
         tracked = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True).stdout
         for path in filter(None, tracked.split("\0")):
@@ -53,6 +58,8 @@ class Site:
             "MOUNTS": f"{self.torch},{self.data}" if mounts is None else mounts,
             "ENV": env,
         }
+        if container is None:
+            del settings["NAME"]
         text = (clone / "env.sh").read_text()
         for setting, value in settings.items():
             text, count = re.subn(
@@ -79,10 +86,10 @@ def site(tmp_path_factory, debian, tiny):
     packages = f"{sysconfig.get_path('purelib')}:/usr/local/lib/python3.11/dist-packages"
     site = Site(folder, folder / "image.sqsh", f"{packages},{folder}/torchrun:/usr/local/bin/torchrun", f"{tiny}:/tiny")
     make_image(debian, site.image, "first")
+    (folder / "log").touch()
+    (folder / "registry/nvcr.io+nvidia+pytorch:25.06-py3").symlink_to(site.image)  # import_image.sh's default
     yield site
     shutil.rmtree(folder)
-    for record in Path("/var/tmp").glob(f"enroot-*-{os.getpid()}"):
-        record.unlink()
 
 
 def make_image(debian: Path, image: Path, name: str):
@@ -166,11 +173,10 @@ def test_what_is_inside(cluster, site):
 
 
 def test_documented_commands_have_the_losses_of_way_2(cluster, site, tiny, tmp_path):
-    """The block of docs/containers.md: import the default image, run in it; with a line in the log for every step."""
+    """The block of README: import the default image, run in it; with a line in the log for every step."""
     commands = block("run_script.sh")
     clone = site.clone("documented", image="$PWD/pytorch.sqsh", container="documented")
     shutil.copytree(tiny, clone / "data/mnist")
-    (site.folder / "registry/nvcr.io+nvidia+pytorch:24.06-py3").symlink_to(site.image)
     env = {"SBATCH_GPUS_PER_NODE": "1"}
     shown = cluster.exec(
         "bash", "-euo", "pipefail", "-c", f"{commands.rstrip()} --log-every 1", cwd=clone, env=site.environment | env
@@ -236,15 +242,103 @@ def test_image_replaced_between_jobs(cluster, site, debian):
         assert len(site.creations("replaced")) == creations
 
 
+def replaced_while_a_job_starts(cluster, site, debian, clone: Path, image: Path, nodes: list[str], **env):
+    """The image is, when a job on nodes[0] waits in `enroot start`. One on nodes[1] does not take its container."""
+    hold, log = site.folder / "hold-start", site.folder / "log"
+    starts = re.compile(rf"^{nodes[0]} start --root .* {clone.name}-{os.getpid()} ", re.M)
+    before = len(starts.findall(log.read_text()))
+    hold.touch()
+    try:
+        first = submit(cluster, site, clone, INSIDE, nodes=nodes[0], **env)
+        wait_for(lambda: len(starts.findall(log.read_text())) > before)
+        make_image(debian, site.folder / "new.sqsh", "second")
+        (site.folder / "new.sqsh").rename(image)
+        refused = sbatch(cluster, site, clone, INSIDE, nodes=nodes[1], **env)
+    finally:
+        hold.unlink()
+    ended = cluster.wait(first)
+    assert refused.state == "FAILED" and "but another job is in container" in refused.log, refused.log
+    assert ended.state == "COMPLETED" and [rank["image"] for rank in seen(clone, ended)] == ["first"], ended.log
+
+
+def test_image_replaced_while_a_job_starts(cluster, site, debian):
+    """Enroot has closed all descriptors, a lock with them, and the job is not in the container yet."""
+    image = site.folder / "starting.sqsh"
+    shutil.copy2(site.image, image)
+    clone = site.clone("starting", image=image, container="starting")
+    replaced_while_a_job_starts(cluster, site, debian, clone, image, ["node-10", "node-10"])
+
+
 def test_container_made_by_hand_is_kept(cluster, site):
-    """With what its owner has installed in it, although no job has made it."""
+    """With what its owner has installed in it. A job on another cluster's node of the same name changes nothing."""
     clone = site.clone("by-hand", container="by-hand")
     name = f"by-hand-{os.getpid()}"
+    other = site.clone("other-cluster", image=site.folder / "other.sqsh", container="by-hand")
+    shutil.copy2(site.image, site.folder / "other.sqsh")
+    job = sbatch(cluster, site, other, INSIDE, nodes="node-7", ENROOT_DATA_PATH=site.folder / "other-cluster-data")
+    assert [rank["image"] for rank in seen(other, job)] == ["first"], job.log
     made = cluster.exec("enroot", "create", "--name", name, site.image, node="node-7", env=site.environment)
     assert made.returncode == 0, made.stderr
     (site.folder / f"node-7/{name}/etc/which-image").write_text("mine")
     job = sbatch(cluster, site, clone, INSIDE, nodes="node-7")
     assert [rank["image"] for rank in seen(clone, job)] == ["mine"], job.log
+
+
+def test_nodes_that_share_their_containers(cluster, site, debian):
+    """ENROOT_DATA_PATH is one folder for all: created once, not taken from a job on the other node."""
+    image, shared = site.folder / "common.sqsh", {"ENROOT_DATA_PATH": site.folder / "common"}
+    shutil.copy2(site.image, image)
+    clone = site.clone("common", image=image, container="common")
+    job = sbatch(cluster, site, clone, INSIDE, nodes="node-[11-12]", **shared)
+    assert job.state == "COMPLETED" and [rank["image"] for rank in seen(clone, job)] == ["first"] * 2, job.log
+    assert len(site.creations("common")) == 1
+    replaced_while_a_job_starts(cluster, site, debian, clone, image, ["node-11", "node-12"], **shared)
+    (record,) = (site.folder / "common").glob(".*.image")
+    record.write_text("creating on node-11\n")  # where the nodes' locks do not meet, it may be creating it now
+    refused = sbatch(cluster, site, clone, INSIDE, nodes="node-12", **shared)
+    said = "is half made, by node-11"
+    assert said in refused.log and "ENROOT_DATA_PATH must be a folder of each node's own" in refused.log, refused.log
+    job = sbatch(cluster, site, clone, INSIDE, nodes="node-11", **shared)
+    assert [rank["image"] for rank in seen(clone, job)] == ["second"], job.log
+
+
+def test_two_images_with_the_name_that_env_sh_gives(cluster, site, debian):
+    """At once, on one node: each file has a container of its own."""
+    clones = [site.clone(f"own-{name}", image="$PWD/pytorch.sqsh", container=None) for name in ("first", "second")]
+    shutil.copy2(site.image, clones[0] / "pytorch.sqsh")
+    make_image(debian, clones[1] / "pytorch.sqsh", "second")
+    ids = [submit(cluster, site, clone, INSIDE, nodes="node-17") for clone in clones]
+    jobs = [cluster.wait(job) for job in ids]
+    images = [rank["image"] for clone, job in zip(clones, jobs, strict=True) for rank in seen(clone, job)]
+    assert images == ["first", "second"], jobs[0].log + jobs[1].log
+    assert f"in container pytorch{re.sub('[^A-Za-z0-9_.]', '-', str(clones[0]))}-pytorch.sqsh," in jobs[0].log
+
+
+def test_what_is_mounted(cluster, site):
+    """Read-only in Docker's and in Enroot's spelling, what a link leads to, and all of one's home instead."""
+    folders = [site.folder / "mounted" / name for name in ("a", "b", "link")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / f"in {folder.name}").touch()
+    mounts = f"{site.torch},{folders[0]}:/aaa:ro,{folders[1]}:/bbb:none:x-create=auto,rbind,ro,{folders[1]}:/ccc:rw"
+    clones = [site.clone(name, mounts=mounts, container="mounts") for name in ("mounted/repository", "mounted/at-home")]
+    for clone, target in zip(clones, (folders[2], "../link"), strict=True):
+        (clone / "data").symlink_to(target)
+    script = (clones[1] / "run_script.sh").read_text()
+    assert script.count(" folder=$PWD ") == 1 and re.search(r" folder=\$PWD .*# EDIT: .*folder=\$HOME", script)
+    (clones[1] / "run_script.sh").write_text(script.replace(" folder=$PWD ", " folder=$HOME "))
+    (site.folder / "home").symlink_to(site.folder / "mounted")
+    ids = [
+        submit(cluster, site, clone, INSIDE, nodes=f"node-{node}", HOME=site.folder / "home")
+        for node, clone in enumerate(clones, start=18)
+    ]
+    jobs = [cluster.wait(job) for job in ids]
+    assert [job.state for job in jobs] == ["COMPLETED"] * 2, jobs[0].log + jobs[1].log
+    for clone, job, below in zip(clones, jobs, ("", "/at-home"), strict=True):
+        (rank,) = seen(clone, job)
+        assert {"aaa", "bbb", "ccc"} <= set(rank["root"]) and {"aaa", "bbb"} <= set(rank["read_only"])
+        assert "ccc" not in rank["read_only"] and rank["folder"] == f"/workspace/mnt{below}"
+        assert rank["data"] == ["in link"]
 
 
 @pytest.mark.matrix
@@ -280,8 +374,18 @@ def test_what_goes_wrong_is_one_sentence(cluster, site):
         "no image /no/image: run ./aux/import_image.sh": (site.clone("no-image", image=Path("/no/image")), {}),
         "Invalid image format": (site.clone("bad-image", image=bad, container="bad"), {}),
         "no torch here": (site.clone("no-torch", mounts=""), {}),
-        "the disk where Enroot keeps its containers is full": (site.clone("full"), {}),
+        "containers is full, or your quota": (site.clone("full"), {}),
+        "no container from": (site.clone("corrupt"), {}),
+        "is full, or your quota of it": (site.clone("quota"), {}),
+        "no /no/folder on this node": (site.clone("no-folder", mounts=f"{site.torch},/no/folder:/data"), {}),
+        "at /x/y: No such file or directory": (site.clone("start"), {}),
     }
+    statistics = "created 12 files\ncreated 2 hardlinks\n"
+    create = {26: "FATAL ERROR: writer: failed to read", 27: "Write on output file failed because Disk quota exceeded"}
+    for node, text in create.items():
+        (site.folder / f"node-{node}.create").write_text(f"lzo: -3\n{text}\n{statistics}")
+    mount_fails = "enroot-mount: failed to mount: /x at /x/y: No such file or directory\n"
+    (site.folder / "node-29.start").write_text(mount_fails)
     (site.folder / "node-25").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", site.folder / "node-25"]
     assert cluster.exec(*mount, node="node-25").returncode == 0
@@ -299,16 +403,22 @@ def test_what_goes_wrong_is_one_sentence(cluster, site):
         said = [line for line in job.log.splitlines() if sentence in line]
         assert len(said) == 1 and f" on node-{node}: " in said[0], job.log
         assert "Traceback" not in job.log and len(job.log.splitlines()) <= 5, job.log
-        if "torch here" not in sentence:
-            assert said[0] in (clone / f"log/{job.id}/node-{node}.out").read_text()
-    assert left == ""
+        own = (clone / f"log/{job.id}/node-{node}.out").read_text()
+        assert said[0] in own or "torch here" in sentence
+        assert node not in create or f"{create[node]}\n{statistics}" in own, "and all that enroot create has said"
+    assert left == "" and not any((site.folder / f"node-{node}/shared-{os.getpid()}").exists() for node in create)
+    assert f": {create[26]}" in jobs[5].log and "PATH, which a login shell may reset, is /" in jobs[3].log
 
 
 def documented(runtime: str, clone: Path) -> Path:
-    """The clone, its run_script.sh edited as that script's last lines say."""
+    """The clone, its run_script.sh edited as docs/containers.md says."""
     script = (clone / "run_script.sh").read_text()
-    lines = re.search(rf"^# {runtime}:\n((?:#   .*\n)+)", script, re.M)[1].replace("#   ", "    ")
-    script, count = re.subn(r"^ +\S+ \./aux/enter_container\.sh .*\n", lambda _: lines, script, flags=re.M)
+    blocks = re.findall(r"^```\n(    .*?)^```$", (clone / "docs/containers.md").read_text(), re.M | re.S)
+    (lines,) = [
+        text for text in blocks if {"Pyxis": "--container-image", "Apptainer": "apptainer exec"}[runtime] in text
+    ]
+    taken = r"^    \./aux/run_task\.sh bash .*?\"\$@\" \|\| status=\$\?\n"
+    script, count = re.subn(taken, lambda _: lines, script, flags=re.M | re.S)
     assert count == 1
     (clone / "run_script.sh").write_text(script)
     return clone
@@ -330,7 +440,6 @@ def test_other_runtimes(runtime, cluster, site):
 def test_registry_image_and_no_python_on_the_nodes(cluster, site):
     """Pyxis imports the image itself, so CONTAINER_IMAGE is no file; Python is in the container alone."""
     image = "nvcr.io#nvidia/pytorch:25.06-py3"
-    (site.folder / "registry/nvcr.io+nvidia+pytorch:25.06-py3").symlink_to(site.image)
     clone = documented("Pyxis", site.clone("registry", image=image))
     programs = site.folder / "programs"
     programs.mkdir()

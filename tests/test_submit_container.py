@@ -1,4 +1,4 @@
-"""Packaging as a container: the Dockerfile on a small Debian, by a real engine, and run_script.sh inside it."""
+"""Packaging as a container: what is built for whom; the Dockerfile on a small Debian, and run_script.sh inside it."""
 
 import json
 import os
@@ -12,14 +12,14 @@ import pytest
 
 from conftest import REPOSITORY, environment, run
 from test_docker import engine  # noqa: F401  a fixture
+from test_readme import copy_of_repository
 from test_submit import job_of, laptop, one_sentence  # noqa: F401  the former is a fixture
-
-pytestmark = pytest.mark.matrix  # two minutes, most of them for images
 
 INSIDE = """
 import json, os, jinja2
 facts = {"jinja2": jinja2.__file__, "built": os.path.exists("/workspace/inside.py"), "rank": os.environ["RANK"]}
-print("INSIDE", json.dumps(facts | {"marker": os.environ.get("MARKER"), "folder": os.getcwd()}))
+facts |= {"marker": os.environ.get("MARKER"), "folder": os.getcwd(), "data": os.listdir("data")}
+print("INSIDE", json.dumps(facts))
 """
 ENVIRONMENT = """
 [boxed.cluster]
@@ -36,6 +36,98 @@ image = "127.0.0.1:1/nowhere:1"
 push = true
 build_args = ["BASE=BASE_IMAGE"]
 """
+
+
+SLURMFILE = """
+[production.cluster]
+backend = "local"
+job_base_dir = "jobs"
+[production.packaging]
+type = "container"
+dockerfile = "Dockerfile"
+image = "IMAGE"
+"""
+DOCKER = """#!/bin/sh
+echo "$@" >>"$ENGINE_LOG"
+[ "$1" = build ] || exit 0
+echo "exec /bin/sh: Exec format error"
+exit 1
+"""
+ON_ARM = "import platform, sys; platform.machine = lambda: 'arm64'; sys.path.insert(0, 'aux'); import submit; "
+ON_ARM += "sys.exit(submit.main(sys.argv[1:]))"
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """submit.py, train_task.py or other Python code in a copy of the repository, with an engine that cannot build."""
+    clone = copy_of_repository(tmp_path / "clone")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/docker").write_text(DOCKER)
+    (tmp_path / "bin/docker").chmod(0o755)
+    subprocess.run(["git", "init", "--quiet"], cwd=clone, check=True)
+    log = tmp_path / "log"
+
+    def submit(*command: object, image: str = "registry.example.org/me/torch:1", more: str = ""):
+        (clone / "Slurmfile.toml").write_text(SLURMFILE.replace("IMAGE", image) + more)
+        env = environment(ENGINE_LOG=log)
+        return run(sys.executable, *command, cwd=clone, env=env | {"PATH": f"{tmp_path / 'bin'}:{env['PATH']}"})
+
+    return submit, clone, log
+
+
+SUBMIT = ["aux/submit.py", "--env", "production"]
+
+
+def test_what_is_pushed_and_what_is_copied(packed):
+    """type, dockerfile and image are enough."""
+    submit, _, _ = packed
+    dry = [*SUBMIT, "--dry-run", "run_script.sh"]
+    hub, pushed, squashed = "me/torch:1", "push = true\n", "squashfs = true\n"
+    for image in ("registry.example.org/me/torch:1", "localhost/torch", "10.0.0.1:5000/torch"):
+        shown = submit(*dry, image=image)
+        assert shown.returncode == 0 and f"\ndocker push {image}\n" in shown.stdout, shown.stderr
+        host, rest = image.split("/", 1)
+        assert f"docker://{host}#{rest}" in shown.stdout
+        assert "docker push" not in submit(*dry, image=image, more=squashed).stdout
+    for image in (hub, "torch"):
+        shown = submit(*dry, image=image)
+        assert "docker build" in shown.stdout and "docker push" not in shown.stdout and "docker://" not in shown.stdout
+    assert f"docker push {hub}" in submit(*dry, image=hub, more=pushed).stdout
+    one_sentence(submit(*dry, more=pushed + squashed), "say how the image gets to the cluster")
+
+
+def test_a_job_that_would_not_be_in_the_image_is_refused(packed):
+    """Before anything is built; @task takes the launcher that is."""
+    submit, clone, log = packed
+    one_sentence(
+        submit(*SUBMIT, "launch_slurm_with_torchrun.sh", "distributed/train_ddp.py"),
+        "launch_slurm_with_torchrun.sh runs nothing in a container",
+        "name run_script.sh",
+    )
+    task = ["distributed/train_task.py", "--submit", "--env", "production", "--dry-run"]
+    shown = submit(*task, "--epochs", 2)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.endswith(" --ntasks-per-node=2 run_script.sh distributed/train_task.py --epochs 2\n"), (
+        shown.stdout
+    )
+    settings = (clone / "env.sh").read_text()
+    (clone / "env.sh").write_text(
+        settings.replace("CONTAINER_IMAGE=$PWD/pytorch.sqsh", "CONTAINER_IMAGE=/images/x.sqsh")
+    )
+    one_sentence(submit(*SUBMIT, "run_script.sh"), "env.sh says CONTAINER_IMAGE=/images/x.sqsh")
+    assert not log.exists()
+
+
+def test_another_processor_without_emulation(packed):
+    submit, _, log = packed
+    failed = submit("-c", ON_ARM, *SUBMIT[1:], "run_script.sh")
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    last = failed.stderr.splitlines()[-1]
+    assert "no container image: its programs are for another processor than this machine's, arm64" in last, (
+        failed.stderr
+    )
+    assert "tonistiigi/binfmt" in last and " --platform linux/amd64 " in log.read_text()
+    assert "\nexec /bin/sh: Exec format error\n" in failed.stderr, "the engine's log is kept"
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +161,9 @@ def boxed(laptop, engine, base_image, tmp_path_factory):  # noqa: F811
     site = tmp_path_factory.mktemp("enroot")
     clone = laptop.clone
     settings = ENVIRONMENT.replace("BASE_IMAGE", base_image).replace("IMAGE", f"{base_image}:ours")
-    settings = settings.replace("BOXES", str(tmp_path_factory.mktemp("boxes")))  # Enroot takes no blank in a mount
+    boxes = tmp_path_factory.mktemp("boxes")  # Enroot takes no blank in a mount
+    (boxes / "data/mine").mkdir(parents=True)
+    settings = settings.replace("BOXES", str(boxes))
     (clone / "Slurmfile.toml").write_text((clone / "Slurmfile.toml").read_text() + settings)
     (clone / "requirements.txt").write_text("jinja2\n")
     (clone / "inside.py").write_text(INSIDE)
@@ -90,6 +184,7 @@ def boxed(laptop, engine, base_image, tmp_path_factory):  # noqa: F811
     return engine | {"ENROOT_STAND_IN": site, "PATH": path}
 
 
+@pytest.mark.matrix  # two minutes together, most of them for images
 def test_built_copied_and_run(laptop, boxed):  # noqa: F811
     options = ["--env", "boxed", "--nodes=1", "--gpus-per-node=1", "--follow", "--fetch"]
     done = laptop.submit(*options, "run_script.sh", "inside.py", timeout=300, **boxed)
@@ -99,11 +194,13 @@ def test_built_copied_and_run(laptop, boxed):  # noqa: F811
     log = (fetched / f"log/{job}/node-1.out").read_text()
     facts = json.loads(re.search("^INSIDE (.*)$", log, re.M)[1])
     assert facts["jinja2"].startswith("/usr/local/lib/python3") and facts["built"]
+    assert facts["data"] == ["mine"], "the folder of the Slurmfile's link"
     assert facts["marker"] == "from_the_base" and facts["folder"] == "/workspace/mnt" and facts["rank"] == "0"
 
 
-def test_built_by_hand(laptop, boxed, base_image):  # noqa: F811
-    """`docker build .` takes the code, and nothing of what git ignores."""
+@pytest.mark.matrix  # two minutes together, most of them for images
+def test_built_by_hand(laptop, boxed, base_image, tiny):  # noqa: F811
+    """`docker build .` takes the code, and nothing of what git ignores. It trains, with the torch of the tests."""
     clone, image = laptop.clone, f"{base_image}:ours"
     ignored = [".venv/x", "data/x", "log/x", "checkpoints/7/x", "slurm-jobs/x", "a.out", "a.sqsh", "aux/__pycache__/x"]
     for path in ignored:
@@ -118,16 +215,21 @@ def test_built_by_hand(laptop, boxed, base_image):  # noqa: F811
     assert not [
         x for x in files if re.search(r"^(\.git|\.venv|data|log|checkpoints|slurm-jobs)\b|\.(out|sqsh)$|cache", x)
     ]
+    mounts = [f"--volume={sysconfig.get_path('purelib')}:/opt/torch:ro", f"--volume={tiny}:/workspace/data/mnist:ro"]
+    command = ["python3", "local/train_single.py", "--epochs", 1, "--device", "cpu"]
+    trained = laptop.run("docker", "run", "--rm", "--env=PYTHONPATH=/opt/torch", *mounts, image, *command, **boxed)
+    assert trained.returncode == 0 and "Finished: epoch=1" in trained.stdout, trained.stdout + trained.stderr
 
 
+@pytest.mark.matrix  # two minutes together, most of them for images
 def test_failed_build_push_and_no_engine(laptop, boxed):  # noqa: F811
     before = laptop.job_folders()
-    pushed = laptop.submit("--env", "pushed", "sleep.sh", timeout=300, **boxed)
+    pushed = laptop.submit("--env", "pushed", "run_script.sh", "inside.py", timeout=300, **boxed)
     one_sentence(pushed, "no container image: docker push ended with exit status")
     dockerfile = laptop.clone / "Dockerfile"
     kept = dockerfile.read_text()
     dockerfile.write_text(kept + "RUN echo what went wrong; exit 7\n")
-    failed = laptop.submit("--env", "boxed", "sleep.sh", timeout=300, **boxed)
+    failed = laptop.submit("--env", "boxed", "run_script.sh", "inside.py", timeout=300, **boxed)
     one_sentence(failed, "no container image: docker build ended with exit status", "see its log above")
     assert "what went wrong" in failed.stderr
     dockerfile.write_text(kept)
@@ -135,7 +237,7 @@ def test_failed_build_push_and_no_engine(laptop, boxed):  # noqa: F811
     tools.mkdir()
     for tool in ("git", "sqfstar", "ssh", "sh", "nsenter"):
         (tools / tool).symlink_to(shutil.which(tool))
-    missing = laptop.run(sys.executable, "aux/submit.py", "--env", "boxed", "sleep.sh", **boxed | {"PATH": tools})
+    missing = laptop.run(sys.executable, "aux/submit.py", "--env", "boxed", "run_script.sh", **boxed | {"PATH": tools})
     one_sentence(missing, "needs docker or podman")
     assert laptop.job_folders() == before
     kinds = subprocess.run(["docker", "ps", "--all", "--quiet"], capture_output=True, env=environment(**boxed))

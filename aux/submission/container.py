@@ -1,13 +1,14 @@
 """Container images for jobs: built by docker or podman from the files that would be copied, then pushed or unpacked."""
 
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from .slurmfile import fail
+from .slurmfile import fail, registry_of
 
 SQUASHFS = "pytorch.sqsh"  # what env.sh calls it, in the job's folder
 
@@ -39,6 +40,18 @@ def build_commands(packaging: dict, folder: Path) -> list[list[str]]:
     return [*commands, [engine(), "push", packaging["image"]]] if packaging.get("push") else commands
 
 
+def check_launcher(launcher: str):
+    """Stops, before anything is built, if this launcher would not run the job in the image."""
+    text = Path(launcher).read_text(errors="replace")
+    if "CONTAINER_" not in text:
+        fail(f'{launcher} runs nothing in a container, and the Slurmfile says type = "container": name run_script.sh')
+    settings = Path("env.sh").read_text() if "env.sh" in text and Path("env.sh").is_file() else ""
+    image = re.search(r"^export CONTAINER_IMAGE=(\S+)", settings, re.M)
+    if image and image[1] != f"$PWD/{SQUASHFS}":
+        ours = f"the image that is built will be $PWD/{SQUASHFS}"
+        fail(f'env.sh says CONTAINER_IMAGE={image[1]}, but {ours}: write that, or type = "none" in the Slurmfile')
+
+
 def make(packaging: dict, root: Path, files: list[str], scratch: Path) -> dict[str, Path]:
     """Builds the image, with its log on stderr. Returns the files to copy besides the code."""
     if packaging["dockerfile"] not in files:
@@ -51,10 +64,26 @@ def make(packaging: dict, root: Path, files: list[str], scratch: Path) -> dict[s
         shutil.copy2(root / name, scratch / "context" / name, follow_symlinks=False)
     for command in build_commands(packaging, scratch / "context"):
         print(f"+ {shlex.join(command)}", file=sys.stderr, flush=True)
-        status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode
+        status, foreign = run(command)
+        if foreign:
+            what = f"its programs are for another processor than this machine's, {platform.machine()}"
+            how = "docker run --privileged --rm tonistiigi/binfmt --install all, or the package qemu-user-static"
+            fail(f"no container image: {what}, and there is no emulation of it: {how}")
         if status != 0:
             fail(f"no container image: {command[0]} {command[1]} ended with exit status {status}, see its log above")
     return {SQUASHFS: squash(packaging["image"], scratch / SQUASHFS)} if packaging.get("squashfs") else {}
+
+
+def run(command: list[str]) -> tuple[int, bool]:
+    """Its exit status, its output on stderr; and whether it failed for the lack of emulation."""
+    foreign = False
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        for line in process.stdout:
+            print(line, end="", file=sys.stderr, flush=True)
+            foreign |= "exec format error" in line.lower()
+    return process.returncode, foreign and process.returncode != 0
 
 
 def squash(image: str, path: Path) -> Path:
@@ -75,5 +104,5 @@ def squash(image: str, path: Path) -> Path:
 
 def uri(image: str) -> str:
     """The name by which Enroot imports a pushed image: the registry ends with a # there."""
-    registry, slash, rest = image.partition("/")
-    return f"docker://{registry}#{rest}" if slash and ("." in registry or ":" in registry) else f"docker://{image}"
+    registry = registry_of(image)
+    return f"docker://{registry}#{image.removeprefix(registry + '/')}" if registry else f"docker://{image}"

@@ -196,6 +196,16 @@ def check_whole(path: Path, text: str, environment: str, settings: dict[str, dic
     if packaging["type"] == "container":
         packaging.setdefault("dockerfile", "Dockerfile")
         need("packaging", packaging, "image", "the name of the image that is built")
-        how = "push = true (the cluster imports it from a registry) or squashfs = true (it is copied)"
-        if bool(packaging.get("push")) == bool(packaging.get("squashfs")):
+        push, squashfs = packaging.get("push"), packaging.get("squashfs")
+        if push is None and squashfs is None:  # a Docker Hub name has no registry in it: nothing gets public unasked
+            push = registry_of(packaging["image"]) != ""
+        packaging["push"], packaging["squashfs"] = bool(push), bool(squashfs) if squashfs is not None else not push
+        if packaging["push"] == packaging["squashfs"]:
+            how = "push = true (the cluster imports it from a registry) or squashfs = true (it is copied)"
             refuse("packaging", "image", f"say how the image gets to the cluster: {how}")
+
+
+def registry_of(image: str) -> str:
+    """The host in front of an image's name, registry.example.org or localhost:5000; empty if there is none."""
+    host, slash, _ = image.partition("/")
+    return host if slash and (host == "localhost" or "." in host or ":" in host) else ""

@@ -1,13 +1,13 @@
 #!/bin/bash
 # What the stand-ins share: run a command with a container's folder as its root, in a mount namespace of its own.
 #
-# Usage: in_root.sh FOLDER "HOST:CONTAINER,..." rw|ro COMMAND [ARG ...]
+# Usage: in_root.sh FOLDER MOUNTS rw|ro COMMAND [ARG ...]      MOUNTS: HOST:CONTAINER or HOST:CONTAINER:none:OPTIONS, a line each
 set -euo pipefail
 if [[ "$1" != --in-namespace ]]; then
     exec unshare --mount --propagation slave "$0" --in-namespace "$@"
 fi
 root=$2 access=$4
-IFS=, read -r -a mounts <<<"$3"
+readarray -t mounts <<<"${3%$'\n'}"
 shift 4
 
 mount --bind "$root" "$root"
@@ -17,13 +17,16 @@ for path in /proc /sys /dev /etc/hosts; do
 done
 mount -t tmpfs tmpfs "$root/tmp"
 for mount in "${mounts[@]}"; do
-    from=${mount%%:*} to=$root${mount#*:}
-    if [[ -d "$from" ]]; then mkdir --parents "$to"; else mkdir --parents "${to%/*}" && touch "$to"; fi
+    IFS=: read -r from to kind options <<<"$mount"
+    fail="enroot-mount: failed to mount: $from at $root$to"
+    [[ -e "$from" && ( -z "$kind" || "$kind" == none ) ]] || { echo "$fail: No such file or directory" >&2; exit 1; }
+    to=$root$(chroot "$root" /usr/bin/readlink --canonicalize-missing "$to")    # links are followed in the container
+    if [[ -n "$kind" && "$options" != *x-create=auto* ]]; then
+        :
+    elif [[ -d "$from" ]]; then mkdir --parents "$to"; else mkdir --parents "${to%/*}" && touch "$to"; fi
+    [[ -e "$to" ]] || { echo "$fail: No such file or directory" >&2; exit 1; }
     mount --rbind "$from" "$to"
+    [[ ",$options," != *,ro,* ]] || mount --options remount,bind,ro "$to"
 done
 [[ "$access" == rw ]] || mount --options remount,bind,ro "$root"
-for fd in /proc/self/fd/*; do                        # Enroot closes them all: a lock of the caller's is not held on
-    fd=${fd##*/}
-    ((fd < 3 || fd == 255)) || exec {fd}>&-
-done
 exec chroot "$root" "$@"

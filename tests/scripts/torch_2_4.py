@@ -1,0 +1,43 @@
+"""Runs a script (argv[1]) with its arguments as it stands, on a torch that shows it nothing newer than torch 2.4.
+
+The names are what 2.13.0 has and 2.4.1 lacks, in the modules that jobs import. torch itself still has them.
+"""
+
+import os
+import runpy
+import sys
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+NEWER = {
+    "torch": "accelerator AcceleratorError hash_tensor sym_sum thread_safe_generator while_loop",
+    "torch.cpu": "get_capabilities is_initialized",
+    "torch.cuda": "AcceleratorError GreenContext MemPool device_memory_used host_memory_stats is_tf32_supported",
+    "torch.nn": "Buffer LinearCrossEntropyLoss LinearCrossEntropyOptions",
+    "torch.nn.functional": "grouped_mm linear_cross_entropy scaled_grouped_mm scaled_mm",
+    "torch.nn.utils": "clip_grads_with_norm_ get_total_norm",
+    "torch.optim": "Adafactor Muon",
+    "torch.serialization": "get_unsafe_globals_in_checkpoint safe_globals set_crc32_options skip_data",
+    "torch.distributed": "all_gather_single get_default_backend_for_device reduce_scatter_single split_group",
+    "torch.distributed.fsdp": "CPUOffloadPolicy FSDPModule MixedPrecisionPolicy OffloadPolicy fully_shard",
+    "torch.distributed.tensor": "DTensor Partial Placement Replicate Shard distribute_module distribute_tensor",
+    "torch.utils.checkpoint": "CheckpointPolicy SelectiveCheckpointContext",
+}
+TORCH = os.path.dirname(torch.__file__)
+
+
+class Older(ModuleType):
+    def __getattribute__(self, name: str):
+        get = super().__getattribute__
+        if name in NEWER.get(get("__name__"), "").split() and not sys._getframe(1).f_code.co_filename.startswith(TORCH):
+            raise AttributeError(f"torch 2.4 has no {get('__name__')}.{name}")
+        return get(name)
+
+
+for module in NEWER:
+    import_module(module).__class__ = Older
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
