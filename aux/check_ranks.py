@@ -122,7 +122,7 @@ def check_folder(folder: Path, place: Place) -> str | None:
             fault = check_space(folder) if folder.is_dir() else None
             if not fault and not os.path.exists(token[0]):
                 fault = f"does not see what rank 0 writes in {folder}: it must be on a file system that all nodes share"
-        dist.barrier()
+        place.barrier()
     if rank == 0 and token[0]:
         path.unlink()
     return fault

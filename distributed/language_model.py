@@ -1,11 +1,9 @@
 """What train_fsdp.py and train_tp.py do alike, and is not what they teach: nanoGPT's recipe, precision, samples."""
 
-import datetime
 import math
 from argparse import Namespace
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import characters
@@ -15,9 +13,9 @@ from resilience.place import Place
 
 
 def prepare(args: Namespace, place: Place, mesh: DeviceMesh | None):
-    """Sets the timeouts of the mesh's groups, chooses args.precision, and prints what the run is set to."""
-    for name in mesh.mesh_dim_names if mesh else ():  # init_process_group has set that of the default group alone
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=args.timeout), mesh.get_group(name))
+    """Names the mesh's groups to `place`, chooses args.precision, and prints what the run is set to."""
+    place.groups = [mesh.get_group(name) for name in mesh.mesh_dim_names] if mesh else []
+    place.set_timeout(place.timeout)
     args.precision = choose_precision(args, place)
     if place.rank == 0:
         print(f"Data: {characters.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}", flush=True)
