@@ -35,11 +35,8 @@ from .job import HOST, JOB, RESTART_COUNT
 
 # Parts of gloo's and NCCL's errors on the ranks whose peer has ended, or has not come to a collective in time
 PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
-PEER_IS_GONE += (
-    "Timed out waiting",
-    "remote process exited or there was a network error",
-    "Watchdog caught collective",
-)
+PEER_IS_GONE += ("Timed out waiting", "remote process exited or there was a network error")
+CANNOT_CONNECT = (*PEER_IS_GONE, "connectFullMesh", "interface", "timeout")
 AGENT_PREFIX = f"/worker/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"  # in the store of torchrun's agent
 
 
@@ -396,7 +393,7 @@ def step_zero(place: Place, timeout: datetime.timedelta, columns: dict, fault: s
     """Rank 0 prints `columns`, a line per rank. Any rank's fault, or one that only a comparison shows, stops all."""
     store, rank, world_size = place.store, place.rank, place.world_size
     mine = {"host": HOST, "fault": fault, "gpu": gpu_uuid(place.device), "torch": torch.__version__}
-    mine["interface"] = interface(backend_of(place.device))
+    mine["interface"] = interface(backend_of(place.device)) if world_size > 1 else ""
     mine["columns"] = {name: str(value) for name, value in columns.items()}
     store.set(f"step 0/{rank}", json.dumps(mine))
     if rank != 0:
@@ -486,19 +483,20 @@ def connect(place: Place, timeout: datetime.timedelta):
         )
         place.all_reduced([1])  # reads the result: on a GPU it is there only then
     except RuntimeError as error:
-        if not dist.is_initialized():  # gloo
-            cause = re.sub(r"\[/.*?] ", "", str(error).splitlines()[0])  # not the line of gloo's source file
-            report_not_connected(place, f"they cannot connect: {cause}")
+        if any(part in str(error) for part in CANNOT_CONNECT):
+            cause = re.sub(r"\[/.*?] ", "", "; ".join(str(error).splitlines()))  # without gloo's source file
+            report_not_connected(place, f"they cannot connect: {cause[:300]}")
         raise
     timer.cancel()
 
 
 def report_not_connected(place: Place, lost: str):
     """Ends the run. The first rank that comes here names the interfaces, as every rank has written them in Step 0."""
-    hosts = defaultdict(list)
-    try:
-        # A connection of its own: that of the main thread may be in use. With rank 0, which has printed, it is gone.
+    hosts, first = defaultdict(list), False
+    with contextlib.suppress(dist.DistError, OSError):  # rank 0, the store's host, has ended
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection((address, port), timeout=10).close()
+        # A connection of its own: the main thread may be using the other one.
         store = dist.TCPStore(address, port, None, False, datetime.timedelta(seconds=10), False)
         store = dist.PrefixStore(AGENT_PREFIX, store) if isinstance(place.store, dist.PrefixStore) else store
         first = store.add("not connected", 1) == 1
@@ -506,15 +504,19 @@ def report_not_connected(place: Place, lost: str):
             known = json.loads(store.get(f"step 0/{rank}"))
             if known["host"] not in hosts[known["interface"]]:
                 hosts[known["interface"]].append(known["host"])
-    except dist.DistError:
-        first = False
-    used = ", ".join(
-        f"{name} on {', '.join(some[:3])}" + f" and {len(some) - 3} more" * (len(some) > 3)
-        for name, some in hosts.items()
-    )
-    variable = f"{backend_of(place.device).upper()}_SOCKET_IFNAME"
-    hint = f"{variable} in env.sh chooses one by which all nodes reach each other; or a firewall is in between"
-    stop(f"all ranks are there, but {lost}. The interface is {used}: {hint}", place.rank, prints=first)
+        if first:
+            more = {name: f" and {len(some) - 3} more" * (len(some) > 3) for name, some in hosts.items()}
+            used = ", ".join(f"{name} on {', '.join(some[:3])}{more[name]}" for name, some in hosts.items())
+            variable = f"{backend_of(place.device).upper()}_SOCKET_IFNAME"
+            hint = f"{variable} in env.sh chooses one by which all nodes reach each other; or a firewall is in between"
+            sentence = f"all ranks are there, but {lost}. The interface is {used}: {hint}"
+            print(f"[Rank {place.rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)
+        deadline = time.monotonic() + 5
+        while place.rank == 0 and store.add("not connected", 0) < place.world_size and time.monotonic() < deadline:
+            time.sleep(0.01)  # the store's host goes last
+    if not first:
+        wait_for_culprit()
+    end()
 
 
 def backend_of(device: torch.device) -> str:
