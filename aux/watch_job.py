@@ -24,7 +24,7 @@ def read_signs(job: int) -> list[dict]:
     signs = list(filter(None, (read(path) for path in starts[-1].iterdir()))) if starts else []
     if not signs:
         where = f"log/{job}/ranks-* of {Path.cwd()}"
-        sys.exit(f"watch_job.py: no heartbeats in {where}: a job of several ranks writes them from its training on")
+        sys.exit(f"watch_job.py: no heartbeats in {where}: a job of several ranks writes them from Step 0 on")
     return sorted(signs, key=lambda sign: sign["rank"])
 
 
