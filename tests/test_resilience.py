@@ -385,6 +385,7 @@ def test_asked_to_stop_beside_a_silent_rank(monkeypatch, capfd):
     monkeypatch.setattr(stop_request, "received", signal.SIGTERM)
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(heartbeat.faulthandler, "dump_traceback_later", lambda timeout: None)
     ranks = [heartbeat.Datagrams(rank, 4, range(2, 4)) for rank in (2, 3)]
     for _ in range(30):
         for rank in ranks:

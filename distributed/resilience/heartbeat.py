@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from . import stop_request
@@ -37,22 +37,23 @@ finished = False  # from now on a silent rank on this node is one that has ended
 
 
 def start(rank: int, world_size: int, local_ranks: Iterable[int]):
-    """Starts the thread that sends them. `local_ranks` are the ranks of this node."""
-    hearts = []
+    """Starts a thread for either kind: a file system that hangs must not look like a rank that has ended.
+
+    `local_ranks` are the ranks of this node.
+    """
     for kind in [Files] * (JOB != "none") + [Datagrams] * (sys.platform == "linux"):
         try:
-            hearts.append(kind(rank, world_size, local_ranks))
+            heart = kind(rank, world_size, local_ranks)
         except OSError as error:
             report(rank, f"warning: no heartbeats: {error}")
-    threading.Thread(target=beat, args=(hearts,), daemon=True).start()
+        else:
+            threading.Thread(target=every_second, args=(heart.beat,), daemon=True).start()
 
 
-def beat(hearts: list):
+def every_second(beat: Callable[[], None]):
     """Never ends."""
     while True:
-        faulthandler.dump_traceback_later(timeout)  # put off each time: it comes when not even this thread runs
-        for heart in hearts:
-            heart.beat()
+        beat()
         time.sleep(1)
 
 
@@ -170,6 +171,7 @@ class Datagrams:
         self.socket.bind(f"{job}.{rank}")
 
     def beat(self):
+        faulthandler.dump_traceback_later(timeout)  # put off each time: it comes when not even this thread runs
         for other in self.others:
             with contextlib.suppress(OSError):  # it does not listen yet, or no more
                 self.socket.sendto(b"alive", other)
