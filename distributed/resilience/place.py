@@ -403,12 +403,13 @@ def step_zero(place: Place, timeout: datetime.timedelta, columns: dict, fault: s
                 wait_for_culprit()
             end()
         return
-    ranks: list[dict | None] = [None] * world_size
-    with contextlib.suppress(dist.DistError):
-        store.wait([f"step 0/{other}" for other in range(world_size)], timeout)
-    for other in range(world_size):
-        if store.check([f"step 0/{other}"]):
-            ranks[other] = json.loads(store.get(f"step 0/{other}"))
+    keys = [f"step 0/{other}" for other in range(world_size)]
+    there = set(keys)
+    try:
+        store.wait(keys, timeout)
+    except dist.DistError:
+        there = {key for key in keys if store.check([key])}
+    ranks = [json.loads(store.get(key)) if key in there else None for key in keys]
     come = [known for known in ranks if known]
     verdict = first_fault(come) if len(come) == world_size else name_missing(place, ranks, timeout)
     name = "SLURMD_NODENAME" if "SLURMD_NODENAME" in os.environ else "host"
