@@ -122,7 +122,7 @@ def check_folder(folder: Path, place: Place) -> str | None:
             fault = check_space(folder) if folder.is_dir() else None
             if not fault and not os.path.exists(token[0]):
                 fault = f"does not see what rank 0 writes in {folder}: it must be on a file system that all nodes share"
-        dist.barrier()
+        place.barrier()
     if rank == 0 and token[0]:
         path.unlink()
     return fault
@@ -157,7 +157,7 @@ def check_clocks(place: Place) -> str | None:
 
 def check_all_reduce(place: Place) -> tuple[float, str | None]:
     """Milliseconds of one all-reduce of four bytes, and a sentence if its result is not right."""
-    for _ in range(2):  # the first one also makes the connections
+    for _ in range(2):  # the first one warms up
         start = time.perf_counter()
         [found] = place.all_reduced([place.rank])
     right = place.world_size * (place.world_size - 1) // 2

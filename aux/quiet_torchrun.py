@@ -1,10 +1,12 @@
 """torchrun, except for what it does when a rank has failed: one line instead of a page, and that rank's exit status.
 
 torchrun.sh calls it with torchrun's arguments. torchrun itself ends with status 1, whatever the rank's was, and with a
-page of its own below the rank's last output.
+page of its own below the rank's last output. And it starts no rank before all nodes are there: here they are started at
+once, so that rank 0 can name those that have not come.
 """
 
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -12,6 +14,7 @@ import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 from torch.distributed.run import main
 
 HOST = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
@@ -31,6 +34,8 @@ def report(rank: int, exit_code: int) -> int:
 if __name__ == "__main__":
     if "LOGLEVEL" not in os.environ:
         logging.disable()
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # every node has as many ranks: nobody has to be asked
+    static_tcp_rendezvous.TCPStore = functools.partial(static_tcp_rendezvous.TCPStore, wait_for_workers=False)
     try:
         main()
     except ChildFailedError as error:

@@ -1,6 +1,5 @@
 """What train_fsdp.py and train_tp.py do alike, and is not what they teach: nanoGPT's recipe, precision, samples."""
 
-import datetime
 import functools
 import gc
 import importlib.util
@@ -11,7 +10,6 @@ from argparse import Namespace
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -27,9 +25,9 @@ from resilience.sharded_checkpoints import ShardedCheckpoints
 
 
 def prepare(args: Namespace, place: Place, mesh: DeviceMesh | None):
-    """Sets the timeouts of the mesh's groups, chooses args.precision, and prints what the run is set to."""
-    for name in mesh.mesh_dim_names if mesh else ():  # init_process_group has set that of the default group alone
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=args.timeout), mesh.get_group(name))
+    """Names the mesh's groups to `place`, chooses precision and compilation, and prints what the run is set to."""
+    place.groups = [mesh.get_group(name) for name in mesh.mesh_dim_names] if mesh else []
+    place.set_timeout(place.timeout)
     args.precision, args.compile = choose_precision(args, place), choose_compile(args, place)
     if place.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32, where a GPU has it

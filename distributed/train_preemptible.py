@@ -139,7 +139,7 @@ for step, (images, labels) in enumerate(train_loader, start=first + 1):
     if step % steps_per_epoch == 0 or step == total_steps:
         model.eval()
         sums = torch.zeros(2, device=device)  # loss, correct predictions
-        with torch.inference_mode(), autocast:
+        with torch.inference_mode(), autocast, place.longer_timeout(args.save_timeout):
             for images, labels in test_loader:
                 logits, labels = model(images.to(device)).float(), labels.to(device)
                 right = (logits.argmax(1) == labels).sum()

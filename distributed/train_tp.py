@@ -99,7 +99,8 @@ def main(args: Namespace):
             progress.log(step, epoch, learning_rate=rate, grad_norm=norm, **memory)
         if step % args.eval_every == 0 or step == args.steps:
             batches = characters.fixed_batches(args, data_rank, data_ranks, place.device)
-            val_loss = evaluate(args, place, model, batches)
+            with place.longer_timeout(args.save_timeout):
+                val_loss = evaluate(args, place, model, batches)
             progress.log_evaluation(step, epoch, val_loss=val_loss)
         save, stop = checkpoints.due(step)
         if save:

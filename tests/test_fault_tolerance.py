@@ -421,10 +421,64 @@ def test_stopped_rank(cases, cluster, data, tmp_path):
         watched = run(sys.executable, "aux/watch_job.py", trial.job, "--after", 5)
         assert watched.returncode == 1 and re.search(rf"^ +\d  {node} +\d+ ", watched.stdout, re.M), watched
         assert watched.stdout.endswith(f"sbatch --exclude={node}\n"), watched.stdout
-        pattern = rf"^\[Rank \d on \S+\] rank \d on {node} has given no sign of life for 10 s; its last step is \d+"
+        pattern = rf"^\[Rank \d on \S+\] rank \d on {node} has given no sign of life for \d+ s; its last step is \d+"
         trial.wait_for(pattern, 30)
         job = trial.ends(60)
         assert job.state == "FAILED" and job.exit_code != 0, job.log
+
+    at_once(scenario, cases)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("cases", [DIAGONAL], ids=GROUPS[:1])
+def test_asked_to_stop_beside_a_stopped_rank(cases, cluster, data, tmp_path):
+    """What cannot be saved without it is not waited for: the job ends long before --timeout, 120 seconds."""
+
+    def scenario(way, script):
+        trial = Trial(cluster, way, script, data, tmp_path / way)
+        node = trial.train_a_little()[1]
+        os.kill(trial.rank(node), signal.SIGSTOP)
+        trial.signal("--signal=USR1")
+        silent = (
+            rf"^\[Rank (\d) on {node}\] asked to stop, but rank (\d) on this node has given no sign of life for 10 s"
+        )
+        assert trial.wait_for(silent, 30) < 25
+        job = trial.ends(60)
+        assert job.state == "FAILED" and job.exit_code != 0, job.log
+        assert len(re.findall(silent, job.log, re.M)) == 1, job.log
+
+    at_once(scenario, cases)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("cases", [DIAGONAL], ids=GROUPS[:1])
+def test_rank_that_never_comes(cases, cluster, data, tmp_path):
+    """Whatever the launcher, rank 0 names it with its node, and all others are silent."""
+
+    def scenario(way, script):
+        trial = Trial(cluster, way, script, data, tmp_path / way, "--init-timeout", 20, MISSING=3)
+        job = trial.ends(90)
+        assert job.state == "FAILED" and job.exit_code == 1, job.log
+        named = r"^\[Rank 0 on (\S+)\] 1 of 4 ranks have not come within 0:00:20: rank 3 on (\S+)$"
+        [(first, node)] = re.findall(named, job.log, re.M)
+        assert first != node and job.log.count("[Rank") == 1 and "Traceback" not in job.log, job.log
+
+    at_once(scenario, cases)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("cases", [DIAGONAL], ids=GROUPS[:1])
+def test_wrong_interface(cases, cluster, data, tmp_path):
+    """One sentence says which one it is, and what to set."""
+
+    def scenario(way, script):
+        trial = Trial(cluster, way, script, data, tmp_path / way, "--init-timeout", 20, GLOO_SOCKET_IFNAME="lo")
+        job = trial.ends(90)
+        assert job.state == "FAILED" and job.exit_code == 1, job.log
+        named = r"^\[Rank \d on \S+\] all ranks are there, but they cannot connect: .*"
+        named += r" The interface is lo on node-\d+, node-\d+: GLOO_SOCKET_IFNAME in env.sh chooses one"
+        assert len(re.findall(named, job.log, re.M)) == 1 and job.log.count("[Rank ") == 1, job.log
+        assert "Traceback" not in job.log, job.log
 
     at_once(scenario, cases)
 
@@ -560,7 +614,7 @@ def test_rank_of_another_job_is_turned_away(data, tmp_path):
         finally:
             first.kill()
             second.kill()
-    assert re.fullmatch(r"\[Rank 0 on \S+\] 1 of 2 ranks have not come within 0:00:10: 1\n", stderr)
+    assert re.fullmatch(r"\[Rank 0 on \S+\] 1 of 2 ranks have not come within 0:00:10: rank 1\n", stderr)
     assert first.returncode == 1 and not checkpoints.find(tmp_path)
 
 

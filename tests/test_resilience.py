@@ -1,16 +1,23 @@
 """The package resilience by itself, without a cluster: what it imports, the order of the data, and its sentences."""
 
+import fcntl
+import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from conftest import REPOSITORY, environment, run
-from resilience import heartbeat
+from resilience import heartbeat, place, stop_request
 from resilience.samplers import RunSampler
 
 
@@ -57,18 +64,184 @@ def test_a_loss_that_is_not_finite_ends_the_run(ranks, tiny, tmp_path):
     assert not list((tmp_path / "out").glob("*.pt"))
 
 
-def test_ranks_that_never_come_are_named(tiny, tmp_path):
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    place = {"LOCAL_RANK": 0, "WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    place["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as env.sh has it
-    command = [sys.executable, "distributed/train_preemptible.py", "--data-dir", tiny, "--init-timeout", 10]
-    command = [str(part) for part in (*command, "--checkpoint-dir", tmp_path)]
-    with subprocess.Popen(command, cwd=REPOSITORY, env=environment(RANK=3, **place), stderr=subprocess.PIPE) as other:
-        first = run(*command, env=environment(RANK=0, **place))
-        said = other.communicate(timeout=60)[1].decode()
-    assert re.fullmatch(r"\[Rank 0 on \S+\] 2 of 4 ranks have not come within 0:00:10: 1, 2\n", first.stderr)
-    assert first.returncode == other.returncode == 1 and said == "", said
+        return probe.getsockname()[1]
+
+
+SCRIPT = REPOSITORY / "distributed/train_preemptible.py"
+
+
+def start_rank(rank: int, *arguments: object, cwd=REPOSITORY, **variables: object) -> subprocess.Popen:
+    """One rank on this machine, as a launcher of somebody's own would start it."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1}
+    place |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "JOB_FAILURE": "/dev/null"}  # it is there: nobody waits for it
+    command = [sys.executable, *(str(argument) for argument in arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=cwd, env=environment(**place, **variables), **pipes)
+
+
+def test_ranks_that_never_come_are_named(tiny, tmp_path):
+    """With their hosts, which those know that are on the same node."""
+    options = (SCRIPT, "--data-dir", tiny, "--batch-size", 20, "--init-timeout", 8, "--checkpoint-dir", tmp_path)
+    world = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": free_port()}
+    with start_rank(0, *options, **world) as first, start_rank(3, *options, **world, SLURMD_NODENAME="n2") as other:
+        said = [rank.communicate(timeout=60)[1] for rank in (first, other)]
+    named = r"\[Rank 0 on (\S+)\] 2 of 4 ranks have not come within 0:00:08: rank 1 on \1, rank 2 on n2\n"
+    assert re.fullmatch(named, said[0]) and said[1] == "", said
+    assert first.returncode == other.returncode == 1
+
+
+def test_a_node_whose_torchrun_never_comes(tiny, tmp_path):
+    """torchrun by itself would wait for it, without a word, and start no rank meanwhile."""
+    job = {"SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "SLURM_NTASKS": 2, "SLURM_NODEID": 0, "NNODES": 2}
+    job |= {"NPROC_PER_NODE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
+    job |= {"JOB_FAILURE": "/dev/null", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    options = ("--data-dir", tiny, "--init-timeout", 6, "--checkpoint-dir", tmp_path, "--batch-size", 20)
+    done = run("./torchrun.sh", "distributed/train_preemptible.py", *options, env=environment(**job), timeout=60)
+    assert re.fullmatch(r"\[Rank 0 on \S+\] 2 of 4 ranks have not come within 0:00:06: rank 2, rank 3\n", done.stderr)
+    assert done.returncode == 1
+
+
+def test_ranks_that_cannot_connect(tiny, tmp_path):
+    """One sentence from one of them, with the interfaces. For want of NCCL, which would hang, a patched gloo does."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\n"
+        "class Hook:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'resilience.place':\n"
+        "            import torch.distributed as dist\n"
+        "            dist.all_reduce = lambda *_: time.sleep(100)\n"
+        "sys.meta_path.insert(0, Hook())\n"
+    )
+    world = {"WORLD_SIZE": 2, "MASTER_PORT": free_port(), "PYTHONPATH": tmp_path, "GLOO_SOCKET_IFNAME": "lo"}
+    options = (SCRIPT, "--data-dir", tiny, "--batch-size", 20, "--init-timeout", 5, "--checkpoint-dir", tmp_path / "o")
+    with (
+        start_rank(0, *options, **world, SLURMD_NODENAME="n1") as first,
+        start_rank(1, *options, **world, SLURMD_NODENAME="n2") as second,
+    ):
+        said = [rank.communicate(timeout=60)[1] for rank in (first, second)]
+    both = "".join(said)
+    sentence = (
+        r"\[Rank \d on n\d\] all ranks are there, but their first all-reduce has not come through within 0:00:05. "
+    )
+    sentence += r"The interface is lo on n1, n2: GLOO_SOCKET_IFNAME in env.sh chooses .*\n"
+    assert re.fullmatch(sentence, both), both
+    assert first.returncode == second.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [(["lo", "docker0", "eth0"], "eth0"), (["lo", "eth0", "ib1", "ib0"], "ib1"), (["lo", "docker0"], "docker0")],
+)
+def test_the_interface_that_nccl_takes(names, chosen, monkeypatch):
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(names)))
+    assert place.interface("nccl") == chosen
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=bond0")
+    assert place.interface("nccl") == "=bond0"
+
+
+def test_ranks_of_nodes(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2),3")
+    assert place.ranks_of_nodes("srun", 11) == [range(4), range(4, 8), range(8, 11)]
+    assert place.ranks_of_nodes("srun", 2) == [range(1), range(1, 2)]  # another step's
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert place.ranks_of_nodes("torchrun", 4) == [range(2), range(2, 4)]
+
+
+def test_barrier_names_its_device(monkeypatch):
+    """Else NCCL warns on every job, and may take device 0 for all ranks of a node."""
+    seen = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "barrier", lambda device_ids=None: seen.append(device_ids))
+    for device in ("cuda:3", "cpu"):
+        place.Place(3, 3, 4, torch.device(device), None, "srun").barrier()
+    assert seen == [[3], None]
+
+
+SLOW_DISK = """
+import os, time
+fsync = os.fsync
+def slow_fsync(file):
+    time.sleep(5 if os.environ.get("RANK") == "0" else 0)
+    fsync(file)
+os.fsync = slow_fsync
+"""
+
+
+@pytest.mark.parametrize("script", ["train_preemptible.py", pytest.param("train_fsdp.py", marks=pytest.mark.matrix)])
+def test_a_slow_save_lives_and_a_stuck_rank_does_not(script, tiny, text, tmp_path):
+    """A disk on which a save takes ten seconds, --timeout 6, and after the save a rank that stays in step 8."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
+    command = [REPOSITORY / "tests/scripts/slowly.py", 0, REPOSITORY / "distributed" / script, "--timeout", 6]
+    command += ["--checkpoint-every", 5, "--checkpoint-dir", tmp_path / "out", "--log-every", 1]
+    small = ["--data-dir", text, "--layers", 1, "--heads", 2, "--width", 16, "--context", 16, "--batch-size", 4]
+    command += ["--data-dir", tiny, "--batch-size", 20] if script == "train_preemptible.py" else small
+    world = {"WORLD_SIZE": 2, "MASTER_PORT": free_port(), "PYTHONPATH": tmp_path, "SLURM_JOB_ID": 7, "STUCK": 1}
+    with (
+        start_rank(0, *command, cwd=tmp_path, **world) as first,
+        start_rank(1, *command, cwd=tmp_path, **world) as stuck,
+    ):
+        try:
+            for line in first.stdout:
+                if line.startswith("step=8/"):
+                    break
+            start = time.monotonic()
+            said = first.communicate(timeout=60)[1]
+            seconds = time.monotonic() - start
+        finally:
+            first.kill()
+            stuck.kill()
+    assert list((tmp_path / "out").glob("checkpoint_step_5*")) and line.startswith("step=8/"), said
+    assert first.returncode == 1 and 5 < seconds < 12, (seconds, said)
+    assert "First to look at: rank 1 on" in said and "(step 7), in" in said, said
+    assert said.endswith("lost a peer; the error that matters is another rank's\n") and "Traceback" not in said, said
+
+
+WATCHDOG = """\
+[rank1]:[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:607] [Rank 1] Watchdog caught collective operation timeout: \
+WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=120000) ran for 120060 milliseconds before \
+timing out.
+[rank1]:[E321 02:07:08.465224069 ProcessGroupNCCL.cpp:1664] [PG 0 Rank 1] Exception (either an error or timeout)
+[rank1]:[E321 02:07:08.465224069 ProcessGroupNCCL.cpp:630] [Rank 1] To avoid data inconsistency, we are taking the \
+entire process down.
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7f5a9616c1b6 in libc10.so)
+"""
+REMOTE = """\
+n1:182:260 [1] misc/socket.cc:538 NCCL WARN Net : Connection closed by remote peer n2<47861>
+[rank1]:[E ProcessGroupNCCL.cpp:1182] NCCL error: remote process exited or there was a network error, NCCL version 2.27
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+"""
+
+
+LOST = r"\[Rank 1 on n1\] lost a peer; the error that matters is another rank's "
+
+
+@pytest.mark.parametrize(
+    ("prints", "remains"),
+    [
+        (WATCHDOG, LOST + r"\(Watchdog caught .* before timing out.\)\n"),
+        (REMOTE, LOST + r"\(Connection closed by .*\)\n"),
+        ("CUDA error: out of memory\nmore\n", "CUDA error: out of memory\nmore\n"),
+    ],
+    ids=["timeout", "peer", "own"],
+)
+def test_what_is_left_of_a_lost_peer(prints, remains):
+    program = [sys.executable, REPOSITORY / "distributed/resilience/lost_peer.py", "1", "n1"]
+    done = subprocess.run(program, input=prints, text=True, stderr=subprocess.PIPE, timeout=30)
+    assert re.fullmatch(remains, done.stderr), done.stderr
+
+
+def test_what_nccl_prints_of_a_lost_peer_is_one_line():
+    """By C++, from a process that aborts in the midst of it; Python's own lines stay."""
+    code = "import faulthandler, os, sys; sys.path[:0] = ['distributed']; from resilience import place\n"
+    code += "place.shorten_lost_peers(1); faulthandler.enable(2); print('by Python', file=sys.stderr)\n"
+    code += "os.write(2, sys.argv[1].encode()); os.abort()"
+    done = run(sys.executable, "-c", code, WATCHDOG, env=environment(SLURMD_NODENAME="n1"))
+    assert done.returncode == -signal.SIGABRT
+    assert re.fullmatch(r"by Python\n" + LOST + r"\(.*\)\n", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("variables", [{"SLURM_PROCID": 0, "SLURM_LOCALID": 0}, {}])
@@ -100,3 +273,133 @@ def test_the_frame_of_a_heartbeat_is_never_a_library_s():
     thread.join()  # the main thread waits in threading.py
     [(stack, frame, waits)] = seen
     assert "threading.py" in stack[-1] and "test_resilience.py" in frame and not waits
+
+
+@pytest.fixture
+def signs(tmp_path, monkeypatch):
+    """The files of heartbeats at a clock that the test sets, in a job of 4,096 ranks; rank 1's by default."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(heartbeat, "JOB", "7")
+    monkeypatch.setattr(heartbeat, "timeout", 120.0)
+    clock = [1e6]
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(heartbeat.time, "time", lambda: clock[0])
+
+    def make(rank=1, world_size=4096):
+        return heartbeat.Files(rank, world_size, [])
+
+    make.clock = clock
+    return make
+
+
+def test_what_heartbeats_cost_the_file_system(signs, monkeypatch):
+    """At 4,096 ranks less than ten operations a second per thousand of them, and no more when a step takes longer."""
+    operations, pwrite = [], os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *what: operations.append("write") or pwrite(*what))
+    monkeypatch.setattr(heartbeat, "read", lambda path: operations.append("read"))
+    files = signs()
+    assert fcntl.fcntl(files.file, fcntl.F_GETFL) & os.O_DSYNC
+    opened = []
+    sys.addaudithook(lambda event, _: opened.append(event) if event == "open" and counting else None)
+    counting = True
+    for second in range(10_000):
+        signs.clock[0] += 1
+        monkeypatch.setattr(heartbeat, "step", second // 20)
+        files.beat()
+    counting = False
+    assert opened == [] and 50 < len(operations) < 10_000 * 0.01, len(operations)
+
+
+def test_a_step_that_takes_long_is_written_at_once(signs, monkeypatch, capfd):
+    """A quarter of the timeout after it began; after a half, once, rank 0 names who is behind. Rank 1 dies here."""
+    files = [signs(rank) for rank in range(3)]
+    monkeypatch.setattr(heartbeat, "main_stack", lambda: (["in a step"], "-", True))
+    for second in range(200):
+        signs.clock[0] += 1
+        for rank in (0, 1, 2):
+            step = min(second, 99 if rank == 1 else 100)
+            monkeypatch.setattr(heartbeat, "step", step)
+            if second < 110 or rank != 1:
+                files[rank].beat()
+        if second in (129, 130):
+            assert read_stands(files[2]) == (second == 130)
+    said = capfd.readouterr().err.splitlines()
+    gone = r"\[Rank 2 on \S+\] rank 1 on \S+ has given no sign of life for 1\d\d s; its last step is 0"
+    assert re.fullmatch(gone, said[2])
+    assert re.fullmatch(r"\[Rank 0 on \S+\] no step for 60 s. First to look at: rank 1 on \S+ \(step 0\), in", said[0])
+    assert len(said) == 3, said
+
+
+def read_stands(files: heartbeat.Files) -> bool:
+    return heartbeat.read(files.folder / str(files.rank))["stands"]
+
+
+def test_a_save_is_no_step_that_takes_long(signs, monkeypatch, capfd):
+    files = signs(0, 3)
+    monkeypatch.setattr(heartbeat, "step", 7)
+    for seconds, timeout in ((30, 120.0), (300, 1800.0), (50, 120.0)):
+        monkeypatch.setattr(heartbeat, "timeout", timeout)
+        for _ in range(seconds):
+            signs.clock[0] += 1
+            files.beat()
+    assert capfd.readouterr().err == ""
+    for _ in range(20):
+        signs.clock[0] += 1
+        files.beat()
+    assert "no step for 60 s" in capfd.readouterr().err
+
+
+def sign(rank: int, step: int, waits: bool, **other: object) -> dict:
+    """A heartbeat as of now, of a rank that has stood still for two minutes."""
+    known = {"rank": rank, "host": f"n{rank // 2}", "step": step, "time": time.time(), "stack": ["f"], "frame": "f"}
+    return known | {"waits": waits, "of": 6, "still": 120.0, "stands": True, "every": 2} | other
+
+
+@pytest.mark.parametrize(
+    ("steps", "waits", "silent", "exclude"),
+    [
+        ([9, 9, 9, 8, 9, 9], [False] * 6, [], "n1"),  # NCCL: the others wait for a GPU, outside torch.distributed
+        ([9, 9, 9, 8, 9, 9], [False] * 2 + [True] * 4, [], "n1"),
+        ([9] * 6, [True] * 3 + [False] + [True] * 2, [], "n1"),  # gloo: all at one step, one of them in no collective
+        ([9] * 6, [True] * 6, [], None),
+        ([9, 8, 9, 9, 9, 9], [False] * 6, [4], "n2"),
+        ([9] * 6, [True] * 6, [0, 5], "n0,n2"),
+    ],
+)
+def test_watch_job_excludes_the_node_of_the_stuck_rank_alone(steps, waits, silent, exclude, tmp_path):
+    folder = tmp_path / "log/7/ranks-0"
+    folder.mkdir(parents=True)
+    for rank in range(6):
+        old = {"time": time.time() - 100} if rank in silent else {}
+        (folder / str(rank)).write_text(json.dumps(sign(rank, steps[rank], waits[rank], **old)))
+    done = run(sys.executable, REPOSITORY / "aux/watch_job.py", 7, cwd=tmp_path)
+    assert done.returncode == (exclude is not None), done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.endswith(f" sbatch --exclude={exclude}" if exclude else "All 6 ranks are alive, at step 9."), last
+
+
+def test_asked_to_stop_beside_a_silent_rank(monkeypatch, capfd):
+    """It leaves after ten seconds of its own, and not when all are alive, or when the run has ended well."""
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(heartbeat, "JOB", f"test-{os.getpid()}")
+    monkeypatch.setattr(stop_request, "received", signal.SIGTERM)
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(heartbeat.faulthandler, "dump_traceback_later", lambda timeout: None)
+    ranks = [heartbeat.Datagrams(rank, 4, range(2, 4)) for rank in (2, 3)]
+    for _ in range(30):
+        for rank in ranks:
+            rank.beat()
+    assert ended == []
+    for _ in range(9):
+        ranks[0].beat()
+    assert ended == []
+    monkeypatch.setattr(heartbeat, "finished", True)
+    for _ in range(5):
+        ranks[0].beat()
+    assert ended == []
+    monkeypatch.setattr(heartbeat, "finished", False)
+    ranks[0].beat()
+    assert ended == [1]
+    gone = "asked to stop, but rank 3 on this node has given no sign of life for 10 s: without it this rank cannot save"
+    assert f"[Rank 2 on {heartbeat.HOST}] {gone}" in capfd.readouterr().err

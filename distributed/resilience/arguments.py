@@ -58,10 +58,13 @@ class ArgumentParser(argparse.ArgumentParser):
         self.add_argument("--deterministic", action="store_true", help=help)
 
     def add_timeout_arguments(self):
-        """How long a rank waits for others: long at the start, where nodes differ, and shorter in training."""
+        """How long a rank waits for others: long at the start and around files, so that it can be short in steps."""
         seconds = {"type": number(1), "metavar": "SECONDS"}
-        self.add_argument("--init-timeout", default=300, help="to wait for all ranks at the start", **seconds)
-        self.add_argument("--timeout", default=120, help="to wait for a rank in a step, a load or a save", **seconds)
+        help = "to wait for a rank at the start, until the first step is done"
+        self.add_argument("--init-timeout", default=300, help=help, **seconds)
+        self.add_argument("--timeout", default=120, help="to wait for a rank in a step", **seconds)
+        help = "to wait for a rank in a save, a load or an evaluation"
+        self.add_argument("--save-timeout", default=1800, help=help, **seconds)
 
     def parse_args(self, arguments: list[str] | None = None) -> argparse.Namespace:
         """Fills in the default folder for checkpoints, too, and sets what --deterministic needs before CUDA starts."""

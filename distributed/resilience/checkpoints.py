@@ -38,8 +38,8 @@ class Checkpoints:
     """The checkpoints of a run: files checkpoint_step_N.pt in args.checkpoint_dir, written by rank 0.
 
     `run` is what makes a run the same run (batch size, seed, ...), as plain values: only a run that is equal in all of
-    them can be resumed. Of `args` it uses checkpoint_dir, checkpoint_every, keep_checkpoints and resume. All methods
-    are collectives. A fault ends all ranks with one sentence.
+    them can be resumed. Of `args` it uses checkpoint_dir, checkpoint_every, keep_checkpoints, resume, timeout and
+    save_timeout. All methods are collectives. A fault ends all ranks with one sentence.
     """
 
     suffix = ".pt"
@@ -62,12 +62,14 @@ class Checkpoints:
         """
         if self.place.rank == 0 and (fault := claim(self.folder)):
             stop(fault)
-        if self.args.resume and (found := self.load(parts)):
+        with self.place.longer_timeout(self.args.save_timeout):
+            found = self.load(parts) if self.args.resume else None
+        if found:
             self.step, self.values = found.pop("step"), found
         elif self.args.resume and self.place.rank == 0 and (fault := missing(self.folder)):
             stop(fault)
         self.agreed_step, self.agree_next = self.step, self.step + 1
-        heartbeat.resume(self.step)
+        heartbeat.step = self.step
         if self.args.resume and self.place.rank == 0:
             resumed = f"Resumed after step {self.step}" if self.step else f"No whole checkpoint in {self.folder}"
             print(resumed, flush=True)
@@ -96,6 +98,7 @@ class Checkpoints:
         if overdue:
             self.saved_at = now
         self.agreed_step, self.agreed_at, self.agree_next = step, now, step + max(1, int(speed))
+        self.place.set_timeout(self.args.timeout)  # the first step is done
         return bool(save or overdue or asked), bool(asked)
 
     def save(self, step: int, parts: dict[str, Any], **values: Any):
@@ -104,7 +107,8 @@ class Checkpoints:
         One that cannot be written is a warning: older ones are kept, and the run continues.
         """
         self.step = step
-        self.failed = not self.write(step, parts, values)
+        with self.place.longer_timeout(self.args.save_timeout):
+            self.failed = not self.write(step, parts, values)
 
     def finish(self, result: str):
         """Prints the last line of a run, and leaves its outcome for the launcher, which requeues a stopped job."""

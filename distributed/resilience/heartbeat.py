@@ -1,85 +1,104 @@
-"""Heartbeats: every rank of a job keeps writing its last step into a file of its own, and reads its neighbour's.
+"""Heartbeats: every rank tells where it is, and that it is alive, so that the one that others wait for can be named.
 
 A rank that crashes ends the job by itself. One that is stuck (a stopped process, a cut link, a loader that waits for
-ever) makes all others wait, until their collective times out after --timeout seconds, and that error names the wrong
-ranks. So half-way to the timeout the job's log gets a sentence with the rank, the host and what it is doing.
+ever) makes all others wait, until their collective times out, and that error names the wrong ranks. So half-way to the
+timeout the job's log gets a sentence with the rank, the host and what it is doing. There are two kinds of heartbeats:
 
-The files are log/JOB/ranks-START/RANK, a line of JSON each; aux/watch_job.py shows them.
+- Files log/JOB/ranks-START/RANK, a line of JSON each, which aux/watch_job.py shows. A rank writes its own every two
+  seconds, and in a job of more than 60 ranks every world_size / 30 seconds: thirty writes a second in all, however many
+  ranks there are. At 4,096 ranks that is 7 operations a second per thousand ranks. When a step has taken a quarter, and
+  when it has taken half of the timeout, it writes at once. Only then, once, it reads: its neighbour's file, rank 0 all.
+- Datagrams between the ranks of a node, one a second, which no file system sees. NCCL does not always notice that a
+  peer is gone. A rank that has been asked to stop cannot save without it, and would wait until its collective times
+  out: when another one on its node has been silent for ten seconds, it ends at once.
 """
 
 import contextlib
 import faulthandler
 import json
 import os
+import socket
 import sys
 import threading
 import time
-import traceback
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from . import stop_request
 from .job import HOST, JOB, RESTART_COUNT
 
 LINE = 4096  # bytes, always as many: a reader never finds the end of an older, longer line
+SILENT = 10  # seconds
 
 step: int | None = None  # the last that this rank has done; None until it is known, as while a checkpoint is loaded
-known = threading.Event()  # set when the step has just become known
+timeout = 120.0  # seconds that collectives may take at present: see Place.set_timeout
+finished = False  # from now on a silent rank on this node is one that has ended well
 
 
-def resume(first_step: int):
-    """To be called once it is known where the run begins: the file has it at once."""
-    global step
-    step = first_step
-    known.set()
+def start(rank: int, world_size: int, local_ranks: Iterable[int]):
+    """Starts a thread for either kind: a file system that hangs must not look like a rank that has ended.
 
-
-def start(rank: int, world_size: int, timeout: float):
-    """Starts the heartbeat's thread, if this is a job. `timeout`, in seconds, is that of the collectives."""
-    if world_size > 1 and JOB != "none":
-        folder = Path("log", JOB, f"ranks-{RESTART_COUNT}")
+    `local_ranks` are the ranks of this node.
+    """
+    for kind in [Files] * (JOB != "none") + [Datagrams] * (sys.platform == "linux"):
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            file = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            heart = kind(rank, world_size, local_ranks)
         except OSError as error:
-            return report(rank, f"warning: no heartbeats in {folder}: {error.strerror}")
-        threading.Thread(target=beat, args=(file, folder, rank, world_size, timeout), daemon=True).start()
+            report(rank, f"warning: no heartbeats: {error}")
+        else:
+            threading.Thread(target=every_second, args=(heart.beat,), daemon=True).start()
 
 
-def beat(file: int, folder: Path, rank: int, world_size: int, timeout: float):
-    """Never ends. With 1,000 ranks a heartbeat every ten seconds is enough: a hundred a second for the file system."""
-    interval = max(min(2, timeout / 10), world_size / 100)
-    mine, neighbour = Unchanged(timeout / 2), Unchanged(timeout / 2)
+def every_second(beat: Callable[[], None]):
+    """Never ends."""
     while True:
-        faulthandler.dump_traceback_later(timeout)  # put off each time: it comes when not even this thread runs
+        beat()
+        time.sleep(1)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+class Files:
+    """This rank's file, and a look at the others' when there is no step for half of the timeout."""
+
+    def __init__(self, rank: int, world_size: int, local_ranks: Iterable[int]):
+        self.rank, self.world_size, self.folder = rank, world_size, Path("log", JOB, f"ranks-{RESTART_COUNT}")
+        self.phase, self.since, self.written, self.quarters = None, 0.0, 0.0, 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # O_DSYNC: an NFS client would keep what is written to itself for half a minute.
+        self.file = os.open(self.folder / str(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DSYNC, 0o666)
+
+    def beat(self):
+        now, interval = time.monotonic(), max(min(2, timeout / 10), self.world_size / 30)
+        news = self.phase is None or (self.phase[0] is None) != (step is None)
+        if (step, timeout) != self.phase:  # what a save has taken, with a timeout of its own, is no part of a step
+            self.phase, self.since = (step, timeout), now
+        still = now - self.since
+        quarters, before = min(int(4 * still / timeout), 2), self.quarters
+        if news or quarters != before or now - self.written >= interval:
+            self.write(still, interval, quarters > 0)
+            self.written, self.quarters = now, quarters
+        if quarters == 2 > before:
+            self.report_stuck()
+
+    def write(self, still: float, interval: float, stands: bool):
         stack, frame, waits = main_stack()
-        stuck = mine.too_long((step, stack))
-        sign = {"rank": rank, "host": HOST, "step": step, "time": time.time(), "stack": stack, "frame": frame}
-        sign |= {"waits": waits, "of": world_size, "still": time.monotonic() - mine.since}  # seconds at step and place
+        sign = {"rank": self.rank, "host": HOST, "step": step, "time": time.time(), "stack": stack, "frame": frame}
+        sign |= {"waits": waits, "of": self.world_size, "still": still, "stands": stands, "every": interval}  # seconds
         with contextlib.suppress(OSError):  # a full disk; the line is as long as the one that it overwrites
-            os.pwrite(file, json.dumps(sign).encode().ljust(LINE), 0)
-        other = read(folder / str((rank - 1) % world_size))
-        if neighbour.too_long(other) and other:
-            who = f"rank {other['rank']} on {other['host']}"
-            report(rank, f"{who} has given no sign of life for {timeout / 2:.0f} s; its last step is {other['step']}")
-        if stuck and rank == 0:
-            report(rank, describe_stuck([read(folder / str(other)) for other in range(world_size)], timeout / 2))
-        if known.wait(interval):
-            known.clear()
+            os.pwrite(self.file, json.dumps(sign).encode().ljust(LINE), 0)
 
-
-class Unchanged:
-    """Notices, once, that a value has stayed the same for too long."""
-
-    def __init__(self, seconds: float):
-        self.seconds, self.value, self.since, self.noticed = seconds, None, time.monotonic(), False
-
-    def too_long(self, value: object) -> bool:
-        now = time.monotonic()
-        if value != self.value:
-            self.value, self.since, self.noticed = value, now, False
-        due = not self.noticed and now - self.since > self.seconds
-        self.noticed = self.noticed or due
-        return due
+    def report_stuck(self):
+        """A neighbour that is alive stands still, too, and has written that when a quarter of the timeout was over."""
+        other = read(self.folder / str((self.rank - 1) % self.world_size))
+        if other and (age := time.time() - other["time"]) > timeout / 3:
+            who, last = f"rank {other['rank']} on {other['host']}", other["step"]
+            report(self.rank, f"{who} has given no sign of life for {age:.0f} s; its last step is {last}")
+        if self.rank == 0:
+            signs = [read(self.folder / str(other)) for other in range(self.world_size)]
+            report(self.rank, describe_stuck(signs, timeout / 2))
 
 
 def read(path: Path) -> dict | None:
@@ -94,14 +113,18 @@ def main_stack() -> tuple[list[str], str, bool]:
     """What this rank's main thread is doing: its stack, one frame of that, and whether it waits for other ranks.
 
     The stack has the innermost call last. The frame is the innermost one that is of a script, ours or the user's, and
-    not of a library; "-" if there is none.
+    not of a library; "-" if there is none. Unlike traceback.extract_stack this looks at no source file.
     """
-    frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+    frame, found = sys._current_frames()[threading.main_thread().ident], []
+    while frame:
+        found.insert(0, (frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    name, path, _ = found[-1]
     inside_torch = ("torch/distributed/", "torch/autograd/")  # gloo's collectives of a backward pass are in autograd
     # With NCCL, ranks wait where the result is read.
-    waits = any(part in frames[-1].filename for part in inside_torch) or frames[-1].name == "all_reduced"
-    shown = [f"{frame.name} ({frame.filename}:{frame.lineno})" for frame in frames]
-    own = [text for text, frame in zip(shown, frames, strict=True) if not of_a_library(frame.filename)]
+    waits = any(part in path for part in inside_torch) or name == "all_reduced"
+    shown = [f"{name} ({path}:{line})" for name, path, line in found]
+    own = [text for text, (_, path, _) in zip(shown, found, strict=True) if not of_a_library(path)]
     return shown[-12:], own[-1] if own else "-", waits
 
 
@@ -111,16 +134,59 @@ def of_a_library(path: str) -> bool:
     return path.startswith((library, "<")) or "/site-packages/" in path or "/dist-packages/" in path
 
 
+def behind(sign: dict) -> tuple[float, bool]:
+    """The key by which the ranks that others wait for come first.
+
+    NCCL is asynchronous: others get some steps further before they wait, and then not always inside torch.distributed.
+    So the lowest step counts, and at the same step who is in no collective.
+    """
+    return -1 if sign["step"] is None else sign["step"], sign["waits"]
+
+
 def describe_stuck(signs: list[dict | None], seconds: float) -> str:
-    """Who keeps the others waiting: those that are in no collective, or else the fewest that are at one place."""
+    """Who keeps the others waiting: those that are behind, or else the fewest that are at one place."""
     places = defaultdict(list)
     for sign in filter(None, signs):
-        places[sign["waits"], tuple(sign["stack"])].append(sign)
+        places[behind(sign), tuple(sign["stack"])].append(sign)
     groups = sorted(places.items(), key=lambda group: (group[0][0], len(group[1])))
     (_, stack), stuck = groups[0]
     ranks = ", ".join(f"rank {sign['rank']} on {sign['host']} (step {sign['step']})" for sign in stuck[:4])
     more = f" and {len(stuck) - 4} more" if len(stuck) > 4 else ""
     return f"no step for {seconds:.0f} s. First to look at: {ranks}{more}, in\n    " + "\n    ".join(stack)
+
+
+# --- datagrams --------------------------------------------------------------------------------------------------------
+
+
+class Datagrams:
+    """A socket of each rank on a node, in Linux' abstract namespace: no file stays behind."""
+
+    def __init__(self, rank: int, world_size: int, local_ranks: Iterable[int]):
+        job = f"\0heartbeat.{JOB}.{RESTART_COUNT}.{os.environ.get('MASTER_PORT')}"
+        names = {f"{job}.{other}".encode(): other for other in local_ranks}
+        self.rank, self.others = rank, {name: other for name, other in names.items() if other != rank}
+        self.missed: dict[int, int] = {}  # seconds, by rank, of this rank's own: one that is suspended counts none
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.setblocking(False)
+        self.socket.bind(f"{job}.{rank}")
+
+    def beat(self):
+        faulthandler.dump_traceback_later(timeout)  # put off each time: it comes when not even this thread runs
+        for other in self.others:
+            with contextlib.suppress(OSError):  # it does not listen yet, or no more
+                self.socket.sendto(b"alive", other)
+        for other in self.missed:
+            self.missed[other] += 1
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                _, sender = self.socket.recvfrom(16)
+                if sender in self.others:
+                    self.missed[self.others[sender]] = 0
+        silent = [other for other, missed in self.missed.items() if missed >= SILENT]
+        if silent and stop_request.received and not finished:
+            gone = f"rank {silent[0]} on this node has given no sign of life for {SILENT} s"
+            report(self.rank, f"asked to stop, but {gone}: without it this rank cannot save, and ends")
+            os._exit(1)
 
 
 def report(rank: int, sentence: str):

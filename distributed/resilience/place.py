@@ -5,20 +5,26 @@ fault which would make NCCL hang (two ranks on one GPU, a rank that trains alone
 sentence from one rank.
 """
 
+import contextlib
 import datetime
+import fcntl
 import io
+import itertools
 import json
 import os
+import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,13 +33,19 @@ import torch.distributed as dist
 from . import heartbeat, stop_request
 from .job import HOST, JOB, RESTART_COUNT
 
-# Parts of gloo's errors on the ranks whose peer has ended
+# Parts of gloo's and NCCL's errors on the ranks whose peer has ended, or has not come to a collective in time
 PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+PEER_IS_GONE += ("Timed out waiting", "remote process exited or there was a network error")
+CANNOT_CONNECT = (*PEER_IS_GONE, "connectFullMesh", "interface", "timeout")
+AGENT_PREFIX = f"/worker/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"  # in the store of torchrun's agent
 
 
 @dataclass
 class Place:
-    """One rank of a run. `launcher` is srun, torchrun, mp (spawn_ranks.py), environment or none (one process)."""
+    """One rank of a run. `launcher` is srun, torchrun, mp (spawn_ranks.py), environment or none (one process).
+
+    `groups` are the process groups that are used in steps, besides the default one: those of a device mesh.
+    """
 
     rank: int
     local_rank: int
@@ -41,6 +53,8 @@ class Place:
     device: torch.device
     store: dist.Store
     launcher: str
+    timeout: float = 0.0  # seconds, see set_timeout
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
 
     def all_reduced(self, values: torch.Tensor | Sequence[float], operation=dist.ReduceOp.SUM) -> list[float]:
         """The sum of each value over all ranks (or what `operation` says). A collective: every rank must call it."""
@@ -49,6 +63,30 @@ class Place:
         if self.world_size > 1:
             dist.all_reduce(values, operation)
         return values.tolist()
+
+    def barrier(self):
+        """Waits for all ranks. NCCL's barrier is an all-reduce, on the device that it is told."""
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def set_timeout(self, seconds: float):
+        """From now on a collective fails when a rank has not come to it within so long.
+
+        It is long until the first step is done (compilation, connections), short in steps (Checkpoints.due), and long
+        again in longer_timeout.
+        """
+        self.timeout = heartbeat.timeout = seconds
+        for group in (None, *self.groups) if dist.is_initialized() else ():
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+
+    @contextlib.contextmanager
+    def longer_timeout(self, seconds: float) -> Iterator[None]:
+        """Around what may take a rank longer than a step: a save, a load, an evaluation. By all ranks."""
+        before = self.timeout
+        self.set_timeout(max(seconds, before))
+        yield
+        self.barrier()  # in their next step the others would not wait long enough for one that is still writing
+        self.set_timeout(before)
 
     def stop(self, sentence: str):
         """Ends the run with status 1, on every rank that calls it. Rank 0 prints the sentence."""
@@ -70,7 +108,8 @@ class Place:
         down wants the interpreter's lock, and the process hangs or aborts (seen in one of ten runs with torch 2.13).
         """
         if dist.is_initialized():
-            dist.barrier()  # rank 0 may still be writing, and srun --wait ends the step some time after its first task
+            self.barrier()  # rank 0 may still be writing, and srun --wait ends the step some time after its first task
+            heartbeat.finished = True
             dist.destroy_process_group()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -78,10 +117,10 @@ class Place:
 
 
 def init_process_group(args: Namespace, fault: str | None = None, **columns: object) -> Place:
-    """Does the rendezvous, prints Step 0, and starts NCCL or gloo and the heartbeat.
+    """Does the rendezvous, prints Step 0, and starts the heartbeat and NCCL or gloo.
 
     `fault` is what is wrong on this rank, in one sentence: any rank's fault stops all of them. `columns` are shown in
-    Step 0 besides. `args` has device, and init_timeout and timeout in seconds.
+    Step 0 besides. `args` has device, and init_timeout in seconds.
     """
     launcher, rank, local_rank, world_size = find_ranks()
     set_up_output(rank)
@@ -90,16 +129,18 @@ def init_process_group(args: Namespace, fault: str | None = None, **columns: obj
     if launcher == "srun" and "OMP_NUM_THREADS" not in os.environ:  # typed by hand: every rank would use all CPUs
         torch.set_num_threads(int(os.environ.get("SLURM_CPUS_PER_TASK", 1)))
     timeout = datetime.timedelta(seconds=args.init_timeout)
+    heartbeat.timeout = args.init_timeout
     store = rendezvous(launcher, rank, local_rank, world_size, timeout)
     device, device_fault = choose_device(args.device, local_rank, world_size)
     columns = {"world size": world_size, "local rank": local_rank, "device": device, "launcher": launcher, **columns}
-    place = Place(rank, local_rank, world_size, device, store, launcher)
+    place = Place(rank, local_rank, world_size, device, store, launcher, args.init_timeout)
     step_zero(place, timeout, columns, device_fault or fault)
     if world_size > 1:
-        backend, timeout = "nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=args.timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        assert dist.get_world_size() == world_size
-        heartbeat.start(rank, world_size, args.timeout)
+        if device.type == "cuda" and os.environ.get("NCCL_DEBUG") != "INFO":  # DEBUG=1 sets that, to see everything
+            shorten_lost_peers(rank)
+        nodes = ranks_of_nodes(launcher, world_size)
+        heartbeat.start(rank, world_size, next(ranks for ranks in nodes if rank in ranks))
+        connect(place, timeout)
     return place
 
 
@@ -149,12 +190,28 @@ def set_up_output(rank: int):
     sys.excepthook = report
 
 
+def shorten_lost_peers(rank: int):
+    """What C++ prints to standard error, NCCL and its watchdog above all, goes through lost_peer.py from now on.
+
+    What Python prints does not. A process of its own, since the watchdog aborts this one in the midst of its page.
+    """
+    stderr = os.dup(2)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_request.SIGNALS)  # it inherits that, and ends after the rank
+    program = [sys.executable, "-IS", str(Path(__file__).with_name("lost_peer.py")), str(rank), HOST]
+    with subprocess.Popen(program, stdin=subprocess.PIPE).stdin as pipe:
+        os.dup2(pipe.fileno(), 2)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    sys.stderr = sys.__stderr__ = os.fdopen(stderr, "w", buffering=1, errors="backslashreplace")
+    os.environ.setdefault("NCCL_DEBUG_FILE", "/dev/stderr")  # its warnings go to standard output by default
+
+
 def wait_for_culprit():
     """At most 5 s, so that the rank that failed ends first: the job's last line names the first, and has its status.
 
     torchrun and the spawner end the other ranks of their node with SIGTERM before they name the rank in JOB_FAILURE.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     named = Path(os.environ.get("JOB_FAILURE", "/dev/null/none"))
     deadline = time.monotonic() + 5
     while stop_request.received != signal.SIGTERM and not named.exists() and time.monotonic() < deadline:
@@ -188,6 +245,7 @@ def rendezvous(launcher: str, rank: int, local_rank: int, world_size: int, timeo
     if world_size == 1:
         return dist.HashStore()
     address, port = find_address(launcher, rank, local_rank)
+    without_rank_0 = ranks_of_nodes(launcher, world_size)[-1][0] or 1  # the rank that says so
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent has opened the port
     # Not wait_for_workers: rank 0 names the missing ranks. It is the first whose patience ends.
     patience = timeout if rank == 0 else timeout + datetime.timedelta(seconds=30)
@@ -197,16 +255,17 @@ def rendezvous(launcher: str, rank: int, local_rank: int, world_size: int, timeo
         if "EADDRINUSE" in str(error):
             stop(f"port {port} on {address} is taken by another program: submit with MASTER_PORT=ANOTHER", rank)
         time.sleep(5)  # if rank 0 failed to open the store, it prints that, and this rank is ended
-        stop(f"no rendezvous at {address}:{port} within {timeout}: {str(error).splitlines()[0]}", rank)
+        sentence = f"no rendezvous at {address}:{port} within {timeout}: {str(error).splitlines()[0]}"
+        stop(sentence, rank, prints=rank in (0, without_rank_0))
     if agent:
-        store = dist.PrefixStore(f"/worker/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        store = dist.PrefixStore(AGENT_PREFIX, store)
     mine = f"job {JOB}, start {RESTART_COUNT}"
     if rank == 0:
         store.set("job", mine)
     try:
         owner = store.get("job").decode()
     except dist.DistError:
-        stop(f"rank 0 has not come to {address}:{port} within {patience}", rank, prints=rank == 1)
+        stop(f"rank 0 has not come to {address}:{port} within {patience}", rank, prints=rank == without_rank_0)
     if owner != mine:  # else the ranks of two jobs would train together, as far as they fit
         taken = f"{address}:{port} is the rendezvous of {owner}, not of {mine}: submit with MASTER_PORT=ANOTHER"
         stop(taken, rank, prints=rank == 0)
@@ -235,16 +294,36 @@ def world_size_fault(launcher: str, world_size: int) -> str | None:
     return None
 
 
+def ranks_of_nodes(launcher: str, world_size: int) -> list[range]:
+    """The ranks of each node, in the nodes' order. What is not known is taken for nodes with one rank each."""
+    if launcher == "srun":  # 4(x2),3: two nodes with 4 tasks and one with 3
+        found = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        counts = [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+    else:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun and spawn_ranks.py set it
+        counts = [local] * (world_size // local)
+    if sum(counts) != world_size:
+        counts = [1] * world_size
+    return [range(end - count, end) for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
+
+
+def hosts_of_step() -> list[str]:
+    """The nodes of this srun, as scontrol knows them; none where there is no scontrol, as in a container."""
+    try:
+        command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+        return subprocess.run(command, capture_output=True, text=True).stdout.split()
+    except (OSError, KeyError):
+        return []
+
+
 def find_address(launcher: str, rank: int, local_rank: int) -> tuple[str, int]:
     """MASTER_ADDR and MASTER_PORT, for `srun python SCRIPT` typed by hand from Slurm. Stops with a sentence."""
     env = os.environ
     if launcher == "srun" and "MASTER_ADDR" not in env:
-        try:
-            command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
-            env["MASTER_ADDR"] = subprocess.run(command, capture_output=True, text=True).stdout.split()[0]
-        except (OSError, KeyError, IndexError):
+        if not (hosts := hosts_of_step()):
             tasks = env["SLURM_NTASKS"]
             stop(f"{tasks} tasks without MASTER_ADDR, and no scontrol here: use a launcher", rank, prints=rank == 0)
+        env["MASTER_ADDR"] = hosts[0]
     if launcher == "srun":
         job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
         env.setdefault("MASTER_PORT", str(61000 + (job + 1009 * step) % 4536))
@@ -316,6 +395,7 @@ def step_zero(place: Place, timeout: datetime.timedelta, columns: dict, fault: s
     """Rank 0 prints `columns`, a line per rank. Any rank's fault, or one that only a comparison shows, stops all."""
     store, rank, world_size = place.store, place.rank, place.world_size
     mine = {"host": HOST, "fault": fault, "gpu": gpu_uuid(place.device), "torch": torch.__version__}
+    mine["interface"] = interface(backend_of(place.device)) if world_size > 1 else ""
     mine["columns"] = {name: str(value) for name, value in columns.items()}
     store.set(f"step 0/{rank}", json.dumps(mine))
     if rank != 0:
@@ -325,17 +405,18 @@ def step_zero(place: Place, timeout: datetime.timedelta, columns: dict, fault: s
                 wait_for_culprit()
             end()
         return
+    keys = [f"step 0/{other}" for other in range(world_size)]
+    there = set(keys)
     try:
-        ranks = [json.loads(store.get(f"step 0/{other}")) for other in range(world_size)]
-        verdict = first_fault(ranks)
+        store.wait(keys, timeout)
     except dist.DistError:
-        missing = [str(other) for other in range(world_size) if not store.check([f"step 0/{other}"])]
-        names = ", ".join(missing[:8]) + ", ..." * (len(missing) > 8)
-        count = f"{len(missing)} of {world_size} ranks have not come within {timeout}"
-        ranks, verdict = [], f"[Rank 0 on {HOST}] {count}: {names}"
+        there = {key for key in keys if store.check([key])}
+    ranks = [json.loads(store.get(key)) if key in there else None for key in keys]
+    come = [known for known in ranks if known]
+    verdict = first_fault(come) if len(come) == world_size else name_missing(place, ranks, timeout)
     name = "SLURMD_NODENAME" if "SLURMD_NODENAME" in os.environ else "host"
     print(f"Step 0: {world_size} rank{'s' if world_size > 1 else ''}", flush=True)
-    for other, known in enumerate(ranks):
+    for other, known in enumerate(ranks if len(come) == world_size else []):
         shown = " | ".join(f"{column}: {value}" for column, value in known["columns"].items())
         print(f"[Rank: {other} | {name}: {known['host']} | {shown}]", flush=True)
     if verdict:
@@ -343,11 +424,23 @@ def step_zero(place: Place, timeout: datetime.timedelta, columns: dict, fault: s
     store.set("step 0/verdict", verdict)
     if verdict:
         deadline = time.monotonic() + 5  # this process may be the store's host: it goes last
-        while store.add("step 0/ended", 0) < world_size - 1 and time.monotonic() < deadline:
+        while store.add("step 0/ended", 0) < len(come) - 1 and time.monotonic() < deadline:
             time.sleep(0.01)
-        if not fault and any(known["fault"] for known in ranks):
+        if not fault and any(known["fault"] for known in come):
             wait_for_culprit()
         end()
+
+
+def name_missing(place: Place, ranks: list[dict | None], timeout: datetime.timedelta) -> str:
+    """One sentence with the ranks that have not come; their hosts from Slurm, or from others of the same node."""
+    nodes, hosts = ranks_of_nodes(place.launcher, place.world_size), hosts_of_step()
+    hosts = hosts if len(hosts) == len(nodes) else [""] * len(nodes)
+    missing = []
+    for node, host in zip(nodes, hosts, strict=True):
+        host = next((known["host"] for rank in node if (known := ranks[rank])), host)
+        missing += [f"rank {rank}" + f" on {host}" * bool(host) for rank in node if not ranks[rank]]
+    named = ", ".join(missing[:8]) + ", ..." * (len(missing) > 8)
+    return f"[Rank 0 on {HOST}] {len(missing)} of {place.world_size} ranks have not come within {timeout}: {named}"
 
 
 def first_fault(ranks: list[dict]) -> str:
@@ -372,3 +465,88 @@ def first_fault(ranks: list[dict]) -> str:
                 f"ask for one GPU per rank (--gpus-per-node equal to the ranks of a node; without Slurm NPROC_PER_NODE)"
             )
     return ""
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+def connect(place: Place, timeout: datetime.timedelta):
+    """Starts NCCL or gloo, and makes the connections in one all-reduce, within `timeout`.
+
+    NCCL connects in its first collective, where its watchdog does not see it: with a wrong interface or a firewall that
+    would hang for ever. The sentence comes from the first rank that has waited long enough.
+    """
+    backend, lost = backend_of(place.device), f"their first all-reduce has not come through within {timeout}"
+    timer = threading.Timer(timeout.total_seconds(), report_not_connected, (place, lost))
+    timer.daemon = True
+    timer.start()
+    try:
+        dist.init_process_group(
+            backend, store=place.store, rank=place.rank, world_size=place.world_size, timeout=timeout
+        )
+        place.all_reduced([1])  # reads the result: on a GPU it is there only then
+    except RuntimeError as error:
+        if any(part in str(error) for part in CANNOT_CONNECT):
+            cause = re.sub(r"\[/.*?] ", "", "; ".join(str(error).splitlines()))  # without gloo's source file
+            report_not_connected(place, f"they cannot connect: {cause[:300]}")
+        raise
+    timer.cancel()
+
+
+def report_not_connected(place: Place, lost: str):
+    """Ends the run. The first rank that comes here names the interfaces, as every rank has written them in Step 0."""
+    hosts, first = defaultdict(list), False
+    with contextlib.suppress(dist.DistError, OSError):  # rank 0, the store's host, has ended
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection((address, port), timeout=10).close()
+        # A connection of its own: the main thread may be using the other one.
+        store = dist.TCPStore(address, port, None, False, datetime.timedelta(seconds=10), False)
+        store = dist.PrefixStore(AGENT_PREFIX, store) if isinstance(place.store, dist.PrefixStore) else store
+        first = store.add("not connected", 1) == 1
+        for rank in range(place.world_size) if first else ():
+            known = json.loads(store.get(f"step 0/{rank}"))
+            if known["host"] not in hosts[known["interface"]]:
+                hosts[known["interface"]].append(known["host"])
+        if first:
+            more = {name: f" and {len(some) - 3} more" * (len(some) > 3) for name, some in hosts.items()}
+            used = ", ".join(f"{name} on {', '.join(some[:3])}{more[name]}" for name, some in hosts.items())
+            variable = f"{backend_of(place.device).upper()}_SOCKET_IFNAME"
+            hint = f"{variable} in env.sh chooses one by which all nodes reach each other; or a firewall is in between"
+            sentence = f"all ranks are there, but {lost}. The interface is {used}: {hint}"
+            print(f"[Rank {place.rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)
+        deadline = time.monotonic() + 5
+        while place.rank == 0 and store.add("not connected", 0) < place.world_size and time.monotonic() < deadline:
+            time.sleep(0.01)  # the store's host goes last
+    if not first:
+        wait_for_culprit()
+    end()
+
+
+def backend_of(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def interface(backend: str) -> str:
+    """The network interface that NCCL or gloo takes here, by the rules in their manuals."""
+    if chosen := os.environ.get(f"{backend.upper()}_SOCKET_IFNAME"):
+        return chosen
+    names = [name for _, name in socket.if_nameindex()]
+    if backend == "nccl":  # the first that begins with ib, else one that is neither loopback nor Docker's
+        return min(
+            names, key=lambda name: (not name.startswith("ib"), name.startswith("lo"), name.startswith("docker"))
+        )
+    try:  # gloo: that of the address to which the host's own name resolves
+        own = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "that of a host name which does not resolve"
+    return next((name for name in names if address_of(name) == own), own)
+
+
+def address_of(name: str) -> str | None:
+    """The IPv4 address of a network interface."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()))  # Linux' SIOCGIFADDR
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])

@@ -2,7 +2,7 @@
 
 The hook is Checkpoints.due, which train_preemptible.py, train_fsdp.py and train_tp.py ask after every step.
 A requeued job is as fast as it can, unless the variable ALWAYS is set: what was to happen has happened.
-The variable LATE says how many seconds later the ranks begin.
+The variable LATE says how many seconds later the ranks begin, and MISSING which one never does.
 The rank that the variable STUCK names stays for ever in step 8; the one that HUNGRY names takes memory without end.
 """
 
@@ -19,6 +19,7 @@ from resilience import stop_request
 from resilience.job import RESTART_COUNT
 
 time.sleep(float(os.environ.get("LATE", 0)) if RESTART_COUNT == "0" else 0)
+time.sleep(600 if os.environ.get("MISSING") == os.environ.get("RANK", "") else 0)
 stop_request.listen()  # as the script itself does, before torch
 
 from resilience.checkpoints import Checkpoints
