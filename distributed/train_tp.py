@@ -192,14 +192,13 @@ def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
     """Leaves this rank its part of every weight: of its group's model, and of that again its replica's share."""
     for block in model.blocks:
         block.recompute = args.activation_checkpointing
+        if args.compile:  # what is recomputed: torch 2.13 cannot compile a checkpoint of DTensors
+            block.layer = torch.compile(block.layer)
     if mesh:
         parallelize_module(model, mesh["tensor"], parallel_plan(args.sequence_parallel))
         model.tie()  # parallelize_module has made two parameters of the one
         for block in model.blocks if args.dropout else []:
             block.attention.attend = with_own_dropout(block.attention.attend, mesh["tensor"].get_local_rank())
-    for part in model.blocks if mesh else [model]:
-        if args.compile:
-            part.compile()
     if mesh and mesh["data"].size() > 1:
         dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

@@ -377,7 +377,7 @@ print("deterministic algorithms:", torch.are_deterministic_algorithms_enabled())
 
 
 COMPILED = [("train_fsdp.py", 1, ()), ("train_fsdp.py", 2, ()), ("train_tp.py", 2, ())]
-COMPILED += [("train_tp.py", 2, ("--sequence-parallel",)), ("train_tp.py", 4, ())]
+COMPILED += [("train_tp.py", 2, ("--sequence-parallel",)), ("train_tp.py", 4, ("--activation-checkpointing",))]
 
 
 @pytest.mark.parametrize(("script", "ranks", "flags"), cells(COMPILED))
