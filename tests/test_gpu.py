@@ -154,7 +154,7 @@ def test_task(device, train, on_cpu, precision):
     expected, last = on_cpu(TASK)
     assert len(losses(log)) == STEPS
     assert losses(log)[0] == pytest.approx(expected[0], abs=0.1)
-    assert last_loss(log) == pytest.approx(last, abs=0.4)
+    assert last_loss(log) == pytest.approx(last, abs=0.2)
 
 
 @pytest.mark.gpu
