@@ -478,6 +478,9 @@ def connect(place: Place, timeout: datetime.timedelta):
     timer = threading.Timer(timeout.total_seconds(), report_not_connected, (place, lost))
     timer.daemon = True
     timer.start()
+    listens = signal.signal(
+        signal.SIGTERM, signal.SIG_DFL
+    )  # when another rank has printed it: there is nothing to save
     try:
         dist.init_process_group(
             backend, store=place.store, rank=place.rank, world_size=place.world_size, timeout=timeout
@@ -488,6 +491,7 @@ def connect(place: Place, timeout: datetime.timedelta):
             cause = re.sub(r"\[/.*?] ", "", "; ".join(str(error).splitlines()))  # without gloo's source file
             report_not_connected(place, f"they cannot connect: {cause[:300]}")
         raise
+    signal.signal(signal.SIGTERM, listens)
     timer.cancel()
 
 
