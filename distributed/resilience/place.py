@@ -516,9 +516,11 @@ def report_not_connected(place: Place, lost: str):
             hint = f"{variable} in env.sh chooses one by which all nodes reach each other; or a firewall is in between"
             sentence = f"all ranks are there, but {lost}. The interface is {used}: {hint}"
             print(f"[Rank {place.rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)
-            store.add("not connected", 1)
+            store.set("printed", "")
         deadline = time.monotonic() + 5  # rank 0, the store's host, goes last: when all have come, and one has printed
-        while place.rank == 0 and store.add("not connected", 0) <= place.world_size and time.monotonic() < deadline:
+        while place.rank == 0 and time.monotonic() < deadline:
+            if store.add("not connected", 0) >= place.world_size and store.check(["printed"]):
+                break
             time.sleep(0.01)
     if not first:
         wait_for_culprit()
