@@ -480,6 +480,9 @@ def connect(place: Place, timeout: datetime.timedelta):
     timer = threading.Timer(timeout.total_seconds(), report_not_connected, (place, lost))
     timer.daemon = True
     timer.start()
+    listens = signal.signal(
+        signal.SIGTERM, signal.SIG_DFL
+    )  # when another rank has printed it: there is nothing to save
     try:
         dist.init_process_group(
             backend, store=place.store, rank=place.rank, world_size=place.world_size, timeout=timeout
@@ -490,6 +493,7 @@ def connect(place: Place, timeout: datetime.timedelta):
             cause = re.sub(r"\[/.*?] ", "", "; ".join(str(error).splitlines()))  # without gloo's source file
             report_not_connected(place, f"they cannot connect: {cause[:300]}")
         raise
+    signal.signal(signal.SIGTERM, listens)
     timer.cancel()
 
 
@@ -514,9 +518,12 @@ def report_not_connected(place: Place, lost: str):
             hint = f"{variable} in env.sh chooses one by which all nodes reach each other; or a firewall is in between"
             sentence = f"all ranks are there, but {lost}. The interface is {used}: {hint}"
             print(f"[Rank {place.rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)
-        deadline = time.monotonic() + 5
-        while place.rank == 0 and store.add("not connected", 0) < place.world_size and time.monotonic() < deadline:
-            time.sleep(0.01)  # the store's host goes last
+            store.set("printed", "")
+        deadline = time.monotonic() + 5  # rank 0, the store's host, goes last: when all have come, and one has printed
+        while place.rank == 0 and time.monotonic() < deadline:
+            if store.add("not connected", 0) >= place.world_size and store.check(["printed"]):
+                break
+            time.sleep(0.01)
     if not first:
         wait_for_culprit()
     end()
