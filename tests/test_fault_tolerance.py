@@ -666,10 +666,10 @@ def test_what_cannot_be_loaded_now_is_not_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "owner", lambda folder: checkpoints.token())
     assert checkpoints.write(state, tmp_path, 5, 2)
     with pytest.raises(OSError, match=r"checkpoint_step_5.pt is not damaged, but cannot be loaded: .*decimal.Decimal"):
-        checkpoints.load_newest(tmp_path)
+        checkpoints.newest(tmp_path)
     monkeypatch.setattr(torch, "load", lambda *_, **__: (_ for _ in ()).throw(OSError(116, "Stale file handle")))
     with pytest.raises(OSError, match="Stale file handle"):
-        checkpoints.load_newest(tmp_path)
+        checkpoints.newest(tmp_path)
     assert [path.name for path in tmp_path.glob("*.pt")] == ["checkpoint_step_5.pt"]
 
 
@@ -763,7 +763,17 @@ def test_read_only_folder(cluster, disk, data, tmp_path):
 
 
 def test_corrupt_data(cluster, data, tmp_path):
-    """One bit is not as aux/prepare_data.py wrote it: a sentence from one rank, and no step."""
+    """One bit is not as aux/prepare_data.py wrote it: a sentence from one rank, and no step. A rank of each node has read."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(
+        "import hashlib, os, sys\n"
+        "sha256 = hashlib.sha256\n"
+        "def noting(*data, **options):\n"
+        "    if sys._getframe(1).f_code.co_filename.endswith('checksums.py'):\n"
+        "        open(os.environ['HASHED'] + os.environ['RANK'], 'w').close()\n"
+        "    return sha256(*data, **options)\n"
+        "hashlib.sha256 = noting\n"
+    )
 
     def scenario(way, script):
         folder = tmp_path / f"data-{way}"
@@ -771,13 +781,37 @@ def test_corrupt_data(cluster, data, tmp_path):
         file = next(folder.rglob("train-images-idx3-ubyte"), folder / "train.bin")
         subprocess.run("sha256sum train* > SHA256SUMS", shell=True, cwd=file.parent, check=True)
         file.write_bytes(flipped(file.read_bytes()))
-        job = Trial(cluster, way, script, {script: folder}, tmp_path / way).ends(40)
+        noted = {"PYTHONPATH": tmp_path / "site", "HASHED": tmp_path / f"hashed-{way}-by-"}
+        job = Trial(cluster, way, script, {script: folder}, tmp_path / way, **noted).ends(40)
         assert job.state == "FAILED" and job.exit_code == 1, job.log
         assert re.search(r": rank \d on node-\d+ ended with status 1$", job.log), job.log
+        assert {path.name for path in tmp_path.glob(f"hashed-{way}*")} == {f"hashed-{way}-by-{rank}" for rank in (0, 2)}
         assert job.log.count(f"{file} is damaged: it is not the file that SHA256SUMS beside it tells of; move") == 1
         assert "step=" not in job.log and "Traceback" not in job.log, job.log
 
     at_once(scenario, DIAGONAL[::2])
+
+
+def test_node_without_the_shared_folder(cluster, data, uninterrupted, tmp_path):
+    """Rank 0 has chosen a checkpoint, and another node does not see it: one sentence, and nothing is quarantined."""
+
+    def scenario(way, script, node):
+        out = tmp_path / way / "out"
+        shutil.copytree(uninterrupted(script), out)
+        lacking = f"node-{node + 1}"
+        assert cluster.exec("mount", "-t", "tmpfs", "tmpfs", out, node=lacking).returncode == 0
+        here = f"--nodelist=node-{node},{lacking}"
+        try:
+            job = Trial(cluster, way, script, data, tmp_path / way, "--resume", sbatch=[here], slow=0).ends(60)
+        finally:
+            cluster.exec("umount", out, node=lacking)
+        assert job.state == "FAILED" and job.exit_code == 1, job.log
+        newest = checkpoints.find(out)[0]
+        said = rf"^\[Rank 2 on {lacking}\] {newest} cannot be loaded here \(.*\), but by rank 0: all nodes must share"
+        assert len(re.findall(said, job.log, re.M)) == job.log.count("cannot be loaded") == 1, job.log
+        assert "damaged" not in job.log and "Traceback" not in job.log and "step=" not in job.log, job.log
+
+    at_once(scenario, [(*DIAGONAL[0], 3), (*DIAGONAL[1], 5)])
 
 
 def test_arguments_that_would_change_the_run_are_refused(data, one_rank, tmp_path):

@@ -1,17 +1,23 @@
 """The package resilience by itself, without a cluster: what it imports, the order of the data, and its sentences."""
 
+import json
+import math
 import re
 import socket
 import subprocess
 import sys
 import threading
+import zlib
 
 import pytest
+import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
+from char_transformer import peak_flops
 from conftest import REPOSITORY, environment, run
 from resilience import heartbeat
 from resilience.samplers import RunSampler
+from resilience.sharded_checkpoints import measure_files
 
 
 @pytest.mark.parametrize("module", ["arguments", "stop_request", "heartbeat", "checksums", "job"])
@@ -57,6 +63,37 @@ def test_a_loss_that_is_not_finite_ends_the_run(ranks, tiny, tmp_path):
     assert not list((tmp_path / "out").glob("*.pt"))
 
 
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("train_preemptible.py", ["--batch-size", 60]),  # 300 images: an epoch, with its evaluation, is five steps
+        ("train_fsdp.py", ["--batch-size", 12, "--eval-every", 5]),
+    ],
+)
+def test_time_that_saving_and_evaluation_take_is_in_no_throughput(script, options, tiny, text, tmp_path):
+    """A second for each save, one save after every step, and three seconds for each evaluation."""
+    code = (
+        "import runpy, sys, time; sys.path.insert(0, 'distributed')\n"
+        "from resilience import progress, sharded_checkpoints\n"
+        "def slower(method, seconds):\n"
+        "    return lambda *args, **options: (time.sleep(seconds), method(*args, **options))[1]\n"
+        "for kind in (sharded_checkpoints.Checkpoints, sharded_checkpoints.ShardedCheckpoints):\n"
+        "    kind.write = slower(kind.write, 1)\n"
+        "progress.Progress.log_evaluation = slower(progress.Progress.log_evaluation, 3)\n"
+        "sys.argv[0] = 'distributed/' + sys.argv.pop(1)\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    steps = ["--epochs", 2, "--max-steps", 8] if script == "train_preemptible.py" else ["--steps", 8]
+    command = [script, *options, *steps, "--data-dir", tiny if script == "train_preemptible.py" else text]
+    command += ["--checkpoint-dir", tmp_path, "--log-every", 2, "--checkpoint-every", 1]
+    done = run(sys.executable, "-c", code, *command)
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rates = [event[name] for event in events for name in event if name.endswith("_per_second")]
+    per_step = 60 if script == "train_preemptible.py" else 12 * 64
+    assert len(rates) == 4 and min(rates) > 1.5 * per_step, rates  # with the saves in them: 1.0 steps a second
+
+
 def test_ranks_that_never_come_are_named(tiny, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -100,3 +137,53 @@ def test_the_frame_of_a_heartbeat_is_never_a_library_s():
     thread.join()  # the main thread waits in threading.py
     [(stack, frame, waits)] = seen
     assert "threading.py" in stack[-1] and "test_resilience.py" in frame and not waits
+
+
+NAMES = {
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2500e12,
+    "NVIDIA L40S": 362e12,
+    "AMD Instinct MI300X": 1307e12,
+    "AMD Instinct MI300X OAM": 1307e12,
+    "NVIDIA A100-SXM4-40GB MIG 3g.20gb": None,
+    "NVIDIA A10": None,
+    "NVIDIA L40": None,
+    "NVIDIA GH200 480GB": None,
+    "NVIDIA H800": None,
+    "NVIDIA GB300": None,
+    "Tesla V100-SXM2-32GB": None,
+    "AMD Instinct MI300A": None,
+    "NVIDIA GeForce RTX 4090": None,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peak_flops_are_those_of_the_data_sheet_or_unknown(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = peak_flops(torch.device("cuda"))
+    assert found == NAMES[name] if NAMES[name] else math.isnan(found)
+    assert math.isnan(peak_flops(torch.device("cpu")))
+
+
+def test_a_rank_reads_its_own_file_of_a_sharded_checkpoint(tmp_path):
+    """Of a checkpoint of twelve ranks, on fewer, as many and more of them: every file once, whoever has written it."""
+    for name in (".metadata", "whole.json", *(f"__{rank}_{part}.distcp" for rank in range(12) for part in range(2))):
+        (tmp_path / name).write_text(name)
+    for world_size in (1, 5, 12, 16):
+        shares = [measure_files(tmp_path, rank, world_size) for rank in range(world_size)]
+        assert sorted(name for share in shares for name in share) == sorted(
+            path.name for path in tmp_path.iterdir() if path.name != "whole.json"
+        )
+        for rank, share in enumerate(shares):
+            assert world_size < 12 or share.keys() - {".metadata"} == {
+                f"__{rank}_{part}.distcp" for part in range(2) if rank < 12
+            }
+    assert shares[3]["__3_0.distcp"] == [12, zlib.crc32(b"__3_0.distcp")]

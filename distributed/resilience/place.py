@@ -33,7 +33,10 @@ PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken
 
 @dataclass
 class Place:
-    """One rank of a run. `launcher` is srun, torchrun, mp (spawn_ranks.py), environment or none (one process)."""
+    """One rank of a run. `launcher` is srun, torchrun, mp (spawn_ranks.py), environment or none (one process).
+
+    `seconds_saving` is the time that saving has taken so far: Progress leaves it out of the throughput.
+    """
 
     rank: int
     local_rank: int
@@ -41,6 +44,7 @@ class Place:
     device: torch.device
     store: dist.Store
     launcher: str
+    seconds_saving: float = 0.0
 
     def all_reduced(self, values: torch.Tensor | Sequence[float], operation=dist.ReduceOp.SUM) -> list[float]:
         """The sum of each value over all ranks (or what `operation` says). A collective: every rank must call it."""

@@ -9,6 +9,7 @@ Beware: the format's index (.metadata) is a Python pickle. Load only checkpoints
 
 import json
 import os
+import re
 import warnings
 import zlib
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from .checkpoints import (
     Checkpoints,
     find,
     first_line,
+    not_shared,
     prune,
     publish,
     quarantine,
@@ -47,7 +49,8 @@ class ShardedCheckpoints(Checkpoints):
         if found is None:
             return None
         path, metadata = found
-        self.compare(metadata.pop("run"))
+        if fault := self.other_run(metadata.pop("run")):
+            self.place.stop(fault)
         load(path, self.place, **parts)
         del metadata["files"]
         return metadata
@@ -97,6 +100,7 @@ def newest(folder: Path, place: Place) -> tuple[Path, dict] | None:
     if world_size > 1:
         dist.broadcast_object_list(candidates, src=0)
     for path in candidates[0]:
+        place.stop_if_any(None if path.exists() else not_shared(path, "it is not there"))  # which is no damage
         try:
             metadata = on_all_ranks(lambda path=path: read_metadata(path), world_size)[0]
             found = merged(on_all_ranks(lambda path=path: measure_files(path, rank, world_size), world_size))
@@ -157,9 +161,16 @@ def read_metadata(path: Path) -> dict:
 
 
 def measure_files(folder: Path, rank: int, world_size: int) -> dict[str, list[int]]:
-    """Length and CRC-32 of this rank's share of all files but whole.json."""
+    """Length and CRC-32 of this rank's share of all files but whole.json.
+
+    The files are named after the ranks that wrote them: __RANK_NUMBER.distcp. Each rank reads its own, which it has
+    just written, or will need to load its part of the model; another rank's would come over the network first.
+    """
     mine = {}
-    for path in sorted(path for path in folder.iterdir() if path.name != "whole.json")[rank::world_size]:
+    for path in folder.iterdir():
+        writer = re.match(r"__(\d+)_", path.name)
+        if path.name == "whole.json" or (int(writer[1]) if writer else 0) % world_size != rank:
+            continue
         length = checksum = 0
         with path.open("rb") as file:
             while part := file.read(1 << 24):
