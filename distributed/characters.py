@@ -22,8 +22,8 @@ def read_vocabulary(folder: Path) -> dict:
     return json.loads((Path(folder) / "vocabulary.json").read_text())
 
 
-def missing_data(folder: Path, context: int) -> str | None:
-    """What is wrong with the data in `folder` as one sentence, or None: files, sizes and checksums."""
+def missing_data(folder: Path, context: int, local_rank: int = 0) -> str | None:
+    """What is wrong in `folder` as one sentence, or None: files, sizes and, on local rank 0, checksums."""
     folder = Path(folder)
     remedy = "prepare it once, before the job: python aux/prepare_data.py shakespeare"
     try:
@@ -31,7 +31,9 @@ def missing_data(folder: Path, context: int) -> str | None:
         itemsize = DTYPES[vocabulary["dtype"]].itemsize
         sizes = {split: (vocabulary[f"{split}_tokens"], folder / f"{split}.bin") for split in ("train", "val")}
         wrong = next((path for count, path in sizes.values() if path.stat().st_size != count * itemsize), None)
-        damage = f"{wrong} is not as long as in vocabulary.json beside it" if wrong else checksums.damaged(folder)
+        damage = f"{wrong} is not as long as in vocabulary.json beside it" if wrong else None
+        if local_rank == 0:  # once per node: it reads every file whole
+            damage = damage or checksums.damaged(folder)
     except OSError as error:
         return f"no prepared text at {error.filename} ({error.strerror}); {remedy}"
     except (ValueError, KeyError) as error:

@@ -115,7 +115,8 @@ def find_fault(args: Namespace) -> str | None:
     _, rank, local_rank, world_size = find_ranks()
     if args.sample:
         return "--sample takes one process: start it with python, without a launcher" if world_size > 1 else None
-    fault = characters.missing_data(args.data_dir, args.context) or bad_sizes(args, rank, local_rank, world_size)
+    fault = characters.missing_data(args.data_dir, args.context, local_rank)
+    fault = fault or bad_sizes(args, rank, local_rank, world_size)
     return fault or ShardedCheckpoints.conflict(args)
 
 

@@ -67,7 +67,7 @@ rank, device = place.rank, place.device
 # --- data -------------------------------------------------------------------------------------------------------------
 
 files = Path(args.data_dir, "MNIST/raw")
-fault = checksums.damaged(files)
+fault = checksums.damaged(files) if place.local_rank == 0 else None  # once per node; mnist.load compares sizes
 fault = fault and f"{fault}; move it away and prepare it again: python aux/prepare_data.py mnist"
 try:  # EDIT: your data; two TensorDatasets of images (n, 1, 28, 28) float32 and labels (n,) int64
     train_set, test_set = mnist.load(args.data_dir)
@@ -76,7 +76,8 @@ try:  # EDIT: your data; two TensorDatasets of images (n, 1, 28, 28) float32 and
 except ValueError as error:
     fault = str(error)
 place.stop_if_any(fault)
-identity = [checksums.sha256(path)[:12] for path in sorted(files.glob("train-*-ubyte"))]  # other data: another run
+trained_on = sorted(files.glob("train-*-ubyte")) if rank == 0 else []  # other data: another run, which rank 0 notices
+identity = [checksums.of(path)[:12] for path in trained_on]
 source = mnist.describe(args.data_dir)
 steps_per_epoch = len(train_set) // args.batch_size
 total_steps = min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
@@ -124,7 +125,7 @@ progress = Progress(args, place, "images", args.batch_size, first, total_steps)
 model.train()
 for step, (images, labels) in enumerate(train_loader, start=first + 1):
     torch.manual_seed(seed_from(args.seed, step, rank))  # of dropout: the same after a resume, in the midst of an epoch
-    images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+    images, labels = (tensor.to(device, non_blocking=device.type == "cuda") for tensor in (images, labels))
     with autocast:
         loss = F.cross_entropy(ddp(images).float(), labels)
     optimizer.zero_grad()

@@ -115,7 +115,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
         ddp_model.train()
         start = time.monotonic()
         for step, (images, labels) in enumerate(loader, 1):
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            images, labels = (tensor.to(device, non_blocking=device.type == "cuda") for tensor in (images, labels))
             with autocast:
                 batch_loss = nn.functional.cross_entropy(ddp_model(images), labels)
             optimizer.zero_grad()

@@ -6,6 +6,7 @@ dropout on. Without options a quick part runs: `pytest -m faults` is the whole o
 
 import decimal
 import os
+import pickle
 import random
 import re
 import shutil
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import chaos
 from conftest import LAUNCHERS, REPOSITORY, Cluster, Job, at_once, cells, environment, note, read_metrics, run
 from resilience import checkpoints
+from resilience.place import Place
 
 DDP = ["--epochs", 3, "--batch-size", 20, "--log-every", 1]  # 300 images: 45 steps
 LANGUAGE_MODEL = ["--layers", 2, "--heads", 4, "--width", 32, "--context", 32, "--batch-size", 8, "--dropout", 0.2]
@@ -688,6 +691,97 @@ def test_damaged_checkpoint(cases, cluster, data, uninterrupted, tmp_path):
     at_once(scenario, cases)
 
 
+def hold(folder: Path, *steps: int) -> Path:
+    """A folder for the variable HOLD of slowly.py: the checkpoints of these steps are not whole until it is changed."""
+    folder.mkdir()
+    for step in steps:
+        (folder / str(step)).touch()
+    return folder
+
+
+def test_killed_while_a_checkpoint_is_written_asynchronously(data, uninterrupted, tmp_path):
+    """The steps go on meanwhile, and it is published later; of one that is not whole nothing is left after a resume."""
+    out, held = tmp_path / "out", hold(tmp_path / "hold", 10, 20)
+    command = ["./torchrun.sh", "tests/scripts/slowly.py", "0.1", "distributed/train_fsdp.py", *LANGUAGE_MODEL]
+    command += ["--data-dir", data["train_fsdp.py"], "--checkpoint-dir", out, "--checkpoint-every", 10]
+    four = {"NPROC_PER_NODE": 4, "OMP_NUM_THREADS": 1}
+    options = {"cwd": REPOSITORY, "env": environment(HOLD=held, **four), "start_new_session": True, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    names = {}
+    with subprocess.Popen([str(part) for part in command], **options, **pipes) as process:
+        timer = threading.Timer(120, os.killpg, (process.pid, signal.SIGKILL))
+        timer.start()
+        try:
+            for line in process.stdout:
+                if step := re.match(r"step=(15|25)/", line):
+                    names[int(step[1])] = {path.name for path in out.glob("*checkpoint*")}
+                    (held / "10").unlink(missing_ok=True)
+                if 25 in names:
+                    break
+        finally:
+            timer.cancel()
+            os.killpg(process.pid, signal.SIGKILL)
+    assert names == {
+        15: {".checkpoint_step_10.none.0.tmp"},
+        25: {"checkpoint_step_10", ".checkpoint_step_20.none.0.tmp"},
+    }
+    command[2] = "0"
+    again = run(*command, "--resume", env=environment(HOLD=tmp_path / "none", **four))
+    assert again.returncode == 0 and "Resumed after step 10" in again.stdout, again.stderr
+    assert sorted(path.name for path in out.glob("*checkpoint*")) == ["checkpoint_step_40", "checkpoint_step_45"]
+    assert_same_run(out, uninterrupted("train_fsdp.py"))
+
+
+def test_superseded_while_a_checkpoint_is_written_asynchronously(data, tmp_path):
+    out, held = tmp_path / "out", hold(tmp_path / "hold", 45)
+    command = [sys.executable, "tests/scripts/slowly.py", "0", "distributed/train_fsdp.py", *LANGUAGE_MODEL]
+    command += ["--data-dir", data["train_fsdp.py"], "--checkpoint-dir", out, "--checkpoint-every", 30]
+    options = {"cwd": REPOSITORY, "env": environment(HOLD=held, OMP_NUM_THREADS=1), "text": True}
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen([str(part) for part in command], **options, **pipes) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not list(out.glob(".checkpoint_step_45.*")):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            (out / "owner").write_text("job 8, start 0, node-3:4711")
+            (held / "45").unlink()
+            _, stderr = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 1 and "now belongs to another attempt (job 8, start 0, node-3:4711)" in stderr, stderr
+    assert [path.name for path in checkpoints.find(out)] == ["checkpoint_step_30"]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_checkpoint_that_was_written_asynchronously(damage, data, one_rank, tmp_path):
+    command = [sys.executable, "tests/scripts/slowly.py", "0", "distributed/train_fsdp.py", *LANGUAGE_MODEL]
+    command += ["--data-dir", data["train_fsdp.py"], "--checkpoint-dir", tmp_path / "out", "--checkpoint-every", 30]
+    env = environment(HOLD=tmp_path, OMP_NUM_THREADS=1)
+    assert run(*command, env=env).returncode == 0
+    newest, before = checkpoints.find(tmp_path / "out")
+    file = max(newest.glob("*.distcp"))
+    file.write_bytes(damage(file.read_bytes()))
+    done = run(*command, "--resume", env=env)
+    assert done.returncode == 0 and f"checkpoint {newest} is damaged and skipped" in done.stderr, done.stderr
+    assert f"Resumed after step {checkpoints.step_of(before)}" in done.stdout
+    assert_same_run(tmp_path / "out", one_rank("train_fsdp.py"))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("cases", [DIAGONAL[1:]], ids=GROUPS[:1])
+def test_usr1_while_checkpoints_are_written_asynchronously(cases, cluster, data, uninterrupted, tmp_path):
+    def scenario(way, script):
+        trial = Trial(cluster, way, script, data, tmp_path / way, "--checkpoint-every", 2, HOLD=tmp_path)
+        trial.train_a_little()
+        trial.signal("--signal=USR1")
+        trial.wait_for("^Stopped after step .*requeued$", 15)
+        trial.is_equal_after_a_restart(uninterrupted(script))
+
+    at_once(scenario, cases)
+
+
 def test_damaged_checkpoints_never_push_out_whole_ones(data, tmp_path):
     """Two that cannot be read, of later steps: they are quarantined, and two of this run are kept."""
     assert alone("train_preemptible.py", data, tmp_path, "--max-steps", 5).returncode == 0
@@ -720,11 +814,51 @@ def test_what_cannot_be_loaded_now_is_not_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "owner", lambda folder: checkpoints.token())
     assert checkpoints.write(state, tmp_path, 5, 2)
     with pytest.raises(OSError, match=r"checkpoint_step_5.pt is not damaged, but cannot be loaded: .*decimal.Decimal"):
-        checkpoints.load_newest(tmp_path)
+        checkpoints.newest(tmp_path)
     monkeypatch.setattr(torch, "load", lambda *_, **__: (_ for _ in ()).throw(OSError(116, "Stale file handle")))
     with pytest.raises(OSError, match="Stale file handle"):
-        checkpoints.load_newest(tmp_path)
+        checkpoints.newest(tmp_path)
     assert [path.name for path in tmp_path.glob("*.pt")] == ["checkpoint_step_5.pt"]
+
+
+def test_a_checkpoint_travels_as_a_path(tmp_path, monkeypatch):
+    """What rank 0 sends is small. All ranks map the file, keep nothing of the mapping, and take no other one for it."""
+    model = torch.nn.Linear(1000, 1000)
+    optimizer = torch.optim.SGD(model.parameters(), 1, momentum=0.9)
+    model(torch.ones(1000)).sum().backward()
+    optimizer.step()
+    args = Namespace(checkpoint_dir=tmp_path, checkpoint_every=(1, "steps"), keep_checkpoints=2, resume=True)
+    parts, sent, loads, load = {"model": model, "optimizer": optimizer}, [], [], torch.load
+    monkeypatch.setattr(torch, "load", lambda path, **options: (loads.append(options), load(path, **options))[1])
+    monkeypatch.setattr(Place, "stop_if_any", lambda place, fault: fault and sys.exit(fault))
+
+    def checkpoints_of(rank: int) -> checkpoints.Checkpoints:
+        place = Place(rank, rank, 2, torch.device("cpu"), None, "mp")
+        return checkpoints.Checkpoints(args, place, {"seed": 0}, 9)
+
+    assert checkpoints_of(0).write(5, parts, {"best": 0.5})
+    expected = [value.clone() for value in (*model.state_dict().values(), *optimizer_state(optimizer))]
+    monkeypatch.setattr(checkpoints.dist, "broadcast_object_list", lambda found, **_: sent.extend(found))
+    checkpoints_of(0).load(parts)
+    assert len(pickle.dumps(sent)) < 1000 < (tmp_path / "checkpoint_step_5.pt").stat().st_size
+
+    monkeypatch.setattr(checkpoints.dist, "broadcast_object_list", lambda found, **_: found.__setitem__(0, sent[0]))
+    for value in (*model.state_dict().values(), *optimizer_state(optimizer)):
+        value.zero_()
+    assert checkpoints_of(1).load(parts) == {"step": 5, "best": 0.5}
+    with (tmp_path / "checkpoint_step_5.pt").open("r+b") as file:
+        file.write(bytes(10**7))
+    found = [*model.state_dict().values(), *optimizer_state(optimizer)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert all(options == {"map_location": "cpu", "mmap": True, "weights_only": True} for options in loads)
+
+    checkpoints_of(0).write(5, {"model": torch.nn.Linear(1000, 1000), "optimizer": optimizer}, {})
+    with pytest.raises(SystemExit, match=r"cannot be loaded here \(it is another file\), but by rank 0"):
+        checkpoints_of(1).load(parts)
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [values["momentum_buffer"] for values in optimizer.state.values()]
 
 
 def test_holes_in_the_metrics_are_dropped(data, one_rank, tmp_path):
@@ -777,15 +911,18 @@ def remount(disk: Path, option: str):
     subprocess.run(["mount", "-o", f"remount,{option}", disk], check=True)
 
 
-@pytest.mark.parametrize(("way", "script"), cells(DIAGONAL[:2]))
-def test_full_disk(way, script, cluster, disk, data, uninterrupted, tmp_path):
+FULL = [(*DIAGONAL[0], ""), (*DIAGONAL[1], ""), (*DIAGONAL[1], "asynchronously")]
+
+
+@pytest.mark.parametrize(("way", "script", "how"), cells(FULL))
+def test_full_disk(way, script, how, cluster, disk, data, uninterrupted, tmp_path):
     """Old checkpoints are kept, the run continues, and only an end that cannot be saved is a failure."""
     out, reference = disk / script, uninterrupted(script)
     size = sum(file.stat().st_size for file in reference.rglob("*") if file.is_file()) // 2  # of one checkpoint
     remount(disk, f"size={size // 1024 + 200}k")
     try:
         often = ("--checkpoint-every", 10, "--keep-checkpoints", 4, "--checkpoint-dir", out)
-        job = Trial(cluster, way, script, data, tmp_path, *often, slow=0).ends()
+        job = Trial(cluster, way, script, data, tmp_path, *often, slow=0, **{"HOLD": tmp_path} if how else {}).ends()
         assert job.state == "FAILED" and job.exit_code == 1, job.log
         assert job.log.count("the last steps could not be saved") == 1 and "No space left" in job.log, job.log
         assert re.search(r"^step=45/", job.log, re.M) and "Traceback" not in job.log, job.log
@@ -817,7 +954,17 @@ def test_read_only_folder(cluster, disk, data, tmp_path):
 
 
 def test_corrupt_data(cluster, data, tmp_path):
-    """One bit is not as aux/prepare_data.py wrote it: a sentence from one rank, and no step."""
+    """One bit is not as aux/prepare_data.py wrote it: one sentence, and no step. A node's first rank has found it."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(
+        "import hashlib, os, sys\n"
+        "sha256 = hashlib.sha256\n"
+        "def noting(*data, **options):\n"
+        "    if sys._getframe(1).f_code.co_filename.endswith('checksums.py'):\n"
+        "        open(os.environ['HASHED'] + os.environ['RANK'], 'w').close()\n"
+        "    return sha256(*data, **options)\n"
+        "hashlib.sha256 = noting\n"
+    )
 
     def scenario(way, script):
         folder = tmp_path / f"data-{way}"
@@ -825,13 +972,37 @@ def test_corrupt_data(cluster, data, tmp_path):
         file = next(folder.rglob("train-images-idx3-ubyte"), folder / "train.bin")
         subprocess.run("sha256sum train* > SHA256SUMS", shell=True, cwd=file.parent, check=True)
         file.write_bytes(flipped(file.read_bytes()))
-        job = Trial(cluster, way, script, {script: folder}, tmp_path / way).ends(40)
+        noted = {"PYTHONPATH": tmp_path / "site", "HASHED": tmp_path / f"hashed-{way}-by-"}
+        job = Trial(cluster, way, script, {script: folder}, tmp_path / way, **noted).ends(40)
         assert job.state == "FAILED" and job.exit_code == 1, job.log
         assert re.search(r": rank \d on node-\d+ ended with status 1$", job.log), job.log
+        assert {path.name for path in tmp_path.glob(f"hashed-{way}*")} == {f"hashed-{way}-by-{rank}" for rank in (0, 2)}
         assert job.log.count(f"{file} is damaged: it is not the file that SHA256SUMS beside it tells of; move") == 1
         assert "step=" not in job.log and "Traceback" not in job.log, job.log
 
     at_once(scenario, DIAGONAL[::2])
+
+
+def test_node_without_the_shared_folder(cluster, data, uninterrupted, tmp_path):
+    """Rank 0 has chosen a checkpoint, and another node does not see it: one sentence, and nothing is quarantined."""
+
+    def scenario(way, script, node):
+        out = tmp_path / way / "out"
+        shutil.copytree(uninterrupted(script), out)
+        lacking = f"node-{node + 1}"
+        assert cluster.exec("mount", "-t", "tmpfs", "tmpfs", out, node=lacking).returncode == 0
+        here = f"--nodelist=node-{node},{lacking}"
+        try:
+            job = Trial(cluster, way, script, data, tmp_path / way, "--resume", sbatch=[here], slow=0).ends(60)
+        finally:
+            cluster.exec("umount", out, node=lacking)
+        assert job.state == "FAILED" and job.exit_code == 1, job.log
+        newest = checkpoints.find(out)[0]
+        said = rf"^\[Rank 2 on {lacking}\] {newest} cannot be loaded here \(.*\), but by rank 0: all nodes must share"
+        assert len(re.findall(said, job.log, re.M)) == job.log.count("cannot be loaded") == 1, job.log
+        assert "damaged" not in job.log and "Traceback" not in job.log and "step=" not in job.log, job.log
+
+    at_once(scenario, [(*DIAGONAL[0], 3), (*DIAGONAL[1], 5)])
 
 
 def test_arguments_that_would_change_the_run_are_refused(data, one_rank, tmp_path):

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import re
 import signal
@@ -10,15 +11,18 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from conftest import REPOSITORY, environment, run
+from char_transformer import peak_flops
+from conftest import REPOSITORY, cells, environment, read_metrics, run
 from resilience import heartbeat, place, stop_request
 from resilience.samplers import RunSampler
+from resilience.sharded_checkpoints import measure_files
 
 
 @pytest.mark.parametrize("module", ["arguments", "stop_request", "heartbeat", "checksums", "job"])
@@ -62,6 +66,32 @@ def test_a_loss_that_is_not_finite_ends_the_run(ranks, tiny, tmp_path):
     said = re.findall(r"^\[Rank \d on .*the loss is (?:nan|inf) at step \d+: try a lower", done.stderr, re.M)
     assert len(said) == 1 and "Traceback" not in re.sub(r"(?s)^.*elastic.*", "", done.stderr), done.stderr
     assert not list((tmp_path / "out").glob("*.pt"))
+
+
+@pytest.mark.parametrize("script", cells([("train_fsdp.py",), ("train_preemptible.py",)], ("train_fsdp.py",)))
+def test_time_that_saving_and_evaluation_take_is_in_no_throughput(script, tiny, text, tmp_path):
+    """Half a second for each save, one save after every step, and a second for each evaluation, one in two steps."""
+    code = (
+        "import runpy, sys, time; sys.path.insert(0, 'distributed')\n"
+        "from resilience import progress, sharded_checkpoints\n"
+        "def slower(method, seconds):\n"
+        "    return lambda *args, **options: (time.sleep(seconds), method(*args, **options))[1]\n"
+        "for kind in (sharded_checkpoints.Checkpoints, sharded_checkpoints.ShardedCheckpoints):\n"
+        "    kind.write = slower(kind.write, 0.5)\n"
+        "progress.Progress.log_evaluation = slower(progress.Progress.log_evaluation, 1)\n"
+        "sys.argv[0] = 'distributed/' + sys.argv.pop(1)\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    command = [script, "--batch-size", 12, "--steps", 4, "--eval-every", 2, "--eval-windows", 8, "--data-dir", text]
+    if script == "train_preemptible.py":  # 300 images: an epoch, with its evaluation, is two steps
+        command = [script, "--batch-size", 150, "--epochs", 2, "--data-dir", tiny]
+    command += ["--checkpoint-dir", tmp_path, "--log-every", 2, "--checkpoint-every", 1]
+    done = run(sys.executable, "-c", code, *command)
+    assert done.returncode == 0, done.stderr
+    rates = [event[name] for event in read_metrics(tmp_path) for name in event if name.endswith("_per_second")]
+    per_step = 150 if script == "train_preemptible.py" else 12 * 64
+    # Of the second line, two steps come with two saves and an evaluation: with one of these, two steps a second.
+    assert len(rates) == 2 and rates[1] > 2.5 * per_step, rates
 
 
 def free_port() -> int:
@@ -403,3 +433,53 @@ def test_asked_to_stop_beside_a_silent_rank(monkeypatch, capfd):
     assert ended == [1]
     gone = "asked to stop, but rank 3 on this node has given no sign of life for 10 s: without it this rank cannot save"
     assert f"[Rank 2 on {heartbeat.HOST}] {gone}" in capfd.readouterr().err
+
+
+NAMES = {
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2500e12,
+    "NVIDIA L40S": 362e12,
+    "AMD Instinct MI300X": 1307e12,
+    "AMD Instinct MI300X OAM": 1307e12,
+    "NVIDIA A100-SXM4-40GB MIG 3g.20gb": None,
+    "NVIDIA A10": None,
+    "NVIDIA L40": None,
+    "NVIDIA GH200 480GB": None,
+    "NVIDIA H800": None,
+    "NVIDIA GB300": None,
+    "Tesla V100-SXM2-32GB": None,
+    "AMD Instinct MI300A": None,
+    "NVIDIA GeForce RTX 4090": None,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peak_flops_are_those_of_the_data_sheet_or_unknown(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = peak_flops(torch.device("cuda"))
+    assert found == NAMES[name] if NAMES[name] else math.isnan(found)
+    assert math.isnan(peak_flops(torch.device("cpu")))
+
+
+def test_a_rank_reads_its_own_file_of_a_sharded_checkpoint(tmp_path):
+    """Of a checkpoint of twelve ranks, on fewer, as many and more of them: every file once, whoever has written it."""
+    for name in (".metadata", "whole.json", *(f"__{rank}_{part}.distcp" for rank in range(12) for part in range(2))):
+        (tmp_path / name).write_text(name)
+    for world_size in (1, 5, 12, 16):
+        shares = [measure_files(tmp_path, rank, world_size) for rank in range(world_size)]
+        assert sorted(name for share in shares for name in share) == sorted(
+            path.name for path in tmp_path.iterdir() if path.name != "whole.json"
+        )
+        for rank, share in enumerate(shares):
+            assert world_size < 12 or share.keys() - {".metadata"} == {
+                f"__{rank}_{part}.distcp" for part in range(2) if rank < 12
+            }
+    assert shares[3]["__3_0.distcp"] == [12, zlib.crc32(b"__3_0.distcp")]

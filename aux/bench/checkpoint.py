@@ -6,10 +6,13 @@
     ./torchrun.sh aux/bench/checkpoint.py         # two, who have to agree
     python aux/bench/checkpoint.py --check        # status 1 when a ratio is more than the one stated below
 
-One model is trained, in turns of ten steps: without saving or asking whether to stop, asking after every step
+A small model is trained, in turns of ten steps: without saving or asking whether to stop, asking after every step
 (Checkpoints.due, as train_fsdp.py does), and asking and saving every 200 steps. A round is 200 steps of each, so
 with its share of one checkpoint; printed are the medians of the rounds' ratios. Turns are that short, and the tensors
 the same, because the machine's speed drifts, and three models in three places of its memory differ by 2 %.
+
+Then a model with 128 MB of weights and optimizer state is saved at once and asynchronously in turn: printed is how long
+the steps have to wait for each, in the second case to copy the state and, later, to publish what has been written.
 """
 
 import math
@@ -46,17 +49,20 @@ import characters
 import train_fsdp
 from language_model import choose_precision
 from resilience.place import Place, end, init_process_group
+from resilience.sharded_checkpoints import size_of, state_of
 
 # --- main -------------------------------------------------------------------------------------------------------------
 
 STEPS, TURN = 200, 10
+LARGE = ["--layers", "6", "--heads", "6", "--width", "384"]
+LOWEST = 3  # times as long as an asynchronous save of it, a plain one makes the steps wait
 HIGHEST = {"asks": 1.01, "asks and saves": 1.02}  # times as long as the bare steps
 
 
-def training_arguments(data_dir: Path, folder: Path, saves: bool) -> Namespace:
+def training_arguments(data_dir: Path, folder: Path, saves: bool, *others: str) -> Namespace:
     """train_fsdp.py's, at nanoGPT's CPU settings."""
     sys.argv = ["train_fsdp.py", "--data-dir", str(data_dir), "--checkpoint-dir", str(folder), "--device", "cpu"]
-    sys.argv += ["--checkpoint-every", str(STEPS) if saves else "1000000"]
+    sys.argv += ["--checkpoint-every", str(STEPS) if saves else "1000000", *others]
     return train_fsdp.parse_arguments()
 
 
@@ -95,12 +101,41 @@ def measure(options: Namespace, scratch: Path) -> tuple[Place, dict[str, list[fl
     return place, {kind: times[1:] for kind, times in seconds.items()}
 
 
+def measure_saves(options: Namespace, scratch: Path, place: Place) -> tuple[float, dict[str, list[float]]]:
+    """Bytes of a checkpoint, and the seconds that the steps wait for it; the first round is left out."""
+    args = training_arguments(options.data_dir, scratch / "saves", False, *LARGE)
+    args.precision = "fp32"
+    model, optimizer = training(args, place)
+    windows = characters.windows(options.data_dir, "train", args.context)
+    batch = characters.random_batch(args, windows, 0, place.rank, place.world_size, place.device)
+    train_fsdp.train_step(args, 0, model, optimizer, batch)  # AdamW has no state before
+    parts, checkpoints = {"model": model, "optimizer": optimizer}, train_fsdp.open_checkpoints(args, place)
+    checkpoints.resume(parts)
+    size = size_of(state_of(**parts))
+    seconds = {"at once": [], "asynchronously": []}
+    for step in range(1, 2 * (options.rounds + 1) + 1):
+        kind = "at once" if step % 2 else "asynchronously"
+        checkpoints.asynchronous_from = math.inf if step % 2 else size
+        place.all_reduced([0])  # the ranks begin together
+        start = time.perf_counter()
+        checkpoints.save(step, parts)
+        waited = time.perf_counter() - start
+        while checkpoints.writing and not checkpoints.writing[-1].done():
+            time.sleep(0.01)  # here the steps go on
+        place.all_reduced([0])
+        start = time.perf_counter()
+        checkpoints.end_writing()
+        seconds[kind].append(waited + time.perf_counter() - start)
+    return size, {kind: times[1:] for kind, times in seconds.items()}
+
+
 def main(options: Namespace):
     if fault := characters.missing_data(options.data_dir, 64):
         sys.exit(f"checkpoint.py: {fault}")
     scratch = Path(tempfile.gettempdir(), f"bench-checkpoint-{os.getppid()}")  # the same for all ranks of a torchrun
     try:
         place, seconds = measure(options, scratch)
+        size, waits = measure_saves(options, scratch, place)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)  # by whichever rank is first: all have trained, or it is over
     if place.rank != 0:
@@ -113,6 +148,13 @@ def main(options: Namespace):
         print(f"| {kind} | {statistics.median(times):.3f} | {ratio:.4f} | {HIGHEST.get(kind, '')} |")
         if ratio > HIGHEST.get(kind, math.inf):
             missed.append(f"MISSED: a training that {kind} takes more than {HIGHEST[kind]} times as long")
+    plain, asynchronous = waits.values()
+    ratio = statistics.median(long / short for long, short in zip(plain, asynchronous, strict=True))
+    print(f"\nSteps wait for a checkpoint of {size / 1e6:.0f} MB, medians of {options.rounds} rounds")
+    print("| at once | asynchronously | ratio | at least |\n|---|---|---|---|")
+    print(f"| {statistics.median(plain):.3f} s | {statistics.median(asynchronous):.3f} s | {ratio:.1f} | {LOWEST} |")
+    if ratio < LOWEST:
+        missed.append(f"MISSED: a plain save makes the steps wait less than {LOWEST} times as long")
     for line in missed:
         print(line, file=sys.stderr)
     if missed and options.check:

@@ -5,6 +5,7 @@ node it has lost sight of, and on that node the old ranks may still be alive. Th
 """
 
 import contextlib
+import copy
 import errno
 import os
 import pickle
@@ -38,8 +39,8 @@ class Checkpoints:
     """The checkpoints of a run: files checkpoint_step_N.pt in args.checkpoint_dir, written by rank 0.
 
     `run` is what makes a run the same run (batch size, seed, ...), as plain values: only a run that is equal in all of
-    them can be resumed. Of `args` it uses checkpoint_dir, checkpoint_every, keep_checkpoints, resume, timeout and
-    save_timeout. All methods are collectives. A fault ends all ranks with one sentence.
+    them can be resumed, and rank 0 compares them. Of `args` it uses checkpoint_dir, checkpoint_every, keep_checkpoints,
+    resume, timeout and save_timeout. All methods are collectives. A fault ends all ranks with one sentence.
     """
 
     suffix = ".pt"
@@ -106,9 +107,10 @@ class Checkpoints:
 
         One that cannot be written is a warning: older ones are kept, and the run continues.
         """
-        self.step = step
+        self.step, start = step, time.perf_counter()
         with self.place.longer_timeout(self.args.save_timeout):
             self.failed = not self.write(step, parts, values)
+        self.place.seconds_saving += time.perf_counter() - start
 
     def finish(self, result: str):
         """Prints the last line of a run, and leaves its outcome for the launcher, which requeues a stopped job."""
@@ -128,21 +130,40 @@ class Checkpoints:
     # Another format overrides these two.
 
     def load(self, parts: dict[str, Any]) -> dict | None:
-        """Loads the newest whole checkpoint, if there is one. Returns its step and the values that save() was given."""
-        found: list[dict | None] = [None]
-        if self.place.rank == 0:  # it chooses for all: no two ranks may resume from different files
-            try:
-                found = [load_newest(self.folder)]
-            except OSError as error:
-                stop(str(error))
+        """Loads the newest whole checkpoint, if there is one. Returns its step and the values that save() was given.
+
+        Rank 0 chooses for all: no two ranks may resume from different files. Each of them maps the file into memory.
+        """
+        chosen = [self.choose() if self.place.rank == 0 else None]
         if self.place.world_size > 1:
-            dist.broadcast_object_list(found, src=0, device=self.place.device)
-        if (state := found[0]) is None:
+            dist.broadcast_object_list(chosen, src=0, device=self.place.device)
+        path, content, fault = chosen[0]
+        if fault:
+            self.place.stop(fault)
+        if path is None:
             return None
-        self.compare(state.pop("run"))
+        try:
+            if content_of(path) != content:
+                raise OSError("it is another file")
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:  # as of a checkpoint that is damaged: one of half a dozen kinds
+            fault = not_shared(path, first_line(error))
+        self.place.stop_if_any(fault)
         for name, part in parts.items():
-            part.load_state_dict(state.pop(name))
+            # A copy: an optimizer would keep the mapped tensors as they are, and their file will be removed one day.
+            part.load_state_dict(copy.deepcopy(state.pop(name)))
+        del state["run"]
         return state
+
+    def choose(self) -> tuple[Path | None, int | None, str | None]:
+        """The newest whole checkpoint, its content_of, and what is wrong with it in one sentence. By rank 0 alone."""
+        try:
+            if (found := newest(self.folder)) is None:
+                return None, None, None
+            path, state = found
+            return path, content_of(path), self.other_run(state["run"])
+        except OSError as error:
+            return None, None, str(error)
 
     def write(self, step: int, parts: dict[str, Any], values: dict) -> bool:
         """Whether the checkpoint could be written."""
@@ -151,12 +172,11 @@ class Checkpoints:
         state = {"run": self.run, "step": step, **values} | {name: part.state_dict() for name, part in parts.items()}
         return write(state, self.folder, step, self.args.keep_checkpoints)
 
-    def compare(self, run: dict):
-        """Stops all ranks when a checkpoint is of another run."""
+    def other_run(self, run: dict) -> str | None:
+        """One sentence when a checkpoint is of another run, or None."""
         changed = [f"{name} was {run.get(name)}, not {now}" for name, now in self.run.items() if run.get(name) != now]
-        if changed:
-            of = f"the checkpoints in {self.folder} are of another run"
-            self.place.stop(f"{of}: {', '.join(changed)}; or choose another --checkpoint-dir")
+        of = f"the checkpoints in {self.folder} are of another run"
+        return f"{of}: {', '.join(changed)}; or choose another --checkpoint-dir" if changed else None
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------
@@ -295,8 +315,8 @@ def warn_not_saved(path: Path, reason: str):
     print(f"warning: {path} could not be saved, older ones are kept: {reason}", file=sys.stderr, flush=True)
 
 
-def load_newest(folder: Path) -> dict | None:
-    """The newest checkpoint that is whole, on the CPU, or None. Damaged ones are named on stderr and quarantined.
+def newest(folder: Path) -> tuple[Path, dict] | None:
+    """The newest whole checkpoint and what is in it, or None. Damaged ones are named on stderr and quarantined.
 
     Raises OSError when one cannot be read for another reason: the next start may well read it.
     """
@@ -305,7 +325,7 @@ def load_newest(folder: Path) -> dict | None:
             with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
                 damaged = archive.testzip()
             if damaged is None:
-                return torch.load(path, map_location="cpu", weights_only=True)
+                return path, torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             reason = f"{damaged} in it fails its checksum"
         except Exception as error:  # truncated, it raises one of half a dozen kinds, depending on where it was cut
             reason = first_line(error)
@@ -315,12 +335,23 @@ def load_newest(folder: Path) -> dict | None:
     return None
 
 
+def content_of(path: Path) -> int:
+    """What tells a checkpoint from another one: a checksum over the checksums in it, which are all that is read."""
+    with zipfile.ZipFile(path) as archive:
+        return zlib.crc32(repr([(part.filename, part.CRC) for part in archive.infolist()]).encode())
+
+
 def unreadable(path: Path, error: Exception) -> str | None:
     """One sentence when the error is not damage: the file cannot be read now, or is of a refused kind; or None."""
     damage = getattr(error, "errno", None) in (None, errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENOTDIR)
     if damage and not isinstance(error, MemoryError | pickle.UnpicklingError):
         return None
     return f"{path} is not damaged, but cannot be loaded: {first_line(error)}"
+
+
+def not_shared(path: Path, reason: str) -> str:
+    """One sentence on what a rank lacks of the checkpoint that rank 0 has found whole."""
+    return f"{path} cannot be loaded here ({reason}), but by rank 0: all nodes must share --checkpoint-dir"
 
 
 def quarantine(path: Path, reason: str):

@@ -7,18 +7,28 @@ from pathlib import Path
 def damaged(folder: Path) -> str | None:
     """One sentence on the first file in `folder` whose checksum is not the one in SHA256SUMS, or None.
 
-    Where there is no SHA256SUMS, as beside files of your own, there is nothing to compare.
+    Where there is no SHA256SUMS, as beside files of your own, there is nothing to compare. It reads every file whole:
+    local rank 0 does so for its node, and the other ranks compare sizes.
     """
-    sums = folder / "SHA256SUMS"
-    if not sums.exists():
-        return None
     try:
-        for expected, name in (line.split(maxsplit=1) for line in sums.read_text().splitlines()):
+        for name, expected in listed(folder).items():
             if sha256(folder / name) != expected:
                 return f"{folder / name} is damaged: it is not the file that SHA256SUMS beside it tells of"
     except (OSError, ValueError) as error:
-        return f"the files cannot be compared with {sums} ({error})"
+        return f"the files cannot be compared with {folder / 'SHA256SUMS'} ({error})"
     return None
+
+
+def of(path: Path) -> str:
+    """A file's checksum: the one in SHA256SUMS beside it, where damaged() has found no fault, or else by reading it."""
+    return listed(path.parent).get(path.name) or sha256(path)
+
+
+def listed(folder: Path) -> dict[str, str]:
+    """The checksums in SHA256SUMS by file name; none where there is no such file. Raises OSError or ValueError."""
+    sums = folder / "SHA256SUMS"
+    lines = sums.read_text().splitlines() if sums.exists() else []
+    return {name: checksum for checksum, name in (line.split(maxsplit=1) for line in lines)}
 
 
 def sha256(path: Path) -> str:

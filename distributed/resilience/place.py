@@ -45,6 +45,7 @@ class Place:
     """One rank of a run. `launcher` is srun, torchrun, mp (spawn_ranks.py), environment or none (one process).
 
     `groups` are the process groups that are used in steps, besides the default one: those of a device mesh.
+    `seconds_saving` is the time that saving has taken so far: Progress leaves it out of the throughput.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Place:
     device: torch.device
     store: dist.Store
     launcher: str
+    seconds_saving: float = 0.0
     timeout: float = 0.0  # seconds, see set_timeout
     groups: list[dist.ProcessGroup] = field(default_factory=list)
 

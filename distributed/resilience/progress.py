@@ -19,9 +19,10 @@ class Progress:
     """Loss, throughput and time left, live on a terminal and as plain lines in a batch log, and as JSON lines.
 
     `unit` is what a step consumes (images, tokens), `per_step` how many of them over all ranks. The run begins after
-    step number `first_step` and ends after `total_steps`. `flops_per_unit`, if it is known, is a unit's share of what
-    all devices together can compute in a second; mfu (model FLOPs utilization) is logged then. Of `args` it uses
-    checkpoint_dir, where metrics.jsonl is, and log_every.
+    step number `first_step` and ends after `total_steps`. `flops_per_unit` is a unit's share of what all devices can
+    compute in a second: with it mfu (model FLOPs utilization) is logged, or once that it is unknown, if that is nan.
+    The time that saving and evaluation take counts in neither. Of `args` it uses checkpoint_dir, where metrics.jsonl
+    is, and log_every.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Progress:
         per_step: int,
         first_step: int,
         total_steps: int,
-        flops_per_unit: float = math.nan,
+        flops_per_unit: float | None = None,
     ):
         self.place, self.log_every, self.total_steps = place, args.log_every, total_steps
         self.unit, self.per_step, self.flops_per_unit = unit, per_step, flops_per_unit
@@ -41,8 +42,17 @@ class Progress:
         if place.rank == 0:
             args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
             self.file = self.open_metrics(args.checkpoint_dir / "metrics.jsonl", first_step)
+            if flops_per_unit is not None and math.isnan(flops_per_unit):
+                print(
+                    "MFU: unknown, as is the peak FLOP/s of this device (char_transformer.py has a table)", flush=True
+                )
         self.loss_sum = torch.zeros((), device=place.device)  # since the last log line; read only there
-        self.last_step, self.timed_step, self.last_time = first_step, first_step, time.perf_counter()
+        self.last_step = first_step
+        self.start_timing(first_step)
+
+    def start_timing(self, step: int):
+        """The throughput is that of the steps after this one. On a GPU all before it must be done: read a result."""
+        self.timed_step, self.timed_from = step, time.perf_counter() - self.place.seconds_saving
 
     @staticmethod
     def open_metrics(path: Path, first_step: int):
@@ -67,15 +77,16 @@ class Progress:
         finite ends the run.
         """
         loss = self.check_loss(step)
-        now = time.perf_counter()
-        rate = (step - self.timed_step) * self.per_step / (now - self.last_time)
+        seconds = time.perf_counter() - self.place.seconds_saving - self.timed_from
+        rate = (step - self.timed_step) * self.per_step / seconds
         left = datetime.timedelta(seconds=round((self.total_steps - step) * self.per_step / rate))
         event = {"step": step, "epoch": epoch, "loss": loss, **values, f"{self.unit}_per_second": rate}
-        if not math.isnan(self.flops_per_unit):
+        if self.flops_per_unit is not None and not math.isnan(self.flops_per_unit):
             event["mfu"] = self.flops_per_unit * rate
         self.write(event, f" time_left={left}", self.live)
         self.loss_sum = torch.zeros((), device=self.place.device)
-        self.last_step, self.timed_step, self.last_time = step, step, now
+        self.last_step = step
+        self.start_timing(step)
 
     def check_loss(self, step: int) -> float:
         """The average loss since the last log line. One that is not finite ends all ranks: call it before a save."""
@@ -88,7 +99,7 @@ class Progress:
     def log_evaluation(self, step: int, epoch: int, **values: float):
         """A line for an evaluation, which stays on a terminal, too. The time it took does not count as training."""
         self.write({"step": step, "epoch": epoch, **values}, "", live=False)
-        self.timed_step, self.last_time = step, time.perf_counter()
+        self.start_timing(step)
 
     def write(self, event: dict[str, float], end: str, live: bool):
         if self.file is None:

@@ -4,14 +4,21 @@ A checkpoint is a folder checkpoint_step_N. The tensors in it are stored by name
 by rank: it can be read on any number of ranks and under any split. The folder gets its name only when all of it is
 written, and whole.json in it has the length and checksum of each file, so that damage is noticed before it is read.
 
+A large one is copied into the CPU's memory, and a thread writes it while the steps go on. It gets its name after a
+later step, once every rank has written its part, and at the latest before the next save and at the run's end.
+
 Beware: the format's index (.metadata) is a Python pickle. Load only checkpoints from someone you trust.
 """
 
 import json
 import os
+import re
+import time
 import warnings
 import zlib
+from argparse import Namespace
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +27,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.utils._pytree import tree_leaves
 
 from .checkpoints import (
     Checkpoints,
     find,
     first_line,
+    not_shared,
     prune,
     publish,
     quarantine,
@@ -36,58 +45,109 @@ from .checkpoints import (
 from .job import JOB, RESTART_COUNT
 from .place import Place
 
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process alone: dcp warns of that
+
 
 class ShardedCheckpoints(Checkpoints):
     """The checkpoints of a run whose model may be split over its ranks. The parts are "model" and "optimizer"."""
 
     suffix = ""
+    asynchronous_from = 100e6  # bytes of the whole checkpoint: a smaller one is written in about the time of the copy
+
+    def __init__(self, args: Namespace, place: Place, run: dict, total_steps: int):
+        super().__init__(args, place, run, total_steps)
+        self.thread, self.group = ThreadPoolExecutor(1), None
+        self.writing: tuple[int, dict, Future] | None = None  # step, metadata, and what measure_files will return
 
     def load(self, parts: dict[str, Any]) -> dict | None:
         found = newest(self.folder, self.place)
         if found is None:
             return None
         path, metadata = found
-        self.compare(metadata.pop("run"))
+        if fault := self.other_run(metadata.pop("run")):
+            self.place.stop(fault)
         load(path, self.place, **parts)
         del metadata["files"]
         return metadata
 
+    def due(self, step: int) -> tuple[bool, bool]:
+        save, stop = super().due(step)
+        if self.writing and self.agreed_step == step:  # the ranks have just met
+            [busy] = self.place.all_reduced([not self.writing[-1].done()])
+            start = time.perf_counter()
+            if not busy:
+                self.end_writing()
+            self.place.seconds_saving += time.perf_counter() - start
+        return save, stop
+
+    def finish(self, result: str):
+        self.end_writing()
+        super().finish(result)
+
     def write(self, step: int, parts: dict[str, Any], values: dict) -> bool:
-        """The checkpoint is whole on every rank, or on none: one of them may not have been able to write its part."""
-        rank, world_size = self.place.rank, self.place.world_size
-        path = self.folder / f"checkpoint_step_{step}"
-        temporary = self.folder / f".checkpoint_step_{step}.{JOB}.{RESTART_COUNT}.tmp"
+        self.end_writing()
+        rank, world_size, temporary = self.place.rank, self.place.world_size, self.temporary(step)
 
         def prepare():
             remove(temporary)  # it could not be written before
             temporary.mkdir(parents=True)
 
-        def write():
-            with warnings.catch_warnings():  # that one process alone is one
-                warnings.simplefilter("ignore")
-                dcp.save(state_of(**parts), checkpoint_id=temporary, no_dist=world_size == 1)
+        try:
+            on_all_ranks(prepare if rank == 0 else None, world_size)
+        except OSError as error:
+            return self.not_written(step, error)
+        state, metadata = state_of(**parts), {"step": step, "run": self.run, **values}
+        large = size_of(state) >= self.asynchronous_from
+        if large and dist.is_initialized() and self.group is None:
+            # Beside that of the steps, whose collectives it would come between. Ranks may take long to write (30 min).
+            self.group = dist.new_group(backend="gloo")
+        saved = dcp.async_save(state, checkpoint_id=temporary, process_group=self.group) if large else None
+
+        def save() -> dict:
+            saved.result() if saved else dcp.save(state, checkpoint_id=temporary)
+            return measure_files(temporary, rank, world_size)
+
+        if not large:
+            return self.publish(step, metadata, save)
+        self.writing = step, metadata, self.thread.submit(save)
+        return True
+
+    def end_writing(self):
+        """Waits until the checkpoint that is being written, if there is one, is whole, and publishes it."""
+        if self.writing:
+            (step, metadata, files), self.writing = self.writing, None
+            self.failed = not self.publish(step, metadata, files.result)
+
+    def publish(self, step: int, metadata: dict, save: Callable[[], dict]) -> bool:
+        """Saves, and gives the checkpoint its name if it is whole on every rank: one may have failed to write its."""
+        rank, world_size, temporary = self.place.rank, self.place.world_size, self.temporary(step)
 
         def finish():
-            whole = json.dumps({"step": step, "run": self.run, **values, "files": files})
+            whole = json.dumps(metadata | {"files": files})
             with (temporary / "whole.json").open("w") as file:
                 file.write(f"{whole}\n{zlib.crc32(whole.encode())}\n")
                 file.flush()
                 os.fsync(file.fileno())
-            publish(temporary, path)
+            publish(temporary, self.folder / f"checkpoint_step_{step}")
 
         try:
-            on_all_ranks(prepare if rank == 0 else None, world_size)
-            on_all_ranks(write, world_size)
-            files = merged(on_all_ranks(lambda: measure_files(temporary, rank, world_size), world_size))
+            files = merged(on_all_ranks(save, world_size))
             on_all_ranks(finish if rank == 0 else None, world_size)
         except OSError as error:
-            if rank == 0:
-                remove(temporary)
-                warn_not_saved(path, str(error))
-            return False
+            return self.not_written(step, error)
         if rank == 0:
             prune(self.folder, step, self.args.keep_checkpoints)
         return True
+
+    def temporary(self, step: int) -> Path:
+        """Where a checkpoint is until it is whole."""
+        return self.folder / f".checkpoint_step_{step}.{JOB}.{RESTART_COUNT}.tmp"
+
+    def not_written(self, step: int, error: OSError) -> bool:
+        if self.place.rank == 0:
+            remove(self.temporary(step))
+            warn_not_saved(self.folder / f"checkpoint_step_{step}", str(error))
+        return False
 
 
 def newest(folder: Path, place: Place) -> tuple[Path, dict] | None:
@@ -97,6 +157,7 @@ def newest(folder: Path, place: Place) -> tuple[Path, dict] | None:
     if world_size > 1:
         dist.broadcast_object_list(candidates, src=0)
     for path in candidates[0]:
+        place.stop_if_any(None if path.exists() else not_shared(path, "it is not there"))  # which is no damage
         try:
             metadata = on_all_ranks(lambda path=path: read_metadata(path), world_size)[0]
             found = merged(on_all_ranks(lambda path=path: measure_files(path, rank, world_size), world_size))
@@ -117,9 +178,7 @@ def newest(folder: Path, place: Place) -> tuple[Path, dict] | None:
 def load(path: Path, place: Place, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
     """Reads a checkpoint into a model, split or not, and its optimizer. By all ranks."""
     state = state_of(model, optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=path, no_dist=place.world_size == 1)
+    dcp.load(state, checkpoint_id=path, no_dist=place.world_size == 1)
     optimizers = [] if optimizer is None else [optimizer]
     set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {}))
 
@@ -128,6 +187,11 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     """The tensors by their names in the model, the same whatever wraps or splits it."""
     model_state, optimizer_state = get_state_dict(model, [] if optimizer is None else [optimizer])
     return {"model": model_state, "optimizer": optimizer_state} if optimizer is not None else {"model": model_state}
+
+
+def size_of(state: dict) -> int:
+    """The bytes of a checkpoint, those of all ranks: DTensors count whole."""
+    return sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
 
 
 def on_all_ranks(work: Callable[[], Any] | None, world_size: int) -> list:
@@ -157,9 +221,16 @@ def read_metadata(path: Path) -> dict:
 
 
 def measure_files(folder: Path, rank: int, world_size: int) -> dict[str, list[int]]:
-    """Length and CRC-32 of this rank's share of all files but whole.json."""
+    """Length and CRC-32 of this rank's share of all files but whole.json.
+
+    The files are named after the ranks that wrote them: __RANK_NUMBER.distcp. Each rank reads its own, which it has
+    just written, or will need to load its part of the model; another rank's would come over the network first.
+    """
     mine = {}
-    for path in sorted(path for path in folder.iterdir() if path.name != "whole.json")[rank::world_size]:
+    for path in folder.iterdir():
+        writer = re.match(r"__(\d+)_", path.name)
+        if path.name == "whole.json" or (int(writer[1]) if writer else 0) % world_size != rank:
+            continue
         length = checksum = 0
         with path.open("rb") as file:
             while part := file.read(1 << 24):

@@ -3,10 +3,13 @@
 The hook is Checkpoints.due, which train_preemptible.py, train_fsdp.py and train_tp.py ask after every step.
 A requeued job is as fast as it can, unless the variable ALWAYS is set: what was to happen has happened.
 The variable LATE says how many seconds later the ranks begin, and MISSING which one never does.
+With the variable HOLD, train_fsdp.py and train_tp.py write their checkpoints asynchronously, however small, and that of
+step N is not written as long as there is a file HOLD/N.
 The rank that the variable STUCK names stays for ever in step 8; the one that HUNGRY names takes memory without end.
 """
 
 import os
+import re
 import runpy
 import sys
 import threading
@@ -42,6 +45,19 @@ def wait_for_ever():
 
 
 Checkpoints.due = slower
+if "HOLD" in os.environ:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    from resilience.sharded_checkpoints import ShardedCheckpoints
+
+    write_data = FileSystemWriter.write_data
+
+    def held(self, *arguments):
+        while Path(os.environ["HOLD"], re.search(r"_step_(\d+)", str(self.path))[1]).is_file():
+            time.sleep(0.05)
+        return write_data(self, *arguments)
+
+    FileSystemWriter.write_data, ShardedCheckpoints.asynchronous_from = held, 0
 del sys.argv[:2]
 sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
 runpy.run_path(sys.argv[0], run_name="__main__")
