@@ -54,9 +54,9 @@ class Place:
     device: torch.device
     store: dist.Store
     launcher: str
-    seconds_saving: float = 0.0
-    timeout: float = 0.0  # seconds, see set_timeout
+    timeout: float = 0.0  # see set_timeout
     groups: list[dist.ProcessGroup] = field(default_factory=list)
+    seconds_saving: float = 0.0
 
     def all_reduced(self, values: torch.Tensor | Sequence[float], operation=dist.ReduceOp.SUM) -> list[float]:
         """The sum of each value over all ranks (or what `operation` says). A collective: every rank must call it."""
