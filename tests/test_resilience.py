@@ -69,7 +69,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(ranks, tiny, tmp_path):
 
 
 @pytest.mark.parametrize("script", cells([("train_fsdp.py",), ("train_preemptible.py",)], ("train_fsdp.py",)))
-def test_time_that_saving_and_evaluation_take_is_in_no_throughput(script, tiny, text, tmp_path):
+def test_time_that_saving_and_evaluation_take_is_in_no_throughput(script, text, request, tmp_path):
     """Half a second for each save, one save after every step, and a second for each evaluation, one in two steps."""
     code = (
         "import runpy, sys, time; sys.path.insert(0, 'distributed')\n"
@@ -84,7 +84,7 @@ def test_time_that_saving_and_evaluation_take_is_in_no_throughput(script, tiny, 
     )
     command = [script, "--batch-size", 12, "--steps", 4, "--eval-every", 2, "--eval-windows", 8, "--data-dir", text]
     if script == "train_preemptible.py":  # 300 images: an epoch, with its evaluation, is two steps
-        command = [script, "--batch-size", 150, "--epochs", 2, "--data-dir", tiny]
+        command = [script, "--batch-size", 150, "--epochs", 2, "--data-dir", request.getfixturevalue("tiny")]
     command += ["--checkpoint-dir", tmp_path, "--log-every", 2, "--checkpoint-every", 1]
     done = run(sys.executable, "-c", code, *command)
     assert done.returncode == 0, done.stderr
