@@ -81,7 +81,8 @@ class ShardedCheckpoints(Checkpoints):
         return save, stop
 
     def finish(self, result: str):
-        self.end_writing()
+        with self.place.longer_timeout(self.args.save_timeout):
+            self.end_writing()
         super().finish(result)
 
     def write(self, step: int, parts: dict[str, Any], values: dict) -> bool:
