@@ -91,7 +91,7 @@ class Option:
 
     @property
     def is_text(self) -> bool:
-        return bool(re.search(r"DIR|FILE|PROMPT|INPUT|FOLDER|DEVICE", self.value))
+        return bool(re.search(r"DIR|FILE|PROMPT|INPUT|FOLDER|DEVICE|WORD", self.value))
 
 
 def read_options(script: str) -> list[Option]:
