@@ -146,8 +146,9 @@ def timed(args: Namespace, step: Callable[[int], object]) -> Turn:
 
 def ours(args: Namespace) -> Turn:
     """Steps of train_fsdp.py in one process, as its main() does them."""
-    device, model = torch.device(args.device), train_fsdp.make_model(train_fsdp.metadata_of(args)).to(args.device)
+    device, model = torch.device(args.device), train_fsdp.make_model(train_fsdp.metadata_of(args))
     train_fsdp.split(args, model, None)
+    train_fsdp.initialize(model, device, args.seed)
     optimizer = train_fsdp.make_optimizer(args, model)
     windows = characters.windows(args.data_dir, "train", args.context)
 
