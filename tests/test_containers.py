@@ -253,7 +253,7 @@ def replaced_while_a_job_starts(cluster, site, debian, clone: Path, image: Path,
         wait_for(lambda: len(starts.findall(log.read_text())) > before)
         make_image(debian, site.folder / "new.sqsh", "second")
         (site.folder / "new.sqsh").rename(image)
-        refused = sbatch(cluster, site, clone, INSIDE, nodes=nodes[1], **env)
+        refused = cluster.wait(submit(cluster, site, clone, INSIDE, nodes=nodes[1], **env), timeout=40)
     finally:
         hold.unlink()
     ended = cluster.wait(first)
