@@ -42,8 +42,9 @@ docker-cluster-down:  ## end that cluster, leave nothing behind but the image
 test: .venv/tests slurm docker sshd  ## install what the tests need (root: Slurm, Docker, sshd), and run them
 	.venv/bin/python -m pytest tests --numprocesses 2 $(ARGS)
 
-test-all: .venv/tests slurm docker sshd  ## the whole failure matrix, and all else that make test leaves out: 50 minutes
+test-all: .venv/tests slurm docker sshd  ## the whole failure matrix, and all else that make test leaves out: an hour
 	.venv/bin/python -m pytest tests -m "matrix or faults" --numprocesses 2 --ignore tests/test_bench_mnist.py $(ARGS)
+	.venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2
 	.venv/bin/python -m pytest tests/test_bench_mnist.py -m matrix  # ratios of speed: alone on the machine
 
 test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 4 GB of memory, some minutes)

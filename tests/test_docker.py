@@ -93,9 +93,10 @@ def base_image(engine, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory, tiny) -> Path:
-    """A clone that belongs to an ordinary user, with text where the README has it, and a few images."""
+def clone(tmp_path_factory, mnist_full, tiny) -> Path:
+    """A clone that belongs to an ordinary user, with the data that aux/prepare_data.py makes, and a few images."""
     folder = copy_of_repository(tmp_path_factory.mktemp("clone"))
+    shutil.copytree(mnist_full, folder / "data/mnist")
     shutil.copytree(tiny, folder / "data/tiny")
     made = run(sys.executable, "aux/prepare_data.py", "shakespeare", "--synthetic", cwd=folder)
     assert made.returncode == 0, made.stderr

@@ -983,6 +983,7 @@ def test_corrupt_data(cluster, data, tmp_path):
     at_once(scenario, DIAGONAL[::2])
 
 
+@pytest.mark.matrix
 def test_node_without_the_shared_folder(cluster, data, uninterrupted, tmp_path):
     """Rank 0 has chosen a checkpoint, and another node does not see it: one sentence, and nothing is quarantined."""
 

@@ -451,6 +451,7 @@ def test_default_gpus_of_a_task(gres, environment_name, options, gpus, tmp_path)
     assert not gpus[0].isdigit() or "--gpus-per-node" not in sbatch
 
 
+@pytest.mark.matrix
 def test_slurmctld_is_asked_rarely_and_the_log_every_second(tmp_path):
     """In 17 seconds after 0, 1, 3, 7 and 15; a line a second arrives all the same."""
     asked, log = tmp_path / "asked", tmp_path / "log"
