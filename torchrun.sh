@@ -30,7 +30,7 @@ if [[ -n "${NNODES:-}" ]]; then                      # in a job: node rank 0 lis
     [[ -n "${SLURM_STEP_ID:-}" ]] || die "a job needs one torchrun on each of $NNODES nodes: srun --ntasks-per-node=1 $0 $1"
     rendezvous=(
         --nnodes="$NNODES" --node-rank="$SLURM_NODEID"
-        --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"
+        --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --rdzv-conf=timeout=300
         --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
     )
 fi

@@ -12,6 +12,11 @@ import os
 import signal
 import sys
 
+LEVEL = os.environ.get("TORCH_CPP_LOG_LEVEL")
+if "LOGLEVEL" not in os.environ:
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # of this process alone: torch reads it when it is imported
+
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
@@ -34,6 +39,8 @@ def report(rank: int, exit_code: int) -> int:
 if __name__ == "__main__":
     if "LOGLEVEL" not in os.environ:
         logging.disable()
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+        os.environ |= {"TORCH_CPP_LOG_LEVEL": LEVEL} if LEVEL else {}  # the ranks'
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # every node has as many ranks: nobody has to be asked
     static_tcp_rendezvous.TCPStore = functools.partial(static_tcp_rendezvous.TCPStore, wait_for_workers=False)
     try:
@@ -41,5 +48,10 @@ if __name__ == "__main__":
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         sys.exit(report(rank, failure.exitcode))
+    except dist.DistError as error:
+        if os.environ.get("SLURM_NODEID") in ("0", "1"):  # one of the nodes says it
+            reason = str(error).splitlines()[0]
+            print(f"torchrun on {HOST}: node rank 0 has not come: {reason}", file=sys.stderr, flush=True)
+        sys.exit(1)
     except SignalException as error:
         sys.exit(128 + error.sigval)

@@ -133,6 +133,16 @@ def test_a_node_whose_torchrun_never_comes(tiny, tmp_path):
     assert done.returncode == 1
 
 
+def test_node_0_whose_torchrun_never_comes():
+    """One of the others says so; without the page that torch's C++ prints."""
+    command = [sys.executable, "aux/quiet_torchrun.py", "--nnodes=3", "--master-addr=127.0.0.1", "--nproc-per-node=1"]
+    command += [f"--master-port={free_port()}", "--rdzv-conf=timeout=2"]
+    for node in (1, 2):
+        done = run(*command, f"--node-rank={node}", SCRIPT, env=environment(SLURM_NODEID=node))
+        sentence = r"torchrun on \S+: node rank 0 has not come: The client socket has timed out .*\n"
+        assert done.returncode == 1 and re.fullmatch(sentence if node == 1 else "", done.stderr), done.stderr
+
+
 def test_ranks_that_cannot_connect(tiny, tmp_path):
     """One sentence from one of them, with the interfaces. For want of NCCL, which would hang, a patched gloo does."""
     (tmp_path / "sitecustomize.py").write_text(
