@@ -51,7 +51,7 @@ if __name__ == "__main__":
     except dist.DistError as error:
         if os.environ.get("SLURM_NODEID") in ("0", "1"):  # one of the nodes says it
             reason = str(error).splitlines()[0]
-            print(f"torchrun on {HOST}: node rank 0 has not come: {reason}", file=sys.stderr, flush=True)
+            print(f"torchrun on {HOST}: no rendezvous at node rank 0: {reason}", file=sys.stderr, flush=True)
         sys.exit(1)
     except SignalException as error:
         sys.exit(128 + error.sigval)

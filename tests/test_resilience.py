@@ -139,7 +139,7 @@ def test_node_0_whose_torchrun_never_comes():
     command += [f"--master-port={free_port()}", "--rdzv-conf=timeout=2"]
     for node in (1, 2):
         done = run(*command, f"--node-rank={node}", SCRIPT, env=environment(SLURM_NODEID=node))
-        sentence = r"torchrun on \S+: node rank 0 has not come: The client socket has timed out .*\n"
+        sentence = r"torchrun on \S+: no rendezvous at node rank 0: The client socket has timed out .*\n"
         assert done.returncode == 1 and re.fullmatch(sentence if node == 1 else "", done.stderr), done.stderr
 
 
