@@ -53,7 +53,7 @@ OLDER, MATRIX = "tests/scripts/torch_2_4.py", pytest.mark.matrix
     ids=lambda command: command[2],
 )
 def test_plain_and_hard_layers_run_on_torch_2_4(command, tiny, tmp_path):
-    """With what torch has had since taken away. They have run on torch 2.4.1 itself, too."""
+    """With what torch has had since taken away."""
     where = ["--data-dir", tiny, *(["--checkpoint-dir", tmp_path / "c"] if "task" not in command[2] else [])]
     env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, TRAIN_DEVICE="cpu")
     done = run(*command, "--epochs", 1, *where, env=env)
