@@ -32,6 +32,11 @@ signal.signal(signal.SIGTERM, signal.default_int_handler)  # like ctrl-C: by way
 signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is inherited ignored, also by children
 
 
+def pytest_collection_modifyitems(items):
+    """test_submit.py first: it takes minutes, and as the last file it would leave the other process without work."""
+    items.sort(key=lambda item: item.path.name != "test_submit.py")
+
+
 def pytest_addoption(parser):
     help = "of the tests marked gpu: with cpu, the same code is run on the CPU, with gloo"
     parser.addoption("--device", choices=("cuda", "cpu"), default="cuda", help=help)

@@ -70,15 +70,15 @@ def test_a_loss_that_is_not_finite_ends_the_run(ranks, tiny, tmp_path):
 
 @pytest.mark.parametrize("script", cells([("train_fsdp.py",), ("train_preemptible.py",)], ("train_fsdp.py",)))
 def test_time_that_saving_and_evaluation_take_is_in_no_throughput(script, text, request, tmp_path):
-    """Half a second for each save, one save after every step, and a second for each evaluation, one in two steps."""
+    """A second for each save, one save after every step, and two seconds for each evaluation, one in two steps."""
     code = (
         "import runpy, sys, time; sys.path.insert(0, 'distributed')\n"
         "from resilience import progress, sharded_checkpoints\n"
         "def slower(method, seconds):\n"
         "    return lambda *args, **options: (time.sleep(seconds), method(*args, **options))[1]\n"
         "for kind in (sharded_checkpoints.Checkpoints, sharded_checkpoints.ShardedCheckpoints):\n"
-        "    kind.write = slower(kind.write, 0.5)\n"
-        "progress.Progress.log_evaluation = slower(progress.Progress.log_evaluation, 1)\n"
+        "    kind.write = slower(kind.write, 1)\n"
+        "progress.Progress.log_evaluation = slower(progress.Progress.log_evaluation, 2)\n"
         "sys.argv[0] = 'distributed/' + sys.argv.pop(1)\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
@@ -90,8 +90,8 @@ def test_time_that_saving_and_evaluation_take_is_in_no_throughput(script, text, 
     assert done.returncode == 0, done.stderr
     rates = [event[name] for event in read_metrics(tmp_path) for name in event if name.endswith("_per_second")]
     per_step = 150 if script == "train_preemptible.py" else 12 * 64
-    # Of the second line, two steps come with two saves and an evaluation: with one of these, two steps a second.
-    assert len(rates) == 2 and rates[1] > 2.5 * per_step, rates
+    # Of the second line, two steps come with two saves and an evaluation: with one of these, less than a step a second.
+    assert len(rates) == 2 and rates[1] > 1.1 * per_step, rates
 
 
 def free_port() -> int:
@@ -133,6 +133,7 @@ def test_a_node_whose_torchrun_never_comes(tiny, tmp_path):
     assert done.returncode == 1
 
 
+@pytest.mark.matrix
 def test_node_0_whose_torchrun_never_comes():
     """One of the others says so; without the page that torch's C++ prints."""
     command = [sys.executable, "aux/quiet_torchrun.py", "--nnodes=3", "--master-addr=127.0.0.1", "--nproc-per-node=1"]
