@@ -35,6 +35,7 @@ def test_sinfo_exec_and_status(small, tmp_path):
     there = small.exec(sys.executable, "-c", program, *arguments, node="node-2", cwd=tmp_path)
     assert json.loads(there.stdout) == ["node-2", str(tmp_path), arguments]
     assert small.exec("bash", "-c", "exit 7").returncode == 7
+    assert small.exec("srun", "--nodes=2", "--cores-per-socket=2", "hostname").stdout.split().count("node-2") == 1
     assert namespaces(small, "status").returncode == 0
 
 

@@ -20,7 +20,8 @@ cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
   echo "SlurmctldPidFile=$folder/slurmctld.pid"
   echo "SlurmdSpoolDir=$folder/spool/%n"
   echo "SlurmdPidFile=$folder/spool/%n.pid"
-  echo "NodeName=node-[1-$nodes] CPUs=$cpus RealMemory=$((cpus * 1000000))$(
+  # One socket: srun --cores-per-socket, which some launchers have, finds as many cores as there are CPUs.
+  echo "NodeName=node-[1-$nodes] CPUs=$cpus Sockets=1 CoresPerSocket=$cpus ThreadsPerCore=1 RealMemory=$((cpus * 1000000))$(
     ((gpus == 0)) || echo " Gres=gpu:$gpus"
   )"
 } >"$folder/generated.conf"
