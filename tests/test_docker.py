@@ -275,7 +275,7 @@ def test_troubles(nodes):
     )
     assert nodes.docker("exec", "--user=root", "node-1", "sh", "-c", new_key).returncode == 0
     assert nodes.docker("restart", "node-2").returncode == 0
-    logs = lambda: (done := nodes.docker("logs", "node-2")).stdout + done.stderr  # noqa: E731
+    logs = lambda: (done := nodes.docker("logs", "node-1")).stdout + done.stderr  # noqa: E731
     wait_until(lambda: "Munge decode failed" in logs(), 90, "node-2 has another key")
     nodes.compose("down", "--volumes")
 
