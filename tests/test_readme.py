@@ -205,7 +205,8 @@ def test_on_a_cluster(clone, cluster):
     assert len(ids) == 2 and all(str(job) in shown.split("JOBID")[1] for job in ids)
     checked, trained = [cluster.wait(job, timeout=240) for job in ids]
     assert checked.state == trained.state == "COMPLETED", checked.log + trained.log
-    assert re.search(r"^VERDICT: 4 ranks", checked.log, re.M)
+    page = (REPOSITORY / "docs/language_models.md").read_text()
+    assert_shown(re.search(r"aux/check_ranks.py` prints:\n\n```\n(.*?)^```$", page, re.M | re.S)[1], checked.log)
     assert re.search(r"^epoch=1 test_loss=\S+ .*\nFinished: epoch=1, ", trained.log, re.M)
     assert time.time() - before < 240
 
@@ -248,7 +249,7 @@ def test_all_of_the_step_to_data_parallel_is_shown():
     assert "".join(hunk for _, hunk in hunks_by_block(copied)) in CHAPTERS[16].read_text()
 
 
-def test_pictures_are_the_script_s(tmp_path):
+def test_pictures_are_drawn_again(tmp_path):
     """Drawn again, they are those in the repository; each is shown somewhere, and can be read aloud."""
     drawn = run("python", "aux/figures/draw_processes.py", "--folder", tmp_path)
     assert drawn.returncode == 0, drawn.stderr
