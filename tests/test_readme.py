@@ -294,8 +294,9 @@ def test_links_and_paths_lead_somewhere(path):
         target = path.parent / name if name else path
         assert target.exists() or target.name in NOT_YET, link
         assert not anchor or anchor in anchors(target), link
-    for name in re.findall(r"`(?:\S+ )?((?:aux|distributed|local|docs|tests)/[\w./-]+)`", text):
-        assert (REPOSITORY / name).exists(), name
+    for span in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)):
+        for name in re.findall(r"(?<![\w./-])(?:aux|distributed|local|docs|tests)/[\w/-]+\.\w+", span):
+            assert (REPOSITORY / name).exists(), name
 
 
 # --- what people are used to ------------------------------------------------------------------------------------------
