@@ -1,0 +1,289 @@
+"""Draw the pictures of processes in docs/figures: which program starts which, and what sets the five variables.
+
+    python aux/figures/draw_processes.py                  # all of them, in docs/figures
+    python aux/figures/draw_processes.py --folder DIR
+
+SVG, from the standard library alone. A picture has its own background, light or dark as the reader's system asks, so
+that it can be read on any page. Nothing depends on colour: what a picture is about has thick lines.
+"""
+
+import argparse
+from html import escape
+from pathlib import Path
+
+STYLE = """
+  svg { font: 14px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #24292f }
+  .page { fill: #ffffff }
+  .box { fill: #7f7f7f; fill-opacity: 0.10; stroke: #8a8a8a; stroke-width: 1 }
+  .main { fill: #ffffff; stroke: #1f6099; stroke-width: 2.5 }
+  .line { fill: none; stroke: #6e7781; stroke-width: 1.5 }
+  .dashed { stroke-dasharray: 5 4 }
+  .head { fill: #6e7781 }
+  .code { font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 13px }
+  .bold { font-weight: 600 }
+  .quiet { fill: #59636e; font-size: 13px }
+  @media (prefers-color-scheme: dark) {
+    svg { fill: #e6edf3 }
+    .page { fill: #0d1117 }
+    .main { fill: #0d1117; stroke: #79b8ff }
+    .line { stroke: #9198a1 }
+    .head { fill: #9198a1 }
+    .quiet { fill: #9198a1 }
+  }
+"""
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+class Picture:
+    """Shapes on a page of `width` x `height` pixels, y from the top. `alternative` is the picture in words."""
+
+    def __init__(self, width: int, height: int, alternative: str):
+        self.width, self.height, self.shapes = width, height, []
+        self.alternative = " ".join(alternative.split())
+
+    def box(self, x: float, y: float, width: float, height: float, kind: str = "box"):
+        self.shapes.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="6"/>')
+
+    def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "middle"):
+        """`y` is the middle of the line's height; `anchor` is start, middle or end."""
+        place = f'x="{x}" y="{y + 5}" text-anchor="{anchor}"'
+        self.shapes.append(f'<text class="{kind}" {place} xml:space="preserve">{escape(text)}</text>')
+
+    def label(self, x: float, y: float, width: float, height: float, first: str, *more: str, kind="box", text=""):
+        """A box with text in its middle: a line of the kind `text`, and quiet ones."""
+        self.box(x, y, width, height, kind)
+        for number, line in enumerate((first, *more)):
+            self.text(x + width / 2, y + height / 2 + 20 * (number - len(more) / 2), line, "quiet" if number else text)
+
+    def line(self, *points: tuple[float, float], kind: str = "line"):
+        path = " L ".join(f"{x} {y}" for x, y in points)
+        self.shapes.append(f'<path class="{kind}" d="M {path}"/>')
+
+    def arrow(self, *points: tuple[float, float], kind: str = "line"):
+        """A line whose last part is horizontal or vertical, with a head at its end."""
+        (x1, y1), (x2, y2) = points[-2:]
+        dx, dy = (x2 > x1) - (x2 < x1), (y2 > y1) - (y2 < y1)
+        self.line(*points[:-1], (x2 - 6 * dx, y2 - 6 * dy), kind=kind)
+        back = [(x2 - 9 * dx + 4.5 * dy * side, y2 - 9 * dy + 4.5 * dx * side) for side in (-1, 1)]
+        corners = " ".join(f"{x},{y}" for x, y in [(x2, y2), *back])
+        self.shapes.append(f'<polygon class="head" points="{corners}"/>')
+
+    def svg(self) -> str:
+        size = f'width="{self.width}" height="{self.height}" viewBox="0 0 {self.width} {self.height}"'
+        alternative = escape(self.alternative, quote=True)
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{alternative}">'
+        page = f'<rect class="page" width="{self.width}" height="{self.height}" rx="8"/>'
+        return "\n".join(
+            [head, f"<title>{alternative}</title>", f"<style>{STYLE}</style>", page, *self.shapes, "</svg>\n"]
+        )
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def waist() -> Picture:
+    picture = Picture(
+        860,
+        300,
+        """On the left four ways to start the ranks: srun, torchrun, torch.multiprocessing, and torchrun in a
+        container. On the right the scripts: train_ddp.py, train_fsdp.py, train_tp.py, your own. All lines go
+        through one narrow box in the middle with five variables: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
+        MASTER_PORT.""",
+    )
+    left = ["srun", "torchrun", "torch.multiprocessing", "torchrun, in a container"]
+    right = ["train_ddp.py", "train_fsdp.py", "train_tp.py", "your_script.py"]
+    picture.text(120, 26, "who starts the ranks", "quiet")
+    picture.text(430, 26, "the five variables", "quiet")
+    picture.text(740, 26, "what is trained", "quiet")
+    for number, (starter, script) in enumerate(zip(left, right, strict=True)):
+        y = 50 + 60 * number
+        picture.label(20, y, 200, 40, starter, text="code" if number < 3 else "")
+        picture.label(650, y, 180, 40, script, text="code")
+        picture.arrow((220, y + 20), (250, y + 20), (300, 160), (345, 160))
+        picture.arrow((515, 160), (560, 160), (610, y + 20), (650, y + 20))
+    picture.box(345, 85, 170, 150, "main")
+    for number, name in enumerate(["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]):
+        picture.text(430, 110 + 25 * number, name, "code bold")
+    return picture
+
+
+def one_process() -> Picture:
+    picture = Picture(
+        860,
+        190,
+        """One machine with one process in it, python train_single.py. In the process, from left to right: device,
+        data, model, steps, checkpoint.""",
+    )
+    picture.box(20, 20, 820, 150)
+    picture.text(36, 40, "one machine", "quiet", "start")
+    picture.box(40, 60, 780, 92, "main")
+    picture.text(56, 78, "one process: python local/train_single.py", "code", "start")
+    for number, part in enumerate(["device", "data", "model", "steps", "checkpoint"]):
+        x = 60 + 152 * number
+        picture.label(x, 98, 128, 34, part)
+        if number:
+            picture.arrow((x - 24, 115), (x, 115))
+    return picture
+
+
+def two_nodes(picture: Picture, y: int, height: int) -> list[int]:
+    """Draws the frames of node-1 and node-2. Returns where they begin."""
+    for number, x in enumerate((20, 440)):
+        picture.box(x, y, 400, height)
+        picture.text(x + 16, y + 20, f"node-{number + 1}", "quiet", "start")
+    return [20, 440]
+
+
+def who_am_i() -> Picture:
+    picture = Picture(
+        860,
+        270,
+        """Two nodes with two ranks each. On node-1: RANK 0 with LOCAL_RANK 0, and RANK 1 with LOCAL_RANK 1. On
+        node-2: RANK 2 with LOCAL_RANK 0, and RANK 3 with LOCAL_RANK 1. Above, what is equal on all ranks:
+        WORLD_SIZE 4, MASTER_ADDR node-1, MASTER_PORT 61007.""",
+    )
+    picture.text(430, 26, "the same on every rank:  WORLD_SIZE=4   MASTER_ADDR=node-1   MASTER_PORT=61007", "code")
+    for node, x in enumerate(two_nodes(picture, 50, 150)):
+        for local_rank in range(2):
+            left, rank = x + 20 + 190 * local_rank, 2 * node + local_rank
+            picture.box(left, 85, 170, 60, "main")
+            picture.text(left + 85, 105, f"RANK={rank}", "code")
+            picture.text(left + 85, 125, f"LOCAL_RANK={local_rank}", "code")
+            picture.text(left + 85, 165, f"GPU {local_rank}, or the CPU", "quiet")
+            picture.line((left + 85, 177), (left + 85, 225))
+    picture.line((125, 225), (735, 225))
+    picture.text(
+        430, 245, "they meet at MASTER_ADDR:MASTER_PORT, where rank 0 listens, and are one process group", "quiet"
+    )
+    return picture
+
+
+def data_parallel() -> Picture:
+    picture = Picture(
+        860,
+        330,
+        """Four columns, one for each rank. Every rank takes its own 16 of the 64 images, goes forward and
+        backward, and has its own gradients. One bar goes across all four: all-reduce, the mean of the
+        gradients. Below it every rank takes the same step, and has the same weights again.""",
+    )
+    for rank in range(4):
+        x = 30 + 205 * rank
+        picture.text(x + 92, 26, f"rank {rank}", "bold")
+        picture.label(x, 45, 185, 44, "16 of the 64 images")
+        picture.label(x, 110, 185, 44, "forward, backward")
+        picture.arrow((x + 92, 89), (x + 92, 110))
+        picture.arrow((x + 92, 154), (x + 92, 188))
+        picture.text(x + 100, 170, "its gradients", "quiet", "start")
+        picture.arrow((x + 92, 232), (x + 92, 264))
+        picture.text(x + 100, 248, "their mean", "quiet", "start")
+        picture.label(x, 264, 185, 54, "optimizer step", "the same weights again")
+    picture.label(30, 188, 800, 44, "all-reduce: the mean of the gradients over all ranks", kind="main")
+    return picture
+
+
+def start_of_a_job(picture: Picture, launcher: str):
+    """The part of the three pictures that is equal: from sbatch to srun."""
+    picture.label(20, 20, 170, 60, "sbatch", "on the login node", text="code")
+    picture.arrow((190, 50), (230, 50))
+    picture.label(230, 20, 330, 60, launcher, "reads env.sh, on the first node", text="code")
+    picture.arrow((560, 50), (600, 50))
+    picture.label(600, 20, 240, 60, "srun", "starts the tasks", text="code")
+    picture.line((720, 80), (720, 100), (220, 100))
+
+
+def processes(launcher: str, starter: str, sentence: str) -> Picture:
+    """The processes of two nodes with two ranks each. `starter` is the program between srun and ranks, or nothing."""
+    middle = f"srun starts one task on each node: {starter}. It starts the two ranks of its node." if starter else ""
+    middle = middle or "srun starts four tasks, two on each node. Each task is a rank."
+    picture = Picture(860, 345, f"sbatch starts {launcher} on the first node. {middle} {sentence}")
+    start_of_a_job(picture, launcher)
+    for node, x in enumerate(two_nodes(picture, 125, 180)):
+        picture.line((x + 200, 100), (x + 200, 150))
+        if starter:
+            picture.arrow((x + 200, 125), (x + 200, 150))
+            picture.label(x + 75, 150, 250, 36, f"task {node}: {starter}", kind="main", text="code")
+            picture.line((x + 200, 186), (x + 200, 204))
+        top = 204 if starter else 150  # where the line from srun, or from the starter, parts
+        picture.line((x + 105, top), (x + 295, top))
+        for local_rank in range(2):
+            left, rank = x + 20 + 190 * local_rank, 2 * node + local_rank
+            task = "" if starter else f"task {rank}: "
+            picture.arrow((left + 85, top), (left + 85, 226))
+            kind = "box" if starter else "main"
+            picture.label(left, 226, 170, 60, f"{task}rank {rank}", "python SCRIPT", kind=kind, text="bold")
+    picture.text(430, 325, sentence, "quiet")
+    return picture
+
+
+def srun() -> Picture:
+    said = "env.sh sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT; each task sets its own RANK and LOCAL_RANK."
+    return processes("launch_slurm_to_torch.sh", "", said)
+
+
+def torchrun() -> Picture:
+    said = "env.sh sets MASTER_ADDR, MASTER_PORT; torchrun sets WORLD_SIZE, and RANK and LOCAL_RANK of each rank."
+    return processes("launch_slurm_with_torchrun.sh", "torchrun", said)
+
+
+def mp() -> Picture:
+    said = "env.sh sets MASTER_ADDR, MASTER_PORT; spawn_ranks.py sets WORLD_SIZE, and RANK and LOCAL_RANK of each rank."
+    return processes("launch_slurm_with_mp.sh", "spawn_ranks.py", said)
+
+
+def hardware() -> Picture:
+    picture = Picture(
+        860,
+        400,
+        """A login node, where sbatch is typed, and three compute nodes. A node has CPUs, GPUs and memory.
+        --nodes=2 asks for two of the nodes, --nodelist for those of given names, --exclusive for nodes without
+        anybody else's jobs. On each node --ntasks-per-node=2 starts two tasks, --cpus-per-task=2 gives each
+        task two CPUs, --gpus-per-node=2 asks for two GPUs, --mem=16G for 16 GB of memory.""",
+    )
+    picture.label(20, 130, 130, 90, "login node", "you, sbatch,", "no training", text="bold")
+    picture.arrow((150, 175), (190, 175))
+    picture.text(360, 26, "--nodes=2", "code bold")
+    picture.text(440, 26, "these two, or by name: --nodelist=node-[1-2]", "quiet", "start")
+    picture.line((190, 50), (190, 42), (670, 42), (670, 50))
+    for number, x in enumerate((190, 440, 690)):
+        free = number == 2
+        width = 230 if not free else 150
+        picture.box(x, 58, width, 260)
+        picture.text(x + 14, 76, f"node-{number + 1}", "quiet", "start")
+        if free:
+            picture.text(x + 75, 180, "not asked for:", "quiet")
+            picture.text(x + 75, 200, "other jobs", "quiet")
+            continue
+        for task in range(2):
+            left = x + 12 + 104 * task
+            picture.box(left, 92, 98, 92, "main")
+            picture.text(left + 49, 108, f"task {2 * number + task}", "bold")
+            for cpu in range(2):
+                picture.label(left + 8 + 43 * cpu, 124, 39, 48, "CPU", text="quiet")
+            picture.label(left, 194, 98, 36, f"GPU {task}")
+        picture.label(x + 12, 240, 202, 30, "16 GB of memory")
+        picture.label(x + 12, 278, 202, 30, "more CPUs and memory", text="quiet", kind="line dashed")
+    picture.text(30, 345, "on each node:", "quiet", "start")
+    parts = ["--ntasks-per-node=2", "--cpus-per-task=2", "--gpus-per-node=2", "--mem=16G"]
+    for number, part in enumerate(parts):
+        picture.text(150 + 185 * number, 345, part, "code bold", "start")
+    picture.text(150, 375, "--exclusive", "code bold", "start")
+    picture.text(250, 375, "nobody else's jobs on these nodes, even if there is room", "quiet", "start")
+    return picture
+
+
+PICTURES = [waist, one_process, who_am_i, data_parallel, hardware, srun, torchrun, mp]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    default = Path(__file__).resolve().parents[2] / "docs/figures"
+    parser.add_argument("--folder", type=Path, default=default, help="where the SVG files go")
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for draw in PICTURES:
+        (folder / f"{draw.__name__}.svg").write_text(draw().svg())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Write the diffs of the documents anew: each is what the `git diff --no-index` in the sentence above it says.
+
+    python aux/write_diffs.py README.md docs/*.md         # changes the files, prints their names
+
+The sentence ends with a colon. "`git diff --no-index -U0 OLD NEW`:" shows all. "`git diff --no-index -U0 OLD NEW`, the
+blocks data, model:" shows these, by the names on their rulers. Above the first ruler are docstring and imports.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DIFF = re.compile(r"`(git diff --no-index [^`]+)`([^`]*:\s*\n\n```diff\n)(.*?)(^```$)", re.M | re.S)
+
+
+def blocks_of(hunks: list[str], path: str) -> list[str]:
+    """For every hunk the block of the new file in which it begins."""
+    lines, names = (REPOSITORY / path).read_text().splitlines(), []
+    for hunk in hunks:
+        above = lines[: int(re.match(r"@@ \S+ \+(\d+)", hunk)[1])]
+        rulers = [ruler[1] for ruler in (re.match(r"# --- (.+?) -+$", line) for line in above) if ruler]
+        head = "imports" if any(line.startswith("import ") for line in above) else "docstring"
+        names.append(rulers[-1] if rulers else head)
+    return names
+
+
+def hunks_by_block(command: str) -> list[tuple[str, str]]:
+    """(block, hunk) for every hunk of `git diff`, without what git says of files and functions."""
+    shown = subprocess.run(command.split(), cwd=REPOSITORY, capture_output=True, text=True)
+    if shown.returncode != 1:
+        sys.exit(f"{command}: no difference, or {shown.stderr.strip()}")
+    hunks = re.findall(r"^@@ .*\n(?:[ +\-\\].*\n)*", shown.stdout, re.M)
+    hunks = [re.sub(r"^(@@ \S+ \S+ @@).*", r"\1", hunk) for hunk in hunks]
+    return list(zip(blocks_of(hunks, command.split()[-1]), hunks, strict=True))
+
+
+def with_diffs(text: str) -> str:
+    """The document, every diff in it as it is now."""
+
+    def fresh(found: re.Match) -> str:
+        command, sentence = found[1], found[2]
+        names = re.search(r"\bblocks (.+?):$", " ".join(sentence.split("```")[0].split()))
+        wanted = re.split(r", | and ", names[1]) if names else None
+        hunks = [hunk for block, hunk in hunks_by_block(command) if wanted is None or block in wanted]
+        return f"`{command}`{sentence}{''.join(hunks)}```"
+
+    return DIFF.sub(fresh, text)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        text = Path(name).read_text()
+        if with_diffs(text) != text:
+            Path(name).write_text(with_diffs(text))
+            print(name)
