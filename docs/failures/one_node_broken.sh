@@ -3,4 +3,4 @@
 #SBATCH --time=00:05:00
 #SBATCH --output=%x.out
 # Two tasks fit on one node, so Slurm puts both there.
-srun --kill-on-bad-exit=1 hostname
+srun --kill-on-bad-exit=1 hostname | sort | uniq --count

@@ -5,6 +5,7 @@ set -euo pipefail
 submit() { sbatch --parsable --output=/dev/null --time=00:10:00 --job-name "$@"; }
 hosts=$(scontrol show hostnames "$(sinfo --noheader --format=%N)")
 first=${hosts%%$'\n'*} last=${hosts##*$'\n'} cpus=$(sinfo --noheader --format=%c)
+count=$(($(wc --lines <<<"$hosts") - 1))         # nodes, less the last one, which is drained
 tidy() { scancel "${jobs[@]}" && scontrol update NodeName="$last" State=RESUME; }
 
 submit fails --wait --wrap=false >/dev/null || true
@@ -19,8 +20,8 @@ later=$(submit later --begin=now+1hour --wrap="sleep 1")
 after=$(submit after --dependency=afterany:"$others" --wrap="sleep 1")
 never=$(submit never --dependency=afterok:"$failed" --wrap="sleep 1")
 drained=$(submit drained --nodelist="$last" --wrap="sleep 1")
-large=$(submit large --nodelist="$first" --cpus-per-task=2 --wrap="sleep 1")
-behind=$(submit behind --nodelist="$first" --cpus-per-task=2 --wrap="sleep 1")
+large=$(submit large --nodes="$count" --cpus-per-task=2 --wrap="sleep 1")
+behind=$(submit behind --nodes="$count" --cpus-per-task=2 --wrap="sleep 1")
 jobs+=("$held" "$later" "$after" "$never" "$drained" "$large" "$behind")
 sleep 10                           # until Slurm has looked at all of them
 squeue --sort=i --format="%9j %8T %R"
@@ -33,6 +34,9 @@ scontrol update NodeName="$last" State=RESUME
 sleep 5 && squeue --states=RUNNING --format="%9j %8T %R"
 scancel "$others" "$array"         # in place of their end: Resources, Priority and Dependency are over
 deadline=$((SECONDS + 120))
-until [[ -z "$(squeue --noheader)" ]]; do ((SECONDS < deadline)) && sleep 1; done
+until [[ -z "$(squeue --noheader)" ]]; do
+    ((SECONDS < deadline)) || exit 1
+    sleep 1
+done
 trap - EXIT
 echo "The queue is empty."

@@ -14,7 +14,7 @@ def remember(number, frame):
 
 
 signal.signal(signal.SIGUSR1, remember)
-for step in range(1, 101):  # the handler only sets a flag: no save in the midst of a step
+for step in range(1, 201):  # the handler only sets a flag: no save in the midst of a step
     time.sleep(0.5)
     if stop:
         print(f"rank {os.environ['RANK']}: SIGUSR1 has come, saved after step {step}", flush=True)
