@@ -14,12 +14,11 @@ class Images(Dataset):
         return index
 
 
-if __name__ == "__main__":
-    loader = DataLoader(Images(), batch_size=8, num_workers=2)
-    waited, start = 0.0, time.perf_counter()
-    asked = start
-    for _ in loader:
-        waited += time.perf_counter() - asked
-        time.sleep(0.1)  # in place of a step
-        asked = time.perf_counter()
-    print(f"waits for data: {100 * waited / (time.perf_counter() - start):.0f} % of the time", flush=True)
+loader = DataLoader(Images(), batch_size=8, num_workers=2, multiprocessing_context="fork")
+waited, start = 0.0, time.perf_counter()
+asked = start
+for _ in loader:
+    waited += time.perf_counter() - asked
+    time.sleep(0.1)  # in place of a step
+    asked = time.perf_counter()
+print(f"waits for data: {100 * waited / (time.perf_counter() - start):.0f} % of the time", flush=True)
