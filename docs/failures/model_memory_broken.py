@@ -1,0 +1,22 @@
+"""Every rank holds the whole model, its gradients and Adam's two moments: 16 bytes for each of 64 million weights."""
+
+import ctypes
+import os
+import resource
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: what is freed goes back to the system
+resource.setrlimit(resource.RLIMIT_DATA, (5 * 2**28, 5 * 2**28))  # bytes, in place of a GPU's memory
+model = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(16)])
+model = DistributedDataParallel(model)
+optimizer = torch.optim.Adam(model.parameters())
+model(torch.ones(1, 2000)).mean().backward()
+optimizer.step()
+print(f"rank {dist.get_rank()}: one step of 64 million weights", flush=True)
+dist.barrier()
+os._exit(0)  # threads of gloo's can abort Python while it shuts down

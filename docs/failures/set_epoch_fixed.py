@@ -1,0 +1,12 @@
+"""The sampler shuffles by seed and epoch, and is told the epoch."""
+
+import os
+
+from torch.utils.data import DistributedSampler
+
+sampler = DistributedSampler(range(1000), int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
+for epoch in range(1, 4):
+    sampler.set_epoch(epoch)
+    order = list(sampler)
+    if os.environ["RANK"] == "0":
+        print(f"epoch {epoch} begins with images {order[:5]}", flush=True)

@@ -1,0 +1,145 @@
+"""docs/troubleshooting.md: every script of docs/failures/ is run, and shows what the page says, or shows it no more."""
+
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import lint_sbatch
+from conftest import REPOSITORY, cells, environment, run
+from test_docker import engine  # noqa: F401
+
+FOLDER = REPOSITORY / "docs/failures"
+PAGE = (REPOSITORY / "docs/troubleshooting.md").read_text()
+ENTRIES = dict(re.findall(r"^### (.+)\n((?:(?!##).*\n)+)", PAGE, re.M))
+COMMAND = (
+    r"`((?:sbatch --wait |\./torchrun\.sh |docker build --file )docs/failures/\w+\.\w+(?: \.)?|docs/failures/\w+\.sh)`"
+)
+NOT_SHOWN = "Not shown here"
+
+
+def symptoms(entry: str) -> list[str]:
+    """The lines of the entry's first block, as regular expressions: "..." is what differs each time."""
+    block = re.search(r"^```\n(.*?)^```$", ENTRIES[entry], re.M | re.S)[1]
+    return [r"\S.*?".join(map(re.escape, re.split(r"\.\.\.", line))) for line in block.splitlines()]
+
+
+SHOWN = [(entry, command) for entry, text in ENTRIES.items() for command in re.findall(COMMAND, text)]
+ALONE = [command for _, command in SHOWN if "_broken" not in command]
+
+
+def test_every_entry_is_shown_or_says_why_not():
+    assert len(ENTRIES) >= 24 and len(SHOWN) >= 25
+    shown = {entry for entry, _ in SHOWN}
+    for entry, text in ENTRIES.items():
+        assert symptoms(entry), entry
+        assert entry in shown or re.search(rf"{NOT_SHOWN}[^.]*: \w+", text), entry
+
+
+def test_every_file_is_named_and_has_its_pair():
+    files = {path.name for path in FOLDER.iterdir() if path.is_file()}
+    assert [name for name in sorted(files) if name not in PAGE] == []
+    named = {Path(command.removesuffix(" .")).name for _, command in SHOWN}
+    assert {name for name in files if "_broken" in name} == {name for name in named if "_broken" in name}
+    assert {name.replace("_broken", "_fixed") for name in named} <= files
+    assert ALONE == ["docs/failures/queue.sh"]  # it shows the symptoms and repairs them in one go
+
+
+def test_scripts_are_small_and_pairs_alike():
+    for path in FOLDER.glob("*.*"):
+        lines = path.read_text().splitlines()
+        assert len(lines) <= (45 if path.name == "queue.sh" else 32), path.name
+        if "_broken" in path.name:
+            fixed = path.with_name(path.name.replace("_broken", "_fixed"))
+            stat = run("git", "diff", "--no-index", "--numstat", path, fixed).stdout.split()
+            assert 0 < int(stat[0]) <= 9 and 0 < int(stat[1]) <= 8, f"{fixed.name}: {stat}"
+
+
+def lint(path: Path, capsys) -> str:
+    lint_sbatch.main([str(path)])
+    return capsys.readouterr().out
+
+
+def test_lint_finds_what_the_page_says(monkeypatch, capsys):
+    """And nothing else, nothing in the other job scripts."""
+    monkeypatch.chdir(REPOSITORY)
+    finds = r"(\w+_broken\.sh)`[^`]*`\w+_fixed\.sh`\.\s+`lint_sbatch\.py`\s+finds\s+it:\s+`([^`]+)`"
+    said = re.findall(finds, PAGE)
+    assert len(said) == PAGE.count("`lint_sbatch.py`") == 8
+    for path in sorted(FOLDER.glob("*.sh")):
+        found = lint(path.relative_to(REPOSITORY), capsys)
+        sentences = [sentence for name, sentence in said if name == path.name]
+        assert len(found.splitlines()) == len(sentences) <= 1, f"{path.name}: {found}"
+        assert all(sentence in found for sentence in sentences), found
+
+
+def test_the_build_copies_what_dockerignore_excludes():
+    """What needs no engine: the broken one copies a folder that is not sent to it, the fixed one does not."""
+    ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    copied = {name: re.search(r"^COPY (\S+)", (FOLDER / name).read_text(), re.M)[1] for name in os.listdir(FOLDER)
+              if name.endswith("Dockerfile")}  # fmt: skip
+    assert copied["build_broken.Dockerfile"] in ignored and copied["build_fixed.Dockerfile"] not in ignored
+    assert (REPOSITORY / copied["build_fixed.Dockerfile"]).is_dir()
+
+
+def test_the_chapter_on_finding_faults(monkeypatch, capsys):
+    """What the linter prints is what the chapter shows, and DEBUG=1 does what the chapter says."""
+    chapter = (REPOSITORY / "docs/13_finding_what_is_wrong.md").read_text()
+    monkeypatch.chdir(REPOSITORY)
+    files = re.search(r"`python aux/lint_sbatch\.py (.+)` prints\n\n```\n((?:.+\n)+)```", chapter)
+    found = "".join(lint(Path(name), capsys) for name in files[1].split())
+    assert found == files[2] and found.count("\n") == 2
+    job = (REPOSITORY / "aux/job.sh").read_text()
+    for setting in ("NCCL_DEBUG=INFO", "TORCH_DISTRIBUTED_DEBUG=INFO", "nccl_trace_rank_", '"${NCCL_DEBUG:-WARN}"'):
+        assert setting in job and setting.strip('"${}').split(":-")[-1] in chapter
+    for name in re.findall(r"`(?:python )?(aux/\w+\.py)", chapter):
+        assert (REPOSITORY / name).is_file()
+
+
+def start(command: str, request, folder: Path) -> tuple[bool, str]:
+    """Runs a command as the page has it, bounded in time: whether it succeeded, and all that it says."""
+    words = command.split()
+    if words[0] == "docker":
+        variables = request.getfixturevalue("engine")
+        done = run(*words, env=environment(**variables))
+        return done.returncode == 0, done.stdout + done.stderr
+    cluster = request.getfixturevalue("cluster") if words[-1].endswith(".sh") else None
+    if words[0] == "sbatch":
+        log = [] if "log_folder_broken" in command else [f"--output={folder}/log"]
+        job = cluster.sbatch(*log, *words[2:])
+        shown = cluster.exec("scontrol", "show", "job", job.id).stdout
+        return job.state == "COMPLETED", job.log + shown
+    done = cluster.exec(*words, timeout=300) if cluster else run(*words, timeout=200)
+    return done.returncode == 0, done.stdout + done.stderr
+
+
+def other_build_of_torch(command: str) -> bool:
+    """Two scripts show what a torch without CUDA says."""
+    import torch
+
+    return ("cuda_" in command or "torchvision_" in command) and torch.version.cuda is not None
+
+
+QUICK = [pair for pair in SHOWN if "set_epoch" in pair[1]]
+
+
+@pytest.mark.parametrize(("entry", "command"), cells(SHOWN, *QUICK))
+def test_the_symptom_is_shown_and_then_gone(entry, command, request, tmp_path):
+    if other_build_of_torch(command):
+        pytest.skip("this torch is built for CUDA")
+    ended_well, said = start(command, request, tmp_path)
+    for symptom, times in Counter(symptoms(entry)).items():
+        assert len(re.findall(rf"{symptom}\s*$", said, re.M)) >= times, f"no line {symptom}:\n{said}"
+    if command in ALONE:
+        assert ended_well, said
+        return
+    fixed_well, says = start(command.replace("_broken", "_fixed"), request, tmp_path)
+    assert fixed_well, says
+    if "loader" in command:
+        broken, fixed = (int(re.search(r"waits for data: (\d+) %", text)[1]) for text in (said, says))
+        assert broken > 50 and fixed < broken / 2, (broken, fixed)
+        return
+    for symptom in symptoms(entry):
+        assert not re.search(rf"{symptom}\s*$", says, re.M), says
