@@ -29,7 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
-from read_scaling import machine
+from read_scaling import growth_table, machine
 
 from resilience.arguments import ArgumentParser, whole_number
 from resilience.job import write_whole
@@ -200,18 +200,6 @@ def measure(args: Namespace, ranks: int) -> dict[str, float]:
     return {"ranks": ranks, "nodes": nodes, "processes": min(nodes, MOST_PROCESSES)} | medians
 
 
-def table(sizes: list[dict]) -> str:
-    """In Markdown."""
-    lines = ["| ranks | nodes | start-up, s | rendezvous, s | Step 0, s | heartbeats: a second | CPU | read all, s |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    for size in sizes:
-        row = [f"{size['ranks']:,}", f"{size['nodes']}"]
-        row += [f"{size[name]:.2f}" for name in ("start", "rendezvous", "step_zero")]
-        row += [f"{size['writes_per_second']:.1f}", f"{size['cpu_per_rank']:.3%}", f"{size['read']:.3f}"]
-        lines.append("| " + " | ".join(row) + " |")
-    return "\n".join(lines)
-
-
 def main(args: Namespace):
     os.chdir(REPOSITORY)
     args.out = args.out.absolute()
@@ -228,7 +216,7 @@ def main(args: Namespace):
     command = " ".join(["aux/bench/growth.py", "--ranks", *map(str, args.ranks), "--rounds", str(args.rounds)])
     found = {"date": datetime.date.today().isoformat(), "machine": machine(), "command": command, "sizes": sizes}
     write_whole(args.out / "growth.json", json.dumps(found, indent=1) + "\n")
-    print(f"{table(sizes)}\nWritten: {args.out / 'growth.json'}")
+    print(f"{growth_table(sizes)}\nWritten: {args.out / 'growth.json'}")
 
 
 if __name__ == "__main__":

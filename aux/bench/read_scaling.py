@@ -99,6 +99,18 @@ def table(unit: str, runs: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def growth_table(sizes: list[dict]) -> str:
+    """What aux/bench/growth.py has measured, in Markdown."""
+    lines = ["| ranks | nodes | start-up, s | rendezvous, s | Step 0, s | heartbeats: a second | CPU | read all, s |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for size in sizes:
+        row = [f"{size['ranks']:,}", f"{size['nodes']}"]
+        row += [f"{size[name]:.2f}" for name in ("start", "rendezvous", "step_zero")]
+        row += [f"{size['writes_per_second']:.1f}", f"{size['cpu_per_rank']:.3%}", f"{size['read']:.3f}"]
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
 def machine() -> str:
     """The processor of this machine, and how many CPUs it has."""
     found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)

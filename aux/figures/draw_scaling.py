@@ -19,7 +19,6 @@ import style
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "aux/bench"))
 
-import growth
 import read_scaling
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
@@ -36,7 +35,8 @@ def parse_arguments() -> Namespace:
 
 
 def main(args: Namespace):
-    found = {path.stem: read_json(path) for path in sorted(args.folder.glob("*.json"))}
+    names = ("scaling.json", "growth.json", "prediction.json", "allreduce*.json")
+    found = {path.stem: read_json(path) for name in names for path in sorted(args.folder.glob(name))}
     reduces = {name: values for name, values in found.items() if name.startswith("allreduce")}
     parts = []
     if "scaling" in found:
@@ -177,7 +177,7 @@ def prediction_part(found: dict) -> str:
 def growth_part(found: dict, args: Namespace) -> str:
     shown = picture(args, "growth.svg", "Start-up, rendezvous, Step 0 and heartbeats by ranks")
     source = f"`{found['command']}`, {found['date']}, {found['machine']}:\n\n"
-    return shown + source + growth.table(found["sizes"]) + "\n"
+    return shown + source + read_scaling.growth_table(found["sizes"]) + "\n"
 
 
 def fill(page: Path, text: str):
