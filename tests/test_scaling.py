@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, REPOSITORY, run
+from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, environment, run
 
 sys.path[:0] = [str(REPOSITORY / "aux/bench"), str(REPOSITORY / "aux/figures")]
 
@@ -125,6 +125,7 @@ ONE = ["--step-seconds", "1"]
         ([*NETWORK, "--check", "nowhere.json"], "cannot read nowhere.json"),
         ([*NETWORK, "--check", "README.md"], "README.md is no JSON"),
         (["--measured", "{empty}", *ONE], "has not been written by aux/bench/allreduce.py"),
+        (["--measured", "{no_fit}", *ONE], "1 x 2 ranks take figures inside a node"),
         (["--latency", "1", "--bandwidth", "1", "--nodes", "2", *ONE], "take figures between nodes"),
         ([*NETWORK, "--ranks-per-node", "4", "--tensor-parallel", "3", *ONE], "--tensor-parallel 3 fits neither"),
         ([*NETWORK, "--check", "{alone}"], "has no run of one rank"),
@@ -134,8 +135,12 @@ ONE = ["--step-seconds", "1"]
 def test_bad_input_of_the_prediction(arguments, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)
     (tmp_path / "empty").write_text("{}")
-    alone = scaling_json(tmp_path / "alone", ("strong", 2, 1, 1000.0))
-    arguments = [text.format(empty=tmp_path / "empty", alone=alone) for text in arguments]
+    (tmp_path / "no_fit").write_text(
+        json.dumps({"ranks_per_node": 2, "groups": [{"name": "inside a node", "ranks": 2}]})
+    )
+    scaling_json(tmp_path / "alone", ("strong", 2, 1, 1000.0))
+    files = {name: tmp_path / name for name in ("empty", "no_fit", "alone")}
+    arguments = [text.format(**files) for text in arguments]
     monkeypatch.setattr(sys, "argv", ["predict_scaling.py", *MODEL, *arguments])
     with pytest.raises(SystemExit) as ended:
         predict_scaling.main(predict_scaling.parse_arguments())
@@ -241,7 +246,7 @@ def draw(folder: Path, page: Path):
 
 def test_figures_and_page(tmp_path):
     """Drawn from small data; what is around the block stays; twice is the same; a page without the block is refused."""
-    sizes = [{"bytes": size, "seconds": 1e-4, "model_seconds": 2e-4, "busbw": size * 1e4} for size in (8, 512, 32768)]
+    sizes = [{"bytes": size, "seconds": 1e-4, "busbw": size * 1e4} for size in (8, 512, 32768)]
     reduced = {"backend": "gloo", "groups": [GROUP | {"sizes": sizes}]}
     for mode, size, rate in (("strong", "1x1", 100), ("strong", "1x2", 180), ("weak", "1x2", 190)):
         write_log(tmp_path, f"{mode}-{size}-1", ((1, rate), (2, rate)))
@@ -295,12 +300,12 @@ def test_page_is_what_its_figures_say(tmp_path):
 def test_all_reduce_by_torchrun(tmp_path):
     """Two ranks: sizes, definitions, a fit; and the prediction takes its file."""
     path = tmp_path / "allreduce.json"
-    arguments = ["--largest", "256K", "--factor", "8", "--rounds", "2", "--seconds", "0.01", "--json", path]
+    arguments = ["--largest", "2M", "--factor", "8", "--rounds", "2", "--seconds", "0.01", "--json", path]
     done = run("./torchrun.sh", "aux/bench/allreduce.py", "--device", "cpu", *arguments)
     assert done.returncode == 0, done.stderr
     [group] = json.loads(path.read_text())["groups"]
     assert (group["name"], group["ranks"]) == ("inside a node", 2)
-    assert [row["bytes"] for row in group["sizes"]] == [8, 64, 512, 4096, 32768, 262144]
+    assert [row["bytes"] for row in group["sizes"]] == [8 << 3 * i for i in range(7)]
     for row in group["sizes"]:
         assert row["busbw"] == row["algbw"] == pytest.approx(row["bytes"] / row["seconds"])  # 2(n-1)/n is 1
         assert f"| {row['bytes']} | {row['seconds'] * 1e6:.1f} |" in done.stdout
@@ -364,14 +369,17 @@ def test_scaling_by_a_job_that_fails(cluster, tmp_path):
 @pytest.mark.matrix
 def test_growth_on_small_clusters(tmp_path):
     """8 and 16 ranks: all start, meet and beat; more of them write no more than thirty heartbeats a second."""
-    clusters = set(Path("/run").glob("slurm-cluster-*"))
+    variables = environment(CLUSTER=f"growth-{os.getpid()}")
     command = [sys.executable, "aux/bench/growth.py", "--ranks", "8", "16", "--rounds", "1", "--out", tmp_path]
-    done = run(*command, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
+    try:
+        done = run(*command, timeout=400, env=variables)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert not Path(f"/run/slurm-cluster-{variables['CLUSTER']}").exists()
+    finally:
+        run(NAMESPACES, "down", env=variables)
     sizes = json.loads((tmp_path / "growth.json").read_text())["sizes"]
     assert [(size["ranks"], size["nodes"], size["processes"]) for size in sizes] == [(8, 1, 1), (16, 2, 2)]
     for size in sizes:
         assert 0 < size["start"] < 60 and 0 < size["rendezvous"] < 60 and 0 < size["step_zero"] < 60
         assert size["ranks"] / 4 < size["writes_per_second"] < size["ranks"]  # one in two seconds, or in three
         assert f"Step 0: {size['ranks']} ranks" in (tmp_path / f"beat-{size['ranks']}.out").read_text()
-    assert set(Path("/run").glob("slurm-cluster-*")) <= clusters | {Path(f"/run/slurm-cluster-{os.getpid()}")}

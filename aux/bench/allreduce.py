@@ -11,6 +11,7 @@ is the latency of a hop, b the bandwidth. aux/bench/predict_scaling.py predicts 
 
 import datetime
 import json
+import math
 import os
 import platform
 import re
@@ -100,19 +101,27 @@ def measure(args: Namespace, place: Place, group: dist.ProcessGroup | None) -> d
 
 
 def report(name: str, ranks: int, seconds: dict[int, float]) -> dict:
-    """The table of a group, and its fit; what goes into the file."""
+    """Prints the table of a group, and its fit if there is one. Returns what goes into the file."""
+    try:
+        network = fit(ranks, seconds)
+    except ValueError as error:
+        network, fitted = None, f"no fit: {error}"
     print(f"\nAll-reduce {name}, {ranks} ranks\n| bytes | time, us | algbw, GB/s | busbw, GB/s | a ring's, us |")
     print("|---|---|---|---|---|")
-    network, rows = fit(ranks, seconds), []
+    rows = []
     for size, taken in seconds.items():
         algbw, busbw = bus_bandwidth(size, taken, ranks)
-        model = network.all_reduce(ranks, size)
+        model = network.all_reduce(ranks, size) if network else math.nan
         print(f"| {size} | {taken * 1e6:.1f} | {algbw / 1e9:.3f} | {busbw / 1e9:.3f} | {model * 1e6:.1f} |")
-        rows.append({"bytes": size, "seconds": taken, "algbw": algbw, "busbw": busbw, "model_seconds": model})
-    errors = [abs(row["model_seconds"] / row["seconds"] - 1) for row in rows]
-    figures = f"latency of a hop {network.latency * 1e6:.1f} us, bandwidth {network.bandwidth / 1e9:.3f} GB/s"
-    print(f"{figures}; the ring's times are {statistics.median(errors):.0%} off, at most {max(errors):.0%}")
-    return {"name": name, "ranks": ranks, **vars(network), "errors": errors, "sizes": rows}
+        rows.append({"bytes": size, "seconds": taken, "algbw": algbw, "busbw": busbw})
+    found = {"name": name, "ranks": ranks, "sizes": rows}
+    if network:
+        errors = [abs(network.all_reduce(ranks, size) / taken - 1) for size, taken in seconds.items()]
+        found |= {**vars(network), "errors": errors}
+        fitted = f"latency of a hop {network.latency * 1e6:.1f} us, bandwidth {network.bandwidth / 1e9:.3f} GB/s; "
+        fitted += f"the ring's times are {statistics.median(errors):.0%} off, at most {max(errors):.0%}"
+    print(fitted)
+    return found
 
 
 # --- main -------------------------------------------------------------------------------------------------------------
@@ -154,8 +163,6 @@ def main(args: Namespace):
             print(f"Written: {args.json}")
         except OSError as error:
             fault = f"cannot write {args.json}: {error.strerror}"
-        except ValueError as error:  # fit's
-            fault = str(error)
     place.stop_if_any(fault)
     place.shutdown()
 

@@ -204,7 +204,7 @@ def main(args: Namespace):
     os.chdir(REPOSITORY)
     args.out = args.out.absolute()
     args.out.mkdir(parents=True, exist_ok=True)
-    os.environ["CLUSTER"] = f"growth-{os.getpid()}"
+    os.environ.setdefault("CLUSTER", f"growth-{os.getpid()}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as ctrl-C: by way of finally
     try:
         namespaces("up", "--nodes", max(args.ranks) // RANKS_PER_NODE, "--cpus", RANKS_PER_NODE, "--gpus", 0)

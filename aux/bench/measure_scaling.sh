@@ -24,6 +24,7 @@ cp log/scaling/scaling.json "$figures"
 python aux/bench/predict_scaling.py --measured "$figures"/allreduce_*.json --parameters 1199882 --tokens 64 \
     --check "$figures/scaling.json" --json "$figures/prediction.json"
 
+./local/cluster/namespaces.sh down                   # the next one is as large as its largest number of ranks needs
 # shellcheck disable=SC2086  # several numbers
 python aux/bench/growth.py --ranks ${RANKS:-8 64 512 4096}
 cp log/growth/growth.json "$figures"

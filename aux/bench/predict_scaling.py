@@ -218,7 +218,7 @@ def networks(args: Namespace) -> tuple[Network | None, Network | None, int]:
         pairs = [Network(a / 1e6, b * 1e9) for a, b in zip(args.latency, args.bandwidth, strict=True)]
         return pairs[0], pairs[-1] if len(pairs) > 1 else None, args.ranks_per_node or 1
     found = [read_json(path, "groups", "aux/bench/allreduce.py") for path in args.measured]
-    groups = [group for measured in found for group in measured["groups"]]
+    groups = [group for measured in found for group in measured["groups"] if "latency" in group]  # else it has no fit
     known = {group["name"]: Network(group["latency"], group["bandwidth"]) for group in groups}
     ranks_per_node = args.ranks_per_node or max(measured["ranks_per_node"] for measured in found)
     return known.get("inside a node"), known.get("across nodes"), ranks_per_node

@@ -22,6 +22,7 @@ sys.path.insert(0, str(REPOSITORY / "aux/bench"))
 import read_scaling
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
+from predict_scaling import Network
 
 BEGIN, END = "<!-- begin: written by aux/figures/draw_scaling.py -->\n", "<!-- end -->\n"
 
@@ -37,7 +38,7 @@ def parse_arguments() -> Namespace:
 def main(args: Namespace):
     names = ("scaling.json", "growth.json", "prediction.json", "allreduce*.json")
     found = {path.stem: read_json(path) for name in names for path in sorted(args.folder.glob(name))}
-    reduces = {name: values for name, values in found.items() if name.startswith("allreduce")}
+    reduces = {name: values for name, values in found.items() if name.startswith("allreduce") and with_fit(values)}
     parts = []
     if "scaling" in found:
         draw_scaling(found["scaling"], list(reduces.values()), args.folder / "scaling.svg")
@@ -95,8 +96,13 @@ def draw_scaling(found: dict, reduces: list[dict], path: Path):
     axes.yaxis.set_minor_locator(NullLocator())
     axes.legend()
     if reduces:
-        draw_reduces(matrix[0][1], [group for measured in reduces for group in measured["groups"]])
+        draw_reduces(matrix[0][1], [group for measured in reduces for group in with_fit(measured)])
     style.save(figure, path, "Speed-up of a training by ranks; bus bandwidth of an all-reduce by size")
+
+
+def with_fit(measured: dict) -> list[dict]:
+    """The groups of an allreduce.json in which a latency and a bandwidth have been found."""
+    return [group for group in measured["groups"] if "latency" in group]
 
 
 def draw_reduces(axes: Axes, groups: list[dict]):
@@ -105,7 +111,8 @@ def draw_reduces(axes: Axes, groups: list[dict]):
         sizes, factor = [row["bytes"] for row in group["sizes"]], 2 * (group["ranks"] - 1) / group["ranks"]
         look = style.line(number, 10 * len(sizes))
         measured = [row["busbw"] / 1e9 for row in group["sizes"]]
-        fitted = [row["bytes"] * factor / row["model_seconds"] / 1e9 for row in group["sizes"]]
+        network = Network(group["latency"], group["bandwidth"])
+        fitted = [size * factor / network.all_reduce(group["ranks"], size) / 1e9 for size in sizes]
         axes.plot(sizes, measured, linestyle="none", marker=style.MARKERS[number], color=look["color"])
         axes.plot(sizes, fitted, **style.line(number), label=f"{group['name']}, {group['ranks']} ranks")
     axes.set_xscale("log", base=2)
@@ -160,7 +167,7 @@ def reduce_part(reduces: dict[str, dict]) -> str:
     lines = ["| all-reduce | ranks | latency of a hop, us | bandwidth, GB/s | a ring's times are off: median, most |"]
     lines.append("|---|---|---|---|---|")
     for measured in reduces.values():
-        for group in measured["groups"]:
+        for group in with_fit(measured):
             errors = sorted(group["errors"])
             row = [f"{group['name']}, {measured['backend']}", f"{group['ranks']}", f"{group['latency'] * 1e6:.1f}"]
             row += [f"{group['bandwidth'] / 1e9:.2f}", f"{errors[len(errors) // 2]:.0%}, {errors[-1]:.0%}"]
