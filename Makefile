@@ -6,7 +6,7 @@ ARGS ?=
 NODES ?= 2
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-scale test-gpu bench lint clean
+.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-scale test-gpu bench scaling lint clean
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand --tabs=28
 
@@ -55,6 +55,9 @@ test-gpu: .venv/tests  ## every script on this machine's GPUs, NCCL with one ran
 
 bench: .venv/ready  ## the speed of training on MNIST, as ratios
 	.venv/bin/python aux/bench/mnist.py
+
+scaling: .venv/tests data slurm  ## the figures of docs/scaling.md, up to 4,096 ranks (root; 8 GB of memory, 40 minutes)
+	./aux/bench/measure_scaling.sh
 
 lint: .venv/tests  ## ruff and shellcheck
 	.venv/bin/ruff check .

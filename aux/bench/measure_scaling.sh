@@ -1,0 +1,31 @@
+#!/bin/bash
+# All figures of docs/scaling.md, on clusters of network namespaces on this machine (root). Leave it alone meanwhile.
+#
+# Usage: make scaling                        some 40 minutes on two cores, and 8 GB of memory for the 4,096 ranks
+#        RANKS="8 64" make scaling           without the largest numbers of ranks
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+export PATH="$PWD/.venv/bin:$PATH" CLUSTER="scaling-$$"
+figures=docs/figures
+
+trap './local/cluster/namespaces.sh down' EXIT
+trap 'exit 130' INT TERM
+mkdir --parents "$figures" log/scaling
+./local/cluster/namespaces.sh up --nodes 2 --cpus 4 --gpus 2        # more CPUs than two: Slurm binds no rank to one
+
+for size in 1x2 2x1; do                              # inside a node, across nodes; nodes x ranks
+    ./local/cluster/namespaces.sh exec sbatch --wait --nodes="${size%x*}" --gpus-per-node="${size#*x}" \
+        --output="log/scaling/allreduce-$size.out" launch_slurm_with_torchrun.sh \
+        aux/bench/allreduce.py --json "$figures/allreduce_$size.json"
+done
+./local/cluster/namespaces.sh exec ./aux/bench/scaling.sh --sizes "1x1 1x2 2x1 2x2" \
+    distributed/train_ddp.py --epochs 1 --batch-size 64 --dropout 0
+cp log/scaling/scaling.json "$figures"
+python aux/bench/predict_scaling.py --measured "$figures"/allreduce_*.json --parameters 1199882 --tokens 64 \
+    --check "$figures/scaling.json" --json "$figures/prediction.json"
+
+./local/cluster/namespaces.sh down                   # the next one is as large as its largest number of ranks needs
+# shellcheck disable=SC2086  # several numbers
+python aux/bench/growth.py --ranks ${RANKS:-8 64 512 4096}
+cp log/growth/growth.json "$figures"
+python aux/figures/draw_scaling.py
