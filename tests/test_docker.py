@@ -258,7 +258,7 @@ def test_troubles(nodes):
     assert sorted(nodes.sbatch(*two).log.split()) == ["node-1", "node-1"]
     assert sorted(nodes.sbatch("--nodes=2", *two).log.split()) == ["node-1", "node-2"]
 
-    for more, why in (("--nodes=3", "Node count specification"), ("--cpus-per-task=3", "More processors requested")):
+    for more, why in (("--nodes=3", "Node count specification"), ("--cpus-per-task=3", "CPU count per node")):
         refused = nodes.exec("sbatch", more, "--wrap=true")
         assert refused.returncode != 0 and why in refused.stderr, refused.stderr
     everything = ["--nodes=2", "--ntasks-per-node=2", "--output=%j.out"]
