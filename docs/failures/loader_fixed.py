@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset
 
 class Images(Dataset):
     def __len__(self):
-        return 160
+        return 320
 
     def __getitem__(self, index):
         time.sleep(0.02)  # in place of a file on a slow disk
