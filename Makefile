@@ -56,7 +56,7 @@ test-gpu: .venv/tests  ## every script on this machine's GPUs, NCCL with one ran
 bench: .venv/ready  ## the speed of training on MNIST, as ratios
 	.venv/bin/python aux/bench/mnist.py
 
-scaling: .venv/tests data slurm  ## the figures of docs/scaling.md, up to 4,096 ranks (root; 8 GB of memory, 40 minutes)
+scaling: .venv/tests data slurm  ## the figures of docs/scaling.md, up to 4,096 ranks (root; 8 GB of memory, an hour)
 	./aux/bench/measure_scaling.sh
 
 lint: .venv/tests  ## ruff and shellcheck
@@ -79,7 +79,7 @@ data: .venv/ready
 	.venv/bin/python -m pip install --quiet --requirement requirements.txt
 	touch .venv/ready
 
-.venv/tests: .venv/ready requirements-test.txt
+.venv/tests: .venv/ready requirements-test.txt requirements-figures.txt
 	.venv/bin/python -m pip install --quiet --requirement requirements-test.txt
 	touch .venv/tests
 

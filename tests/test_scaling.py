@@ -78,6 +78,15 @@ def test_prediction_of_a_case_computed_by_hand(monkeypatch):
     assert tensor_parallel["step, ms"] == f"{250 + 1.32 + 20.2:.2f} to {250 + 1.32 + 50.5:.2f}"
 
 
+def test_example_of_the_page():
+    """docs/scaling.md shows what its command prints."""
+    page = (REPOSITORY / "docs/scaling.md").read_text()
+    [command] = re.findall(r"^python (aux/bench/predict_scaling.py --latency .*?)\n```\n", page, re.M | re.S)
+    [table] = re.findall(r"^```\n(\| nodes .*?)^```$", page, re.M | re.S)
+    done = run(sys.executable, *command.replace("\\\n", " ").split())
+    assert done.returncode == 0 and done.stdout == table, done.stderr
+
+
 def test_weak_scaling_and_one_rank(monkeypatch):
     rows = predicted(monkeypatch, *NETWORK, "--step-seconds", "1", "--weak", "--nodes", "1", "4")
     assert [row["step, ms"] for row in rows[:3]] == ["1000.00"] * 3 and rows[0]["efficiency"] == "100%"
