@@ -76,7 +76,7 @@ data: .venv/ready
 	.venv/bin/python -m pip install --quiet --requirement requirements.txt
 	touch .venv/ready
 
-.venv/tests: .venv/ready requirements-test.txt
+.venv/tests: .venv/ready requirements-test.txt requirements-figures.txt
 	.venv/bin/python -m pip install --quiet --requirement requirements-test.txt
 	touch .venv/tests
 
