@@ -483,3 +483,15 @@ def test_import_image(site, tmp_path):
     assert without.returncode == 1 and "no enroot on" in without.stderr
     wrong = run(*command, "debian", tmp_path / "x.sqsh", env=env)
     assert wrong.returncode == 1 and "does not begin with docker://" in wrong.stderr
+
+
+@pytest.mark.matrix  # thirty jobs, one after the other
+def test_all_ways_agree(cluster, site, mnist_full, text):
+    """The proof of docs/convergence.md, with way 4."""
+    clone = site.clone("convergence", mounts=site.torch, container="convergence")
+    command = [sys.executable, "aux/figures/prove_convergence.py", "--container", "--out", clone / "out"]
+    command += ["--images", mnist_full, "--text", text]
+    done = cluster.exec(*command, cwd=clone, env=site.environment, timeout=1800)
+    assert done.returncode == 0 and "VERDICT: all ways agree" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count(". container, ") == 4 and (clone / "out/convergence.svg").exists()
+    assert not list(clone.glob("checkpoints/*")) and not list(clone.glob("log/*")), "nothing is left behind"

@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import importlib.util
 import math
 import os
 import re
@@ -56,6 +57,8 @@ class ArgumentParser(argparse.ArgumentParser):
         self.add_argument("--resume", action="store_true", default=RESTART_COUNT != "0", help=help)
         help = "slower, but a resumed run on as many CUDA nodes of the same kind is bit for bit the same, as on CPUs"
         self.add_argument("--deterministic", action="store_true", help=help)
+        help = "also write what metrics.jsonl has for TensorBoard, into the folder tensorboard beside it"
+        self.add_argument("--tensorboard", action="store_true", help=help)
 
     def add_timeout_arguments(self):
         """How long a rank waits for others: long at the start and around files, so that it can be short in steps."""
@@ -69,6 +72,8 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_args(self, arguments: list[str] | None = None) -> argparse.Namespace:
         """Fills in the default folder for checkpoints, too, and sets what --deterministic needs before CUDA starts."""
         args = super().parse_args(arguments)
+        if vars(args).get("tensorboard") and importlib.util.find_spec("tensorboard") is None:
+            self.error("--tensorboard needs the package tensorboard: python -m pip install tensorboard")
         if vars(args).get("deterministic"):
             for name, value in DETERMINISTIC.items():
                 os.environ.setdefault(name, value)

@@ -22,7 +22,7 @@ class Progress:
     step number `first_step` and ends after `total_steps`. `flops_per_unit` is a unit's share of what all devices can
     compute in a second: with it mfu (model FLOPs utilization) is logged, or once that it is unknown, if that is nan.
     The time that saving and evaluation take counts in neither. Of `args` it uses checkpoint_dir, where metrics.jsonl
-    is, and log_every.
+    is, log_every and tensorboard.
     """
 
     def __init__(
@@ -38,10 +38,14 @@ class Progress:
         self.place, self.log_every, self.total_steps = place, args.log_every, total_steps
         self.unit, self.per_step, self.flops_per_unit = unit, per_step, flops_per_unit
         self.live = sys.stdout.isatty()
-        self.file = None
+        self.file = self.board = None
         if place.rank == 0:
             args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
             self.file = self.open_metrics(args.checkpoint_dir / "metrics.jsonl", first_step)
+            if args.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.board = SummaryWriter(args.checkpoint_dir / "tensorboard", purge_step=first_step + 1)
             if flops_per_unit is not None and math.isnan(flops_per_unit):
                 print(
                     "MFU: unknown, as is the peak FLOP/s of this device (char_transformer.py has a table)", flush=True
@@ -106,6 +110,10 @@ class Progress:
             return
         try:
             self.file.write(json.dumps(event) + "\n")
+            for name, value in event.items() if self.board else ():
+                self.board.add_scalar(name, value, event["step"])
+            if self.board:
+                self.board.flush()  # the run ends by os._exit
         except OSError as error:  # a full disk: no reason to end, and this line is on stdout as well
             print(f"warning: {self.file.name} is without step {event['step']}: {error.strerror}", file=sys.stderr)
         shown = {key: f"{value:.5g}" if isinstance(value, float) else str(value) for key, value in event.items()}

@@ -1,0 +1,275 @@
+"""The proofs and the plots: a fault in the data's split or in the losses is told, and every figure is drawn."""
+
+import copy
+import importlib.util
+import json
+import re
+import shutil
+import sys
+from argparse import Namespace
+
+import pytest
+
+from conftest import REPOSITORY, environment, read_metrics, run
+from resilience import arguments
+from test_readme import copy_of_repository
+
+sys.path.append(str(REPOSITORY / "aux/figures"))
+
+import plot_runs
+import prove_convergence
+import show_data_split
+
+FIGURES = REPOSITORY / "docs/figures"
+SPLIT = json.loads((FIGURES / "data_split.json").read_text())
+LOSSES = json.loads((FIGURES / "convergence.json").read_text())
+
+
+def test_without_matplotlib_it_is_one_sentence():
+    code = "import sys; sys.modules['matplotlib'] = None; sys.path.append('aux/figures'); import plot_runs"
+    done = run(sys.executable, "-c", code)
+    said = "figures need matplotlib: python -m pip install -r requirements-figures.txt\n"
+    assert done.returncode == 1 and done.stderr == said
+
+
+# --- how the data are split -------------------------------------------------------------------------------------------
+
+
+def of_train(reads: list) -> list:
+    """The reads of training data, as lists that can be changed."""
+    return [read for read in reads if read[0] == "train"]
+
+
+def without_set_epoch(run: dict):
+    for ranks in (run["whole"], run["alone"]):
+        for reads in ranks:
+            per_epoch = len(of_train(reads)) // show_data_split.EPOCHS
+            for i, read in enumerate(of_train(reads)):
+                read[1] = of_train(reads)[i % per_epoch][1]
+
+
+def without_a_sampler(run: dict):
+    for reads in run["whole"]:
+        for i, read in enumerate(of_train(reads)):
+            read[1] = of_train(run["whole"][0])[i][1]
+
+
+def whole_test_set_on_every_rank(run: dict):
+    for reads in run["whole"]:
+        for read in reads:
+            if read[0] == "test":
+                read[1] = list(range(show_data_split.TEST_IMAGES))
+
+
+def resumes_at_the_first_step(run: dict):
+    for whole, resumed in zip(run["whole"], run["resumed"], strict=True):
+        for read, first in zip(of_train(resumed), of_train(whole), strict=False):
+            read[1] = first[1]
+
+
+def splits_a_group(run: dict):
+    """What a tensor-parallel group must not do."""
+    for rank, reads in enumerate(run["whole"]):
+        for read in of_train(reads):
+            read[2] = rank
+
+
+def leaves_out_a_window(run: dict):
+    for reads in run["whole"]:
+        for read in reads:
+            if read[0] == "test":
+                read[1] = read[1][1:]
+
+
+@pytest.mark.parametrize(
+    ("script", "fault", "told"),
+    [
+        ("train_ddp.py", without_set_epoch, ["another order", "would have read"]),
+        ("train_ddp.py", without_a_sampler, ["read once, by one rank", "one process reads", "would have read"]),
+        ("train_ddp.py", whole_test_set_on_every_rank, ["every test image is read once"]),
+        ("train_preemptible.py", resumes_at_the_first_step, ["would have read"]),
+        ("train_fsdp.py", without_a_sampler, ["one process reads", "would have read"]),
+        ("train_fsdp.py", leaves_out_a_window, ["validation text"]),
+        ("train_tp.py", splits_a_group, ["share out the batch", "one process reads", "would have read"]),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+def test_a_fault_of_the_split_is_told(script, fault, told):
+    runs = copy.deepcopy(SPLIT)
+    fault(runs[script])
+    untrue = [sentence for sentence, holds in show_data_split.check(runs).items() if not holds]
+    assert len(untrue) == len(told) and all(sentence.startswith(f"{script}: ") for sentence in untrue), untrue
+    assert all(any(part in sentence for sentence in untrue) for part in told), untrue
+
+
+def test_the_split_is_drawn_again_from_what_was_read(tmp_path, monkeypatch, capsys):
+    shutil.copy2(FIGURES / "data_split.json", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["show_data_split.py", "--draw", "--out", str(tmp_path)])
+    show_data_split.main(show_data_split.parse_arguments())
+    shown = capsys.readouterr().out
+    assert shown.count("\nyes  ") == 19 and "VERDICT: the data are split as they should be" in shown
+    assert (tmp_path / "data_split.svg").read_text().count("<path") > 300
+    for line in shown.splitlines()[:-1]:
+        assert line in (REPOSITORY / "docs/convergence.md").read_text(), "the document shows a real output"
+
+
+@pytest.mark.matrix  # twelve runs of the scripts
+def test_the_split_of_the_scripts_themselves(tmp_path):
+    """As they are; and without set_epoch, which the check must tell."""
+    done = run(sys.executable, "aux/figures/show_data_split.py", "--out", tmp_path, timeout=600)
+    assert done.returncode == 0 and "VERDICT" in done.stdout, done.stdout + done.stderr
+    assert json.loads((tmp_path / "data_split.json").read_text()) == SPLIT, "the same on every machine"
+    clone = copy_of_repository(tmp_path / "clone")
+    script = (clone / "distributed/train_ddp.py").read_text()
+    assert script.count("    sampler.set_epoch(epoch)") == 1
+    (clone / "distributed/train_ddp.py").write_text(script.replace("    sampler.set_epoch(epoch)", "    pass"))
+    done = run(sys.executable, "aux/figures/show_data_split.py", "--out", tmp_path / "out", cwd=clone, timeout=600)
+    untrue = re.findall(r"^NO   (.*)$", done.stdout, re.M)
+    assert done.returncode == 1 and untrue == ["train_ddp.py: every epoch has another order"], done.stdout + done.stderr
+
+
+# --- the same losses --------------------------------------------------------------------------------------------------
+
+
+def test_the_published_losses_agree(tmp_path, monkeypatch, capsys):
+    """With table and figure drawn again; the table is the document's."""
+    shutil.copy2(FIGURES / "convergence.json", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["prove_convergence.py", "--draw", "--out", str(tmp_path)])
+    prove_convergence.main(prove_convergence.parse_arguments())
+    *table, verdict = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("VERDICT: all ways agree") and len(table) > 25
+    assert "\n".join(table).strip() in (REPOSITORY / "docs/convergence.md").read_text()
+    assert (tmp_path / "convergence.svg").read_text().count("<path") > 50
+
+
+def changed(number: int, change) -> dict:
+    """The published images, with the losses of one run changed."""
+    training = copy.deepcopy(LOSSES["trainings"][0])
+    run = training["runs"][number]
+    run["losses"] = {step: change(int(step), loss) for step, loss in run["losses"].items()}
+    return training
+
+
+def test_a_run_that_differs_is_told(capsys):
+    limit = LOSSES["trainings"][0]["limit"]
+    [fault] = prove_convergence.judge(changed(3, lambda step, loss: loss + 3 * limit * (step == 50)))
+    assert f"'{LOSSES['trainings'][0]['runs'][3]['name']}'" in fault and "in step 50" in fault
+    [fault] = prove_convergence.judge(changed(3, lambda step, loss: float("nan") if step == 50 else loss))
+    assert "differ by inf in step 50" in fault
+
+
+def test_a_comparison_that_shows_nothing_is_told(capsys):
+    same = LOSSES["trainings"][0]["runs"][0]["losses"]
+    training = changed(-1, lambda step, loss: same[str(step)])
+    training["runs"][-1]["evaluations"] = training["runs"][0]["evaluations"]
+    [fault] = prove_convergence.judge(training)
+    assert fault.startswith("the images do not show that a learning rate is 1 % higher")
+
+
+def test_losses_of_a_plain_log():
+    log = "epoch=1 step=1/2 loss=2.5 x\nepoch=1 step=2/2 loss=2.25 x\nepoch=1 test_loss=2.0 test_accuracy=0.5\n"
+    log += log.replace("epoch=1", "epoch=2").replace("2.5", "1.5")
+    losses, evaluations = prove_convergence.read_log(log)
+    assert losses == {1: 2.5, 2: 2.25, 3: 1.5, 4: 2.25} and evaluations == {2: 2.0, 4: 2.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ([], "no sbatch here: run it on a login node"),
+        (["--draw"], "no losses at "),
+        (["--container"], "no sbatch here"),
+    ],
+)
+def test_what_the_proof_lacks_is_one_sentence(options, sentence, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["prove_convergence.py", *options, "--out", str(tmp_path)])
+    monkeypatch.setattr(prove_convergence.shutil, "which", lambda tool: None)
+    with pytest.raises(SystemExit) as ended:
+        prove_convergence.main(prove_convergence.parse_arguments())
+    assert ended.value.code.startswith(f"prove_convergence.py: {sentence}")
+
+
+# --- plots of runs ----------------------------------------------------------------------------------------------------
+
+
+def write_run(folder, scale: float) -> dict:
+    folder.mkdir()
+    events = [{"step": step, "epoch": 1, "loss": scale / step, "images_per_second": 900.0} for step in (50, 100, 150)]
+    events.append({"step": 150, "epoch": 1, "test_loss": scale / 150, "test_accuracy": 0.9})
+    text = "".join(json.dumps(event) + "\n" for event in events) + '\0\0{"step": 2'  # a hole, half a line
+    (folder / "metrics.jsonl").write_text(text)
+    return events
+
+
+def test_runs_are_drawn(tmp_path, monkeypatch, capsys):
+    events = write_run(tmp_path / "7", 100)
+    write_run(tmp_path / "8", 200)
+    assert plot_runs.read(tmp_path / "7/metrics.jsonl") == events
+    assert plot_runs.curves(events, "loss") == {"loss": ([50, 100, 150], [2, 1, 2 / 3]), "test_loss": ([150], [2 / 3])}
+    runs = [str(tmp_path / "7"), str(tmp_path / "8/metrics.jsonl")]
+    monkeypatch.setattr(sys, "argv", ["plot_runs.py", *runs, "--out", str(tmp_path / "both")])
+    plot_runs.main(plot_runs.parse_arguments())
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "both.svg").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"7", "8", "both.png", "both.svg"}
+    assert capsys.readouterr().out.endswith("up to step 150\n")
+
+
+def test_a_run_is_drawn_again_while_it_goes_on(tmp_path, monkeypatch):
+    """First it has not begun, then it has begun, then nothing is new, then it has gone on."""
+    drawn, waits = [], []
+
+    def next_wait(seconds: float):
+        waits.append(seconds)
+        if len(waits) == 1:
+            write_run(tmp_path / "run", 100)
+        if len(waits) == 3:
+            with (tmp_path / "run/metrics.jsonl").open("a") as file:
+                file.write('00}\n{"step": 250, "epoch": 1, "loss": 0.5}\n')
+        if len(waits) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(plot_runs.time, "sleep", next_wait)
+    monkeypatch.setattr(plot_runs, "draw", lambda runs, out: drawn.append(len(runs["run"])))
+    args = Namespace(runs=[tmp_path / "run"], out=tmp_path / "out", watch=3.0)
+    with pytest.raises(KeyboardInterrupt):
+        plot_runs.main(args)
+    assert drawn == [4, 5] and set(waits) == {3.0}
+
+
+def test_no_metrics_is_one_sentence(tmp_path):
+    with pytest.raises(SystemExit, match=r"no metrics in .*nowhere/metrics\.jsonl: is it the --checkpoint-dir"):
+        plot_runs.main(Namespace(runs=[tmp_path / "nowhere"], out=tmp_path / "out", watch=None))
+
+
+# --- TensorBoard ------------------------------------------------------------------------------------------------------
+
+
+def test_without_tensorboard_it_is_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(arguments.os, "environ", {})
+    parser = arguments.ArgumentParser(prog="train.py")
+    parser.add_checkpoint_arguments()
+    assert not parser.parse_args([]).tensorboard
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--tensorboard"])
+    said = "train.py: --tensorboard needs the package tensorboard: python -m pip install tensorboard (--help"
+    assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.matrix  # imports tensorboard, twice
+def test_tensorboard_has_what_metrics_has(tiny, tmp_path):
+    """After a resume from an earlier step, too: what came later is not there twice."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train = ["./torchrun.sh", "distributed/train_preemptible.py", "--data-dir", tiny, "--checkpoint-dir", tmp_path]
+    train += ["--batch-size", 60, "--log-every", 1, "--tensorboard", "--device", "cpu"]
+    for options in (["--epochs", 2, "--checkpoint-every", 5], ["--epochs", 2, "--resume"]):
+        done = run(*train, *options, env=environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, VIRTUAL_ENV=sys.prefix))
+        assert done.returncode == 0, done.stderr
+        newest = max(tmp_path.glob("*.pt"), key=lambda path: int(path.stem.split("_")[-1]))
+        newest.unlink()  # the second start resumes after step 5
+        board = EventAccumulator(str(tmp_path / "tensorboard"))
+        board.Reload()
+        for name in ("loss", "test_accuracy", "images_per_second"):
+            found = [(event.step, pytest.approx(event.value, rel=1e-6)) for event in board.Scalars(name)]
+            assert found == [(event["step"], event[name]) for event in read_metrics(tmp_path) if name in event]
