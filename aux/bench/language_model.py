@@ -209,7 +209,7 @@ def compare(options: Namespace, size: str, count: int, tiles: bool) -> list[Row]
     chosen, fp32 = (parse(options.data_dir, *SIZES[size], *more) for more in ((), ("--precision", "fp32")))
     sides = {"theirs": theirs(fp32), "fp32": ours(fp32), chosen.precision: ours(chosen)}
     taken, busy = rows.take_turns(sides, options.rounds, options.seconds)
-    few = Namespace(**vars(fp32) | {"eval_windows": 200})
+    few = Namespace(**vars(fp32) | {"eval_windows": 40})
     losses = {name: loss_of(few, step.model) for name, step in sides.items()}
     with_tiles, with_avx512, without = LEASTS[size, count]
     found = []

@@ -62,7 +62,7 @@ os._exit(0)
 
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=whole_number(1), default=5, help="launches of each kind, after a first one")
+    parser.add_argument("--rounds", type=whole_number(1), default=4, help="launches of each kind, after a first one")
     parser.add_argument("--check", action="store_true", help="status 1 when less is reached than is promised")
     return parser.parse_args()
 

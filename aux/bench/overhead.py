@@ -50,6 +50,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
+import torchvision_on_cpu  # noqa: F401  # before Lightning imports torchvision
+
 LEASTS = {"Accelerate": 1.7, "Lightning": 2, "HF Trainer": 2.5}
 PACKAGES = {"Accelerate": "accelerate", "Lightning": "lightning", "HF Trainer": "transformers"}
 BATCH, FIRST = 16, 200
