@@ -2,6 +2,7 @@
 SHELL := /bin/bash -euo pipefail
 PYTHON ?= python3
 DATA_DIR ?= data/mnist
+TEXT_DIR ?= data/shakespeare
 ARGS ?=
 NODES ?= 2
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
@@ -43,9 +44,9 @@ test: .venv/tests slurm docker sshd  ## install what the tests need (root: Slurm
 	.venv/bin/python -m pytest tests --numprocesses 2 $(ARGS)
 
 test-all: .venv/tests slurm docker sshd  ## the whole failure matrix, and all else that make test leaves out: an hour
-	.venv/bin/python -m pytest tests -m "matrix or faults" --numprocesses 2 --ignore tests/test_bench_mnist.py $(ARGS)
+	.venv/bin/python -m pytest tests -m "matrix or faults" --numprocesses 2 --ignore tests/test_bench.py $(ARGS)
 	.venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2
-	.venv/bin/python -m pytest tests/test_bench_mnist.py -m matrix  # ratios of speed: alone on the machine
+	.venv/bin/python -m pytest tests/test_bench.py -m matrix  # ratios of speed: alone on the machine
 
 test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 4 GB of memory, some minutes)
 	.venv/bin/python -m pytest tests -m scale $(ARGS)
@@ -53,8 +54,8 @@ test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 4 GB of memory
 test-gpu: .venv/tests  ## every script on this machine's GPUs, NCCL with one rank (a dry run: ARGS="--device cpu")
 	.venv/bin/python -m pytest tests/test_gpu.py -m gpu $(ARGS)
 
-bench: .venv/ready  ## the speed of training on MNIST, as ratios
-	.venv/bin/python aux/bench/mnist.py
+bench: .venv/ready data text  ## the speed beside that of others, as ratios: 20 quiet minutes (ARGS="--only launch")
+	.venv/bin/python aux/bench/all.py --mnist-dir $(DATA_DIR) --text-dir $(TEXT_DIR) $(ARGS)
 
 scaling: .venv/tests data slurm  ## the figures of docs/scaling.md, up to 4,096 ranks (root; 8 GB of memory, an hour)
 	./aux/bench/measure_scaling.sh
@@ -65,12 +66,15 @@ lint: .venv/tests  ## ruff and shellcheck
 	shellcheck --external-sources $$(git ls-files '*.sh' tests/stand-ins) .ci/run
 
 # MNIST, or digits drawn by the program where nothing can be downloaded; the log of every run says which.
-.PHONY: data
+.PHONY: data text
 data: .venv/ready
 	@if [[ ! -e $(DATA_DIR)/MNIST/raw/train-images-idx3-ubyte ]]; then \
 	    .venv/bin/python aux/prepare_data.py mnist --data-dir $(DATA_DIR) || \
 	    .venv/bin/python aux/prepare_data.py mnist --data-dir $(DATA_DIR) --synthetic; \
 	fi
+
+text: .venv/ready
+	@[[ -e $(TEXT_DIR)/vocabulary.json ]] || .venv/bin/python aux/prepare_data.py shakespeare --data-dir $(TEXT_DIR)
 
 # The last line makes the stamp, so that an installation that broke off is done again.
 .venv/ready: requirements.txt

@@ -17,6 +17,7 @@ import pytest
 from conftest import LAUNCHERS, REPOSITORY, cells, environment, first_images, run
 
 SINGLE, DDP = "local/train_single.py", "distributed/train_ddp.py"
+FAST = "distributed/train_fast.py"
 STEPS = ["--epochs", "1", "--log-every", "1", "--dropout", "0", "--seed", "7"]
 BY_HAND = {"torchrun": ["./torchrun.sh"], "mp": [sys.executable, "distributed/spawn_ranks.py"]}
 
@@ -432,3 +433,53 @@ def test_a_changed_copy(cluster, images, tmp_path):
     assert curves["mp"] == pytest.approx(curves["srun"], rel=1e-4)
     assert curves["torchrun"] == pytest.approx({key: curves["mp"][key] for key in curves["torchrun"]}, rel=1e-4)
     assert curves["torchrun"], "the requeued run has logged nothing"
+
+
+# --- train_fast.py ----------------------------------------------------------------------------------------------------
+
+
+def test_fast_starts(tiny, tmp_path):
+    """One step of 256 images, and its checkpoint."""
+    done = run(sys.executable, FAST, "--data-dir", tiny, "--epochs", 1, "--checkpoint-dir", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert list(losses(done.stdout)) == [(1, 1)] and len(evaluations(done.stdout)) == 1
+    assert done.stdout.splitlines()[-1] == f"Finished: epoch=1, checkpoints in {tmp_path / 'out'}"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_fast_reaches_99_percent_in_one_epoch(seed, mnist_full, tmp_path):
+    options = ["--data-dir", mnist_full, "--epochs", 1, "--seed", seed, "--checkpoint-dir", tmp_path / "out"]
+    done = run(sys.executable, FAST, *options)
+    assert done.returncode == 0, done.stderr
+    assert evaluations(done.stdout)[0][1] >= 0.99, done.stdout
+
+
+@pytest.mark.matrix
+def test_fast_under_all_launchers(cluster, mnist_full, tmp_path):
+    """On four ranks of two nodes, which all have the same weights and statistics at the end, and learn as well."""
+    data, submitted = first_images(mnist_full, tmp_path / "data", 16_000, 2001), {}
+    for way, launcher in LAUNCHERS.items():
+        size = ["--nodes=2", "--gpus-per-node=2", f"--output={tmp_path}/{way}.log"]
+        size += ["--ntasks-per-node=2"] if way == "srun" else []
+        script = ["tests/scripts/digest.py", FAST, "--data-dir", data, "--epochs", 2]
+        submitted[way] = cluster.submit(*size, launcher, *script, "--checkpoint-dir", tmp_path / way)
+    for number in submitted.values():
+        job = cluster.wait(number, timeout=240)
+        assert job.state == "COMPLETED", job.log
+        digests = re.findall(r"^WEIGHTS (\w+)$", job.log, re.M)
+        assert len(digests) == 4 and len(set(digests)) == 1, job.log
+        assert evaluations(job.log)[-1][1] > 0.97, job.log
+
+
+@pytest.mark.matrix
+def test_fast_resumes(mnist, tmp_path):
+    """The learning rate goes on where it was."""
+    train = [sys.executable, FAST, "--data-dir", mnist, "--log-every", 1]
+    both = run(*train, "--epochs", 2, "--checkpoint-dir", tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "b/checkpoint_epoch_2.pt").unlink()
+    second = run(*train, "--epochs", 2, "--checkpoint-dir", tmp_path / "b", "--resume")
+    assert both.returncode == second.returncode == 0, both.stderr + second.stderr
+    assert list(losses(second.stdout)) == [(2, 1), (2, 2), (2, 3)]
+    assert losses(second.stdout).items() <= losses(both.stdout).items()

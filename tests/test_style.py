@@ -38,6 +38,7 @@ def test_exactly_the_named_blocks_differ(script, parent, said):
 def test_every_script_says_from_what_it_has_grown():
     parents = [("distributed/train_ddp.py", "local/train_single.py")]
     parents += [("distributed/train_preemptible.py", "distributed/train_ddp.py")]
+    parents += [("distributed/train_fast.py", "distributed/train_ddp.py")]
     parents += [("distributed/train_tp.py", "distributed/train_fsdp.py")]
     assert set(parents) <= {row[:2] for row in grown()}
 
@@ -76,6 +77,7 @@ LINES = {  # at most
     "torchrun.sh": 40,
     "local/train_single.py": 140,
     "distributed/train_ddp.py": 190,
+    "distributed/train_fast.py": 210,
     "distributed/train_preemptible.py": 160,
     "distributed/train_fsdp.py": 250,
     "distributed/train_tp.py": 260,

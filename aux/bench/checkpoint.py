@@ -11,8 +11,9 @@ A small model is trained, in turns of ten steps: without saving or asking whethe
 with its share of one checkpoint; printed are the medians of the rounds' ratios. Turns are that short, and the tensors
 the same, because the machine's speed drifts, and three models in three places of its memory differ by 2 %.
 
-Then a model with 128 MB of weights and optimizer state is saved at once and asynchronously in turn: printed is how long
-the steps have to wait for each, in the second case to copy the state and, later, to publish what has been written.
+Then a model with 128 MB of weights and optimizer state is saved in three ways in turn: with torch.save, as a plain
+script does, and as train_fsdp.py does, at once and asynchronously. Printed is how long the steps have to wait for each,
+in the last case to copy the state and, later, to publish what has been written. rows.py says what the columns are.
 """
 
 import math
@@ -27,7 +28,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
+import rows
 from resilience.arguments import ArgumentParser, whole_number
+from rows import Row
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -36,6 +39,7 @@ def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", type=Path, default="data/shakespeare")
     parser.add_argument("--rounds", type=whole_number(1), default=9)
+    parser.add_argument("--skip-training", action="store_true", help="leave out the first of the two")
     parser.add_argument("--check", action="store_true", help="status 1 when something stated is missed")
     return parser.parse_args()
 
@@ -44,18 +48,19 @@ if __name__ == "__main__":
     options = parse_arguments()  # before torch: a typing mistake costs no second
 
 import torch
+from torch.distributed.tensor import DTensor
 
 import characters
 import train_fsdp
 from language_model import choose_precision
 from resilience.place import Place, end, init_process_group
-from resilience.sharded_checkpoints import size_of, state_of
+from resilience.sharded_checkpoints import load, newest, size_of, state_of
 
 # --- main -------------------------------------------------------------------------------------------------------------
 
 STEPS, TURN = 200, 10
 LARGE = ["--layers", "6", "--heads", "6", "--width", "384"]
-LOWEST = 3  # times as long as an asynchronous save of it, a plain one makes the steps wait
+LOWEST = 3  # times as long as an asynchronous save of it, torch.save or one at once makes the steps wait
 HIGHEST = {"asks": 1.01, "asks and saves": 1.02}  # times as long as the bare steps
 
 
@@ -75,11 +80,9 @@ def training(args: Namespace, place: Place) -> tuple[torch.nn.Module, torch.opti
     return model, train_fsdp.make_optimizer(args, model)
 
 
-def measure(options: Namespace, scratch: Path) -> tuple[Place, dict[str, list[float]]]:
+def measure(options: Namespace, scratch: Path, place: Place) -> dict[str, list[float]]:
     """Seconds of every round, of each of the three kinds; the first round, a warm-up, is left out."""
     kinds = {kind: training_arguments(options.data_dir, scratch / kind, "saves" in kind) for kind in ("bare", *HIGHEST)}
-    place = init_process_group(kinds["bare"])
-    torch.set_num_threads(1)
     for args in kinds.values():
         args.precision = choose_precision(args, place)
     model, optimizer = training(kinds["bare"], place)
@@ -98,11 +101,11 @@ def measure(options: Namespace, scratch: Path) -> tuple[Place, dict[str, list[fl
                 if kind != "bare" and checkpoints[kind].due(step + 1)[0]:
                     checkpoints[kind].save(step + 1, parts)
             seconds[kind][first // STEPS] += time.perf_counter() - start
-    return place, {kind: times[1:] for kind, times in seconds.items()}
+    return {kind: times[1:] for kind, times in seconds.items()}
 
 
-def measure_saves(options: Namespace, scratch: Path, place: Place) -> tuple[float, dict[str, list[float]]]:
-    """Bytes of a checkpoint, and the seconds that the steps wait for it; the first round is left out."""
+def measure_saves(options: Namespace, scratch: Path, place: Place) -> list[Row]:
+    """How long the steps wait for a checkpoint; the first round is left out."""
     args = training_arguments(options.data_dir, scratch / "saves", False, *LARGE)
     args.precision = "fp32"
     model, optimizer = training(args, place)
@@ -112,21 +115,45 @@ def measure_saves(options: Namespace, scratch: Path, place: Place) -> tuple[floa
     parts, checkpoints = {"model": model, "optimizer": optimizer}, train_fsdp.open_checkpoints(args, place)
     checkpoints.resume(parts)
     size = size_of(state_of(**parts))
-    seconds = {"at once": [], "asynchronously": []}
-    for step in range(1, 2 * (options.rounds + 1) + 1):
-        kind = "at once" if step % 2 else "asynchronously"
-        checkpoints.asynchronous_from = math.inf if step % 2 else size
-        place.all_reduced([0])  # the ranks begin together
-        start = time.perf_counter()
-        checkpoints.save(step, parts)
-        waited = time.perf_counter() - start
-        while checkpoints.writing and not checkpoints.writing[-1].done():
-            time.sleep(0.01)  # here the steps go on
-        place.all_reduced([0])
-        start = time.perf_counter()
-        checkpoints.end_writing()
-        seconds[kind].append(waited + time.perf_counter() - start)
-    return size, {kind: times[1:] for kind, times in seconds.items()}
+    kinds = {"torch.save": math.inf, "a save at once": math.inf, "asynchronously": size}
+    seconds, busy, step = {kind: [] for kind in kinds}, [], 0
+    for _ in range(options.rounds + 1):
+        with rows.watched(busy):
+            for kind, checkpoints.asynchronous_from in kinds.items():
+                step += 1
+                place.all_reduced([0])  # the ranks begin together
+                start = rows.now()
+                if kind == "torch.save":
+                    torch.save({name: part.state_dict() for name, part in parts.items()}, scratch / f"{place.rank}.pt")
+                else:
+                    checkpoints.save(step, parts)
+                wall, cpu = rows.since(start)
+                while checkpoints.writing and not checkpoints.writing[-1].done():
+                    time.sleep(0.01)  # here the steps go on
+                place.all_reduced([0])
+                start = rows.now()
+                checkpoints.end_writing()
+                more = rows.since(start)
+                seconds[kind].append((wall + more[0], cpu + more[1]))
+    written = weights_in(checkpoints.folder, args, place)
+    good = all(torch.equal(whole(a), whole(b)) for a, b in zip(written, model.parameters(), strict=True))
+    quality = "what is read back is what was saved" if good else "what is read back is SOMETHING ELSE"
+    name, mine = f"steps wait for a checkpoint of {size / 1e6:.0f} MB", seconds["asynchronously"][1:]
+    others = [kind for kind in kinds if kind != "asynchronously" and (kind != "torch.save" or place.world_size == 1)]
+    sides = [(kind, LOWEST, mine, seconds[kind][1:]) for kind in others]
+    return [Row(name, *side, quality=quality, good=good, busy=busy[1:]) for side in sides]
+
+
+def weights_in(folder: Path, args: Namespace, place: Place) -> list[torch.Tensor]:
+    """Those of the newest checkpoint, read into another model."""
+    other, optimizer = training(Namespace(**vars(args) | {"seed": args.seed + 1}), place)
+    path, _ = newest(folder, place)
+    load(path, place, other, optimizer)
+    return list(other.parameters())
+
+
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def main(options: Namespace):
@@ -134,27 +161,26 @@ def main(options: Namespace):
         sys.exit(f"checkpoint.py: {fault}")
     scratch = Path(tempfile.gettempdir(), f"bench-checkpoint-{os.getppid()}")  # the same for all ranks of a torchrun
     try:
-        place, seconds = measure(options, scratch)
-        size, waits = measure_saves(options, scratch, place)
+        scratch.mkdir(parents=True, exist_ok=True)
+        place = init_process_group(training_arguments(options.data_dir, scratch / "none", False))
+        torch.set_num_threads(1)
+        seconds = {} if options.skip_training else measure(options, scratch, place)
+        waits = measure_saves(options, scratch, place)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)  # by whichever rank is first: all have trained, or it is over
     if place.rank != 0:
         return place.shutdown()
-    print(f"{STEPS} steps of nanoGPT's CPU settings, ranks: {place.world_size}, medians of {options.rounds} rounds")
-    print("| training | seconds | ratio | at most |\n|---|---|---|---|")
+    if seconds:
+        print(f"{STEPS} steps of nanoGPT's CPU settings, ranks: {place.world_size}, medians of {options.rounds} rounds")
+        print("| training | seconds | ratio | at most |\n|---|---|---|---|")
     missed = []
     for kind, times in seconds.items():
         ratio = statistics.median(time / bare for time, bare in zip(times, seconds["bare"], strict=True))
         print(f"| {kind} | {statistics.median(times):.3f} | {ratio:.4f} | {HIGHEST.get(kind, '')} |")
         if ratio > HIGHEST.get(kind, math.inf):
             missed.append(f"MISSED: a training that {kind} takes more than {HIGHEST[kind]} times as long")
-    plain, asynchronous = waits.values()
-    ratio = statistics.median(long / short for long, short in zip(plain, asynchronous, strict=True))
-    print(f"\nSteps wait for a checkpoint of {size / 1e6:.0f} MB, medians of {options.rounds} rounds")
-    print("| at once | asynchronously | ratio | at least |\n|---|---|---|---|")
-    print(f"| {statistics.median(plain):.3f} s | {statistics.median(asynchronous):.3f} s | {ratio:.1f} | {LOWEST} |")
-    if ratio < LOWEST:
-        missed.append(f"MISSED: a plain save makes the steps wait less than {LOWEST} times as long")
+    rows.print_heads()
+    missed += [f"MISSED: {sentence}" for row in waits if (sentence := rows.report(row))]
     for line in missed:
         print(line, file=sys.stderr)
     if missed and options.check:

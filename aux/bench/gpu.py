@@ -27,6 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
+import rows
 from resilience.arguments import ArgumentParser, number, whole_number
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -291,6 +292,11 @@ def report(name: str, args: Namespace, rounds: list[tuple[float, ...]]) -> str |
     elif name in HIGHEST:
         besides = f"at most {highest}"
     spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+    if args.device == "cuda":  # `make bench` wants seconds, and a least: A / B at most 0.05 is B / A at least 20
+        swapped = name in HIGHEST
+        sides = [[(seconds[i], 0.0) for seconds in rounds] for i in ((0, 1) if swapped else (1, 0))]
+        shown = " / ".join(reversed(name.split(" / "))) if swapped else name
+        rows.record(rows.Row(f"GPU: {shown}", "", 1 / highest, *sides, quality=besides))
     print(f"| {name} | {1000 * a:.2f} | {1000 * b:.2f} | {ratio:.3f} | {spread} | {besides} |", flush=True)
     return f"{name} is {ratio:.3f}, and at most {highest} is promised" if ratio > highest else None
 
@@ -298,6 +304,7 @@ def report(name: str, args: Namespace, rounds: list[tuple[float, ...]]) -> str |
 def main(options: Namespace):
     cuda, missed = options.device == "cuda", []
     if cuda and not torch.cuda.is_available():
+        rows.record(rows.Row("all of aux/bench/gpu.py", "on a GPU", 0, missing="no GPU"))
         sys.exit("gpu.py: no GPU here (a dry run: --device cpu)")
     name = torch.cuda.get_device_name() if cuda else "a CPU: a dry run, whose figures say nothing"
     print(f"{time.strftime('%Y-%m-%d')}, {name}, torch {torch.__version__}, medians of {options.rounds} rounds")

@@ -6,22 +6,25 @@
     python aux/bench/language_model.py --check       # status 1 when a ratio is less than the one stated below
 
 The other side: slices of a memory-mapped file stacked for every batch, the loss read at every step, AdamW without
-fused kernels, float32. Both sides take turns, on equally many threads, and the medians of the rounds are compared:
-trust the ratios, not the tokens per second. The ratio that is judged is that of the precision which train_fsdp.py
-chooses on this CPU; float32 is shown beside it. Last comes a whole training and its loss.
+fused kernels, float32. Both sides take turns, on equally many threads: rows.py says what the columns are. Judged are
+the precision that train_fsdp.py chooses on this CPU, and float32. What the model has learnt is judged by its loss over
+the whole validation split after a whole training, the mean of three seeds, and after the turns by that of both sides.
+Batches alone are compared with those of a Dataset that encodes one sample at a time, as minGPT's examples do.
 """
 
 import os
-import statistics
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
+import rows
 from resilience.arguments import ArgumentParser, number, whole_number
+from rows import Row
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -32,7 +35,7 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--rounds", type=whole_number(1), default=9)
     parser.add_argument("--seconds", type=number(0), default=2.0, help="of one side's turn in a round")
     parser.add_argument("--skip-compile", action="store_true", help="leave out torch.compile (it needs a C++ compiler)")
-    parser.add_argument("--skip-training", action="store_true", help="leave out the whole training at the end")
+    parser.add_argument("--skip-training", action="store_true", help="leave out the whole trainings")
     parser.add_argument("--check", action="store_true", help="status 1 when something stated is missed")
     return parser.parse_args()
 
@@ -43,6 +46,7 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset
 
 import characters
 import train_fsdp
@@ -56,14 +60,16 @@ SIZES = {
     "nanoGPT's CPU settings": ["--size", "cpu"],
     "10.65 million parameters": ["--size", "gpu", "--batch-size", "4", "--dropout", "0"],
 }
-# size, threads: least ratio on a CPU with bfloat16 tiles (as Intel's AMX has), and on another
-FLOORS = {
-    ("nanoGPT's CPU settings", 1): (1.5, 1.1),
-    ("nanoGPT's CPU settings", 2): (1.4, 1.1),
-    ("10.65 million parameters", 1): (3.0, 1.1),
-    ("10.65 million parameters", 2): (3.0, 1.1),
+# size, threads: least ratio on a CPU with bfloat16 tiles (as Intel's AMX has), with AVX512-BF16 alone, and of float32
+LEASTS = {
+    ("nanoGPT's CPU settings", 1): (1.8, 1.65, 1.15),
+    ("nanoGPT's CPU settings", 2): (1.6, 1.5, 1.15),
+    ("10.65 million parameters", 1): (3.0, 1.75, 1.05),
+    ("10.65 million parameters", 2): (3.0, 1.75, 1.05),
 }
-HIGHEST_LOSS = 1.91  # nats per character; nanoGPT's README has 1.88
+LEAST_LOADING = 40
+HIGHEST_LOSS = 1.90  # nats per character: the mean of SEEDS
+SEEDS = (0, 1, 2)
 
 
 class NanoAttention(Attention):
@@ -133,24 +139,44 @@ def theirs(args) -> Callable[[int], None]:
         optimizer.zero_grad(set_to_none=True)
         loss.item()
 
+    step.model = model
     return step
 
 
-def measure(sides: dict[str, Callable[[int], None]], rounds: int, seconds: float) -> dict[str, float]:
-    """Median seconds per step of each side; they take turns of about `seconds`, of which the first is not counted."""
-    for step in sides.values():
-        step(0)
-    start = time.perf_counter()
-    next(iter(sides.values()))(1)
-    steps = max(1, round(seconds / (time.perf_counter() - start)))
-    taken = {name: [] for name in sides}
-    for turn in range(rounds + 1):
-        for name, step in sides.items():
-            start = time.perf_counter()
-            for index in range(steps):
-                step(2 + turn * steps + index)
-            taken[name].append((time.perf_counter() - start) / steps)
-    return {name: statistics.median(times[1:]) for name, times in taken.items()}
+class Samples(Dataset):
+    """Stretches of a text, encoded when they are asked for: the way of minGPT's examples."""
+
+    def __init__(self, text: str, context: int):
+        self.text, self.context = text, context
+        self.numbers = {letter: number for number, letter in enumerate(sorted(set(text)))}
+
+    def __len__(self) -> int:
+        return len(self.text) - self.context
+
+    def __getitem__(self, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        encoded = [self.numbers[letter] for letter in self.text[start : start + self.context + 1]]
+        return torch.tensor(encoded[:-1]), torch.tensor(encoded[1:])
+
+
+def loading(options: Namespace) -> Row:
+    """Batches alone, 64 sequences of 256 characters."""
+    args = parse(options.data_dir, "--size", "gpu")
+    windows, known = characters.windows(options.data_dir, "train", args.context), characters.read_vocabulary
+    letters = known(options.data_dir)["characters"]
+    samples = Samples("".join(letters[number] for number in windows[:, 0].tolist()), args.context)
+    batches = iter(DataLoader(samples, batch_size=args.batch_size, shuffle=True))
+    sides = {
+        "theirs": lambda step: next(batches),
+        "ours": lambda step: characters.random_batch(args, windows, step, 0, 1, CPU),
+    }
+    taken, _ = rows.take_turns(sides, options.rounds, options.seconds / 4)
+    x, y = samples[1234]
+    mine = characters.read(windows, torch.tensor([1234]), CPU)[0].tolist()
+    same = [[letters[i] for i in mine[:-1]], [letters[i] for i in mine[1:]]]
+    same = same == [[sorted(set(samples.text))[i] for i in part.tolist()] for part in (x, y)]
+    quality = f"{'the same' if same else 'OTHER'} text"
+    sides = taken["ours"], taken["theirs"]
+    return Row("text alone", "per-sample text Dataset", LEAST_LOADING, *sides, quality=quality, good=same, by_cpu=True)
 
 
 def time_of_first_step(step: Callable[[int], None]) -> float:
@@ -159,60 +185,84 @@ def time_of_first_step(step: Callable[[int], None]) -> float:
     return time.perf_counter() - start
 
 
+@torch.no_grad()
+def loss_of(args: Namespace, model) -> float:
+    """Over the whole validation split, in nats per character."""
+    return train_fsdp.evaluate(args, ALONE, model, characters.fixed_batches(args, 0, 1, CPU))
+
+
+def mean_loss(options: Namespace) -> float:
+    """Of whole trainings at nanoGPT's CPU settings, in the precision that train_fsdp.py chooses."""
+    losses = []
+    for seed in SEEDS:
+        args = parse(options.data_dir, "--size", "cpu", "--eval-windows", "0", "--seed", str(seed))
+        step = ours(args)
+        for index in range(args.steps):
+            step(index)
+        losses.append(loss_of(args, step.model))
+    return sum(losses) / len(losses)
+
+
+def compare(options: Namespace, size: str, count: int, tiles: bool) -> list[Row]:
+    """The rows of a size on so many threads: the precision that train_fsdp.py chooses, and float32."""
+    torch.set_num_threads(count)
+    chosen, fp32 = (parse(options.data_dir, *SIZES[size], *more) for more in ((), ("--precision", "fp32")))
+    sides = {"theirs": theirs(fp32), "fp32": ours(fp32), chosen.precision: ours(chosen)}
+    taken, busy = rows.take_turns(sides, options.rounds, options.seconds)
+    few = Namespace(**vars(fp32) | {"eval_windows": 40})
+    losses = {name: loss_of(few, step.model) for name, step in sides.items()}
+    with_tiles, with_avx512, without = LEASTS[size, count]
+    found = []
+    for precision in list(taken)[1:]:
+        least = without if precision == "fp32" else with_tiles if tiles else with_avx512
+        name = f"language model, {size}, {count} thread{'s' if count > 1 else ''}, {precision}"
+        row = Row(name, "nanoGPT-style loop", least, taken[precision], taken["theirs"], busy=busy)
+        row.good = losses[precision] < losses["theirs"] + 0.05
+        row.quality = f"loss {losses[precision]:.3f}, theirs {losses['theirs']:.3f}"
+        row.notes = {"tokens_a_step": chosen.batch_size * chosen.context}
+        found.append(row)
+    return found
+
+
+def judge_loss(options: Namespace, found: list[Row], loss: float):
+    """Adds the whole trainings' gate to the rows of nanoGPT's CPU settings."""
+    real = characters.read_vocabulary(options.data_dir)["source"] == "Tiny Shakespeare"
+    for row in found:
+        row.quality += f"; trained {loss:.3f}" + (f", at most {HIGHEST_LOSS:.2f}" if real else " (another text)")
+        row.good &= not real or loss <= HIGHEST_LOSS
+
+
 def main(options: Namespace):
     if fault := characters.missing_data(options.data_dir, 256):
         sys.exit(f"language_model.py: {fault}")
-    missed = []
     threads = [count for count in (1, 2) if count <= len(os.sched_getaffinity(0))]
-    known = getattr(torch.cpu, "get_capabilities", dict)()
-    extensions = [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16") if known.get(name)]
-    print(f"torch {torch.__version__}, {known.get('cpu_name', 'CPU')} with {', '.join(extensions)}")
-    print(f"{characters.describe(options.data_dir)}; medians of {options.rounds} rounds, tokens per second\n")
-    print("| size | threads | precision | like nanoGPT | train_fsdp.py | ratio | at least |")
-    print("|---|---|---|---|---|---|---|")
-    for size, flags in SIZES.items():
+    tiles = getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)
+    torch.set_num_threads(threads[-1])
+    loss = None if options.skip_training else mean_loss(options)
+    rows.print_heads()
+    missed = []
+    for size in SIZES:
         for count in threads:
-            torch.set_num_threads(count)
-            chosen, fp32 = parse(options.data_dir, *flags), parse(options.data_dir, *flags, "--precision", "fp32")
-            sides = {"theirs": theirs(fp32), "fp32": ours(fp32), chosen.precision: ours(chosen)}
-            taken = measure(sides, options.rounds, options.seconds)
-            tokens, floor = chosen.batch_size * chosen.context, FLOORS[size, count]["amx_bf16" not in extensions]
-            for precision in list(taken)[1:]:
-                ratio, judged = taken["theirs"] / taken[precision], precision == chosen.precision
-                speeds = f"{tokens / taken['theirs']:,.0f} | {tokens / taken[precision]:,.0f}"
-                print(
-                    f"| {size} | {count} | {precision} | {speeds} | {ratio:.2f} | {floor if judged else ''} |",
-                    flush=True,
-                )
-                if judged and ratio < floor:
-                    missed.append(f"{size}, {count} threads: {ratio:.2f} instead of at least {floor}")
+            found = compare(options, size, count, tiles)
+            if loss is not None and size == "nanoGPT's CPU settings":
+                judge_loss(options, found, loss)
+            missed += [rows.report(row) for row in found]
+    torch.set_num_threads(1)
+    missed.append(rows.report(loading(options)))
 
     if not options.skip_compile:
+        torch.set_num_threads(threads[-1])
         plain, compiled = (parse(options.data_dir, "--size", "cpu", *flags) for flags in ([], ["--compile"]))
         compiled_step, plain_step = ours(compiled), ours(plain)
         warm_up = time_of_first_step(compiled_step)
-        taken = measure({"plain": plain_step, "compiled": compiled_step}, options.rounds, options.seconds)
-        gain = taken["plain"] - taken["compiled"]
-        pays = f"pays after {warm_up / gain:,.0f} steps" if gain > 0 else "never pays here"
-        print(f"\n--compile, nanoGPT's CPU settings, {threads[-1]} threads: {taken['plain'] / taken['compiled']:.2f}")
-        print(f"times as fast, after a first step of {warm_up:.1f} s: {pays}.", flush=True)
-
-    if not options.skip_training:
-        args = parse(options.data_dir, "--size", "cpu", "--eval-windows", "0")
-        step, start = ours(args), time.perf_counter()
-        for index in range(args.steps):
-            step(index)
-        seconds = time.perf_counter() - start
-        loss = train_fsdp.evaluate(args, ALONE, step.model, characters.fixed_batches(args, 0, 1, CPU))
-        print(f"\n{args.steps} steps of nanoGPT's CPU settings took {seconds:.0f} s on {threads[-1]} threads; the loss")
-        print(f"over the whole validation split is then {loss:.3f} nats per character.")
-        if characters.read_vocabulary(options.data_dir)["source"] != "Tiny Shakespeare":
-            print("(not judged: nanoGPT's figure is of Tiny Shakespeare)")
-        elif loss > HIGHEST_LOSS:
-            missed.append(f"validation loss {loss:.3f} instead of at most {HIGHEST_LOSS}")
-    for sentence in missed:
-        print(f"MISSED: {sentence}", file=sys.stderr)
-    sys.exit(1 if missed and options.check else 0)
+        sides = {"plain": plain_step, "compiled": compiled_step}
+        taken, _ = rows.take_turns(sides, options.rounds, options.seconds)
+        plain, compiled = (median(wall for wall, _ in taken[name]) for name in sides)
+        pays = f"pays after {warm_up / (plain - compiled):,.0f} steps" if plain > compiled else "never pays here"
+        print(f"\n--compile, nanoGPT's CPU settings, {threads[-1]} threads: {plain / compiled:.2f} times as fast,")
+        print(f"after a first step of {warm_up:.1f} s: {pays}.", flush=True)
+    if options.check and any(missed):
+        sys.exit("language_model.py: " + "; ".join(filter(None, missed)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,266 @@
+"""The benchmarks: a missed row is told; both sides train the same; the promised speed, measured."""
+
+import importlib.util
+import json
+import sys
+from argparse import Namespace
+
+import pytest
+
+from conftest import REPOSITORY, environment, run
+
+sys.path.append(str(REPOSITORY / "aux/bench"))  # last: mnist and language_model are those in distributed/
+
+import rows
+from rows import Row
+
+
+def load(name: str):
+    """A program of aux/bench as a module of another name: `mnist` is the one in distributed/."""
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", REPOSITORY / f"aux/bench/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def bench():
+    return load("mnist")
+
+
+@pytest.mark.matrix  # minutes, and it wants the machine for itself
+def test_promised_speed():
+    done = run(sys.executable, "aux/bench/mnist.py", "--check", timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
+    assert done.stdout.count("| passed |") >= 4  # loading and a step always; by the clock unless CPUs are kept busy
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def row(ours: list[float], theirs: list[float], least: float = 2, **more) -> Row:
+    return Row("a row", "others", least, [(x, x / 2) for x in ours], [(x, x) for x in theirs], **more)
+
+
+def test_a_row_is_judged_by_the_median_of_its_rounds():
+    found = row([1, 1, 1], [1, 2.5, 9])
+    assert found.ratio() == 2.5 and found.verdict() == "passed" and found.quickest() == 1
+    assert found.cells() == ["a row", "others", "2.50", "1.00 to 9.00", "1.00", "5.00", "2", "passed", ""]
+    assert row([1, 1, 1], [1, 1.9, 9]).verdict() == "missed"
+    assert row([1, 1, 1], [1, 1.9, 9], by_cpu=True).verdict() == "passed"
+    assert row([1], [1.9], ideal=2.0, least=0.95).verdict() == "passed"
+    assert row([1], [1.9], ideal=2.0, least=0.96).sentence() == "a row: 0.95, and at least 0.96 is promised"
+
+
+def test_speed_does_not_make_up_for_quality():
+    found = row([1], [100], good=False, quality="accuracy 0.1")
+    assert found.verdict() == "missed" and found.sentence() == "a row: accuracy 0.1"
+
+
+def test_busy_rounds_do_not_count():
+    assert row([1, 1], [1, 3], busy=[1.5, 0.1]).ratio() == 3
+    assert row([1, 1], [3, 3], busy=[1.5, 0.5]).verdict() == "not judged: other programs used 1.0 CPUs"
+    assert row([1, 1], [1, 3], busy=[1.5, 0.1], by_cpu=True).ratio() == 4
+    assert row([], [], missing="not installed").verdict() == "not installed"
+
+
+def test_turns(monkeypatch):
+    """The sides alternate, do equally many steps with their numbers, and the first round does not count."""
+    calls, clock = [], iter(range(1000))
+    monkeypatch.setattr(rows, "now", lambda: (next(clock), 0))
+    sides = {name: lambda step, name=name: calls.append((name, step)) for name in "ab"}
+    taken, busy = rows.take_turns(sides, rounds=2, turn=2.0)
+    assert calls[:3] == [("a", 0), ("b", 0), ("a", 1)] and len(busy) == 2
+    assert calls[3:] == [(name, 2 + 2 * turn + i) for turn in range(3) for name in "ab" for i in range(2)]
+    assert taken == {"a": [(0.5, 0)] * 2, "b": [(0.5, 0)] * 2}
+
+
+# --- make bench -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """aux/bench/all.py with benchmarks that report the rows of `found` by name, and fail when they have none."""
+
+    def prepare(**found: list[Row]):
+        module = load("all")
+        for name in ("REPOSITORY", "PAGE", "RAW"):
+            monkeypatch.setattr(module, name, tmp_path / name.lower())
+        module.REPOSITORY.mkdir()
+        module.PAGE.write_text(f"before\n{module.BEGIN}\nold\n{module.END}\nafter\n")
+        programs = {}
+        for name, reported in found.items():
+            programs[name] = str(tmp_path / f"{name}.py")
+            lines = f"import sys\nsys.path[:0] = [{str(REPOSITORY / 'aux/bench')!r}]\nimport rows\n"
+            lines += "".join(f"rows.report(rows.{one!r})\n" for one in reported) or "sys.exit('no data here')\n"
+            (tmp_path / f"{name}.py").write_text(lines)
+        monkeypatch.setattr(module, "BENCHES", programs)
+        return module
+
+    return prepare
+
+
+def arguments(**given) -> Namespace:
+    folders = {"mnist_dir": "data/mnist", "text_dir": "data/shakespeare"}
+    return Namespace(**{"only": None, "check": False, "publish": False, "table": None} | folders | given)
+
+
+def test_the_table(table, tmp_path, capsys):
+    """Of all benchmarks; with its raw data in a file, of which the same table can be made."""
+    module = table(first=[row([1], [3])], second=[row([1], [1]), Row("another", "x", 2, missing="not installed")])
+    module.main(arguments(publish=True))
+    shown = module.PAGE.read_text()
+    assert shown.startswith(f"before\n{module.BEGIN}\n20") and shown.endswith(f"\n{module.END}\nafter\n")
+    assert "| a row | others | 3.00 | 3.00 to 3.00 | 3.00 | 6.00 | 2 | passed |  |\n" in shown and "old" not in shown
+    assert (
+        "\n1 passed, 1 missed, 1 not judged.\n" in shown and "| another | x |  |  |  |  | 2 | not installed |" in shown
+    )
+    capsys.readouterr()
+    module.main(arguments(table=module.RAW))
+    assert capsys.readouterr().out.strip() in shown
+    assert json.loads(module.RAW.read_text())["rows"][0]["theirs"] == [[3, 3]]
+
+
+def test_check_is_status_1(table):
+    module = table(first=[row([1], [3])], second=[row([1], [1])])
+    module.main(arguments())
+    with pytest.raises(SystemExit) as missed:
+        module.main(arguments(check=True))
+    assert missed.value.code == "all.py: a row: 1.00, and at least 2 is promised"
+    module.main(arguments(check=True, only="first"))
+
+
+def test_a_benchmark_that_fails(table, capfd):
+    module = table(first=[row([1], [3])], broken=[])
+    module.main(arguments())
+    assert "1 passed, 0 missed, 0 not judged. Failed: broken." in capfd.readouterr().out
+    with pytest.raises(SystemExit) as failed:
+        module.main(arguments(check=True))
+    assert failed.value.code == "all.py: broken has failed"
+
+
+def test_the_published_table_is_that_of_its_raw_data():
+    module = load("all")
+    published = module.PAGE.read_text().split(f"{module.BEGIN}\n")[1].split(f"\n{module.END}")[0]
+    expected = module.table(json.loads(module.RAW.read_text())) if module.RAW.exists() else "Not measured yet."
+    assert published == expected
+
+
+# --- the benchmarks ---------------------------------------------------------------------------------------------------
+
+
+def test_missed_gate_is_one_sentence(bench, mnist, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "launch", lambda ranks, *_: (0.01, 0.01, 1.0))  # two ranks no faster than one
+    args = Namespace(check=True, only="ranks", rounds=1, steps=1, launches=1, data_dir=mnist)
+
+    monkeypatch.setattr(bench.rows, "used_by_others", lambda: 0.0)
+    with pytest.raises(SystemExit) as missed:
+        bench.main(args, mnist)
+    assert missed.value.code == "mnist.py: MNIST on two ranks, fp32: 0.50, and at least 0.75 is promised"
+
+    clock = iter(range(0, 4000, 1000))  # others use 1,000 CPU seconds in no time: no verdict
+    monkeypatch.setattr(bench.rows, "used_by_others", lambda: next(clock))
+    bench.main(args, mnist)
+    assert "not judged: other programs used" in capsys.readouterr().out
+
+
+def test_the_race_ends_with_99_percent(bench, mnist, monkeypatch):
+    """Not before; and a model that is worse is missed, however fast it was."""
+    monkeypatch.setattr(bench, "our_race", lambda *_: ((1.0, 1.0), 0.989))
+    monkeypatch.setattr(bench, "their_race", lambda *_: 0.99)
+    monkeypatch.setattr(bench.rows, "seconds", lambda work: (work(), (100.0, 100.0))[1])
+    monkeypatch.setattr(bench.rows, "used_by_others", lambda: 0.0)
+    found = bench.race("MNIST to 99 %, real files", mnist, 1, 2)
+    assert found.ratio() == 100 and found.sentence().endswith(": accuracy 0.9890, theirs 0.9900")
+    monkeypatch.setattr(bench, "our_race", lambda *_: ((1.0, 1.0), 0.99))
+    assert bench.race("MNIST to 99 %, real files", mnist, 1, 2).verdict() == "passed"
+    none = next(bench.races(None, 1))
+    assert none.verdict() == "not judged: no real files (--data-dir)"
+
+
+def test_frameworks_that_are_not_installed(monkeypatch, capsys):
+    bench = load("overhead")
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    bench.main(Namespace(rounds=1, steps=300, check=True))
+    out, err = capsys.readouterr()
+    assert out.count("| not installed |") == 3
+    assert err.startswith("overhead.py: Accelerate, Lightning, HF Trainer: not installed here (pip install -r requ")
+
+
+def test_the_loop_that_is_timed_is_that_of_train_ddp():
+    """With another model, which learns; the clock runs between two of its steps."""
+    bench = load("overhead")
+    (wall, cpu), loss = bench.measure(bench.train_ddp, 300)
+    assert cpu > 0 and 0 < wall < 1 and loss < 1.9  # of ten classes, 2.3 to begin with
+
+
+def test_no_cluster(monkeypatch, capsys):
+    bench = load("launch")
+    refused = Namespace(returncode=1, stderr="namespaces.sh: needs root: sudo namespaces.sh ...\n")
+    monkeypatch.setattr(bench, "on_cluster", lambda *_: refused)
+    bench.main(Namespace(rounds=1, check=True))
+    out, err = capsys.readouterr()
+    assert (
+        out.count("| no cluster here |") == 6
+        and err == "launch.py: namespaces.sh: needs root: sudo namespaces.sh ...\n"
+    )
+
+
+TEXT = [
+    ("language_model.py", ["--rounds", 1, "--seconds", 0, "--skip-training", "--skip-compile"], 9),
+    ("ranks.py", ["--rounds", 1, "--seconds", 0], 2),
+    ("checkpoint.py", ["--rounds", 1, "--skip-training"], 2),
+]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("script", "flags", "count"), TEXT)
+def test_benchmarks_of_text(script, flags, count, text, tmp_path):
+    """Every row is reported, and its quality holds."""
+    file = tmp_path / "rows"
+    done = run(sys.executable, f"aux/bench/{script}", "--data-dir", text, *flags, env=named(file), timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(found) == count and all(one["good"] and one["ours"] for one in found), done.stdout
+
+
+@pytest.mark.matrix
+def test_benchmark_of_launches(tmp_path):
+    done = run(sys.executable, "aux/bench/launch.py", "--rounds", 1, env=named(tmp_path / "rows"), timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert len(found) == 6 and all(one["ours"][0][0] > 0.5 and one["ours"][0][1] > 0.5 for one in found), found
+
+
+def named(file) -> dict[str, str]:
+    return environment(BENCH_ROWS=file, OMP_NUM_THREADS=1)
+
+
+def test_both_sides_are_the_same_network(bench, mnist):
+    import torch
+
+    def end(loader, batches):
+        raise bench.Enough
+
+    theirs, ours = bench.their_network().eval(), bench.run_train_ddp(mnist, "fp32", end)["model"].eval()
+    ours.load_state_dict(dict(zip(ours.state_dict(), theirs.state_dict().values(), strict=True)))
+    images = torch.randn(8, 1, 28, 28)
+    torch.testing.assert_close(ours(images).log_softmax(1), theirs(images))
+
+
+def test_ours_is_the_script_as_it_trains_elsewhere(bench, mnist, tmp_path):
+    """The same weights after three steps as in a run of train_ddp.py whose epoch has three steps."""
+    import torch
+
+    data = bench.first_images(mnist, tmp_path / "data", 3 * 64)
+    command = [sys.executable, "distributed/train_ddp.py", "--device", "cpu", "--epochs", 1, "--log-every", 1]
+    alone = run(*command, "--data-dir", data, "--checkpoint-dir", tmp_path / "out")
+    assert alone.returncode == 0, alone.stderr
+
+    def whole_epoch(loader, batches):
+        yield from batches
+        raise bench.Enough
+
+    ours = bench.run_train_ddp(data, "fp32", whole_epoch)["model"]
+    torch.testing.assert_close(torch.load(tmp_path / "out/checkpoint_epoch_1.pt")["model"], ours.state_dict())
