@@ -27,12 +27,12 @@ FLAGS += ["--batch-size", BATCH_SIZE, "--steps", STEPS, "--warmup-steps", WARMUP
 FLAGS += ["--log-every", 1, "--eval-every", 10, "--eval-windows", 50, "--checkpoint-every", 10, "--device", "cpu"]
 
 
-def train(script: str, ranks: int, text: Path, folder: Path, *flags: object):
+def train(script: str, ranks: int, text: Path, folder: Path, *flags: object, timeout: float = 120):
     """A training on this machine, by hand. Returns the process; its metrics are in `folder`."""
     command = ["distributed/" + script, *FLAGS, "--data-dir", text, "--checkpoint-dir", folder, *flags]
     if ranks > 1:
         command.insert(0, "distributed/spawn_ranks.py")
-    return run(sys.executable, *command, env=environment(NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1), timeout=120)
+    return run(sys.executable, *command, env=environment(NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1), timeout=timeout)
 
 
 def read_metrics(folder: Path, name: str = "loss") -> dict[int, float]:
@@ -383,7 +383,7 @@ COMPILED += [("train_tp.py", 2, ("--sequence-parallel",)), ("train_tp.py", 4, ("
 @pytest.mark.parametrize(("script", "ranks", "flags"), cells(COMPILED))
 def test_compiled_is_equal(script, ranks, flags, splits, text, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    done = train(script, ranks, text, tmp_path, "--compile", *flags)
+    done = train(script, ranks, text, tmp_path, "--compile", *flags, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "Compiled: True" in done.stdout
     assert list(read_metrics(tmp_path).values()) == pytest.approx(splits["dense"]["losses"], abs=3e-6)

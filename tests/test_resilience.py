@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import zlib
+from collections import Counter
 
 import pytest
 import torch
@@ -351,6 +352,19 @@ def test_what_heartbeats_cost_the_file_system(signs, monkeypatch):
     assert opened == [] and 50 < len(operations) < 10_000 * 0.01, len(operations)
 
 
+def test_not_all_ranks_write_in_the_same_second(signs, monkeypatch):
+    """64 ranks on as many nodes: 30 writes a second, after the first one, which all of them do when they start."""
+    files, seconds = [signs(rank, 64) for rank in range(64)], []
+    monkeypatch.setattr(os, "pwrite", lambda *what: seconds.append(signs.clock[0]))
+    for second in range(100):
+        signs.clock[0] += 1
+        monkeypatch.setattr(heartbeat, "step", second)
+        for of_rank in files:
+            of_rank.beat()
+    after = Counter(seconds[64:])
+    assert 2500 < sum(after.values()) < 3100 and max(after.values()) <= 32, after
+
+
 def test_a_step_that_takes_long_is_written_at_once(signs, monkeypatch, capfd):
     """A quarter of the timeout after it began; after a half, once, rank 0 names who is behind. Rank 1 dies here."""
     files = [signs(rank) for rank in range(3)]
@@ -365,9 +379,9 @@ def test_a_step_that_takes_long_is_written_at_once(signs, monkeypatch, capfd):
         if second in (129, 130):
             assert read_stands(files[2]) == (second == 130)
     said = capfd.readouterr().err.splitlines()
-    gone = r"\[Rank 2 on \S+\] rank 1 on \S+ has given no sign of life for 1\d\d s; its last step is 0"
+    gone = r"\[Rank 2 on \S+\] rank 1 on \S+ has given no sign of life for \d\d s; its last step is 99"
     assert re.fullmatch(gone, said[2])
-    assert re.fullmatch(r"\[Rank 0 on \S+\] no step for 60 s. First to look at: rank 1 on \S+ \(step 0\), in", said[0])
+    assert re.fullmatch(r"\[Rank 0 on \S+\] no step for 60 s. First to look at: rank 1 on \S+ \(step 99\), in", said[0])
     assert len(said) == 3, said
 
 

@@ -65,7 +65,7 @@ class Files:
 
     def __init__(self, rank: int, world_size: int, local_ranks: Iterable[int]):
         self.rank, self.world_size, self.folder = rank, world_size, Path("log", JOB, f"ranks-{RESTART_COUNT}")
-        self.phase, self.since, self.written, self.quarters = None, 0.0, 0.0, 0
+        self.phase, self.since, self.slot, self.quarters = None, 0.0, 0.0, 0
         self.folder.mkdir(parents=True, exist_ok=True)
         # O_DSYNC: an NFS client would keep what is written to itself for half a minute.
         self.file = os.open(self.folder / str(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DSYNC, 0o666)
@@ -77,9 +77,10 @@ class Files:
             self.phase, self.since = (step, timeout), now
         still = now - self.since
         quarters, before = min(int(4 * still / timeout), 2), self.quarters
-        if news or quarters != before or now - self.written >= interval:
+        slot = (now / interval + self.rank / self.world_size) // 1  # not all ranks in the same second
+        if news or quarters != before or slot != self.slot:
             self.write(still, interval, quarters > 0)
-            self.written, self.quarters = now, quarters
+            self.slot, self.quarters = slot, quarters
         if quarters == 2 > before:
             self.report_stuck()
 
