@@ -73,6 +73,8 @@ MOST_CALLS = 20  # in a round, as nccl-tests has it
 def time_calls(place: Place, tensor: torch.Tensor, group: dist.ProcessGroup | None, calls: int) -> float:
     """Seconds of one all-reduce of `tensor` in its group, averaged over `calls` and over all ranks of the job."""
     place.barrier()
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
         dist.all_reduce(tensor, group=group)
@@ -137,17 +139,21 @@ def groups_of(nodes: list[range]) -> dict[str, dist.ProcessGroup | None]:
     return {"inside a node": mine, "across nodes": None}
 
 
-def find_fault() -> str | None:
-    launcher, _, _, world_size = find_ranks()
+def find_fault(args: Namespace) -> str | None:
+    """What would make the measurement useless, in one sentence, or None."""
+    launcher, rank, _, world_size = find_ranks()
     if world_size == 1:
         return "one rank alone has nobody to reduce with: use a launcher, or ./torchrun.sh"
     if len({len(ranks) for ranks in ranks_of_nodes(launcher, world_size)}) > 1:
         return "the nodes have unequal numbers of ranks: ask for --ntasks-per-node"
+    folder = args.json.absolute().parent
+    if rank == 0 and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        return f"cannot write {args.json}: there is no such folder, or it is not ours"
     return None
 
 
 def main(args: Namespace):
-    place = init_process_group(args, find_fault())
+    place = init_process_group(args, find_fault(args))
     nodes = ranks_of_nodes(place.launcher, place.world_size)
     seconds = {
         name: (dist.get_world_size(group), measure(args, place, group)) for name, group in groups_of(nodes).items()
