@@ -277,9 +277,6 @@ def test_readme_is_a_page():
     assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 120
 
 
-NOT_YET = {"convergence.md", "troubleshooting.md", "scaling.md", "data_split.svg"}  # pages that are still to come
-
-
 def anchors(path: Path) -> set[str]:
     """The names that GitHub gives the headings of a page."""
     heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S), re.M)
@@ -292,7 +289,7 @@ def test_links_and_paths_lead_somewhere(path):
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
         name, _, anchor = link.partition("#")
         target = path.parent / name if name else path
-        assert target.exists() or target.name in NOT_YET, link
+        assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
     for span in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)):
         for name in re.findall(r"(?<![\w./-])(?:aux|distributed|local|docs|tests)/[\w/-]+\.\w+", span):
