@@ -49,7 +49,7 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--check", action="store_true", help="exit with 1 when a gate is missed")
     parser.add_argument("--data-dir", type=Path, help="files in MNIST's format (default: digits drawn for this run)")
     parser.add_argument("--only", choices=KINDS, help="which rows (default: all)")
-    parser.add_argument("--rounds", type=whole_number(1), default=7, help="turns of one process, after a first one")
+    parser.add_argument("--rounds", type=whole_number(1), default=11, help="turns of one process, after a first one")
     parser.add_argument("--steps", type=whole_number(1), default=10, help="training steps in a turn")
     parser.add_argument("--launches", type=whole_number(1), default=7, help="turns of one rank and of two ranks")
     return parser.parse_args()
@@ -272,7 +272,7 @@ def accuracy(model: nn.Module, data_dir: Path) -> float:
 def training(data_dir: Path, precision: str, rounds: int, steps: int) -> Row:
     """Seconds of so many steps, ours and theirs in turn, round by round after a first one.
 
-    The gate on accuracy is wide: in the first hundred steps Adadelta is ahead. The race to 99 % has the strict one.
+    For the gate on accuracy they have to be some 120 steps: in the first hundred Adadelta is ahead.
     """
     torch.manual_seed(0)
     their_model, ours, theirs = their_network(), [], []
@@ -289,7 +289,7 @@ def training(data_dir: Path, precision: str, rounds: int, steps: int) -> Row:
 
     our_model = run_train_ddp(data_dir, precision, in_turn)["model"]
     found = [accuracy(model, data_dir) for model in (our_model, their_model)]
-    quality, good = "accuracy {:.3f}, theirs {:.3f}".format(*found), found[0] > 0.9 * found[1]
+    quality, good = "accuracy {:.3f}, theirs {:.3f}".format(*found), found[0] > found[1] - 0.01
     name, notes = f"MNIST step, {precision}", {"accuracy": found[0]}
     return Row(name, THEIRS, LEASTS[name], ours[1:], theirs[1:], quality=quality, good=good, by_cpu=True, notes=notes)
 
