@@ -71,8 +71,8 @@ def test_turns(monkeypatch):
     monkeypatch.setattr(rows, "now", lambda: (next(clock), 0))
     sides = {name: lambda step, name=name: calls.append((name, step)) for name in "ab"}
     taken, busy = rows.take_turns(sides, rounds=2, turn=2.0)
-    assert calls[:3] == [("a", 0), ("b", 0), ("a", 1)] and len(busy) == 2
-    assert calls[3:] == [(name, 2 + 2 * turn + i) for turn in range(3) for name in "ab" for i in range(2)]
+    assert calls[:4] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)] and len(busy) == 2
+    assert calls[4:] == [(name, 2 + 2 * turn + i) for turn in range(3) for name in "ab" for i in range(2)]
     assert taken == {"a": [(0.5, 0)] * 2, "b": [(0.5, 0)] * 2}
 
 

@@ -68,6 +68,10 @@ def plain_loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) ->
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
+def loss_by_hand(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return split_loss(model, model(tokens), targets)
+
+
 class Side:
     """Steps of one of the four: its model, which part of the batch this rank has, and the loss of that."""
 
@@ -96,7 +100,7 @@ def make_sides(args: Namespace) -> dict[str, Side]:
     return {
         "one": Side(args, make_model(args), plain_loss),
         "ddp": Side(args, DistributedDataParallel(make_model(args)), plain_loss, parts=2),
-        "by hand": Side(args, by_hand, split_loss),
+        "by hand": Side(args, by_hand, loss_by_hand),
         "dtensor": Side(args, dtensor, plain_loss, dtensor=True),
     }
 

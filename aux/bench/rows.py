@@ -164,8 +164,8 @@ def take_turns(
     """
     for step in sides.values():
         step(0)
-    first = next(iter(sides.values()))
-    steps = agree(max(1, round(turn / seconds(lambda: first(1))[0])))
+    spent = [seconds(partial(step, 1))[0] for step in sides.values()]
+    steps = agree(max(1, round(turn / spent[0])))
     taken, busy = {name: [] for name in sides}, []
 
     def for_each(step: Callable[[int], object], numbers: range):
