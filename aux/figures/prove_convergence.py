@@ -117,7 +117,7 @@ def image_runs(container: bool) -> Iterator[Run]:
                   family="stopped and resumed", arguments=("--epochs", "1"), then=again)  # fmt: skip
     yield Run("mp, 2 ranks on 2 nodes, stopped in an epoch, requeued", "stopped and resumed", "mp", 2, 2, PREEMPTIBLE,
               stop=True)  # fmt: skip
-    yield replace(alone, name=f"one process, {CONTROL}", family=CONTROL, arguments=("--learning-rate", "0.00303"))
+    yield replace(alone, name=f"one process, {CONTROL}", family=CONTROL, arguments=("--learning-rate", "0.00101"))
 
 
 def text_runs(container: bool) -> Iterator[Run]:
@@ -154,7 +154,7 @@ def arguments_of(training: str, data: Path) -> list[str]:
     shared = ["--device", "cpu", "--dropout", "0", "--precision", "fp32", "--seed", "7", "--log-every", "1"]
     shared += ["--batch-size", str(BATCH[training]), "--data-dir", str(data)]
     if training == "images":
-        return [*shared, "--epochs", "2", "--learning-rate", "0.003"]
+        return [*shared, "--epochs", "2", "--learning-rate", "0.001"]
     evaluation = ["--eval-every", str(STEPS // 2), "--eval-windows", "100"]
     return [*shared, "--steps", str(STEPS), "--warmup-steps", "20", *evaluation]
 
