@@ -156,7 +156,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     torch.manual_seed((args.seed + epoch) * world_size + rank)  # of the shifts: no two epochs or ranks alike
     losses, start = [], time.perf_counter()
     for step, (images, labels) in enumerate(train_loader, start=1):
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        images, labels = (part.to(device, non_blocking=device.type == "cuda") for part in (images, labels))
         x, y = torch.randint(5, (2,)).tolist()  # all images of the step by as much: a copy, and no more
         images = F.pad(images, [2, 2, 2, 2], mode="replicate")[:, :, y : y + 28, x : x + 28]
         done = ((epoch - 1) * len(train_loader) + step - 0.5) / steps

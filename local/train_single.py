@@ -105,7 +105,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     torch.manual_seed(args.seed + epoch)  # of dropout
     losses, start = [], time.perf_counter()
     for step, (images, labels) in enumerate(train_loader, start=1):
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        images, labels = (part.to(device, non_blocking=device.type == "cuda") for part in (images, labels))
         with autocast:
             loss = F.cross_entropy(model(images).float(), labels)
         optimizer.zero_grad()

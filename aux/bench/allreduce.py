@@ -24,7 +24,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 from predict_scaling import bus_bandwidth, fit
-
 from resilience.arguments import ArgumentParser, device_name, number, whole_number
 from resilience.job import write_whole
 

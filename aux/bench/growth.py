@@ -30,7 +30,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 from read_scaling import growth_table, machine
-
 from resilience.arguments import ArgumentParser, whole_number
 from resilience.job import write_whole
 

@@ -19,9 +19,10 @@ import style
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "aux/bench"))
 
-import read_scaling
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
+
+import read_scaling
 from predict_scaling import Network
 
 BEGIN, END = "<!-- begin: written by aux/figures/draw_scaling.py -->\n", "<!-- end -->\n"

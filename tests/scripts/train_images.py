@@ -148,7 +148,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     torch.manual_seed((args.seed + epoch) * world_size + rank)  # of dropout: no two epochs or ranks alike
     losses, start = [], time.perf_counter()
     for step, (images, labels) in enumerate(train_loader, start=1):
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        images, labels = (part.to(device, non_blocking=device.type == "cuda") for part in (images, labels))
         with autocast:
             loss = F.cross_entropy(ddp(images).float(), labels)
         optimizer.zero_grad()
