@@ -34,6 +34,7 @@ set +u                                               # module and conda are not 
 # shellcheck source=/dev/null
 if [[ -d .venv ]]; then source .venv/bin/activate; fi    # EDIT: your virtual environment; with conda in its place:
 # source "$(conda info --base)/etc/profile.d/conda.sh" && conda activate NAME
+# PATH=$(./aux/stage_environment.sh .venv /tmp)/bin:$PATH    # EDIT: where importing is slow: .venv on each node's disk
 set -u
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # EDIT: only where ranks pick the wrong network interface
 # export NCCL_IB_DISABLE=1                           # EDIT: no InfiniBand, or a broken one: use TCP

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -240,6 +241,94 @@ def test_cpus_and_threads(way, cluster, tmp_path):
     job = cluster.sbatch(*size, LAUNCHERS[way], VARIABLES)
     assert job.state == "COMPLETED", job.log
     assert {rank["threads"] for rank in job.ranks()} == {"4" if way == "srun" else "2"}
+
+
+SAVING = """
+import os, signal, subprocess, sys, time
+def save(*_):
+    time.sleep(2)
+    import colorsys, late  # from the standard library, and from the environment
+    os.write(1, f"saved with {late.__file__}\\n".encode())
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
+shown = subprocess.run(["show"], capture_output=True, text=True).stdout
+os.write(1, f"PLACE {os.environ['SLURMD_NODENAME']} {sys.prefix} {shown}".encode())
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.matrix
+def test_an_environment_on_the_nodes_own_disks(cluster, tmp_path):
+    """env.sh's line for it: ranks and programs run from there. Gone once the job has ended, not before its ranks."""
+    repository, local, nodes = tmp_path / "repository", tmp_path / "local", ("node-61", "node-62")
+    local.mkdir()
+    for name in ("env.sh", *LAUNCHERS.values(), "aux/job.sh", "aux/run_task.sh", "aux/stage_environment.sh"):
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, repository / name)
+    shutil.copytree(REPOSITORY / "distributed", repository / "distributed")
+    line, count = re.subn(
+        r"^# (PATH=.*) /tmp(\).*)$", rf"\1 {local}\2", (repository / "env.sh").read_text(), flags=re.M
+    )
+    assert count == 1
+    (repository / "env.sh").write_text(line)
+    (repository / "train.py").write_text(SAVING)
+    venv = repository / ".venv"
+    assert run(sys.executable, "-m", "venv", "--without-pip", venv).returncode == 0
+    (venv / f"lib/python3.{sys.version_info[1]}/site-packages/late.py").touch()
+    (venv / "bin/show").write_text(f"#!{venv}/bin/python3\nimport sys; print(sys.executable)\n")
+    (venv / "bin/show").chmod(0o755)
+    for node in nodes:
+        mounted = cluster.exec("mount", "-t", "tmpfs", "-o", "size=100m", "none", local, node=node)
+        assert mounted.returncode == 0, mounted.stderr
+
+    def submit(log: str, seconds: float, nodes: str = "node-[61-62]", **variables: str) -> int:
+        size = [f"--nodelist={nodes}", "--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1"]
+        size += [f"--output={tmp_path}/{log}", "--open-mode=append"]
+        return cluster.submit(*size, LAUNCHERS["srun"], "train.py", seconds, cwd=repository, env=variables)
+
+    def left() -> list[str]:
+        return (
+            cluster.exec("ls", local, node=nodes[0]).stdout.split()
+            + cluster.exec("ls", local, node=nodes[1]).stdout.split()
+        )
+
+    def wait_for_places(log: str, count: int = 2):
+        deadline = time.monotonic() + 90
+        while not (tmp_path / log).exists() or (tmp_path / log).read_text().count("PLACE") < count:
+            assert time.monotonic() < deadline, (tmp_path / log).read_text()
+            time.sleep(0.2)
+
+    job = cluster.wait(submit("ends", 0))
+    assert job.state == "COMPLETED" and left() == [], job.log
+    copy = local / f"environment-{job.id}-0"
+    places = sorted(re.findall(r"^PLACE (.*)$", job.log, re.M))
+    assert places == [f"{node} {copy} {copy}/bin/python3" for node in nodes], job.log
+
+    number = submit("cancelled", 60)
+    wait_for_places("cancelled")
+    assert sorted(set(left())) == [f"environment-{number}-0"]
+    assert cluster.exec("scancel", number).returncode == 0
+    job = cluster.wait(number)
+    assert job.state == "CANCELLED" and job.log.count(f"saved with {local}/environment-{number}-0/lib/") == 2, job.log
+    assert left() == []
+
+    number = submit("requeued", 5)
+    wait_for_places("requeued")
+    assert cluster.exec("scontrol", "requeue", number).returncode == 0
+    job = cluster.wait(number)
+    assert job.state == "COMPLETED" and job.log.count(f"{local}/environment-{number}-1/bin/python3") == 2, job.log
+    assert left() == []
+
+    packed = (repository / ".venv.tar").stat()
+    (venv / f"lib/python3.{sys.version_info[1]}/site-packages/new.dist-info").mkdir()  # as pip does
+    job = cluster.wait(submit("again", 0))
+    assert job.state == "COMPLETED" and (repository / ".venv.tar").stat().st_ino != packed.st_ino, job.log
+    for size in ("20k", f"{packed.st_size // 1024 + 8}k"):  # no room for what is sent, or to unpack it
+        cluster.exec("mount", "-o", f"remount,size={size}", local, node=nodes[1])
+        job = cluster.wait(submit(size, 0))
+        assert job.state == "FAILED" and "PLACE" not in job.log, job.log
+        assert job.log.count("stage_environment.sh on ") == 1 and "see above" in job.log.splitlines()[-1], job.log
+        assert left() == []
 
 
 @pytest.mark.parametrize(
