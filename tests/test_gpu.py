@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -294,10 +295,11 @@ def test_bench_dry_run():
     assert bad.returncode == 1 and bad.stderr.startswith("gpu.py: no GPU here") and bad.stdout == ""
 
 
-def test_bench_tells_a_missed_gate():
+def test_bench_tells_a_missed_gate(monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "aux/bench")
     spec = importlib.util.spec_from_file_location("bench_gpu", REPOSITORY / "aux/bench/gpu.py")
     bench = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bench)
-    rounds = [(0.01, 1.0), (0.06, 1.0), (0.07, 1.0)]
-    assert bench.report("feeding / step", None, rounds) == "feeding / step is 0.060, and at most 0.05 is promised"
-    assert bench.report("feeding / step", None, [(0.01, 1.0), *rounds[:2]]) is None
+    rounds, args = [(0.01, 1.0), (0.06, 1.0), (0.07, 1.0)], Namespace(device="cpu")
+    assert bench.report("feeding / step", args, rounds) == "feeding / step is 0.060, and at most 0.05 is promised"
+    assert bench.report("feeding / step", args, [(0.01, 1.0), *rounds[:2]]) is None

@@ -114,6 +114,7 @@ def test_srun_typed_by_hand(cluster, one_process, mnist, tmp_path):
     assert_same_curve(hand.stdout, one_process)
 
 
+@pytest.mark.matrix
 def test_precision(mnist_full, tmp_path):
     """The same curve, a little coarser; fp16 on a CPU is slow, and warned of."""
     data, curves = first_images(mnist_full, tmp_path / "data", 64, 20), {}
@@ -362,6 +363,7 @@ def take(files: list[str], folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.matrix
 def test_the_files_to_take_along(cluster, tiny, tmp_path):
     """Nothing but these, elsewhere: they train in the three ways, and by hand."""
     elsewhere = take(TAKEN, tmp_path / "elsewhere")

@@ -185,6 +185,7 @@ def test_chapters_of_launchers(clone, cluster):
     at_once(scenario, [(number, clone) for number in (5, 6, 7)])
 
 
+@pytest.mark.matrix
 def test_language_model(clone):
     """Without internet, as here, the first line falls back on the text that Python brings along."""
     shown = bash(block("--sample 200"), clone)
@@ -211,6 +212,7 @@ def test_on_a_cluster(clone, cluster):
     assert time.time() - before < 240
 
 
+@pytest.mark.matrix
 def test_rehearsal(clone, cluster):
     shown = bash(block("scancel --signal=USR1"), clone, prefix=(NAMESPACES, "exec"), **cluster.environment)
     assert re.search(r"^All 4 ranks are alive, at step \d+\.$", shown, re.M), shown

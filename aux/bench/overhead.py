@@ -112,7 +112,7 @@ def train_ddp(data: Clocked) -> nn.Module:
     mine.load, mine.describe = lambda folder: (data, data), lambda folder: "numbers"
     data.ends = True
     alone = {name: value for name, value in os.environ.items() if not re.match("(LOCAL_)?RANK|WORLD_SIZE|SLURM", name)}
-    variables, command = {"__name__": "train_ddp"}, ["train_ddp.py", "--device=cpu", f"--batch-size={BATCH}"]
+    command = ["train_ddp.py", "--device=cpu", f"--batch-size={BATCH}"]
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(sys, "argv", [*command, f"--checkpoint-dir={folder}"]),
@@ -120,10 +120,14 @@ def train_ddp(data: Clocked) -> nn.Module:
         contextlib.suppress(Enough),
     ):
         sys.modules["mnist"] = mine
-        exec(compile(source, "train_ddp.py", "exec"), variables)
+        script = Path(folder, "train_ddp.py")
+        script.write_text(source)
+        spec = importlib.util.spec_from_file_location("train_ddp", script)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
     del sys.modules["mnist"]
     sys.modules.update({"mnist": before} if before else {})
-    return variables["model"]
+    return module.model
 
 
 def accelerate(data: Clocked) -> nn.Module:

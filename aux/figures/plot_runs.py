@@ -7,18 +7,20 @@
 train_preemptible.py, train_fsdp.py and train_tp.py write these files into their --checkpoint-dir.
 """
 
-import argparse
 import json
 import sys
 import time
 from argparse import Namespace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
+
 import style
+from resilience.arguments import ArgumentParser
 
 
 def parse_arguments() -> Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a --checkpoint-dir, or a metrics.jsonl")
     parser.add_argument("--out", type=Path, default="runs", help="name of the pictures, without .png and .svg")
     help = "look for new lines every so many seconds (default: 10)"

@@ -9,7 +9,6 @@ and of samples, with gradient accumulation, and stopped and resumed. Exit status
 more than rounding explains, or if a training that is wrong by 1 % is not told from the others.
 """
 
-import argparse
 import datetime
 import importlib.metadata
 import json
@@ -27,7 +26,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
+
 import style
+from resilience.arguments import ArgumentParser
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCHERS = {
@@ -64,7 +66,7 @@ class Run:
 
 
 def parse_arguments() -> Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--draw", action="store_true", help="no runs: table and figure from convergence.json in --out")
     parser.add_argument(
         "--out", type=Path, default=REPOSITORY / "docs/figures", help="folder of convergence.json, .svg"

@@ -21,6 +21,10 @@ from argparse import Namespace
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "distributed"))
+
+from resilience.arguments import ArgumentParser
+
 RANKS, EPOCHS, IMAGES, TEST_IMAGES, BATCH = 4, 3, 26, 11, 8  # the last 2 of 26 images are no whole batch
 STEPS = IMAGES // BATCH  # of an epoch, and of the text
 TINY = ["--layers", "1", "--heads", "2", "--width", "8", "--context", "8", "--eval-every", str(STEPS)]
@@ -33,7 +37,7 @@ SCRIPTS = {  # arguments, and the checkpoint from which a second run resumes
 
 
 def parse_arguments() -> Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--draw", action="store_true", help="no runs: check and figure from data_split.json in --out")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "docs/figures", help="folder of data_split.json, .svg")
     parser.add_argument("--record", nargs=argparse.REMAINDER, metavar="FOLDER SCRIPT", help="what the ranks run")
