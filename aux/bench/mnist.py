@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -115,6 +115,18 @@ def their_network() -> nn.Module:
     return nn.Sequential(*convolutions, *linears)
 
 
+def their_steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable):
+    """One step for each batch; the loss is read at every tenth."""
+    model.train()
+    for i, (images, labels) in enumerate(batches):
+        optimizer.zero_grad()
+        loss = F.nll_loss(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        if i % 10 == 0:
+            loss.item()
+
+
 def their_race(data_dir: Path) -> float:
     """Trains until the test accuracy is 99 %, at most their 14 epochs. Returns the accuracy."""
     model, batches = their_network(), their_loader(data_dir)
@@ -122,14 +134,7 @@ def their_race(data_dir: Path) -> float:
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
     for _ in range(14):
-        model.train()
-        for i, (images, labels) in enumerate(batches):
-            optimizer.zero_grad()
-            loss = F.nll_loss(model(images), labels)
-            loss.backward()
-            optimizer.step()
-            if i % 10 == 0:
-                loss.item()
+        their_steps(model, optimizer, batches)
         model.eval()
         correct = 0
         with torch.no_grad():
@@ -146,14 +151,7 @@ def their_training(model: nn.Module, loader: DataLoader, steps: int) -> Callable
     optimizer, batches = torch.optim.Adadelta(model.parameters(), lr=1.0), iter(loader)
 
     def train():
-        model.train()
-        for i, (images, labels) in enumerate(islice(batches, steps)):
-            optimizer.zero_grad()
-            loss = F.nll_loss(model(images), labels)
-            loss.backward()
-            optimizer.step()
-            if i % 10 == 0:
-                loss.item()
+        their_steps(model, optimizer, islice(batches, steps))
 
     return train
 
