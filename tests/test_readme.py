@@ -67,9 +67,11 @@ def steps(path: Path) -> list[tuple[str, str, str]]:
 
 def shapes(text: str) -> list[str]:
     """The lines of an output without what differs from run to run: numbers, blanks, the name of a machine, the order of
-    lines that ranks and tasks print at the same time. The numbers of a rank stay."""
+    lines that ranks and tasks print at the same time, and whether srun had to wait. The numbers of a rank stay."""
     lines = []
     for line in text.splitlines():
+        if re.match(r"srun: (job \d+ (queued|has been allocated)|Job \d+ step creation|Step created)", line):
+            continue
         line = re.sub(rf"\b(vm|{re.escape(socket.gethostname())})\b", "HOST", line)
         if re.match(r"\[Rank: |task \d+ of ", line):
             line = re.sub(r"node-\d+", "node-#", line)
