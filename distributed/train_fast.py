@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import mnist  # EDIT: your data
@@ -61,7 +60,7 @@ parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default=
 parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
 parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
 parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or the time")
-requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"  # such a job resumes by itself
 parser.add_argument("--resume", action="store_true", default=requeued, help="from the last of --checkpoint-dir")
 args = parser.parse_args()
 if min(args.epochs, args.batch_size, args.log_every) < 1:
@@ -110,14 +109,14 @@ test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
-torch.manual_seed(args.seed)  # the same weights on every rank
+torch.manual_seed(args.seed)  # of the weights: the same in every process
 # 28 x 28 pixels become 4 channels of 14 x 14, and these 32 of 6 x 6 in one step: the layers behind it are cheap.
 layers = [nn.PixelUnshuffle(2), nn.Conv2d(4, 32, 3, stride=2), nn.BatchNorm2d(32), nn.ReLU()]
 layers += [nn.Conv2d(32, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Flatten()]
 layers += [nn.Linear(64 * 4 * 4, 128), nn.ReLU(), nn.Linear(128, 10)]
 model = nn.Sequential(*layers).to(device, memory_format=torch.channels_last)
 # The ranks' BatchNorms are made equal before the evaluation, and not at every step.
-ddp = DistributedDataParallel(model, broadcast_buffers=False) if distributed else model
+ddp = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False) if distributed else model
 weights = {"nesterov": True, "weight_decay": 5e-4, "fused": device.type != "mps"}
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, **weights)
 if args.precision == "auto":
@@ -141,8 +140,7 @@ if epochs_done:
     saved = torch.load(folder / f"checkpoint_epoch_{epochs_done}.pt", map_location=device, weights_only=True)
     for name, part in state.items():
         part.load_state_dict(saved[name])  # the optimizer's holds the learning rate: the option is not used then
-if rank == 0:
-    folder.mkdir(parents=True, exist_ok=True)
+folder.mkdir(parents=True, exist_ok=True)
 print(f"Data: {source}. Checkpoints: {folder}", flush=True)
 if args.resume:
     print(f"Resumed after epoch {epochs_done}" if epochs_done else f"No checkpoint in {folder}", flush=True)
@@ -173,8 +171,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             mean = torch.stack(losses).mean() / world_size
             if distributed:
                 dist.all_reduce(mean)  # the sum over all ranks
-            mean = mean.item()
-            seconds = (time.perf_counter() - start) / len(losses)  # of one step
+            mean, seconds = mean.item(), (time.perf_counter() - start) / len(losses)  # of one step
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
             time_left = datetime.timedelta(seconds=round(seconds * steps_left))
             progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={time_left}"

@@ -28,7 +28,7 @@ import mnist  # EDIT: your data
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 stop = parser.error = sys.exit  # prints one sentence, and ends with status 1
 parser.add_argument("--epochs", type=int, default=3, help="passes over the training images")
-parser.add_argument("--batch-size", type=int, default=64, help="images per step")
+parser.add_argument("--batch-size", type=int, default=64, help="images per step, in all")
 parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
 parser.add_argument("--dropout", type=float, default=0.25, help="probability of dropping an activation")
 parser.add_argument("--seed", type=int, default=0, help="of weights, order of the images and dropout")
@@ -37,8 +37,8 @@ parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default=
 parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
 parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
 parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or the time")
-requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-parser.add_argument("--resume", action="store_true", default=requeued, help="from the last one in --checkpoint-dir")
+requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"  # such a job resumes by itself
+parser.add_argument("--resume", action="store_true", default=requeued, help="from the last of --checkpoint-dir")
 args = parser.parse_args()
 if min(args.epochs, args.batch_size, args.log_every) < 1 or not 0 <= args.dropout < 1:
     stop("--epochs, --batch-size and --log-every are 1 or more, --dropout is below 1")
@@ -46,8 +46,12 @@ if min(args.epochs, args.batch_size, args.log_every) < 1 or not 0 <= args.dropou
 # --- process group ----------------------------------------------------------------------------------------------------
 
 # None here: this process trains alone.
+gpus = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+if args.device == "auto" and gpus != "0" and not torch.cuda.is_available():
+    stop(f"Slurm granted {gpus} GPUs here, but torch sees none: say --device cpu if that is meant")
 if args.device == "auto":
-    args.device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    mps = torch.backends.mps.is_available()
+    args.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
 device = torch.device(args.device)
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -60,7 +64,7 @@ except ValueError as error:
 if args.batch_size > len(train_set):
     stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
 sampler = RandomSampler(train_set, generator=torch.Generator())
-# A TensorDataset takes a batch of indices at once. Others: DataLoader(train_set, batch_sampler=batches, num_workers=4)
+# `batches` yields lists of indices; batch_size=None: a TensorDataset takes each whole. Others: batch_sampler=batches
 batches = BatchSampler(sampler, args.batch_size, drop_last=True)
 test_batches = BatchSampler(range(len(test_set)), 1000, drop_last=False)
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")
@@ -68,7 +72,7 @@ test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
-torch.manual_seed(args.seed)
+torch.manual_seed(args.seed)  # of the weights: the same in every process
 convolutions = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU())
 linears = nn.Sequential(nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10))
 model = nn.Sequential(convolutions, nn.Dropout(args.dropout), nn.Flatten(), linears)  # EDIT: your model
@@ -114,8 +118,8 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
         scaler.update()
         losses.append(loss.detach())  # .item() would wait for the GPU, at every step
         if step % args.log_every == 0 or step == len(train_loader):
-            mean = torch.stack(losses).mean().item()
-            seconds = (time.perf_counter() - start) / len(losses)
+            mean = torch.stack(losses).mean()
+            mean, seconds = mean.item(), (time.perf_counter() - start) / len(losses)  # of one step
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
             time_left = datetime.timedelta(seconds=round(seconds * steps_left))
             progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={time_left}"

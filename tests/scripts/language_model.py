@@ -9,6 +9,7 @@ weights and OUT_DIR/dense.pt, what each rank holds in bytes, the types between b
 import json
 import os
 import sys
+import time
 import zlib
 from collections import Counter
 from pathlib import Path

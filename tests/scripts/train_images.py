@@ -4,8 +4,8 @@
     ./torchrun.sh distributed/train_ddp.py --epochs 3     # all GPUs of this machine, or two CPU ranks
     sbatch launch_slurm_with_torchrun.sh distributed/train_ddp.py --epochs 3
 
-EDIT marks the lines for your own data and model. A requeued job resumes from its last epoch.
-Grown from local/train_single.py: arguments, process group, data, model, checkpoint, training.
+EDIT marks the lines for your own data and model.
+Grown from local/train_single.py: arguments, process group, data, model, training.
 """
 
 import argparse
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from torchvision_on_cpu import torchvision  # EDIT: your data
@@ -45,9 +44,8 @@ def stop(sentence: str):
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.error = stop  # with argparse's sentence
 parser.add_argument("--epochs", type=int, default=3, help="passes over the training images")
-batch = parser.add_mutually_exclusive_group()
-batch.add_argument("--batch-size", type=int, default=64, help="images per step, over all ranks")
-batch.add_argument("--batch-size-per-rank", dest="batch_size", type=lambda n: int(n) * world_size, help="of each rank")
+parser.add_argument("--batch-size", type=int, default=64, help="images per step, in all")
+parser.add_argument("--batch-size-per-rank", dest="batch_size", type=lambda n: int(n) * world_size, help="of each rank")
 parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
 parser.add_argument("--dropout", type=float, default=0.25, help="probability of dropping an activation")
 parser.add_argument("--seed", type=int, default=0, help="of weights, order of the images and dropout")
@@ -56,7 +54,7 @@ parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default=
 parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
 parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
 parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or the time")
-requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"  # such a job resumes by itself
 parser.add_argument("--resume", action="store_true", default=requeued, help="from the last of --checkpoint-dir")
 args = parser.parse_args()
 if min(args.epochs, args.batch_size, args.log_every) < 1 or not 0 <= args.dropout < 1:
@@ -108,13 +106,12 @@ test_loader = DataLoader(test_set, batch_sampler=test_batches)
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
-torch.manual_seed(args.seed)  # the same weights on every rank
+torch.manual_seed(args.seed)  # of the weights: the same in every process
 convolutions = nn.Sequential(nn.Conv2d(3, 16, 3, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU())
 linears = nn.Sequential(nn.Flatten(), nn.Dropout(args.dropout), nn.Linear(32 * 7 * 7, len(train_set.classes)))
 model = nn.Sequential(convolutions, linears)  # EDIT: your model
 model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else torch.preserve_format)
-# For training only: the weights are those of `model`, and its backward pass averages the gradients over the ranks.
-ddp = DistributedDataParallel(model) if distributed else model
+ddp = nn.parallel.DistributedDataParallel(model) if distributed else model  # its backward averages the gradients
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=device.type != "mps")
 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
 autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
@@ -134,8 +131,7 @@ if epochs_done:
     saved = torch.load(folder / f"checkpoint_epoch_{epochs_done}.pt", map_location=device, weights_only=True)
     for name, part in state.items():
         part.load_state_dict(saved[name])  # the optimizer's holds the learning rate: the option is not used then
-if rank == 0:
-    folder.mkdir(parents=True, exist_ok=True)
+folder.mkdir(parents=True, exist_ok=True)
 print(f"Data: {source}. Checkpoints: {folder}", flush=True)
 if args.resume:
     print(f"Resumed after epoch {epochs_done}" if epochs_done else f"No checkpoint in {folder}", flush=True)
@@ -160,8 +156,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             mean = torch.stack(losses).mean() / world_size
             if distributed:
                 dist.all_reduce(mean)  # the sum over all ranks
-            mean = mean.item()
-            seconds = (time.perf_counter() - start) / len(losses)  # of one step
+            mean, seconds = mean.item(), (time.perf_counter() - start) / len(losses)  # of one step
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
             time_left = datetime.timedelta(seconds=round(seconds * steps_left))
             progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={time_left}"
