@@ -25,6 +25,7 @@ BATCH_SIZE, STEPS, WARMUP_STEPS = 8, 20, 5
 FLAGS = [part for name, value in SIZES.items() for part in (f"--{name}", value)]
 FLAGS += ["--batch-size", BATCH_SIZE, "--steps", STEPS, "--warmup-steps", WARMUP_STEPS, "--precision", "fp32"]
 FLAGS += ["--log-every", 1, "--eval-every", 10, "--eval-windows", 50, "--checkpoint-every", 10, "--device", "cpu"]
+FLAGS += ["--learning-rate", 0.001]
 
 
 def train(script: str, ranks: int, text: Path, folder: Path, *flags: object, timeout: float = 120):
@@ -194,6 +195,30 @@ def test_collectives_are_few(splits):
     hybrid = [splits[f"hybrid 2x2{more}"]["collectives"]["allreduce_"] for more in ("", ", accumulation 2")]
     assert hybrid[0] == hybrid[1], "between the replicas once a step"
     assert count["tp 2, sequence"] == 8 * layers + 8 + 1 + 1  # a pair for each all-reduce; all norms' gradients at once
+
+
+def test_bytes_of_a_step(splits):
+    """DDP and FSDP send weights, however large the batch; tensor parallelism activations, however many the weights."""
+    layers, width, context = SIZES["layers"], SIZES["width"], SIZES["context"]
+    sent = {split: found.get("bytes", {}) for split, found in splits.items()}
+    assert sum(sent["ddp 2"].values()) == splits["ddp 2"]["parameters"]
+    token, block = 4 * BATCH_SIZE * context, 4 * (12 * width**2 + 2 * width)  # a number for each; the weights of one
+    for ranks in (2, 4):
+        everything = ranks * splits[f"fsdp {ranks}"]["held"][0]["parameters"]  # the others' parts are filled up
+        assert sent[f"fsdp {ranks}"]["_reduce_scatter_base_"] == everything
+        assert sent[f"fsdp {ranks}"]["_allgather_base_"] == everything + (layers - 1) * block  # twice, but for the last
+        activations = (4 * layers + 2) * width * token
+        assert sum(sent[f"by hand {ranks}"].values()) == activations + 3 * token
+        assert activations + 3 * token < sum(sent[f"tp {ranks}"].values()) < activations + 3 * token + 100  # the norm
+    sequence = sent["tp 2, sequence"]
+    assert sequence["reduce_scatter_tensor"] == activations <= sequence["all_gather_into_tensor"] < 1.02 * activations
+
+
+def test_the_optimizer_is_few_kernels(splits):
+    """One for all weights with decay and one for those without, however many they are, and one each for their steps."""
+    for split in ("alone", "fsdp 2", "fsdp 4", "tp 2", "tp 4", "tp 2 x data 2"):
+        kernels = {name: n for name, n in splits[split]["kernels"].items() if not name.startswith("_record_function")}
+        assert kernels == {"_fused_adamw_": 2, "_foreach_add_": 2}, split
 
 
 # --- the scripts ------------------------------------------------------------------------------------------------------

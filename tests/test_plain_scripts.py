@@ -1,6 +1,7 @@
 """train_single.py and train_ddp.py: the same losses whoever starts the ranks, and what a plain script promises."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -35,8 +36,9 @@ def evaluations(log: str) -> list[list[float]]:
     return [[float(value) for value in row] for row in found]
 
 
-def local(way: str, ranks: int, script: str, *arguments: object):
-    return run(*BY_HAND[way], script, *arguments, env=environment(NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1))
+def local(way: str, ranks: int, script: str, *arguments: object, **variables: object):
+    variables |= {"NPROC_PER_NODE": ranks, "OMP_NUM_THREADS": 1}
+    return run(*BY_HAND[way], script, *arguments, env=environment(**variables))
 
 
 @pytest.fixture(scope="session")
@@ -72,11 +74,25 @@ HANDS = [(way, ranks) for way in BY_HAND for ranks in (2, 4)]
 @pytest.mark.parametrize(("way", "ranks"), cells(HANDS, ("mp", 4)))
 def test_equal_losses_by_hand(way, ranks, one_process, mnist, tmp_path):
     options = ["--data-dir", mnist, *STEPS, "--checkpoint-dir", tmp_path / "out"]
-    done = local(way, ranks, "tests/scripts/digest.py", DDP, *options)
+    counted = {"PYTHONPATH": REPOSITORY / "tests/scripts/opened"}
+    done = local(way, ranks, "tests/scripts/counters.py", "tests/scripts/digest.py", DDP, *options, **counted)
     assert done.returncode == 0, done.stderr
     assert_same_curve(done.stdout, one_process)
     digests = re.findall(r"^WEIGHTS (\w+)$", done.stdout, re.M)
     assert len(digests) == ranks and len(set(digests)) == 1, done.stdout
+    assert_costs(done.stdout, way, ranks)
+
+
+def assert_costs(log: str, way: str, ranks: int):
+    """Counted, and so the same on every machine: what a rank of train_ddp.py opens, runs and holds."""
+    found = [json.loads(line) for line in re.findall(r"^COUNTERS (.*)$", log, re.M)]
+    assert len(found) == ranks, log
+    for rank in found:
+        assert not any("/torchvision/" in name for name in rank["files"]), "as slow to import as torch"
+        assert len(rank["files"]) < 2600, "2,392 were seen: Python's, torch's, the script's"
+        assert rank["memory"] < 350e6, "its own, shared with no other process: 276 MB were seen"
+        assert rank["kernels"] == {"aten::_fused_sgd_": 1}, "one for all weights"
+        assert rank["processes"] == ranks + {"torchrun": 1, "mp": 2}[way], "what starts the ranks, and the ranks"
 
 
 @pytest.mark.parametrize("shape", ["2x2", *(pytest.param(x, marks=pytest.mark.matrix) for x in ("1x2", "2x1", "4x1"))])
@@ -259,17 +275,30 @@ def test_granted_gpus_that_torch_does_not_see(tiny, tmp_path):
 def test_what_plain_scripts_import():
     """torch, the standard library and the data; the one for one process nothing of torch.distributed."""
     for script in (SINGLE, DDP, "distributed/mnist.py"):
-        modules = set()
-        for node in ast.walk(ast.parse((REPOSITORY / script).read_text())):
-            if isinstance(node, ast.Import):
-                modules |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                modules.add(node.module)
+        modules = imports(REPOSITORY / script)
         ours = {name.split(".")[0] for name in modules} - sys.stdlib_module_names - {"torch"}
         assert ours == ({"mnist"} if script != "distributed/mnist.py" else set()), modules
         assert script == DDP or not any("distributed" in name or "parallel" in name for name in modules), modules
     assert "sys.path" not in (REPOSITORY / DDP).read_text()
     assert (REPOSITORY / SINGLE).read_text().count("sys.path") == 1  # for the data
+
+
+def imports(path: Path) -> set[str]:
+    """The names of all modules that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+    return names
+
+
+def test_who_imports_torchvision():
+    """It takes as long as torch itself: of the code of jobs only what decodes images does."""
+    files = [path for folder in ("distributed", "local") for path in (REPOSITORY / folder).rglob("*.py")]
+    wanted = {"torchvision", "torchvision_on_cpu"}
+    assert [path.name for path in files if wanted & imports(path)] == ["torchvision_on_cpu.py"]
 
 
 def test_a_line_is_one_write(tiny, tmp_path):

@@ -158,7 +158,7 @@ def arguments_of(training: str, data: Path) -> list[str]:
     if training == "images":
         return [*shared, "--epochs", "2", "--learning-rate", "0.001"]
     evaluation = ["--eval-every", str(STEPS // 2), "--eval-windows", "100"]
-    return [*shared, "--steps", str(STEPS), "--warmup-steps", "20", *evaluation]
+    return [*shared, "--steps", str(STEPS), "--warmup-steps", "20", "--learning-rate", "0.001", *evaluation]
 
 
 # --- the runs ---------------------------------------------------------------------------------------------------------

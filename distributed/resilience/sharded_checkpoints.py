@@ -4,8 +4,9 @@ A checkpoint is a folder checkpoint_step_N. The tensors in it are stored by name
 by rank: it can be read on any number of ranks and under any split. The folder gets its name only when all of it is
 written, and whole.json in it has the length and checksum of each file, so that damage is noticed before it is read.
 
-A large one is copied into the CPU's memory, and a thread writes it while the steps go on. It gets its name after a
-later step, once every rank has written its part, and at the latest before the next save and at the run's end.
+A large one is copied into the CPU's memory, which is kept for the next one, and a thread writes it while the steps go
+on. It gets its name after a later step, once every rank has written its part, and at the latest before the next save
+and at the run's end.
 
 Beware: the format's index (.metadata) is a Python pickle. Load only checkpoints from someone you trust.
 """
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils._pytree import tree_leaves
 
@@ -56,7 +58,9 @@ class ShardedCheckpoints(Checkpoints):
 
     def __init__(self, args: Namespace, place: Place, run: dict, total_steps: int):
         super().__init__(args, place, run, total_steps)
-        self.thread, self.group = ThreadPoolExecutor(1), None
+        self.thread, self.options = ThreadPoolExecutor(1), {}  # of async_save
+        if hasattr(staging, "StagingOptions"):  # torch's own default, which would take new memory for every checkpoint
+            self.options["async_stager"] = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
         self.writing: tuple[int, dict, Future] | None = None  # step, metadata, and what measure_files will return
 
     def load(self, parts: dict[str, Any]) -> dict | None:
@@ -99,10 +103,10 @@ class ShardedCheckpoints(Checkpoints):
             return self.not_written(step, error)
         state, metadata = state_of(**parts), {"step": step, "run": self.run, **values}
         large = size_of(state) >= self.asynchronous_from
-        if large and dist.is_initialized() and self.group is None:
+        if large and dist.is_initialized() and "process_group" not in self.options:
             # Beside that of the steps, whose collectives it would come between. Ranks may take long to write (30 min).
-            self.group = dist.new_group(backend="gloo")
-        saved = dcp.async_save(state, checkpoint_id=temporary, process_group=self.group) if large else None
+            self.options["process_group"] = dist.new_group(backend="gloo")
+        saved = dcp.async_save(state, checkpoint_id=temporary, **self.options) if large else None
 
         def save() -> dict:
             saved.result() if saved else dcp.save(state, checkpoint_id=temporary)

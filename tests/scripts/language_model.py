@@ -3,7 +3,8 @@
     torchrun ... language_model.py DATA_DIR OUT_DIR
 
 Rank 0 writes OUT_DIR/results.json: for each split its losses, gradient norms, largest difference between the final
-weights and OUT_DIR/dense.pt, what each rank holds in bytes, the types between blocks, and the collectives of a step.
+weights and OUT_DIR/dense.pt, what each rank holds in bytes, the types between blocks, the collectives of a step with
+their bytes, and the kernels of its optimizer.
 """
 
 import json
@@ -34,23 +35,34 @@ from resilience.checkpoints import seed_from
 CPU = torch.device("cpu")
 SIZES = {"layers": 2, "heads": 4, "width": 32, "context": 16}
 FLAGS = ["--batch-size", "8", "--steps", "20", "--warmup-steps", "5", "--precision", "fp32", "--dropout", "0"]
+FLAGS += ["--learning-rate", "0.001"]
 FLAGS += [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
 
 
 class Collectives(TorchDispatchMode):
-    """Counts what goes through torch.distributed inside the with block, whoever calls it."""
+    """Counts what goes through torch.distributed inside the with block, whoever calls it, and all kernels.
+
+    The bytes are those of the larger side: of what an all-gather gives, of what an all-reduce or reduce-scatter takes.
+    """
 
     def __init__(self):
         super().__init__()
-        self.counts = Counter()
+        self.counts, self.bytes, self.kernels = Counter(), Counter(), Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # its parts come through here again, as plain tensors
+        result = function(*args, **(kwargs or {}))
         namespace, name = function._schema.name.split("::")
+        self.kernels[name] += 1
         if "c10d" in namespace and not name.startswith(("wait", "_wrap")):
             self.counts[name] += 1
-        return function(*args, **(kwargs or {}))
+            self.bytes[name] += max(size(tensors_in(part)) for part in (*args, result))
+        return result
+
+
+def tensors_in(part) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(part) if isinstance(leaf, torch.Tensor)]
 
 
 class Memory(TorchDispatchMode):
@@ -102,6 +114,7 @@ def train(
     optimizer = script.make_optimizer(args, model)
     held, types = {"peak": memory.peak}, set()
     optimizer.register_step_pre_hook(lambda *_: held.update(gradients=size(x.grad for x in model.parameters())))
+    optimizer.register_step_pre_hook(lambda *_: collectives.kernels.clear())
     for block in model.blocks:
         block.register_forward_hook(lambda _, inputs, output: types.update(str(x.dtype) for x in (*inputs, output)))
     windows = characters.windows(data_dir, "train", args.context)
@@ -118,7 +131,8 @@ def train(
         norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
     states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     held |= {"parameters": size(model.parameters()), "optimizer": size(states)}
-    result = {"losses": losses, "norms": norms, "types": sorted(types), "collectives": dict(collectives.counts)}
+    result = {"losses": losses, "norms": norms, "types": sorted(types), **counted(collectives)}
+    result["kernels"] = dict(collectives.kernels)
     whole = {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach() for name, x in model.named_parameters()}
     if dense:
         result["weights"] = max((whole[name] - dense[name]).abs().max().item() for name in dense)
@@ -126,6 +140,10 @@ def train(
     if args.accumulation > 1:
         held["accumulated"] = accumulated(args, model, lambda: script.train_step(args, 0, model, optimizer, batch))
     return result | {"held": gathered(held)}
+
+
+def counted(collectives: Collectives) -> dict:
+    return {"collectives": dict(collectives.counts), "bytes": dict(collectives.bytes)}
 
 
 def accumulated(args, model: torch.nn.Module, step) -> int:
@@ -225,7 +243,7 @@ def train_by_hand(data_dir: str, dense: dict) -> dict:
         difference = max(difference, (x.detach() - part).abs().max().item())
     differences = torch.tensor([difference])
     dist.all_reduce(differences, dist.ReduceOp.MAX)
-    return {"losses": losses, "norms": norms, "weights": differences.item(), "collectives": dict(collectives.counts)}
+    return {"losses": losses, "norms": norms, "weights": differences.item(), **counted(collectives)}
 
 
 def count_ddp() -> dict:
@@ -236,7 +254,7 @@ def count_ddp() -> dict:
     for _ in range(3):  # the buckets are made anew after the first, and broadcast
         with Collectives() as collectives:
             model(torch.zeros(2, 1, 28, 28)).sum().backward()
-    return {"collectives": dict(collectives.counts)}
+    return counted(collectives) | {"parameters": size(model.parameters())}
 
 
 def main(data_dir: str, out: str):
