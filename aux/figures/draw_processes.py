@@ -272,7 +272,46 @@ def hardware() -> Picture:
     return picture
 
 
-PICTURES = [waist, one_process, who_am_i, data_parallel, hardware, srun, torchrun, mp]
+def stop_and_resume() -> Picture:
+    picture = Picture(
+        860,
+        350,
+        """A job over time, from left to right. Four ranks take steps 113, 114 and 115. In step 114 Slurm sends
+        SIGUSR1, 120 seconds before the time limit. After step 115 one bar goes across all four ranks: an
+        all-reduce, in which they agree to stop. Then rank 0 writes checkpoint_step_115.pt, and the job ends. The
+        launcher requeues it, it waits in the queue, and starts again. All four ranks load the checkpoint, and go
+        on with steps 116 and 117.""",
+    )
+    rows = [110, 160, 210, 260]  # the tops of the ranks' lines
+    for rank, y in enumerate(rows):
+        picture.text(20, y + 18, f"rank {rank}", "bold", "start")
+        for number, x in enumerate((85, 145, 205)):
+            picture.label(x, y, 54, 36, f"{113 + number}")
+        picture.label(665, y, 54, 36, "load")
+        for number, x in enumerate((725, 785)):
+            picture.label(x, y, 54, 36, f"{116 + number}")
+    picture.label(85, 30, 245, 44, "SIGUSR1", "--signal=USR1@120", text="code")
+    for y, x in zip(rows, (160, 168, 176, 184), strict=True):  # a signal reaches the ranks one after the other
+        picture.arrow((x, 74), (x, y), kind="line dashed")
+    picture.box(270, 98, 130, 210, "main")
+    for number, words in enumerate(("all-reduce:", "was one of us", "asked to stop?")):
+        picture.text(335, 172 + 20 * number, words, "bold" if not number else "")
+    picture.text(335, 240, "yes: after 115", "quiet")
+    picture.label(410, 110, 90, 36, "save")
+    picture.text(410, 166, "checkpoint_step_115.pt", "code", "start")
+    picture.line((455, 110), (455, 52), (475, 52))
+    picture.label(475, 30, 160, 44, "requeue", "by the launcher", text="code")
+    picture.text(590, 220, "in the queue", "quiet")
+    picture.arrow((635, 52), (692, 52), (692, 110))
+    picture.text(752, 52, "resume", "code")
+    picture.line((85, 325), (500, 325))
+    picture.line((660, 325), (840, 325))
+    picture.text(292, 338, "first start of the job", "quiet")
+    picture.text(750, 338, "second start", "quiet")
+    return picture
+
+
+PICTURES = [waist, one_process, who_am_i, data_parallel, hardware, srun, torchrun, mp, stop_and_resume]
 
 
 def main():
