@@ -118,6 +118,8 @@ def test_the_comparison_can_fail():
     fresh = rank.format(1) + rank.format(0) + "Data: drawn\nepoch=1 step=4/4 loss=0.5\nFinished: epoch=1\n"
     assert_shown(rank.format(0) + rank.format(1) + "Data: drawn\n...\nFinished: epoch=3\n", fresh)
     assert_shown("...\nepoch=1 step=99/100 loss=1.25\nFinished: epoch=1\n", fresh)
+    sign = "   {}  node-1  {}  0 s  {}\n"  # of watch_job.py
+    assert_shown(sign.format(0, 7, "forward (model.py:7)"), sign.format(0, "-", "<module> (train.py:3)"))
     for wrong in (
         rank.format(0) * 2 + "...\n",
         rank.format(0) + rank.format(1) + "Finished: epoch=1\n",
@@ -157,7 +159,7 @@ def test_make_train(clone):
     )
 
 
-@pytest.mark.parametrize("number", cells([(1,), (2,), (3,), (14,)], (1,), (2,), (3,)))
+@pytest.mark.parametrize("number", [1, 2, 3, 14])
 def test_chapter_on_one_machine(number, clone):
     """Without Slurm."""
     assert try_chapter(number, clone)

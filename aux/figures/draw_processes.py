@@ -276,38 +276,40 @@ def stop_and_resume() -> Picture:
     picture = Picture(
         860,
         350,
-        """A job over time, from left to right. Four ranks take steps 113, 114 and 115. In step 114 Slurm sends
-        SIGUSR1, 120 seconds before the time limit. After step 115 one bar goes across all four ranks: an
-        all-reduce, in which they agree to stop. Then rank 0 writes checkpoint_step_115.pt, and the job ends. The
-        launcher requeues it, it waits in the queue, and starts again. All four ranks load the checkpoint, and go
-        on with steps 116 and 117.""",
+        """A job over time, from left to right. Four ranks take steps 113, 114 and 115. Slurm sends SIGUSR1, 120
+        seconds before the time limit. It reaches ranks 0 and 1 in step 114, ranks 2 and 3 in step 115. After step 115
+        one bar goes across all four ranks: an all-reduce, in which they agree to stop. Then rank 0 writes
+        checkpoint_step_115.pt, and the job ends. The launcher requeues it, it waits in the queue, and starts again.
+        All four ranks load the checkpoint, and go on with steps 116 and 117.""",
     )
     rows = [110, 160, 210, 260]  # the tops of the ranks' lines
+    picture.label(85, 30, 190, 44, "SIGUSR1", "--signal=USR1@120", text="code")
     for rank, y in enumerate(rows):
         picture.text(20, y + 18, f"rank {rank}", "bold", "start")
-        for number, x in enumerate((85, 145, 205)):
-            picture.label(x, y, 54, 36, f"{113 + number}")
+        for number, x in enumerate((85, 155, 225)):
+            picture.label(x, y, 50, 36, f"{113 + number}")
+        x = 155 if rank < 2 else 225  # the signal does not reach all of them in the same step
+        picture.arrow((x - 12, y + 18), (x, y + 18))
         picture.label(665, y, 54, 36, "load")
         for number, x in enumerate((725, 785)):
             picture.label(x, y, 54, 36, f"{116 + number}")
-    picture.label(85, 30, 245, 44, "SIGUSR1", "--signal=USR1@120", text="code")
-    for y, x in zip(rows, (160, 168, 176, 184), strict=True):  # a signal reaches the ranks one after the other
-        picture.arrow((x, 74), (x, y), kind="line dashed")
-    picture.box(270, 98, 130, 210, "main")
+    for x, y in ((143, rows[1]), (213, rows[3])):
+        picture.line((x, 74), (x, y + 18), kind="line dashed")
+    picture.box(287, 98, 126, 210, "main")
     for number, words in enumerate(("all-reduce:", "was one of us", "asked to stop?")):
-        picture.text(335, 172 + 20 * number, words, "bold" if not number else "")
-    picture.text(335, 240, "yes: after 115", "quiet")
-    picture.label(410, 110, 90, 36, "save")
-    picture.text(410, 166, "checkpoint_step_115.pt", "code", "start")
-    picture.line((455, 110), (455, 52), (475, 52))
-    picture.label(475, 30, 160, 44, "requeue", "by the launcher", text="code")
-    picture.text(590, 220, "in the queue", "quiet")
+        picture.text(350, 172 + 20 * number, words, "bold" if not number else "")
+    picture.text(350, 240, "yes: after 115", "quiet")
+    picture.label(425, 110, 80, 36, "save")
+    picture.text(425, 166, "checkpoint_step_115.pt", "code", "start")
+    picture.arrow((465, 110), (465, 52), (490, 52))
+    picture.label(490, 30, 145, 44, "requeue", "by the launcher", text="code")
+    picture.label(525, 200, 110, 40, "in the queue", text="quiet", kind="line dashed")
     picture.arrow((635, 52), (692, 52), (692, 110))
-    picture.text(752, 52, "resume", "code")
-    picture.line((85, 325), (500, 325))
-    picture.line((660, 325), (840, 325))
-    picture.text(292, 338, "first start of the job", "quiet")
-    picture.text(750, 338, "second start", "quiet")
+    picture.text(768, 52, "starts again", "quiet")
+    picture.line((85, 322), (505, 322))
+    picture.line((665, 322), (839, 322))
+    picture.text(295, 336, "first start of the job", "quiet")
+    picture.text(752, 336, "second start", "quiet")
     return picture
 
 
