@@ -41,7 +41,7 @@ def with_diffs(text: str) -> str:
 
     def fresh(found: re.Match) -> str:
         command, sentence = found[1], found[2]
-        names = re.search(r"\bblocks (.+?):$", " ".join(sentence.split("```")[0].split()))
+        names = re.search(r"\bblocks? (.+?):$", " ".join(sentence.split("```")[0].split()))
         wanted = re.split(r", | and ", names[1]) if names else None
         hunks = [hunk for block, hunk in hunks_by_block(command) if wanted is None or block in wanted]
         return f"`{command}`{sentence}{''.join(hunks)}```"

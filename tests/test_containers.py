@@ -487,7 +487,7 @@ def test_import_image(site, tmp_path):
 
 @pytest.mark.matrix  # thirty jobs, one after the other
 def test_all_ways_agree(cluster, site, mnist_full, text):
-    """The proof of docs/convergence.md, with way 4."""
+    """The proof of docs/09_do_all_ways_agree.md, with way 4."""
     clone = site.clone("convergence", mounts=site.torch, container="convergence")
     command = [sys.executable, "aux/figures/prove_convergence.py", "--container", "--out", clone / "out"]
     command += ["--images", mnist_full, "--text", text]

@@ -15,6 +15,7 @@ from test_readme import copy_of_repository
 
 sys.path.append(str(REPOSITORY / "aux/figures"))
 
+import draw_ratios
 import plot_runs
 import prove_convergence
 import show_data_split
@@ -109,7 +110,7 @@ def test_the_split_is_drawn_again_from_what_was_read(tmp_path, monkeypatch, caps
     assert shown.count("\nyes  ") == 19 and "VERDICT: the data are split as they should be" in shown
     assert (tmp_path / "data_split.svg").read_text().count("<path") > 300
     for line in shown.splitlines()[:-1]:
-        assert line in (REPOSITORY / "docs/convergence.md").read_text(), "the document shows a real output"
+        assert line in (REPOSITORY / "docs/data_split.md").read_text(), "the document shows a real output"
 
 
 @pytest.mark.matrix  # twelve runs of the scripts
@@ -139,7 +140,7 @@ def test_the_published_losses_agree(tmp_path, monkeypatch, capsys):
     prove_convergence.main(prove_convergence.parse_arguments())
     *table, verdict = capsys.readouterr().out.splitlines()
     assert verdict.startswith("VERDICT: all ways agree") and len(table) > 25
-    assert "\n".join(table).strip() in (REPOSITORY / "docs/convergence.md").read_text()
+    assert "\n".join(table).strip() in (REPOSITORY / "docs/09_do_all_ways_agree.md").read_text()
     assert (tmp_path / "convergence.svg").read_text().count("<path") > 50
 
 
@@ -240,6 +241,59 @@ def test_a_run_is_drawn_again_while_it_goes_on(tmp_path, monkeypatch):
 def test_no_metrics_is_one_sentence(tmp_path):
     with pytest.raises(SystemExit, match=r"no metrics in .*nowhere/metrics\.jsonl: is it the --checkpoint-dir"):
         plot_runs.main(Namespace(runs=[tmp_path / "nowhere"], out=tmp_path / "out", watch=None))
+
+
+# --- ratios -----------------------------------------------------------------------------------------------------------
+
+
+def ratios(raw, folder) -> str:
+    """The text of the page with the table of the raw data, of which the picture is in the same folder."""
+    shutil.copy2(REPOSITORY / "docs/14_faster.md", folder)
+    draw_ratios.main(Namespace(raw=raw, folder=folder, page=folder / "14_faster.md"))
+    assert (folder / "ratios.svg").read_text().count("<path") > 10
+    return (folder / "14_faster.md").read_text()
+
+
+def raw_data(path, *measured: tuple[str, str, float, float]):
+    rows = [
+        {"name": name, "other": other, "least": 1, "ours": [[1, 1]] * 3, "theirs": [[times * ideal, 1]] * 3}
+        | {"ideal": ideal, "load": 0.1}
+        for name, other, times, ideal in measured
+    ]
+    path.write_text(json.dumps({"rows": rows}))
+    return path
+
+
+def test_ratios_are_those_of_the_rows(tmp_path):
+    """Two ranks as times as fast; a row that was not measured says so; drawn again, nothing changes."""
+    one, images = "one rank, as a share of 2", "images alone, train_ddp.py"
+    raw = raw_data(tmp_path / "raw.json", (images, "per-image DataLoader", 36.524, 1), ("other", "row", 9, 1))
+    text = ratios(raw, tmp_path)
+    assert f"| images | {images}; per-image DataLoader | 36.52 | passed |\n" in text and "9.00" not in text
+    assert f"| ConvNet | MNIST on two ranks, fp32; {one} |  | not measured |\n" in text
+    text = ratios(raw_data(raw, ("MNIST on two ranks, fp32", one, 0.85, 2)), tmp_path)
+    assert f"| ConvNet | MNIST on two ranks, fp32; {one} | 1.70 (0.85 of 2) | missed |\n" in text
+    draw_ratios.main(Namespace(raw=raw, folder=tmp_path, page=tmp_path / "14_faster.md"))
+    assert (tmp_path / "14_faster.md").read_text() == text and text.startswith("# 14. ")
+
+
+def test_the_chapter_has_the_ratios_that_were_measured(tmp_path):
+    """Drawn again from docs/benchmarks.json, its table is the same; every row that it names is one of make bench."""
+    page, raw = (REPOSITORY / "docs" / name for name in ("14_faster.md", "benchmarks.json"))
+    assert ratios(raw, tmp_path) == page.read_text()
+    names = {(row["name"], row["other"]) for row in json.loads(raw.read_text())["rows"]}
+    assert {row for bars in draw_ratios.BARS.values() for row in bars} <= names
+
+
+def test_what_the_ratios_lack_is_one_sentence(tmp_path):
+    (tmp_path / "empty.json").write_text("{}")
+    for raw, said in (
+        (tmp_path / "nowhere", "nowhere is not raw data of make bench"),
+        (tmp_path / "empty.json", "is not raw data of make bench"),
+        (raw_data(tmp_path / "raw.json", ("other", "row", 9, 1)), "has none of the rows"),
+    ):
+        with pytest.raises(SystemExit, match=f"draw_ratios.py: .*{said}"):
+            ratios(raw, tmp_path)
 
 
 # --- TensorBoard ------------------------------------------------------------------------------------------------------

@@ -67,11 +67,15 @@ def steps(path: Path) -> list[tuple[str, str, str]]:
 
 def shapes(text: str) -> list[str]:
     """The lines of an output without what differs from run to run: numbers, blanks, the name of a machine, the order of
-    lines that ranks and tasks print at the same time, and whether srun had to wait. The numbers of a rank stay."""
+    lines that ranks and tasks print at the same time, what a rank does just then (watch_job.py), whether srun had to
+    wait, and what slurmstepd says of an end. The numbers of a rank stay."""
     lines = []
     for line in text.splitlines():
         if re.match(r"srun: (job \d+ (queued|has been allocated)|Job \d+ step creation|Step created)", line):
             continue
+        if re.match(r"slurmstepd-\S+: error: \*\*\*", line):
+            continue
+        line = re.sub(r"^( +\d+  \S+ +)(?:\d+|-)( +\d+ s  ).+", r"\1 0\2 somewhere", line)
         line = re.sub(rf"\b(vm|{re.escape(socket.gethostname())})\b", "HOST", line)
         if re.match(r"\[Rank: |task \d+ of ", line):
             line = re.sub(r"node-\d+", "node-#", line)
@@ -114,6 +118,8 @@ def test_the_comparison_can_fail():
     fresh = rank.format(1) + rank.format(0) + "Data: drawn\nepoch=1 step=4/4 loss=0.5\nFinished: epoch=1\n"
     assert_shown(rank.format(0) + rank.format(1) + "Data: drawn\n...\nFinished: epoch=3\n", fresh)
     assert_shown("...\nepoch=1 step=99/100 loss=1.25\nFinished: epoch=1\n", fresh)
+    sign = "   {}  node-1  {}  0 s  {}\n"  # of watch_job.py
+    assert_shown(sign.format(0, 7, "forward (model.py:7)"), sign.format(0, "-", "<module> (train.py:3)"))
     for wrong in (
         rank.format(0) * 2 + "...\n",
         rank.format(0) + rank.format(1) + "Finished: epoch=1\n",
@@ -131,14 +137,14 @@ def test_the_comparison_can_fail():
 
 def test_every_block_is_run():
     """Here, but three: containers in test_containers.py, Docker in test_docker.py, the laptop in test_submit.py."""
-    others = [path for path in DOCUMENTS if path not in [CHAPTERS[number] for number in range(1, 8)]]  # try_chapter's
+    chapters = [CHAPTERS[number] for number in (*range(1, 8), 9, 12, 14)]  # try_chapter's
+    others = [path for path in DOCUMENTS if path not in chapters]
     counts = {str(path.relative_to(REPOSITORY)): path.read_text().count("```bash\n") for path in others}
     assert {name: count for name, count in counts.items() if count} == {
         "README.md": 1,
         "docs/16_your_own_model_and_data.md": 2,
         "docs/containers.md": 1,
         "docs/docker.md": 1,
-        "docs/fault_tolerance.md": 1,
         "docs/language_models.md": 1,
         "docs/submission.md": 1,
     }
@@ -153,7 +159,7 @@ def test_make_train(clone):
     )
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 2, 3, 14])
 def test_chapter_on_one_machine(number, clone):
     """Without Slurm."""
     assert try_chapter(number, clone)
@@ -215,11 +221,21 @@ def test_on_a_cluster(clone, cluster):
 
 
 @pytest.mark.matrix
-def test_rehearsal(clone, cluster):
-    shown = bash(block("scancel --signal=USR1"), clone, prefix=(NAMESPACES, "exec"), **cluster.environment)
-    assert re.search(r"^All 4 ranks are alive, at step \d+\.$", shown, re.M), shown
-    log = (clone / "rehearsal.out").read_text()
-    assert re.search(r"^Stopped after step \d+, saved, requeued$", log, re.M)
+def test_chapter_of_the_proof(clone):
+    """One process, two ranks and four: the columns are the same training, and not only of the same shape."""
+    shown = try_chapter(9, clone)[1]
+    rows = [[float(loss) for loss in re.findall(r" loss=(\S+)", line)] for line in shown.splitlines()]
+    assert len(rows) == 5 and rows[-1][0] < rows[0][0]
+    assert all(row == pytest.approx([row[0]] * 3, abs=1e-4) for row in rows), shown
+
+
+@pytest.mark.matrix
+def test_chapter_of_surviving(clone, cluster):
+    """A job that is stopped, requeued and resumed; what is then asked for with another batch size is refused."""
+    shown = try_chapter(12, clone, prefix=(NAMESPACES, "exec"), **cluster.environment)
+    assert re.search(r"^All 4 ranks are alive, at step \d+\.$", shown[1], re.M), shown
+    [stopped] = re.findall(r"^Stopped after step (\d+), saved, requeued$", shown[2], re.M)
+    assert re.findall(r"^Resumed after step (\d+)$", shown[2], re.M) == [stopped]
 
 
 def test_files_of_a_copy(clone):
@@ -264,10 +280,10 @@ def test_pictures_are_drawn_again(tmp_path):
         root = xml.etree.ElementTree.fromstring(svg)
         assert root.tag.endswith("svg") and len(root.get("aria-label")) > 80 and "prefers-color-scheme: dark" in svg
         assert len(re.findall(rf"!\[[^\]]{{30,}}\]\((?:docs/)?figures/{picture.name}\)", pages)) == 1, picture.name
-    assert len(list(tmp_path.iterdir())) == 8
+    assert len(list(tmp_path.iterdir())) == 9
 
 
-@pytest.mark.parametrize("number", range(1, 8))
+@pytest.mark.parametrize("number", [*range(1, 8), 9, 12, 14])
 def test_a_chapter_has_the_shape_of_all(number):
     text = CHAPTERS[number].read_text()
     heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)

@@ -272,7 +272,48 @@ def hardware() -> Picture:
     return picture
 
 
-PICTURES = [waist, one_process, who_am_i, data_parallel, hardware, srun, torchrun, mp]
+def stop_and_resume() -> Picture:
+    picture = Picture(
+        860,
+        350,
+        """A job over time, from left to right. Four ranks take steps 113, 114 and 115. Slurm sends SIGUSR1, 120
+        seconds before the time limit. It reaches ranks 0 and 1 in step 114, ranks 2 and 3 in step 115. After step 115
+        one bar goes across all four ranks: an all-reduce, in which they agree to stop. Then rank 0 writes
+        checkpoint_step_115.pt, and the job ends. The launcher requeues it, it waits in the queue, and starts again.
+        All four ranks load the checkpoint, and go on with steps 116 and 117.""",
+    )
+    rows = [110, 160, 210, 260]  # the tops of the ranks' lines
+    picture.label(85, 30, 190, 44, "SIGUSR1", "--signal=USR1@120", text="code")
+    for rank, y in enumerate(rows):
+        picture.text(20, y + 18, f"rank {rank}", "bold", "start")
+        for number, x in enumerate((85, 155, 225)):
+            picture.label(x, y, 50, 36, f"{113 + number}")
+        x = 155 if rank < 2 else 225  # the signal does not reach all of them in the same step
+        picture.arrow((x - 12, y + 18), (x, y + 18))
+        picture.label(665, y, 54, 36, "load")
+        for number, x in enumerate((725, 785)):
+            picture.label(x, y, 54, 36, f"{116 + number}")
+    for x, y in ((143, rows[1]), (213, rows[3])):
+        picture.line((x, 74), (x, y + 18), kind="line dashed")
+    picture.box(287, 98, 126, 210, "main")
+    for number, words in enumerate(("all-reduce:", "was one of us", "asked to stop?")):
+        picture.text(350, 172 + 20 * number, words, "bold" if not number else "")
+    picture.text(350, 240, "yes: after 115", "quiet")
+    picture.label(425, 110, 80, 36, "save")
+    picture.text(425, 166, "checkpoint_step_115.pt", "code", "start")
+    picture.arrow((465, 110), (465, 52), (490, 52))
+    picture.label(490, 30, 145, 44, "requeue", "by the launcher", text="code")
+    picture.label(525, 200, 110, 40, "in the queue", text="quiet", kind="line dashed")
+    picture.arrow((635, 52), (692, 52), (692, 110))
+    picture.text(768, 52, "starts again", "quiet")
+    picture.line((85, 322), (505, 322))
+    picture.line((665, 322), (839, 322))
+    picture.text(295, 336, "first start of the job", "quiet")
+    picture.text(752, 336, "second start", "quiet")
+    return picture
+
+
+PICTURES = [waist, one_process, who_am_i, data_parallel, hardware, srun, torchrun, mp, stop_and_resume]
 
 
 def main():
