@@ -3,7 +3,8 @@
     python aux/write_diffs.py README.md docs/*.md         # changes the files, prints their names
 
 The sentence ends with a colon. "`git diff --no-index -U0 OLD NEW`:" shows all. "`git diff --no-index -U0 OLD NEW`, the
-blocks data, model:" shows these, by the names on their rulers. Above the first ruler are docstring and imports.
+blocks data, model:" shows these, "the block model:" one, by the names on their rulers. Above the first ruler are
+docstring and imports.
 """
 
 import re
@@ -41,7 +42,7 @@ def with_diffs(text: str) -> str:
 
     def fresh(found: re.Match) -> str:
         command, sentence = found[1], found[2]
-        names = re.search(r"\bblocks (.+?):$", " ".join(sentence.split("```")[0].split()))
+        names = re.search(r"\bblocks? (.+?):$", " ".join(sentence.split("```")[0].split()))
         wanted = re.split(r", | and ", names[1]) if names else None
         hunks = [hunk for block, hunk in hunks_by_block(command) if wanted is None or block in wanted]
         return f"`{command}`{sentence}{''.join(hunks)}```"
