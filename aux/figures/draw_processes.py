@@ -313,7 +313,59 @@ def stop_and_resume() -> Picture:
     return picture
 
 
-PICTURES = [waist, one_process, who_am_i, data_parallel, hardware, srun, torchrun, mp, stop_and_resume]
+def fsdp() -> Picture:
+    picture = Picture(
+        860,
+        430,
+        """Four columns, one for each rank. At first every rank holds another quarter of the weights of a block. A bar
+        across all four: all-gather, the weights of one block. Below it every rank has the whole block, computes
+        forward or backward, and frees it. A second bar: after backward, reduce-scatter, the mean of the gradients, to
+        each rank its quarter. At last every rank takes the optimizer step of its quarter.""",
+    )
+    rows = [(44, False, "holds a quarter of each block"), (190, True, "forward or backward,")]
+    rows += [(366, False, "optimizer step of its quarter")]
+    for rank in range(4):
+        x = 30 + 205 * rank
+        picture.text(x + 92, 26, f"rank {rank}", "bold")
+        for y, whole, said in rows:
+            for part in range(4):
+                picture.box(x + 6 + 44 * part, y, 40, 32, "main" if whole or part == rank else "line dashed")
+            picture.text(x + 92, y + 46, said, "quiet")
+        picture.text(x + 92, 254, "then it is freed", "quiet")
+        for first, last in ((102, 122), (166, 188), (266, 290), (334, 364)):
+            picture.arrow((x + 92, first), (x + 92, last))
+    picture.label(30, 122, 800, 44, "all-gather: the whole weights, of one block at a time", kind="main")
+    said = "after backward, reduce-scatter: the mean of the gradients, to each rank its quarter"
+    picture.label(30, 290, 800, 44, said, kind="main")
+    return picture
+
+
+def tensor_parallel() -> Picture:
+    picture = Picture(
+        860,
+        300,
+        """Two rows, one for each of two ranks. Both ranks begin with the same x. Each goes through its half of the
+        linear up, which gives half of the channels, through GELU, and through its half of the linear down, which gives
+        a part of the sum. One all-reduce across both rows adds the parts up. Both ranks end with the same y.""",
+    )
+    for rank in range(2):
+        y = 46 + 120 * rank
+        picture.text(20, y - 16, f"rank {rank}", "bold", "start")
+        picture.label(20, y, 84, 70, "x", "whole")
+        picture.label(130, y, 150, 70, "up", "half of its outputs", kind="main", text="code bold")
+        picture.label(306, y, 150, 70, "GELU", "half of the channels")
+        picture.label(482, y, 150, 70, "down", "half of its inputs", kind="main", text="code bold")
+        picture.label(774, y, 66, 70, "y", "whole")
+        for left in (104, 280, 456, 632, 748):
+            picture.arrow((left, y + 35), (left + 26, y + 35))
+    picture.label(658, 46, 90, 190, "all-reduce", "the sum", kind="main")
+    said = "Between up and down no rank needs the other's channels. Backward, one more all-reduce: the gradient of x."
+    picture.text(430, 270, said, "quiet")
+    return picture
+
+
+PICTURES = [waist, one_process, who_am_i, data_parallel, hardware, srun, torchrun, mp, fsdp, tensor_parallel]
+PICTURES += [stop_and_resume]
 
 
 def main():
