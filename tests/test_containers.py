@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, REPOSITORY, Cluster, Job, environment, read_metrics, run
+from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, Cluster, Job, environment, read_metrics, run
 from test_launchers import NASTY
-from test_readme import block
+from test_readme import CHAPTERS, steps, try_block
 
 STAND_INS = REPOSITORY / "tests/stand-ins"
 INSIDE = "tests/scripts/inside.py"
@@ -172,24 +172,21 @@ def test_what_is_inside(cluster, site):
     assert not (clone / "canary").exists()
 
 
-def test_documented_commands_have_the_losses_of_way_2(cluster, site, tiny, tmp_path):
-    """The block of README: import the default image, run in it; with a line in the log for every step."""
-    commands = block("run_script.sh")
-    clone = site.clone("documented", image="$PWD/pytorch.sqsh", container="documented")
+def test_chapter_has_the_losses_of_way_2(cluster, site, tiny, tmp_path):
+    """Chapter 8: import the default image, train in it, with a line in the log for every step; nodes without Enroot."""
+    (language, commands, shown), without_enroot = steps(CHAPTERS[8])
+    commands, count = re.subn(r"(distributed/train_ddp.py --epochs 1)", r"\1 --log-every 1", commands)
+    assert count == 1
+    clone = site.clone("documented", image="$PWD/pytorch.sqsh", container=None)
     shutil.copytree(tiny, clone / "data/mnist")
-    env = {"SBATCH_GPUS_PER_NODE": "1"}
-    shown = cluster.exec(
-        "bash", "-euo", "pipefail", "-c", f"{commands.rstrip()} --log-every 1", cwd=clone, env=site.environment | env
-    )
-    assert shown.returncode == 0, shown.stderr
-    ids = [int(re.search(r"Submitted batch job (\d+)", shown.stdout)[1])]
     train = ["distributed/train_ddp.py", "--epochs", 1, "--log-every", 1]
-    ids += [cluster.submit(f"--output={tmp_path}/log", LAUNCHERS["torchrun"], *train, cwd=clone, env=env)]
-    jobs = [cluster.wait(job) for job in ids]
-    assert [job.state for job in jobs] == ["COMPLETED"] * 2, jobs[0].log + jobs[1].log
-    logs = [(clone / f"log/{jobs[0].id}/node-1.out").read_text(), jobs[1].log]
+    way2 = cluster.submit(f"--output={tmp_path}/log", LAUNCHERS["torchrun"], *train, cwd=clone)
+    prefix = (NAMESPACES, "exec")
+    printed = try_block(language, commands, shown, clone, prefix, **cluster.environment, **site.environment)
+    logs = [printed, cluster.wait(way2).log]
     losses = [re.findall(r"^epoch=1 step=\d/4 loss=(\S+)", log, re.M) for log in logs]
     assert len(losses[0]) == 4 and losses[0] == losses[1]
+    try_block(*without_enroot, clone, prefix, **cluster.environment)
 
 
 def test_two_jobs_create_one_container(cluster, site):

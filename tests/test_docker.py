@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, Cluster, environment, read_metrics, run
-from test_readme import bash, block, copy_of_repository
+from conftest import LAUNCHERS, REPOSITORY, Cluster, environment, read_metrics, run
+from test_readme import copy_of_repository, steps, try_block
 
 OWNER = 1234  # whom the clone belongs to, and so the number of the jobs' user
 COMPOSE = ["docker", "compose"] if run("docker", "compose", "version").returncode == 0 else ["docker-compose"]
@@ -145,8 +145,9 @@ def project(clone, engine, base_image):
 
 
 def test_readme(project):
-    """Builds the image; the block ends with the cluster's end."""
-    shown = bash(block("make docker-cluster\n"), project.clone, **project.environment)
+    """Builds the image; the block of docs/docker.md ends with the cluster's end."""
+    [step] = steps(REPOSITORY / "docs/docker.md")
+    shown = try_block(*step, project.clone, **project.environment)
     assert len(re.findall(r"^node-[12] +1 +train\* +idle 2 ", shown, re.M)) == 2
     assert set(re.findall(r"SLURMD_NODENAME: (\S+)", shown)) == {"node-1", "node-2"}
     assert "\nFinished: " in shown, shown

@@ -18,7 +18,7 @@ import tomllib
 
 from conftest import LAUNCHERS, REPOSITORY, environment, read_metrics, run
 from test_launchers import NASTY
-from test_readme import block
+from test_readme import CHAPTERS, HOME, assert_shown, steps
 
 SUBMIT = [sys.executable, "aux/submit.py"]
 ADDRESS = "10.7.0.1"  # node-1's
@@ -495,8 +495,8 @@ def test_context_of_a_task(laptop):
 
 
 def test_a_task_of_ones_own(laptop):
-    """The file that docs/submission.md shows, in a folder of its own; here, as a job, and without the argument job."""
-    page = (REPOSITORY / "docs/submission.md").read_text()
+    """The file that chapter 15 shows, in a folder of its own; here, as a job, and without the argument job."""
+    page = CHAPTERS[15].read_text()
     script = laptop.clone / "mine/deep/hello.py"
     script.parent.mkdir(parents=True)
     script.write_text(re.search(r"^```python\n(.*?)^```$", page, re.M | re.S)[1])
@@ -564,22 +564,35 @@ def test_from_this_machine(laptop):
     assert (laptop.clone / f"slurm-jobs/local-{job_of(done.stdout)}.json").exists()
 
 
-def test_readme(laptop):
-    """The block as it stands, with the repository's own Slurmfile.toml; its login node is an alias of ours."""
-    ours = laptop.clone / "Slurmfile.toml"
-    kept = ours.read_text()
-    shutil.copy(REPOSITORY / "Slurmfile.toml", ours)
+def as_on_any_machine(text: str, laptop: Laptop) -> str:
+    """Without what differs from run to run: folders, keys, and states of a job that may have passed before a look."""
+    text = text.replace(str(laptop.clone), HOME).replace(f"{laptop.clone.parent}/there", "/home/me")
+    text = re.sub(r"^job \d+: (PENDING|CONFIGURING|RUNNING|COMPLETING)\b.*\n", "", text, flags=re.M)
+    return re.sub(r"(-\d\d-\d\d-\d\d)\.\w{6}\b", r"\1.X", re.sub(r"SHA256:[\w+/]+", "KEY", text))
+
+
+def test_chapter(laptop):
+    """Its blocks as they stand, with the repository's own Slurmfile.toml; its login node is an alias of ours."""
+    *blocks, unknown = steps(CHAPTERS[15])
+    slurmfile, known = laptop.clone / "Slurmfile.toml", laptop.home / ".ssh/known_hosts"
+    kept = slurmfile.read_text(), known.read_text()
+    shutil.copy(REPOSITORY / "Slurmfile.toml", slurmfile)
     try:
-        done = laptop.run("bash", "-euo", "pipefail", "-c", block("--env production"))
+        printed = ""
+        for _, commands, shown in blocks:
+            done = laptop.run("bash", "-euo", "pipefail", "-c", f"exec 2>&1; {commands}")
+            assert shown and done.returncode == 0, done.stdout
+            assert_shown(as_on_any_machine(shown, laptop), as_on_any_machine(done.stdout, laptop))
+            printed += done.stdout
+        fetched = re.findall(r"^Fetched (\d) files of job \d+ into slurm-jobs/production-\d+$", printed, re.M)
+        assert fetched == ["2", "3"]
+        known.write_text("")
+        done = laptop.run("bash", "-c", f"exec 2>&1; {unknown[1]}")
+        assert done.returncode == 1
+        assert_shown(as_on_any_machine(unknown[2], laptop), as_on_any_machine(done.stdout, laptop))
     finally:
-        ours.write_text(kept)
-    assert done.returncode == 0, done.stdout + done.stderr
-    print(done.stdout, done.stderr)
-    assert len(re.findall("^Finished: ", done.stdout, re.M)) == 2
-    assert re.findall(r"^Fetched (\d) files of job \d+ into slurm-jobs/production-\d+$", done.stdout, re.M) == [
-        "2",
-        "3",
-    ]
+        slurmfile.write_text(kept[0])
+        known.write_text(kept[1])
 
 
 def test_dry_run_is_exact_and_runs_nothing(laptop):

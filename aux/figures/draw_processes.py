@@ -231,6 +231,74 @@ def mp() -> Picture:
     return processes("launch_slurm_with_mp.sh", "spawn_ranks.py", said)
 
 
+def container() -> Picture:
+    picture = Picture(
+        860,
+        465,
+        """sbatch starts run_script.sh on the first node. srun starts one task on each node: enroot start. In the
+        container of each node there are torchrun and the two ranks that it starts. The folder of the repository,
+        which both nodes see, is /workspace/mnt in both containers.""",
+    )
+    start_of_a_job(picture, "run_script.sh")
+    for node, x in enumerate(two_nodes(picture, 125, 245)):
+        picture.line((x + 200, 100), (x + 200, 125))
+        picture.arrow((x + 200, 125), (x + 200, 138))
+        picture.label(x + 75, 138, 250, 32, f"task {node}: enroot start", text="code")
+        picture.arrow((x + 200, 170), (x + 200, 186))
+        picture.box(x + 14, 186, 372, 170, "main")
+        picture.text(x + 28, 206, "container", "bold", "start")
+        picture.label(x + 125, 220, 150, 32, "torchrun", text="code")
+        picture.line((x + 200, 252), (x + 200, 268))
+        picture.line((x + 109, 268), (x + 291, 268))
+        for local_rank in range(2):
+            left, rank = x + 28 + 182 * local_rank, 2 * node + local_rank
+            picture.arrow((left + 81, 268), (left + 81, 286))
+            picture.label(left, 286, 162, 56, f"rank {rank}", "python SCRIPT", text="bold")
+        picture.arrow((x + 200, 404), (x + 200, 356))
+        picture.text(x + 212, 386, "mounted: /workspace/mnt", "code", "start")
+    seen = "the folder of the repository, on a file system that both nodes see: scripts, data, checkpoints"
+    picture.label(20, 404, 820, 44, seen)
+    return picture
+
+
+def laptop() -> Picture:
+    picture = Picture(
+        860,
+        350,
+        """On your laptop submit.py sends options and arguments over SSH to the login node, where it runs sbatch, and
+        gets back the state of the job and its log. sbatch puts the job into the queue. On the nodes the launcher and
+        srun start the ranks. Your code goes into a new folder that login node and nodes see; .venv and data are linked
+        there. The ranks run in this folder. What they have written comes back into slurm-jobs on the laptop.""",
+    )
+    picture.box(20, 20, 230, 310)
+    picture.text(36, 40, "your laptop, without Slurm", "quiet", "start")
+    picture.box(380, 20, 190, 150)
+    picture.text(396, 40, "login node", "quiet", "start")
+    picture.box(650, 20, 190, 150)
+    picture.text(666, 40, "nodes", "quiet", "start")
+    picture.label(36, 60, 198, 92, "submit.py", kind="main", text="code")
+    picture.label(396, 60, 158, 92, "sbatch", text="code")
+    picture.label(666, 60, 158, 92, "launcher, srun", "the ranks")
+    picture.text(315, 40, "SSH", "bold")
+    picture.text(315, 68, "options", "quiet")
+    picture.arrow((234, 84), (396, 84))
+    picture.arrow((396, 128), (234, 128))
+    picture.text(315, 146, "state, log", "quiet")
+    picture.arrow((554, 106), (666, 106))
+    picture.text(610, 90, "queue", "quiet")
+    picture.label(36, 196, 198, 56, "this repository", "what git does not ignore")
+    picture.label(36, 262, 198, 56, "slurm-jobs/", "what the job has made", text="code")
+    inside = "the copy of the code; links to .venv and data;", "what the ranks write: checkpoints, log"
+    picture.label(380, 196, 460, 122, "a new folder for this job, which login node and nodes see", *inside, kind="main")
+    picture.arrow((234, 224), (380, 224))
+    picture.text(315, 208, "a copy", "quiet")
+    picture.arrow((380, 290), (234, 290))
+    picture.text(315, 308, "--fetch", "code")
+    picture.arrow((745, 152), (745, 196))
+    picture.text(737, 183, "run in it", "quiet", "end")
+    return picture
+
+
 def hardware() -> Picture:
     picture = Picture(
         860,
@@ -364,8 +432,8 @@ def tensor_parallel() -> Picture:
     return picture
 
 
-PICTURES = [waist, one_process, who_am_i, data_parallel, hardware, srun, torchrun, mp, fsdp, tensor_parallel]
-PICTURES += [stop_and_resume]
+PICTURES = [waist, one_process, who_am_i, data_parallel, hardware, srun, torchrun, mp, container, laptop]
+PICTURES += [fsdp, tensor_parallel, stop_and_resume]
 
 
 def main():
