@@ -67,7 +67,7 @@ lint: .venv/tests  ## ruff and shellcheck
 	shellcheck --external-sources $$(git ls-files '*.sh' tests/stand-ins) .ci/run
 
 docs: .venv-docs/ready  ## README and docs/ as a site, to read without internet: open site/index.html
-	.venv-docs/bin/mkdocs build --quiet --site-dir $(abspath $(SITE))
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --site-dir $(abspath $(SITE))
 	@echo 'Open $(SITE)/index.html'
 
 # MNIST, or digits drawn by the program where nothing can be downloaded; the log of every run says which.

@@ -35,6 +35,6 @@ def on_config(config):
 def on_files(files, config):
     """In place of all that is in docs/: the pages, and what they link to."""
     theme = [file for file in files if file.src_dir != config.docs_dir]
-    style = [REPOSITORY / name for name in config.extra_css]
-    names = [str(path.relative_to(REPOSITORY)) for path in [*PAGES, *sorted(linked_files()), *style]]
+    names = [str(path.relative_to(REPOSITORY)) for path in [*PAGES, *sorted(linked_files())]]
+    names += [*config.extra_css, *config.extra["polyfills"]]
     return Files([*theme, *(File(name, str(REPOSITORY), config.site_dir, config.use_directory_urls) for name in names)])
