@@ -142,7 +142,7 @@ OF_OTHERS = {
     *("CUDA_LAUNCH_BLOCKING", "ENROOT_DATA_PATH", "LD_LIBRARY_PATH", "LD_PRELOAD"),
     *("NCCL_DEBUG_SUBSYS", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"),
     *("HF_HOME", "WANDB_API_KEY"),  # which a reader may want in a container
-    *("OUT_OF_MEMORY", "SIG_DFL"),  # a state of Slurm's, a constant of Python's
+    *("OUT_OF_MEMORY", "TMP_DISK", "AVAIL_FE", "SIG_DFL"),  # a state and columns of Slurm's, a constant of Python's
     *("VARIABLE", "LAUNCHER_JOBID"),  # in `VARIABLE=value sbatch ...` and in the name of a log
 }
 NAME = r"[A-Z][A-Z0-9_]+"
