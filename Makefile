@@ -3,11 +3,12 @@ SHELL := /bin/bash -euo pipefail
 PYTHON ?= python3
 DATA_DIR ?= data/mnist
 TEXT_DIR ?= data/shakespeare
+SITE ?= site
 ARGS ?=
 NODES ?= 2
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-scale test-gpu bench scaling lint clean
+.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-scale test-gpu bench scaling lint docs clean
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand --tabs=28
 
@@ -65,6 +66,10 @@ lint: .venv/tests  ## ruff and shellcheck
 	.venv/bin/ruff format --check .
 	shellcheck --external-sources $$(git ls-files '*.sh' tests/stand-ins) .ci/run
 
+docs: .venv-docs/ready  ## README and docs/ as a site, to read without internet: open site/index.html
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --site-dir $(abspath $(SITE))
+	@echo 'Open $(SITE)/index.html'
+
 # MNIST, or digits drawn by the program where nothing can be downloaded; the log of every run says which.
 .PHONY: data text
 data: .venv/ready
@@ -77,15 +82,20 @@ text: .venv/ready
 	@[[ -e $(TEXT_DIR)/vocabulary.json ]] || .venv/bin/python aux/prepare_data.py shakespeare --data-dir $(TEXT_DIR)
 
 # The last line makes the stamp, so that an installation that broke off is done again.
+new_venv = $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || ./aux/install.sh python3-venv; $(PYTHON) -m venv
 .venv/ready: requirements.txt
-	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || ./aux/install.sh python3-venv
-	$(PYTHON) -m venv .venv
+	$(new_venv) .venv
 	.venv/bin/python -m pip install --quiet --requirement requirements.txt
 	touch .venv/ready
 
 .venv/tests: .venv/ready requirements-test.txt requirements-figures.txt
 	.venv/bin/python -m pip install --quiet --requirement requirements-test.txt
 	touch .venv/tests
+
+.venv-docs/ready: requirements-docs.txt
+	$(new_venv) .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --requirement requirements-docs.txt
+	touch .venv-docs/ready
 
 # The programs that are not there are installed, named with the package that they come in.
 install = missing=; for tool in $(1); do \
@@ -101,5 +111,5 @@ docker:
 sshd:
 	@$(call install,sshd:openssh-server)
 
-clean:          ## remove the virtual environment and the caches, not data or checkpoints
-	rm -rf .venv .pytest_cache .ruff_cache
+clean:          ## remove the virtual environments, the site and the caches, not data or checkpoints
+	rm -rf .venv .venv-docs site .pytest_cache .ruff_cache

@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -84,6 +85,22 @@ def test_the_build_copies_what_dockerignore_excludes():
               if name.endswith("Dockerfile")}  # fmt: skip
     assert copied["build_broken.Dockerfile"] in ignored and copied["build_fixed.Dockerfile"] not in ignored
     assert (REPOSITORY / copied["build_fixed.Dockerfile"]).is_dir()
+
+
+@pytest.mark.matrix
+def test_what_buildkit_says(engine):  # noqa: F811
+    """By Debian's docker.io where it is installed: newer clients have BuildKit in a plugin, which may be missing."""
+    said = re.search(r"BuildKit\s+says\s+`([^`]+)`", ENTRIES["The container does not build"])[1]
+    docker = shutil.which("docker", path="/usr/bin") or "docker"
+    build = [docker, "build", "--tag", f"tests-{os.getpid()}", "--file"]
+    variables = environment(**engine, DOCKER_BUILDKIT=1)
+    broken = run(*build, FOLDER / "build_broken.Dockerfile", ".", env=variables)
+    if "buildx component is missing" in broken.stderr:
+        pytest.skip("this docker has no BuildKit")
+    assert broken.returncode and said in broken.stderr, broken.stderr
+    fixed = run(*build, FOLDER / "build_fixed.Dockerfile", ".", env=variables)
+    assert fixed.returncode == 0, fixed.stderr
+    run(docker, "image", "rm", build[3], env=variables)
 
 
 def test_the_chapter_on_finding_faults(monkeypatch, capsys):

@@ -1,0 +1,40 @@
+"""Tells mkdocs which pages the site of `make docs` has, and their order. mkdocs.yml names this file.
+
+Every page has the same place in the site as in the repository, so that links lead to the same files in both.
+"""
+
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File, Files
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")), REPOSITORY / "SECURITY.md"]
+
+
+def linked_files() -> set[Path]:
+    """The files that a page links to and that are no pages: pictures, scripts."""
+    found = set()
+    for page in PAGES:
+        for link in re.findall(r"\]\((?!\w+:)([^)#]+)", page.read_text()):
+            target = (page.parent / link).resolve()
+            if target.is_file() and target.is_relative_to(REPOSITORY) and target not in PAGES:
+                found.add(target)
+    return found
+
+
+def on_config(config):
+    """The front page, the chapters by their numbers, then the other pages."""
+    names = [str(page.relative_to(REPOSITORY)) for page in PAGES]
+    chapters = [name for name in names if re.match(r"docs/\d\d_", name)]
+    others = [name for name in names[1:] if name not in chapters]
+    config.nav = [{"Start": names[0]}, {"Tutorial": chapters}, {"Reference": others}]
+    return config
+
+
+def on_files(files, config):
+    """In place of all that is in docs/: the pages, and what they link to."""
+    theme = [file for file in files if file.src_dir != config.docs_dir]
+    names = [str(path.relative_to(REPOSITORY)) for path in [*PAGES, *sorted(linked_files())]]
+    names += [*config.extra_css, *config.extra["polyfills"]]
+    return Files([*theme, *(File(name, str(REPOSITORY), config.site_dir, config.use_directory_urls) for name in names)])
