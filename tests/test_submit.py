@@ -568,7 +568,7 @@ def as_on_any_machine(text: str, laptop: Laptop) -> str:
     """Without what differs from run to run: folders, keys, and states of a job that may have passed before a look."""
     text = text.replace(str(laptop.clone), HOME).replace(f"{laptop.clone.parent}/there", "/home/me")
     text = re.sub(r"^job \d+: (PENDING|CONFIGURING|RUNNING|COMPLETING)\b.*\n", "", text, flags=re.M)
-    return re.sub(r"(-\d\d-\d\d-\d\d)\.\w{6}\b", r"\1.X", re.sub(r"SHA256:[\w+/]+", "KEY", text))
+    return re.sub(r"(_\d\d-\d\d-\d\d)\.\w{6}\b", r"\1.X", re.sub(r"SHA256:[\w+/]+", "KEY", text))
 
 
 def test_chapter(laptop):
