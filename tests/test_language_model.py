@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import char_transformer
 import characters
-from char_transformer import CharTransformer
+from char_transformer import CharTransformer, attend
 from conftest import LAUNCHERS, cells, environment, run
 from language_model import initialize
 
@@ -219,6 +220,25 @@ def test_the_optimizer_is_few_kernels(splits):
     for split in ("alone", "fsdp 2", "fsdp 4", "tp 2", "tp 4", "tp 2 x data 2"):
         kernels = {name: n for name, n in splits[split]["kernels"].items() if not name.startswith("_record_function")}
         assert kernels == {"_fused_adamw_": 2, "_foreach_add_": 2}, split
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+@pytest.mark.parametrize("tokens", [16, 256, 600])
+def test_attention_in_bfloat16_on_a_cpu(tiles, tokens, monkeypatch):
+    """Whatever is fastest there, it is attention: near float64's, no token sees a later one, the whole share drops."""
+    monkeypatch.setattr(char_transformer, "TILES", tiles)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, tokens, 32, dtype=torch.bfloat16)
+    wanted = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    assert attend(q, k, v, 0.0).dtype == torch.bfloat16
+    torch.testing.assert_close(attend(q, k, v, 0.0).double(), wanted, atol=0.03, rtol=0.02)
+    later = torch.arange(tokens).view(-1, 1) > tokens // 2
+    torch.testing.assert_close(
+        attend(q, k.where(~later, 9), v.where(~later, 9), 0.0)[..., ~later[:, 0], :],
+        attend(q, k, v, 0.0)[..., ~later[:, 0], :],
+    )
+    ones = attend(q, k, torch.ones_like(v), 0.25)  # the weights that are left, of rows that sum to 1
+    assert ones.mean().item() == pytest.approx(1, abs=0.05) and ones.std() > 0.01
 
 
 # --- the scripts ------------------------------------------------------------------------------------------------------
