@@ -158,7 +158,7 @@ class CharTransformer(nn.Module):
     def generate(self, tokens: torch.Tensor, count: int, known: int, temperature: float = 0.8) -> torch.Tensor:
         """`tokens` (B, T) int64 and `count` more, drawn one by one among the first `known` of V: (B, T + count).
 
-        Less heat, fewer surprises.
+        A lower temperature takes likely characters more often.
         """
         self.eval()
         for _ in range(count):

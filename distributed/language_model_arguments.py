@@ -31,10 +31,8 @@ class LanguageModelParser(ArgumentParser):
         self.add_argument("--context", type=whole_number(1), help=either("context", "characters that it looks back on"))
         self.add_argument("--dropout", type=number(0, below=1), help=either("dropout", "share of activations dropped"))
         self.add_argument("--batch-size", type=whole_number(1), help=either("batch_size", "sequences over all ranks"))
-        self.add_argument("--steps", type=whole_number(1), help=either("steps", "in all, as is the rate's cosine"))
-        self.add_argument(
-            "--learning-rate", type=number(0), help=either("learning_rate", "the highest; ends at a tenth")
-        )
+        self.add_argument("--steps", type=whole_number(1), help=either("steps", "the learning rate falls to the last"))
+        self.add_argument("--learning-rate", type=number(0), help=either("learning_rate", "the highest of all steps"))
         help = "parts in which a rank does its share: activations of one at a time, and with FSDP a reduce-scatter each"
         self.add_argument("--accumulation", type=whole_number(1), default=1, help=help)
         self.add_argument("--warmup-steps", type=whole_number(0), default=100, help="in which the learning rate rises")

@@ -153,7 +153,7 @@ def step_zero_columns(args: Namespace) -> dict[str, str]:
     """What the Step 0 table shows of this rank besides."""
     _, rank, _, world_size = find_ranks()
     size = group_size(args, world_size)
-    where = "may span nodes" if args.across_nodes else "inside this node"  # bad_sizes has seen to it
+    where = "may span nodes" if args.across_nodes else "inside this node"  # or bad_sizes refuses
     first = rank - rank % size
     return {"tensor-parallel group": f"ranks {first} to {first + size - 1}, {where}", "replica": str(rank // size)}
 

@@ -450,7 +450,7 @@ def first_fault(ranks: list[dict]) -> str:
     faulty = [(rank, known) for rank, known in enumerate(ranks) if known["fault"]]
     if faulty:
         rank, known = faulty[0]
-        more = f" (and {len(faulty) - 1} more ranks)" if len(faulty) > 1 else ""
+        more = f" (and {len(faulty) - 1} more)" if len(faulty) > 1 else ""
         return f"[Rank {rank} on {known['host']}] {known['fault']}{more}"
     versions = defaultdict(list)
     for rank, known in enumerate(ranks):

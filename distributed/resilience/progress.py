@@ -46,10 +46,8 @@ class Progress:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self.board = SummaryWriter(args.checkpoint_dir / "tensorboard", purge_step=first_step + 1)
-            if flops_per_unit is not None and math.isnan(flops_per_unit):
-                print(
-                    "MFU: unknown, as is the peak FLOP/s of this device (char_transformer.py has a table)", flush=True
-                )
+            if flops_per_unit is not None and math.isnan(flops_per_unit) and place.device.type == "cuda":
+                print("No MFU in the log: PEAK_FLOPS in char_transformer.py does not have this GPU", flush=True)
         self.loss_sum = torch.zeros((), device=place.device)  # since the last log line; read only there
         self.last_step = first_step
         self.start_timing(first_step)
