@@ -9,7 +9,7 @@ source aux/job.sh                                                    # is_uneven
 
 # --- world size: nodes x ranks per node -------------------------------------------------------------------------------
 NNODES=$SLURM_JOB_NUM_NODES
-gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}                # as asked for; after --gres and --gpus only as granted
+gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}                # as --gpus-per-node asks; without it, as granted
 gpus=${gpus##*:}                                                     # all after the colon: a100:4 is 4
 tasks=${SLURM_NTASKS_PER_NODE:-1}
 NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : tasks))}       # a rank per GPU; without GPUs, per task
@@ -21,15 +21,15 @@ MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # the first
 # MASTER_ADDR=${hosts%%$'\n'*}i                      # EDIT: where the fast network has names of its own, as node-1i
 MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # 61000 to 65535, by job; 10#: decimal
 
-cpus=${SLURM_JOB_CPUS_PER_NODE:-1}                                   # for a job without --cpus-per-task; in salloc 16(x4)
-CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # for all ranks of a node
-if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks)); fi    # as usual
+cpus=${SLURM_JOB_CPUS_PER_NODE:-1}                                   # as 16(x4); without --cpus-per-task
+CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # the number before the bracket: of a node
+if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks)); fi    # mostly
 CPUS_PER_RANK=$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS_PER_RANK}
 export NNODES NPROC_PER_NODE WORLD_SIZE MASTER_ADDR MASTER_PORT CPUS_PER_NODE OMP_NUM_THREADS
 
 # --- your cluster -----------------------------------------------------------------------------------------------------
-set +u                                               # module and conda are not written for set -u
+set +u                                               # module and conda use variables that are not set
 # source /etc/profile && module load cuda/12.8       # EDIT: what `import torch` needs; /etc/profile defines `module`
 # shellcheck source=/dev/null
 if [[ -d .venv ]]; then source .venv/bin/activate; fi    # EDIT: your virtual environment; with conda in its place:

@@ -24,11 +24,10 @@ set -- "${@:-distributed/train_ddp.py}"
 start_job "Way 1, srun starts every rank" "$@"
 
 # --kill-on-bad-exit  one dead rank ends the step, and so the others
-# --wait              EDIT: seconds that the others have once a task has ended well; one that fails ends them at once
+# --wait              EDIT: seconds that the others have when one has ended well; a failed one ends all at once
 # --distribution      neighbouring ranks fill one CPU socket before the next; Slurm's default alternates
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
-# RANK                counted node by node, so that rank 0 is on MASTER_ADDR: a topology plugin may number SLURM_PROCID
-#                     otherwise
+# RANK                counted node by node: rank 0 must be on MASTER_ADDR, and a topology plugin may count otherwise
 # --norc -p           nothing of ~/.bashrc; -p, here and in line 1: no functions of the submitting shell
 # shellcheck disable=SC2016  # in single quotes: each task expands these. $0 is "-", "$@" the script and its arguments
 srun --ntasks="$WORLD_SIZE" --kill-on-bad-exit=1 --wait=300 --distribution=block:block \

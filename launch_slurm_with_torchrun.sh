@@ -24,7 +24,7 @@ set -- "${@:-distributed/train_ddp.py}"
 start_job "Way 2, torchrun starts the ranks of each node" "$@"
 
 # --kill-on-bad-exit  one dead torchrun ends the step, and so the others
-# --wait              EDIT: seconds that the others have once a task has ended well; one that fails ends them at once
+# --wait              EDIT: seconds that the others have when one has ended well; a failed one ends all at once
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
 srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cpus-per-task="$CPUS_PER_NODE" \
     ./aux/run_task.sh ./torchrun.sh "$@" || status=$?

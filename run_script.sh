@@ -25,7 +25,7 @@ set -- "${@:-distributed/train_ddp.py}"
 start_job "Way 4, torchrun starts the ranks of each node in container $CONTAINER_NAME, logs in log/$SLURM_JOB_ID" "$@"
 
 # --kill-on-bad-exit  one dead torchrun ends the step, and so the others
-# --wait              EDIT: seconds that the others have once a task has ended well; one that fails ends them at once
+# --wait              EDIT: seconds that the others have when one has ended well; a failed one ends all at once
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
 # --error=all         errors come here, to the job's log
 # --open-mode         a requeued job has the same id

@@ -37,7 +37,7 @@ parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default=
 parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
 parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
 parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or the time")
-requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"  # such a job resumes by itself
+requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"  # Slurm has started it again: it resumes
 parser.add_argument("--resume", action="store_true", default=requeued, help="from the last of --checkpoint-dir")
 args = parser.parse_args()
 if min(args.epochs, args.batch_size, args.log_every) < 1 or not 0 <= args.dropout < 1:
@@ -64,7 +64,7 @@ except ValueError as error:
 if args.batch_size > len(train_set):
     stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
 sampler = RandomSampler(train_set, generator=torch.Generator())
-# `batches` yields lists of indices; batch_size=None: a TensorDataset takes each whole. Others: batch_sampler=batches
+# EDIT: a TensorDataset takes a list of indices at once. For others: DataLoader(train_set, batch_sampler=batches)
 batches = BatchSampler(sampler, args.batch_size, drop_last=True)
 test_batches = BatchSampler(range(len(test_set)), 1000, drop_last=False)
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")
@@ -95,7 +95,7 @@ if epochs_done and not args.resume:
 if epochs_done:
     saved = torch.load(folder / f"checkpoint_epoch_{epochs_done}.pt", map_location=device, weights_only=True)
     for name, part in state.items():
-        part.load_state_dict(saved[name])  # the optimizer's holds the learning rate: the option is not used then
+        part.load_state_dict(saved[name])  # the learning rate is in it: the option is not used then
 folder.mkdir(parents=True, exist_ok=True)
 print(f"Data: {source}. Checkpoints: {folder}", flush=True)
 if args.resume:
@@ -119,7 +119,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
         losses.append(loss.detach())  # .item() would wait for the GPU, at every step
         if step % args.log_every == 0 or step == len(train_loader):
             mean = torch.stack(losses).mean()
-            mean, seconds = mean.item(), (time.perf_counter() - start) / len(losses)  # of one step
+            mean, seconds = mean.item(), (time.perf_counter() - start) / len(losses)  # seconds: of one step
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
             time_left = datetime.timedelta(seconds=round(seconds * steps_left))
             progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={time_left}"

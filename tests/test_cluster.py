@@ -47,6 +47,10 @@ def test_up_again_and_wrong_sizes(small):
     for bad in (["up", "--nodes", 0], ["up", "--cpu", 2], ["exec"], ["exec", "--node", "node-9", "true"], ["fly"]):
         refused = namespaces(small, *bad)
         assert refused.returncode != 0 and len(refused.stderr.splitlines()) == 1, bad
+    for there in (["up", *size], ["down"], ["status"], ["exec", "true"]):  # in a shell that exec has opened
+        refused = small.exec(NAMESPACES, *there)
+        assert refused.returncode == 1 and "'exit' before" in refused.stderr, refused.stderr
+    assert namespaces(small, "status").returncode == 0
 
 
 def test_what_never_fits_is_refused_at_once(small, tmp_path):

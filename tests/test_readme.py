@@ -246,12 +246,15 @@ def test_chapter_of_surviving(clone, cluster):
 def test_files_of_a_copy(clone):
     """`cp` of the files that a project of one's own takes along; test_plain_scripts.py trains with them."""
     bash(block("../my-project"), clone)
-    taken = {str(path.relative_to(clone.parent / "my-project")) for path in (clone.parent / "my-project").rglob("*.*")}
+    project = clone.parent / "my-project"
+    taken = {str(path.relative_to(project)) for path in project.rglob("*.*") if not path.is_symlink()}
     launchers = {path.name for path in REPOSITORY.glob("launch_slurm_*.sh")}
     assert taken == launchers | {
         *("env.sh", "torchrun.sh", "aux/job.sh", "aux/run_task.sh", "aux/quiet_torchrun.py"),
         *("distributed/train_ddp.py", "distributed/mnist.py", "distributed/spawn_ranks.py"),
+        "distributed/torchvision_on_cpu.py",  # for images of one's own
     }
+    assert (project / ".venv/bin/python").exists()
 
 
 # --- what is generated, and what is promised --------------------------------------------------------------------------

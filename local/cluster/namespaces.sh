@@ -289,6 +289,9 @@ daemon() {
 main() {
   [[ "$CLUSTER" =~ ^[A-Za-z0-9_-]{1,32}$ ]] ||
     fail "CLUSTER takes up to 32 letters, digits, '-' and '_', not '$CLUSTER'"
+  if [[ "${1-}" =~ ^(up|down|status|exec)$ && -e "$inside/slurm.conf" ]]; then
+    fail "this shell is on a node of cluster $CLUSTER: type the command without '$0 exec', or 'exit' before '$0 $1'"
+  fi
   case "${1---help}" in
     up) "$@" ;;
     down | status)

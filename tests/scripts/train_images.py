@@ -27,22 +27,22 @@ from torchvision_on_cpu import torchvision  # EDIT: your data
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
-# Set by the launchers and torchrun. Slurm's own are for bare `srun python`, with MASTER_ADDR and MASTER_PORT exported.
+# The first name is the launchers' and torchrun's. The second one is Slurm's, for a bare `srun python`.
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
-distributed = "RANK" in os.environ or world_size > 1  # torchrun sets RANK for a single rank, too
+distributed = "RANK" in os.environ or world_size > 1  # one rank of torchrun's is a process group, too
 
 
 def stop(sentence: str):
-    """Ends this rank, and so the job. The others give rank 0 five seconds: a fault of all ranks is said once."""
+    """Ends this rank, and so the job. All but rank 0 wait 5 s: if all have the fault, rank 0 alone says it."""
     time.sleep(5 if rank > 0 else 0)
     sys.stderr.write(f"[Rank {rank} on {socket.gethostname()}] {sentence}\n")
-    os._exit(1)  # at once: a clean exit could wait for the other ranks
+    os._exit(1)  # not sys.exit, which could wait for the other ranks
 
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-parser.error = stop  # with argparse's sentence
+parser.error = stop  # argparse's errors, too
 parser.add_argument("--epochs", type=int, default=3, help="passes over the training images")
 parser.add_argument("--batch-size", type=int, default=64, help="images per step, in all")
 parser.add_argument("--batch-size-per-rank", dest="batch_size", type=lambda n: int(n) * world_size, help="of each rank")
@@ -54,7 +54,7 @@ parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default=
 parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
 parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
 parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or the time")
-requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"  # such a job resumes by itself
+requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"  # Slurm has started it again: it resumes
 parser.add_argument("--resume", action="store_true", default=requeued, help="from the last of --checkpoint-dir")
 args = parser.parse_args()
 if min(args.epochs, args.batch_size, args.log_every) < 1 or not 0 <= args.dropout < 1:
@@ -69,16 +69,16 @@ if args.device == "auto":
     mps = torch.backends.mps.is_available() and not distributed
     args.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
 device = torch.device(args.device)
-if args.device == "cuda":  # number 0 where this rank sees one GPU, because Slurm has bound it to the task
+if args.device == "cuda":  # a rank that sees one GPU takes number 0: Slurm may hide the others
     device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
     torch.cuda.set_device(device)
 if distributed:
     if args.device == "mps":
         stop("--device mps is for one process without a launcher: gloo does not know it")
-    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+    if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
-    dist.all_reduce(torch.zeros(1, device=device))  # waits for all: nobody is still connecting when a rank stops
+    dist.all_reduce(torch.zeros(1, device=device))  # all are connected from here on: now one may stop
 place = f"{socket.gethostname()} | world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
 print = print if rank == 0 else lambda *args, **kwargs: None  # from here on rank 0 prints for all
@@ -98,7 +98,7 @@ if args.batch_size > len(train_set):
 if args.batch_size % world_size:
     stop(f"--batch-size {args.batch_size} does not divide by {world_size} ranks")
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
-# `batches` yields lists of indices; batch_size=None: a TensorDataset takes each whole. Others: batch_sampler=batches
+# EDIT: a TensorDataset takes a list of indices at once. For others: DataLoader(train_set, batch_sampler=batches)
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)
 test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # no image on two ranks
 train_loader = DataLoader(train_set, batch_sampler=batches, num_workers=2, multiprocessing_context="fork")
@@ -130,7 +130,7 @@ if epochs_done and not args.resume:
 if epochs_done:
     saved = torch.load(folder / f"checkpoint_epoch_{epochs_done}.pt", map_location=device, weights_only=True)
     for name, part in state.items():
-        part.load_state_dict(saved[name])  # the optimizer's holds the learning rate: the option is not used then
+        part.load_state_dict(saved[name])  # the learning rate is in it: the option is not used then
 folder.mkdir(parents=True, exist_ok=True)
 print(f"Data: {source}. Checkpoints: {folder}", flush=True)
 if args.resume:
@@ -156,7 +156,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             mean = torch.stack(losses).mean() / world_size
             if distributed:
                 dist.all_reduce(mean)  # the sum over all ranks
-            mean, seconds = mean.item(), (time.perf_counter() - start) / len(losses)  # of one step
+            mean, seconds = mean.item(), (time.perf_counter() - start) / len(losses)  # seconds: of one step
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
             time_left = datetime.timedelta(seconds=round(seconds * steps_left))
             progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={time_left}"
