@@ -14,16 +14,16 @@ set -- "${@:-distributed/train_ddp.py}"
     die "'$1' is no train script: Slurm tells node ranks and addresses here: sbatch launch_slurm_with_torchrun.sh SCRIPT"
 [[ -f "$1" ]] || die "no such train script: $1 (in $PWD)"
 
+# shellcheck source=/dev/null
+[[ -n "${NNODES:-}${VIRTUAL_ENV:-}" || ! -d "$here/.venv" ]] || source "$here/.venv/bin/activate"    # by hand
+command -v torchrun >/dev/null ||
+    die "no torch here: activate an environment or take an image that has it. PATH, which a login shell may reset, is $PATH"
 if [[ -z "${NNODES:-}" ]]; then                      # by hand: no launcher has read env.sh
-    # shellcheck source=/dev/null
-    [[ -n "${VIRTUAL_ENV:-}" || ! -d "$here/.venv" ]] || source "$here/.venv/bin/activate"
     NPROC_PER_NODE=${NPROC_PER_NODE:-$(python3 -c 'import torch; print(torch.cuda.device_count() or 2)')}
     [[ "$NPROC_PER_NODE" =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE is '$NPROC_PER_NODE', not a number of ranks"
     cpus=$(getconf _NPROCESSORS_ONLN)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > NPROC_PER_NODE ? cpus / NPROC_PER_NODE : 1))}
 fi
-command -v torchrun >/dev/null ||
-    die "no torch here: activate an environment or take an image that has it. PATH, which a login shell may reset, is $PATH"
 
 rendezvous=(--standalone)                            # one node: a free port on this machine
 if [[ -n "${NNODES:-}" ]]; then                      # in a job: node rank 0 listens where env.sh says
