@@ -1,6 +1,6 @@
 """Runs a train script (argv[1]) with its arguments as it stands; then every rank prints what it has cost, in JSON.
 
-The hook is what train_ddp.py ends with: destroy_process_group. A line COUNTERS has the files that this process has
+The hook is what train_ddp.py ends with: destroy_process_group. A line COUNTERS has how many files this process has
 opened (tests/scripts/opened counts them), the processes of this session in a training step, the kernels of the
 optimizer's last step, and the bytes of memory that this rank has written to and shares with no other process.
 """
@@ -53,8 +53,11 @@ def is_ours(stat: Path) -> bool:
 
 def destroy_process_group():
     written = re.search(r"^Private_Dirty: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)
-    counters.update(files=sys.opened, kernels=dict(counters["kernels"].counts), memory=1024 * int(written[1]))
-    os.write(1, f"COUNTERS {json.dumps(counters)}\n".encode())
+    counters.update(files=len(sys.opened), torchvision=any("/torchvision/" in name for name in sys.opened))
+    counters.update(kernels=dict(counters["kernels"].counts), memory=1024 * int(written[1]))
+    line = f"COUNTERS {json.dumps(counters)}\n".encode()
+    assert len(line) < 4096, "a longer line and another rank's could mix in a pipe"
+    os.write(1, line)
     destroy()
 
 
