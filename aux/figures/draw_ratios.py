@@ -19,7 +19,7 @@ sys.path.insert(0, str(REPOSITORY / "aux/bench"))
 
 from rows import Row
 
-BEGIN, END = "<!-- begin: written by aux/figures/draw_ratios.py -->\n", "<!-- end -->\n"
+BEGIN = "<!-- begin: written by aux/figures/draw_ratios.py -->\n"
 EXAMPLES, NANOGPT, ONE_RANK = "pytorch/examples-style loop", "nanoGPT-style loop", "one rank, as a share of 2"
 SMALL, LARGE = "language model, nanoGPT's CPU settings, 1 thread", "language model, 10.65 million parameters, 1 thread"
 BARS = {  # what was changed: a bar for each row (its name, its other side), with what tells it from its neighbours
@@ -70,7 +70,7 @@ def main(args: Namespace):
     if not any(row in rows for bars in BARS.values() for row in bars):
         stop(f"{args.raw} has none of the rows that are drawn here")
     draw(rows, args.folder / "ratios.svg")
-    fill(args.page, table(rows))
+    style.fill(args.page, BEGIN, table(rows))
 
 
 def stop(sentence: str):
@@ -123,15 +123,6 @@ def table(rows: dict[tuple, Row]) -> str:
             what = group if number == 0 else ""
             lines.append(f"| {what} | {words} | {row[0]}; {row[1]} | {times} | {verdict} |")
     return "\n".join(lines) + "\n"
-
-
-def fill(page: Path, text: str):
-    """Puts the text between the two marks of the page. A page that is not there has nothing else."""
-    old = page.read_text() if page.exists() else f"{BEGIN}{END}"
-    if old.count(BEGIN) != 1 or END not in old.split(BEGIN)[1]:
-        stop(f"{page} has no block that begins with {BEGIN.strip()} and ends with {END.strip()}")
-    before, rest = old.split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}")
 
 
 if __name__ == "__main__":

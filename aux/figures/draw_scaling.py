@@ -25,7 +25,7 @@ from matplotlib.ticker import NullLocator
 import read_scaling
 from predict_scaling import Network
 
-BEGIN, END = "<!-- begin: written by aux/figures/draw_scaling.py -->\n", "<!-- end -->\n"
+BEGIN = "<!-- begin: written by aux/figures/draw_scaling.py -->\n"
 
 
 def parse_arguments() -> Namespace:
@@ -51,7 +51,7 @@ def main(args: Namespace):
         parts.append(growth_part(found["growth"], args))
     if not parts:
         stop(f"no scaling.json, growth.json, allreduce.json or prediction.json in {args.folder}")
-    fill(args.page, "\n".join(parts))
+    style.fill(args.page, BEGIN, "\n".join(parts))
 
 
 def stop(sentence: str):
@@ -186,15 +186,6 @@ def growth_part(found: dict, args: Namespace) -> str:
     shown = picture(args, "growth.svg", "Start-up, rendezvous, Step 0 and heartbeats by ranks")
     source = f"`{found['command']}`, {found['date']}, {found['machine']}:\n\n"
     return shown + source + read_scaling.growth_table(found["sizes"]) + "\n"
-
-
-def fill(page: Path, text: str):
-    """Puts the text between the two marks of the page. A page that is not there has nothing else."""
-    old = page.read_text() if page.exists() else f"{BEGIN}{END}"
-    if old.count(BEGIN) != 1 or END not in old.split(BEGIN)[1]:
-        stop(f"{page} has no block that begins with {BEGIN.strip()} and ends with {END.strip()}")
-    before, rest = old.split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ matplotlib.use("Agg")  # files alone: nodes have no screen
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+END = "<!-- end -->\n"
 GREY = "#7f7f7f"  # on white 4.0 : 1, on GitHub's dark page 4.7 : 1
 COLOURS = ["#2f7ebc", "#d9722b", "#2a9d6a", "#b65fa5", "#a98600", "#c0504d"]  # of middling lightness, as the grey
 DASHES = ["-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 3))]
@@ -67,3 +68,12 @@ def save(figure: Figure, path: Path, title: str):
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def fill(page: Path, begin: str, text: str):
+    """Puts the text between the mark `begin` and the next END of a page. A page that is not there has nothing else."""
+    old = page.read_text() if page.exists() else f"{begin}{END}"
+    if old.count(begin) != 1 or END not in old.split(begin)[1]:
+        sys.exit(f"{page} needs a block that begins with {begin.strip()} and ends with {END.strip()}")
+    before, rest = old.split(begin)
+    page.write_text(f"{before}{begin}\n{text}\n{END}{rest.split(END, 1)[1]}")
