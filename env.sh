@@ -23,7 +23,7 @@ MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # 61000 to 
 
 cpus=${SLURM_JOB_CPUS_PER_NODE:-1}                                   # as 16(x4); without --cpus-per-task
 CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # the number before the bracket: of a node
-if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks)); fi    # mostly
+if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks)); fi    # as the launchers ask
 CPUS_PER_RANK=$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS_PER_RANK}
 export NNODES NPROC_PER_NODE WORLD_SIZE MASTER_ADDR MASTER_PORT CPUS_PER_NODE OMP_NUM_THREADS

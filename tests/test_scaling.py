@@ -283,7 +283,7 @@ def test_figures_and_page(tmp_path):
     draw(tmp_path, page)
     assert page.read_text() == text
     page.write_text("no block\n")
-    with pytest.raises(SystemExit, match="needs a block"):
+    with pytest.raises(SystemExit, match="has no block"):
         draw(tmp_path, page)
 
 

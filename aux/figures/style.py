@@ -74,6 +74,6 @@ def fill(page: Path, begin: str, text: str):
     """Puts the text between the mark `begin` and the next END of a page. A page that is not there has nothing else."""
     old = page.read_text() if page.exists() else f"{begin}{END}"
     if old.count(begin) != 1 or END not in old.split(begin)[1]:
-        sys.exit(f"{page} needs a block that begins with {begin.strip()} and ends with {END.strip()}")
+        sys.exit(f"{page} has no block that begins with {begin.strip()} and ends with {END.strip()}")
     before, rest = old.split(begin)
     page.write_text(f"{before}{begin}\n{text}\n{END}{rest.split(END, 1)[1]}")
