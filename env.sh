@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Every launcher reads this once per job, in the batch shell: the world size, where the ranks meet, your cluster.
-# What differs from rank to rank (RANK, LOCAL_RANK) is set inside srun. aux/job.sh checks the job, and requeues it.
-if [[ "$-" == *i* || -z "${SLURM_JOB_ID:-}" ]]; then
+# What differs from rank to rank (RANK, LOCAL_RANK) is set inside srun. aux/job.sh supervises the job: no need to read it.
+if [[ "$-" == *i* || -z "${SLURM_JOB_ID:-}" ]]; then                 # $- has an i in a shell that one types into
     echo "env.sh is read by the launchers: type sbatch launch_slurm_with_torchrun.sh, or without Slurm ./torchrun.sh SCRIPT" >&2
     return 1
 fi
@@ -17,15 +17,15 @@ WORLD_SIZE=$((NNODES * NPROC_PER_NODE))                              # torchrun 
 if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # nodes with 4, 4 and 3 tasks, for way 1
 
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")               # a line each
-MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # the first line: rank 0's node
-# MASTER_ADDR=${hosts%%$'\n'*}i                      # EDIT: where the fast network has names of its own, as node-1i
+MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # rank 0's node: hosts, cut at the first newline
+# MASTER_ADDR=${hosts%%$'\n'*}i                      # EDIT: the i is node-1i's, where the fast network has names of its own
 MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # 61000 to 65535, by job; 10#: decimal
 
-cpus=${SLURM_JOB_CPUS_PER_NODE:-1}                                   # as 16(x4); without --cpus-per-task
-CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # the number before the bracket: of a node
-if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks)); fi    # as the launchers ask
+cpus=${SLURM_JOB_CPUS_PER_NODE:-1}                                   # 16(x4),8: four nodes with 16 CPUs, one with 8
+CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # in salloc the first number: cut at ( or ,
+if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks)); fi    # as asked for
 CPUS_PER_RANK=$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS_PER_RANK}
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS_PER_RANK}                   # CPU threads of torch in each rank
 export NNODES NPROC_PER_NODE WORLD_SIZE MASTER_ADDR MASTER_PORT CPUS_PER_NODE OMP_NUM_THREADS
 
 # --- your cluster -----------------------------------------------------------------------------------------------------
@@ -38,9 +38,8 @@ if [[ -d .venv ]]; then source .venv/bin/activate; fi    # EDIT: your virtual en
 set -u
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # EDIT: only where ranks pick the wrong network interface
 # export NCCL_IB_DISABLE=1                           # EDIT: no InfiniBand, or a broken one: use TCP
-# export NCCL_NET_GDR_LEVEL=PHB                      # EDIT: how far a GPU may be from its network card for GPUDirect
 # umask 077                                          # EDIT: where nobody else may read what jobs write
-export CONTAINER_IMAGE=$PWD/pytorch.sqsh             # way 4 alone, to the end. EDIT: what aux/import_image.sh has made,
-export CONTAINER_NAME=pytorch${CONTAINER_IMAGE//[^[:alnum:]_.]/-}    # EDIT: its container on every node,
+export CONTAINER_IMAGE=$PWD/pytorch.sqsh             # way 4 alone, to the end. EDIT: the image that aux/import_image.sh has made
+export CONTAINER_NAME=pytorch${CONTAINER_IMAGE//[^[:alnum:]_.]/-}    # EDIT: its container: the path, / as -
 export CONTAINER_MOUNTS=                             # EDIT: folders besides the repository: HOST:CONTAINER,...:ro
 export CONTAINER_ENV=                                # EDIT: variables besides the ranks' own: WANDB_API_KEY,...

@@ -18,14 +18,14 @@ set -euo pipefail
 source ./env.sh                    # sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT; die, start_job, finish_job are aux/job.sh's
 command -v python >/dev/null || die "no python on $HOSTNAME: make a .venv here, or edit env.sh"
 
-set -- "${@:-distributed/train_ddp.py}"
+set -- "${@:-distributed/train_ddp.py}"    # without arguments, this script
 ! is_uneven ||
     die "uneven allocation: $SLURM_NTASKS tasks on $NNODES nodes, but the spawner starts as many on each; use launch_slurm_to_torch.sh"
-start_job "Way 3, torch.multiprocessing starts the ranks of each node" "$@"
+start_job "Way 3, torch.multiprocessing starts the ranks of each node" "$@"    # last checks, and a line in the log
 
 # --kill-on-bad-exit  one dead spawner ends the step, and so the others
 # --wait              EDIT: seconds that the others have when one has ended well; a failed one ends all at once
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
 srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cpus-per-task="$CPUS_PER_NODE" \
-    ./aux/run_task.sh python distributed/spawn_ranks.py "$@" || status=$?
+    ./aux/run_task.sh python distributed/spawn_ranks.py "$@" || status=$?    # without this, set -e would end the script here
 finish_job "${status:-0}" "$@"     # requeues a stopped job; else exits with the failed rank's status

@@ -32,15 +32,15 @@ import mnist  # EDIT: your data
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
-# The first name is the launchers' and torchrun's. The second one is Slurm's, for a bare `srun python`.
+# Process number `rank` of `world_size`, `local_rank` on its node. The second name is Slurm's, for a bare `srun python`.
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
-distributed = "RANK" in os.environ or world_size > 1  # one rank of torchrun's is a process group, too
+distributed = "RANK" in os.environ or world_size > 1  # a launcher started this, be it as the only rank
 
 
 def stop(sentence: str):
-    """Ends this rank, and so the job. All but rank 0 wait 5 s: if all have the fault, rank 0 alone says it."""
+    """Ends this rank; the launcher ends the others. All but rank 0 wait 5 s: what all ranks find is said once."""
     time.sleep(5 if rank > 0 else 0)
     sys.stderr.write(f"[Rank {rank} on {socket.gethostname()}] {sentence}\n")
     os._exit(1)  # not sys.exit, which could wait for the other ranks
@@ -49,9 +49,8 @@ def stop(sentence: str):
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.error = stop  # argparse's errors, too
 parser.add_argument("--epochs", type=int, default=2, help="passes over the training images")
-batch = parser.add_mutually_exclusive_group()
-batch.add_argument("--batch-size", type=int, default=256, help="images per step, over all ranks")
-batch.add_argument("--batch-size-per-rank", dest="batch_size", type=lambda n: int(n) * world_size, help="of each rank")
+parser.add_argument("--batch-size", type=int, default=256, help="images per step, in all")
+parser.add_argument("--batch-size-per-rank", dest="batch_size", type=lambda n: int(n) * world_size, help="per rank")
 parser.add_argument("--learning-rate", type=float, default=0.3, help="highest, of SGD")
 parser.add_argument("--seed", type=int, default=0, help="of weights, order of the images and shifts")
 precisions = ("auto", "fp32", "bf16", "fp16")
@@ -78,13 +77,13 @@ device = torch.device(args.device)
 if args.device == "cuda":  # a rank that sees one GPU takes number 0: Slurm may hide the others
     device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
     torch.cuda.set_device(device)
-if distributed:
+if distributed:  # nccl sends between GPUs, gloo between CPUs
     if args.device == "mps":
         stop("--device mps is for one process without a launcher: gloo does not know it")
     if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
-    dist.all_reduce(torch.zeros(1, device=device))  # all are connected from here on: now one may stop
+    dist.all_reduce(torch.zeros(1, device=device))  # a first sum over all ranks connects them: now one may stop()
 place = f"{socket.gethostname()} | world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
 print = print if rank == 0 else lambda *args, **kwargs: None  # from here on rank 0 prints for all
@@ -100,8 +99,8 @@ if args.batch_size > len(train_set):
     stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
 if args.batch_size % world_size:
     stop(f"--batch-size {args.batch_size} does not divide by {world_size} ranks")
-sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
-# EDIT: a TensorDataset takes a list of indices at once. For others: DataLoader(train_set, batch_sampler=batches)
+sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, this rank's
+# batch_size=None: train_set[a list] is a batch. EDIT: one index at a time: DataLoader(train_set, batch_sampler=batches)
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)
 test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # no image on two ranks
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")
@@ -199,7 +198,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
 
 print(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
 if distributed:
-    dist.barrier(device_ids=[device.index] if args.device == "cuda" else None)  # rank 0 may still be saving
+    dist.barrier(device_ids=[device.index] if args.device == "cuda" else None)  # all wait: rank 0 may still be saving
     dist.destroy_process_group()
 if device.type == "cpu":
     os._exit(0)  # threads of gloo's can abort Python while it shuts down

@@ -95,7 +95,7 @@ torch.manual_seed(args.seed)  # the same weights on every rank
 convolutions = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU())
 linears = nn.Sequential(nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10))
 model = nn.Sequential(convolutions, nn.Dropout(args.dropout), nn.Flatten(), linears)  # EDIT: your model
-model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else torch.preserve_format)
+model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else None)  # faster convolutions
 ddp = DistributedDataParallel(model) if world_size > 1 else model  # averages the gradients over the ranks
 # DDP rebuilds its buckets after the first pass, which changes the order of its sums. This pass is discarded, so that a
 # resumed run rounds as one that was not stopped.

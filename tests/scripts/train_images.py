@@ -27,15 +27,15 @@ from torchvision_on_cpu import torchvision  # EDIT: your data
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
-# The first name is the launchers' and torchrun's. The second one is Slurm's, for a bare `srun python`.
+# Process number `rank` of `world_size`, `local_rank` on its node. The second name is Slurm's, for a bare `srun python`.
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
-distributed = "RANK" in os.environ or world_size > 1  # one rank of torchrun's is a process group, too
+distributed = "RANK" in os.environ or world_size > 1  # a launcher started this, be it as the only rank
 
 
 def stop(sentence: str):
-    """Ends this rank, and so the job. All but rank 0 wait 5 s: if all have the fault, rank 0 alone says it."""
+    """Ends this rank; the launcher ends the others. All but rank 0 wait 5 s: what all ranks find is said once."""
     time.sleep(5 if rank > 0 else 0)
     sys.stderr.write(f"[Rank {rank} on {socket.gethostname()}] {sentence}\n")
     os._exit(1)  # not sys.exit, which could wait for the other ranks
@@ -45,7 +45,7 @@ parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.error = stop  # argparse's errors, too
 parser.add_argument("--epochs", type=int, default=3, help="passes over the training images")
 parser.add_argument("--batch-size", type=int, default=64, help="images per step, in all")
-parser.add_argument("--batch-size-per-rank", dest="batch_size", type=lambda n: int(n) * world_size, help="of each rank")
+parser.add_argument("--batch-size-per-rank", dest="batch_size", type=lambda n: int(n) * world_size, help="per rank")
 parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
 parser.add_argument("--dropout", type=float, default=0.25, help="probability of dropping an activation")
 parser.add_argument("--seed", type=int, default=0, help="of weights, order of the images and dropout")
@@ -72,13 +72,13 @@ device = torch.device(args.device)
 if args.device == "cuda":  # a rank that sees one GPU takes number 0: Slurm may hide the others
     device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
     torch.cuda.set_device(device)
-if distributed:
+if distributed:  # nccl sends between GPUs, gloo between CPUs
     if args.device == "mps":
         stop("--device mps is for one process without a launcher: gloo does not know it")
     if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
-    dist.all_reduce(torch.zeros(1, device=device))  # all are connected from here on: now one may stop
+    dist.all_reduce(torch.zeros(1, device=device))  # a first sum over all ranks connects them: now one may stop()
 place = f"{socket.gethostname()} | world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
 print = print if rank == 0 else lambda *args, **kwargs: None  # from here on rank 0 prints for all
@@ -97,8 +97,8 @@ if args.batch_size > len(train_set):
     stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
 if args.batch_size % world_size:
     stop(f"--batch-size {args.batch_size} does not divide by {world_size} ranks")
-sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
-# EDIT: a TensorDataset takes a list of indices at once. For others: DataLoader(train_set, batch_sampler=batches)
+sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, this rank's
+# batch_size=None: train_set[a list] is a batch. EDIT: one index at a time: DataLoader(train_set, batch_sampler=batches)
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)
 test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # no image on two ranks
 train_loader = DataLoader(train_set, batch_sampler=batches, num_workers=2, multiprocessing_context="fork")
@@ -110,7 +110,7 @@ torch.manual_seed(args.seed)  # of the weights: the same in every process
 convolutions = nn.Sequential(nn.Conv2d(3, 16, 3, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU())
 linears = nn.Sequential(nn.Flatten(), nn.Dropout(args.dropout), nn.Linear(32 * 7 * 7, len(train_set.classes)))
 model = nn.Sequential(convolutions, linears)  # EDIT: your model
-model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else torch.preserve_format)
+model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else None)  # faster convolutions
 ddp = nn.parallel.DistributedDataParallel(model) if distributed else model  # its backward averages the gradients
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=device.type != "mps")
 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
@@ -182,7 +182,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
 
 print(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
 if distributed:
-    dist.barrier(device_ids=[device.index] if args.device == "cuda" else None)  # rank 0 may still be saving
+    dist.barrier(device_ids=[device.index] if args.device == "cuda" else None)  # all wait: rank 0 may still be saving
     dist.destroy_process_group()
 if device.type == "cpu":
     os._exit(0)  # threads of gloo's can abort Python while it shuts down
