@@ -414,7 +414,7 @@ def documented(runtime: str, clone: Path) -> Path:
     (lines,) = [
         text for text in blocks if {"Pyxis": "--container-image", "Apptainer": "apptainer exec"}[runtime] in text
     ]
-    taken = r"^    \./aux/run_task\.sh bash .*?\"\$@\" \|\| status=\$\?\n"
+    taken = r"^    \./aux/run_task\.sh bash .*?\"\$@\" \|\| status=\$\?[^\n]*\n"
     script, count = re.subn(taken, lambda _: lines, script, flags=re.M | re.S)
     assert count == 1
     (clone / "run_script.sh").write_text(script)
