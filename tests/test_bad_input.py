@@ -42,6 +42,7 @@ SCRIPTS = {  # how many command lines for each
     "aux/bench/allreduce.py": 3,
     "aux/bench/predict_scaling.py": 3,
     "aux/bench/read_scaling.py": 3,
+    "aux/bench/staging.py": 3,
     "aux/figures/plot_runs.py": 3,
     "aux/submit.py": 15,
     "distributed/train_task.py": 10,

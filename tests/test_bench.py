@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from argparse import Namespace
 
@@ -231,6 +232,13 @@ def test_benchmark_of_launches(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert len(found) == 6 and all(one["ours"][0][0] > 0.5 and one["ours"][0][1] > 0.5 for one in found), found
+
+
+@pytest.mark.matrix
+def test_a_copy_on_the_nodes_own_disks_is_faster_than_a_slow_file_system():
+    done = run(sys.executable, "aux/bench/staging.py", "--rounds", 1, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"^([\d.]+) times as fast", done.stdout, re.M)[1]) > 1.2, done.stdout
 
 
 def named(file) -> dict[str, str]:
