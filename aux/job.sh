@@ -93,7 +93,11 @@ finish_job() {                                       # srun's status, script and
 show_job() { for _ in {1..20}; do scontrol show job "$job" && return; sleep 5; done; }    # slurmctld may be restarting
 
 requeue_preempted() {                                # before its ranks listened: Slurm requeues only what has not failed by then
-    [[ "$(show_job)" != *PreemptTime=[0-9]* ]] ||
+    local shown
+    shown=$(show_job)
+    [[ -z "$shown" || "$shown" == *" Restarts=$SLURM_RESTART_COUNT "* ]] ||
+        { echo "Slurm requeues this job: the errors above are from the end of its ranks"; exit 0; }
+    [[ "$shown" != *PreemptTime=[0-9]* ]] ||
         { scontrol requeue "$job" && echo "Preempted before it could save, requeued" && exit 0; } || true
 }
 

@@ -103,8 +103,8 @@ sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_l
 # batch_size=None: train_set[a list] is a batch. EDIT: one index at a time: DataLoader(train_set, batch_sampler=batches)
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)
 test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # no image on two ranks
-train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")
-test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)
+train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")  # EDIT
+test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)  # EDIT
 
 # --- model ------------------------------------------------------------------------------------------------------------
 

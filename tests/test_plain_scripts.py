@@ -460,6 +460,8 @@ def test_a_changed_copy(cluster, images, tmp_path):
         job = cluster.wait(number)
         assert job.state == "COMPLETED" and job.log.splitlines()[-1].startswith("Finished: epoch=3"), job.log
         assert job.log.count("Resumed after epoch") == (way == "torchrun"), job.log
+        assert job.log.count("Slurm requeues this job") == (way == "torchrun"), job.log
+        assert "was killed by" not in job.log, job.log
         curves[way] = losses(job.log.split("Resumed after epoch")[-1])
         assert evaluations(job.log)[-1][1] > 0.9, job.log
     assert curves["mp"] == pytest.approx(curves["srun"], rel=1e-4)
