@@ -13,16 +13,16 @@ gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}                # as --gpus
 gpus=${gpus##*:}                                                     # all after the colon: a100:4 is 4
 tasks=${SLURM_NTASKS_PER_NODE:-1}
 NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : tasks))}       # a rank per GPU; without GPUs, per task
-WORLD_SIZE=$((NNODES * NPROC_PER_NODE))                              # torchrun and the spawner set the same
-if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # nodes with 4, 4 and 3 tasks, for way 1
+WORLD_SIZE=$((NNODES * NPROC_PER_NODE))                              # ways 2 to 4: torchrun or the spawner sets it, the same
+if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # way 1 (srun) alone: unequal nodes, as 4, 4, 3 tasks
 
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")               # a line each
 MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # rank 0's node: hosts, cut at the first newline
-# MASTER_ADDR=${hosts%%$'\n'*}i                      # EDIT: the i is node-1i's, where the fast network has names of its own
-MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # 61000 to 65535, by job; 10#: decimal
+# MASTER_ADDR=${hosts%%$'\n'*}i                      # EDIT: where node-1 is called node-1i on the fast network: add the i
+MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # 61000 to 65535, by job; 10#: base 10, not octal
 
 cpus=${SLURM_JOB_CPUS_PER_NODE:-1}                                   # 16(x4),8: four nodes with 16 CPUs, one with 8
-CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # in salloc the first number: cut at ( or ,
+CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # salloc does not set the first: cpus, cut at ( or ,
 if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks)); fi    # as asked for
 CPUS_PER_RANK=$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS_PER_RANK}                   # CPU threads of torch in each rank
@@ -34,12 +34,12 @@ set +u                                               # module and conda use vari
 # shellcheck source=/dev/null
 if [[ -d .venv ]]; then source .venv/bin/activate; fi    # EDIT: your virtual environment; with conda in its place:
 # source "$(conda info --base)/etc/profile.d/conda.sh" && conda activate NAME
-# PATH=$(./aux/stage_environment.sh .venv /tmp)/bin:$PATH    # EDIT: where importing is slow: .venv on each node's disk
+# PATH=$(./aux/stage_environment.sh .venv /tmp)/bin:$PATH    # EDIT: slow imports: copies .venv to each node's /tmp
 set -u
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # EDIT: only where ranks pick the wrong network interface
 # export NCCL_IB_DISABLE=1                           # EDIT: no InfiniBand, or a broken one: use TCP
 # umask 077                                          # EDIT: where nobody else may read what jobs write
-export CONTAINER_IMAGE=$PWD/pytorch.sqsh             # way 4 alone, to the end. EDIT: the image that aux/import_image.sh has made
-export CONTAINER_NAME=pytorch${CONTAINER_IMAGE//[^[:alnum:]_.]/-}    # EDIT: its container: the path, / as -
-export CONTAINER_MOUNTS=                             # EDIT: folders besides the repository: HOST:CONTAINER,...:ro
+export CONTAINER_IMAGE=$PWD/pytorch.sqsh             # from here: way 4 (container). EDIT: the image of aux/import_image.sh
+export CONTAINER_NAME=pytorch${CONTAINER_IMAGE//[^[:alnum:]_.]/-}    # EDIT: its name: the path, with - for / and the like
+export CONTAINER_MOUNTS=                             # EDIT: folders besides the repository: HOST:CONTAINER[:ro],...
 export CONTAINER_ENV=                                # EDIT: variables besides the ranks' own: WANDB_API_KEY,...

@@ -7,7 +7,7 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=USR1@120          # EDIT: seconds before the time limit, to save; ignored by scripts that do not listen
+#SBATCH --signal=USR1@120          # EDIT: seconds before the limit, to save; run_task.sh has other scripts ignore it
 ##SBATCH --mem=0                   # EDIT: take one # away: all memory of the nodes, where a site's default is small
 # Way 4: way 2 in an Enroot container: srun starts one torchrun per node, inside it; env.sh's variables go in by name.
 #
@@ -19,7 +19,7 @@ set -euo pipefail
 [[ -f env.sh ]] || { echo "No env.sh in $PWD: cd to the repository before sbatch, or sbatch --chdir=REPOSITORY" >&2; exit 1; }
 source ./env.sh                    # sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT; die, start_job, finish_job are aux/job.sh's
 
-set -- "${@:-distributed/train_ddp.py}"    # without arguments, this script
+set -- "${@:-distributed/train_ddp.py}"    # without arguments: this train script
 ! is_uneven ||
     die "uneven allocation: $SLURM_NTASKS tasks on $NNODES nodes, but torchrun starts as many on each; use launch_slurm_to_torch.sh"
 start_job "Way 4, torchrun starts the ranks of each node in container $CONTAINER_NAME, logs in log/$SLURM_JOB_ID" "$@"
@@ -41,4 +41,4 @@ srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cp
         start_container enroot start --root --rw --mount "$folder:/workspace/mnt" "${options[@]}" \
             "$CONTAINER_NAME" "${enter[@]}" ./torchrun.sh "$@"
     ' - "$@" || status=$?    # without this, set -e would end the script here
-finish_job "${status:-0}" "$@"     # requeues a stopped job; else exits with the failed rank's status
+finish_job "${status:-0}" "$@"     # requeues a job that has saved and stopped; else exits with the failed rank's status

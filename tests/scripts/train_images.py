@@ -27,15 +27,15 @@ from torchvision_on_cpu import torchvision  # EDIT: your data
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
-# Process number `rank` of `world_size`, `local_rank` on its node. The second name is Slurm's, for a bare `srun python`.
+# Process number `rank` of `world_size`, `local_rank` on its node. A bare `srun python` has Slurm's second names alone.
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
-distributed = "RANK" in os.environ or world_size > 1  # a launcher started this, be it as the only rank
+distributed = "RANK" in os.environ or world_size > 1  # a launcher started this, perhaps as a single rank
 
 
 def stop(sentence: str):
-    """Ends this rank; the launcher ends the others. All but rank 0 wait 5 s: what all ranks find is said once."""
+    """Ends this rank, and the launcher the others, within 5 s: an error that all find is printed by rank 0 alone."""
     time.sleep(5 if rank > 0 else 0)
     sys.stderr.write(f"[Rank {rank} on {socket.gethostname()}] {sentence}\n")
     os._exit(1)  # not sys.exit, which could wait for the other ranks
@@ -78,7 +78,7 @@ if distributed:  # nccl sends between GPUs, gloo between CPUs
     if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
-    dist.all_reduce(torch.zeros(1, device=device))  # a first sum over all ranks connects them: now one may stop()
+    dist.all_reduce(torch.zeros(1, device=device))  # connects all ranks: had one stopped before, others would wait
 place = f"{socket.gethostname()} | world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
 print = print if rank == 0 else lambda *args, **kwargs: None  # from here on rank 0 prints for all
@@ -98,7 +98,7 @@ if args.batch_size > len(train_set):
 if args.batch_size % world_size:
     stop(f"--batch-size {args.batch_size} does not divide by {world_size} ranks")
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, this rank's
-# batch_size=None: train_set[a list] is a batch. EDIT: one index at a time: DataLoader(train_set, batch_sampler=batches)
+# batch_size=None: train_set[list] is one batch. EDIT: if yours takes one index: DataLoader(it, batch_sampler=batches)
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)
 test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # no image on two ranks
 train_loader = DataLoader(train_set, batch_sampler=batches, num_workers=2, multiprocessing_context="fork")
@@ -182,7 +182,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
 
 print(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
 if distributed:
-    dist.barrier(device_ids=[device.index] if args.device == "cuda" else None)  # all wait: rank 0 may still be saving
+    dist.barrier(device_ids=[device.index] if args.device == "cuda" else None)  # rank 0 may still save; ids: nccl's GPU
     dist.destroy_process_group()
 if device.type == "cpu":
-    os._exit(0)  # threads of gloo's can abort Python while it shuts down
+    os._exit(0)  # skips Python's shutdown, in which a thread of gloo's can abort it
