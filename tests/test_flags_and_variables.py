@@ -140,7 +140,7 @@ def test_flags_exist(path, slurm):
 # Nothing here sets or reads these, or they are no variables.
 OF_OTHERS = {
     *("CUDA_LAUNCH_BLOCKING", "ENROOT_DATA_PATH", "LD_LIBRARY_PATH", "LD_PRELOAD"),
-    *("NCCL_DEBUG_SUBSYS", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"),
+    *("NCCL_DEBUG_SUBSYS", "NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"),
     *("HF_HOME", "WANDB_API_KEY"),  # which a reader may want in a container
     *("OUT_OF_MEMORY", "TMP_DISK", "AVAIL_FE", "SIG_DFL"),  # a state and columns of Slurm's, a constant of Python's
     *("VARIABLE", "LAUNCHER_JOBID"),  # in `VARIABLE=value sbatch ...` and in the name of a log
