@@ -6,8 +6,10 @@ import importlib.util
 import math
 import os
 import shutil
+import sysconfig
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -54,11 +56,13 @@ def choose_precision(args: Namespace, place: Place) -> str:
 
 
 def choose_compile(args: Namespace, place: Place) -> bool:
-    """--compile or --no-compile; else where torch.compile pays at once, on CUDA with Triton and a C compiler."""
+    """--compile or --no-compile; else where torch.compile pays at once, on CUDA with all that Triton needs."""
     if args.compile is not None:
         return args.compile
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    able = place.device.type == "cuda" and importlib.util.find_spec("triton") is not None and compiler is not None
+    headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").exists()  # Triton compiles C against them
+    able = place.device.type == "cuda" and None not in (importlib.util.find_spec("triton"), compiler) and headers
+    able = able and torch.cuda.get_device_capability(place.device) >= (7, 0)  # Triton's least
     [ranks] = place.all_reduced([able])
     return ranks == place.world_size
 

@@ -74,8 +74,8 @@ if args.device == "auto":
     mps = torch.backends.mps.is_available() and not distributed
     args.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
 device = torch.device(args.device)
-if args.device == "cuda":  # a rank that sees one GPU takes number 0: Slurm may hide the others
-    device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
+if args.device == "cuda":  # a rank may see its own GPU alone, as number 0: Slurm can hide the others
+    device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
     torch.cuda.set_device(device)
 if distributed:  # nccl sends between GPUs, gloo between CPUs
     if args.device == "mps":
@@ -116,7 +116,7 @@ layers += [nn.Linear(64 * 4 * 4, 128), nn.ReLU(), nn.Linear(128, 10)]
 model = nn.Sequential(*layers).to(device, memory_format=torch.channels_last)
 # The ranks' BatchNorms are made equal before the evaluation, and not at every step.
 ddp = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False) if distributed else model
-weights = {"nesterov": True, "weight_decay": 5e-4, "fused": device.type != "mps"}
+weights = {"nesterov": True, "weight_decay": 5e-4, "fused": device.type != "mps" and args.precision != "fp16"}
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, **weights)
 if args.precision == "auto":
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.8 and older have no such function

@@ -101,7 +101,8 @@ ddp = DistributedDataParallel(model) if world_size > 1 else model  # averages th
 # resumed run rounds as one that was not stopped.
 ddp.eval()(next(iter(train_loader))[0].to(device)).sum().backward()
 model.zero_grad()
-optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=device.type != "mps")
+fused = device.type != "mps" and args.precision != "fp16"  # where GradScaler skips step 1, it spoils the momentum
+optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=fused)
 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
 autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
 scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")

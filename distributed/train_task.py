@@ -169,7 +169,8 @@ def choose_device(name: str, rank: int, local_rank: int, world_size: int):
         stop("--device mps needs an Apple GPU and one process", rank)
     if name != "cuda":
         return torch.device(name)
-    index = 0 if count == 1 else local_rank  # one visible device: Slurm bound it to this task
+    hidden = 0 < count < max(2, int(granted))  # Slurm shows this task only some of the node's GPUs
+    index = local_rank % count if hidden else local_rank
     if index >= count:
         stop(f"local rank {local_rank} has no GPU: torch sees {count}; ask for one GPU per rank", rank)
     torch.cuda.set_device(index)

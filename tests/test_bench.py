@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import re
 import sys
 from argparse import Namespace
@@ -255,6 +256,22 @@ def test_both_sides_are_the_same_network(bench, mnist):
     ours.load_state_dict(dict(zip(ours.state_dict(), theirs.state_dict().values(), strict=True)))
     images = torch.randn(8, 1, 28, 28)
     torch.testing.assert_close(ours(images).log_softmax(1), theirs(images))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_momentum_after_a_first_step_that_is_skipped(bench, mnist, precision):
+    """torch 2.13's fused SGD makes the momentum without writing it, when GradScaler finds an overflow in step 1."""
+    import torch
+
+    def end(loader, batches):
+        raise bench.Enough
+
+    script = bench.run_train_ddp(mnist, precision, end)
+    scaler, optimizer = torch.amp.GradScaler("cpu", enabled=precision == "fp16"), script["optimizer"]
+    assert optimizer.defaults["fused"] == (precision == "fp32")  # which is faster
+    scaler.scale(next(script["model"].parameters()).sum() * math.inf).backward()
+    scaler.step(optimizer)
+    assert bool(optimizer.state_dict()["state"]) == (precision == "fp32")
 
 
 def test_ours_is_the_script_as_it_trains_elsewhere(bench, mnist, tmp_path):

@@ -21,13 +21,22 @@ import torch
 from conftest import REPOSITORY, environment, read_metrics, run
 
 SINGLE, DDP, TASK = "local/train_single.py", "distributed/train_ddp.py", "distributed/train_task.py"
-PREEMPTIBLE, FSDP, TP = (f"distributed/train_{name}.py" for name in ("preemptible", "fsdp", "tp"))
+PREEMPTIBLE, FAST, FSDP, TP = (f"distributed/train_{name}.py" for name in ("preemptible", "fast", "fsdp", "tp"))
 IMAGES = ["--epochs", 1, "--batch-size", 20, "--log-every", 1]  # 300 images: 15 steps
 TEXT = ["--layers", 2, "--heads", 4, "--width", 64, "--context", 32, "--batch-size", 8, "--dropout", 0]
 TEXT += ["--learning-rate", 0.01, "--steps", 15, "--warmup-steps", 5, "--log-every", 1, "--eval-windows", 20]
 ARGUMENTS = {SINGLE: [*IMAGES, "--dropout", 0], TASK: IMAGES, FSDP: TEXT}
+ARGUMENTS[FAST] = [*IMAGES, "--learning-rate", 0.01]
 ARGUMENTS |= {DDP: ARGUMENTS[SINGLE], PREEMPTIBLE: ARGUMENTS[SINGLE], TP: TEXT}
-REFERENCE = {SINGLE: SINGLE, DDP: SINGLE, PREEMPTIBLE: SINGLE, TASK: TASK, FSDP: FSDP, TP: FSDP}  # of equal losses
+REFERENCE = {
+    SINGLE: SINGLE,
+    DDP: SINGLE,
+    PREEMPTIBLE: SINGLE,
+    TASK: TASK,
+    FAST: FAST,
+    FSDP: FSDP,
+    TP: FSDP,
+}  # of equal losses
 STEPS = 15
 # How far a loss may be from the CPU's in float32, as a share of it. Float32 is meant: NVIDIA_TF32_OVERRIDE=0.
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.03, "fp16": 0.03}
@@ -133,7 +142,9 @@ def assert_equal_losses(log: str, expected: tuple[list[float], float], precision
 
 # --- one process ------------------------------------------------------------------------------------------------------
 
-PRECISIONS = [(script, precision) for script in (SINGLE, DDP, PREEMPTIBLE) for precision in ("fp32", "bf16", "fp16")]
+PRECISIONS = [
+    (script, precision) for script in (SINGLE, DDP, PREEMPTIBLE, FAST) for precision in ("fp32", "bf16", "fp16")
+]
 PRECISIONS += [(script, precision) for script in (FSDP, TP) for precision in ("fp32", "bf16")]
 
 
@@ -188,6 +199,18 @@ def test_process_group(device, train, on_cpu, script, form, ranks):
 def test_process_group_in_bfloat16(device, train, on_cpu, script, ranks):
     log = train(script, device, "--precision", "bf16", form="torchrun", ranks=ranks)
     assert_equal_losses(log, on_cpu(script), "bf16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("script", [FSDP, TP], ids=stem)
+def test_asynchronous_checkpoints(device, train, on_cpu, tmp_path, script, ranks):
+    """Copied from the device and written by a thread, which leaves the GPUs of other ranks alone."""
+    flags = ["--precision", "fp32", "--checkpoint-every", 5]
+    log = train(script, device, *flags, form="torchrun", ranks=ranks, folder=tmp_path / "out", ASYNCHRONOUS=1)
+    assert_equal_losses(log, on_cpu(script))
+    assert all(len(said.get("contexts", [0])) == 1 for said in devices(log, device, ranks)), log
+    resumed = train(script, device, *flags, "--resume", form="torchrun", ranks=ranks, folder=tmp_path / "out")
+    assert f"Resumed after step {STEPS}" in resumed, resumed
 
 
 @pytest.mark.gpu

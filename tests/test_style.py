@@ -78,7 +78,7 @@ LINES = {  # at most
     "local/train_single.py": 145,
     "distributed/train_ddp.py": 190,
     "distributed/train_fast.py": 210,
-    "distributed/train_preemptible.py": 160,
+    "distributed/train_preemptible.py": 165,
     "distributed/train_fsdp.py": 250,
     "distributed/train_tp.py": 260,
 }

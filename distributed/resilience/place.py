@@ -375,7 +375,8 @@ def choose_device(name: str, local_rank: int, world_size: int) -> tuple[torch.de
     if name != "cuda":
         return torch.device(name), None
     count = torch.cuda.device_count()
-    index = 0 if count == 1 else local_rank  # one device in sight: Slurm has bound it to this task
+    hidden = 0 < count < max(2, int(os.environ.get("SLURM_GPUS_ON_NODE") or 0))  # Slurm shows only some of the node's
+    index = local_rank % count if hidden else local_rank
     if index >= count:
         return cpu, f"local rank {local_rank} has no GPU: torch sees {count}; ask for as many GPUs a node as ranks"
     torch.cuda.set_device(index)

@@ -11,6 +11,7 @@ and at the run's end.
 Beware: the format's index (.metadata) is a Python pickle. Load only checkpoints from someone you trust.
 """
 
+import datetime
 import json
 import os
 import re
@@ -61,6 +62,12 @@ class ShardedCheckpoints(Checkpoints):
         self.thread, self.options = ThreadPoolExecutor(1), {}  # of async_save
         if hasattr(staging, "StagingOptions"):  # torch's own default, which would take new memory for every checkpoint
             self.options["async_stager"] = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
+        if (
+            dist.is_initialized() and place.device.type == "cuda"
+        ):  # now: an address that gloo cannot use is seen at once
+            group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=args.init_timeout))
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=args.save_timeout), group)
+            self.options["process_group"] = group
         self.writing: tuple[int, dict, Future] | None = None  # step, metadata, and what measure_files will return
 
     def load(self, parts: dict[str, Any]) -> dict | None:
@@ -106,7 +113,8 @@ class ShardedCheckpoints(Checkpoints):
         if large and dist.is_initialized() and "process_group" not in self.options:
             # Beside that of the steps, whose collectives it would come between. Ranks may take long to write (30 min).
             self.options["process_group"] = dist.new_group(backend="gloo")
-        saved = dcp.async_save(state, checkpoint_id=temporary, **self.options) if large else None
+        writer = dcp.FileSystemWriter(temporary, per_thread_copy_ahead=0)  # else its thread opens a context on GPU 0
+        saved = dcp.async_save(state, storage_writer=writer, **self.options) if large else None
 
         def save() -> dict:
             saved.result() if saved else dcp.save(state, checkpoint_id=temporary)

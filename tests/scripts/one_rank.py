@@ -6,7 +6,8 @@ is 1, or more, the answer is more. Several ranks are left as they are, and so is
 
 After every step of the optimizer a line DEVICE says, in JSON, the backend, the kind of the weights, their bytes on this
 rank, and the bytes of its device: now, and at most so far. On a CPU, which has no counters for that, the variable COUNT
-says that tensors are to be counted. The variable SLOW says how many seconds longer a step takes.
+says that tensors are to be counted. The variable SLOW says how many seconds longer a step takes. With ASYNCHRONOUS
+small checkpoints are written asynchronously, too; on CUDA the line has the GPUs on which this process has a context.
 """
 
 import json
@@ -87,7 +88,9 @@ def report(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
     now, peak = counted.now, counted.peak
     if local[0].is_cuda:
         now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        contexts = [number for number in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(number)]
     line = {"backend": dist.get_backend() if dist.is_initialized() else None, "device": local[0].device.type}
+    line |= {"contexts": contexts} if local[0].is_cuda else {}
     line |= {"kind": type(weights[0]).__name__, "weights": sum(x.numel() * x.element_size() for x in local)}
     os.write(1, f"DEVICE {json.dumps(line | {'now': now, 'peak': peak})}\n".encode())
     time.sleep(float(os.environ.get("SLOW", 0)))
@@ -103,4 +106,8 @@ register_optimizer_step_post_hook(report)
 script = Path(sys.argv[1]).resolve()
 del sys.argv[0]
 sys.path[0] = str(script.parent)
+if "ASYNCHRONOUS" in os.environ:
+    from resilience.sharded_checkpoints import ShardedCheckpoints
+
+    ShardedCheckpoints.asynchronous_from = 0
 runpy.run_module(script.stem, run_name="__main__", alter_sys=True)

@@ -69,8 +69,8 @@ if args.device == "auto":
     mps = torch.backends.mps.is_available() and not distributed
     args.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
 device = torch.device(args.device)
-if args.device == "cuda":  # a rank that sees one GPU takes number 0: Slurm may hide the others
-    device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
+if args.device == "cuda":  # a rank may see its own GPU alone, as number 0: Slurm can hide the others
+    device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
     torch.cuda.set_device(device)
 if distributed:  # nccl sends between GPUs, gloo between CPUs
     if args.device == "mps":
@@ -112,7 +112,8 @@ linears = nn.Sequential(nn.Flatten(), nn.Dropout(args.dropout), nn.Linear(32 * 7
 model = nn.Sequential(convolutions, linears)  # EDIT: your model
 model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else None)  # faster convolutions
 ddp = nn.parallel.DistributedDataParallel(model) if distributed else model  # its backward averages the gradients
-optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=device.type != "mps")
+fused = device.type != "mps" and args.precision != "fp16"  # where GradScaler skips step 1, it spoils the momentum
+optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=fused)
 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
 autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
 scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
