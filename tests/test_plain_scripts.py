@@ -464,8 +464,9 @@ def test_a_changed_copy(cluster, images, tmp_path):
         assert "was killed by" not in job.log, job.log
         curves[way] = losses(job.log.split("Resumed after epoch")[-1])
         assert evaluations(job.log)[-1][1] > 0.9, job.log
-    assert curves["mp"] == pytest.approx(curves["srun"], rel=1e-4)
-    assert curves["torchrun"] == pytest.approx({key: curves["mp"][key] for key in curves["torchrun"]}, rel=1e-4)
+    near = {"rel": 1e-4, "abs": 1e-5}  # six decimals are printed, and these losses come down to 0
+    assert curves["mp"] == pytest.approx(curves["srun"], **near)
+    assert curves["torchrun"] == pytest.approx({key: curves["mp"][key] for key in curves["torchrun"]}, **near)
     assert curves["torchrun"], "the requeued run has logged nothing"
 
 
