@@ -203,19 +203,20 @@ def main(args: Namespace):
     os.chdir(REPOSITORY)
     args.out = args.out.absolute()
     args.out.mkdir(parents=True, exist_ok=True)
+    command = " ".join(["aux/bench/growth.py", "--ranks", *map(str, args.ranks), "--rounds", str(args.rounds)])
+    found = {"date": datetime.date.today().isoformat(), "machine": machine(), "command": command, "sizes": []}
     os.environ.setdefault("CLUSTER", f"growth-{os.getpid()}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as ctrl-C: by way of finally
     try:
         namespaces("up", "--nodes", max(args.ranks) // RANKS_PER_NODE, "--cpus", RANKS_PER_NODE, "--gpus", 0)
-        sizes = [measure(args, ranks) for ranks in sorted(set(args.ranks))]
+        for ranks in sorted(set(args.ranks)):
+            found["sizes"].append(measure(args, ranks))
+            write_whole(args.out / "growth.json", json.dumps(found, indent=1) + "\n")
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
         namespaces("down")
-    command = " ".join(["aux/bench/growth.py", "--ranks", *map(str, args.ranks), "--rounds", str(args.rounds)])
-    found = {"date": datetime.date.today().isoformat(), "machine": machine(), "command": command, "sizes": sizes}
-    write_whole(args.out / "growth.json", json.dumps(found, indent=1) + "\n")
-    print(f"{growth_table(sizes)}\nWritten: {args.out / 'growth.json'}")
+    print(f"{growth_table(found['sizes'])}\nWritten: {args.out / 'growth.json'}")
 
 
 if __name__ == "__main__":

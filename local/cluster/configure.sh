@@ -14,6 +14,10 @@ cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
   # cred_expire: a requeued job waits for so many seconds (and one) instead of two minutes. Within that time
   # a job has to reach its last node, which takes longer the more nodes share this machine.
   echo "AuthInfo=socket=$folder/munge/socket,cred_expire=$((5 + nodes / 10))"
+  # 10 by default, too short when many nodes share two cores. UnkillableStepTimeout is not below five times as long.
+  wait=$((nodes > 100 ? 300 : 60))
+  echo "MessageTimeout=$wait"
+  echo "UnkillableStepTimeout=$((5 * wait))"
   # Another range for each key, so that no cluster finds logs and checkpoints of another's jobs under its own job ids.
   echo "FirstJobId=$(($(cksum <"$folder/key/munge.key" | cut --delimiter=' ' --fields=1) % 60000000 + 1))"
   echo "StateSaveLocation=$folder/state"
