@@ -75,7 +75,7 @@ docs: .venv-docs/ready  ## README and docs/ as a site, to read without internet:
 data: .venv/ready
 	@if [[ ! -e $(DATA_DIR)/MNIST/raw/train-images-idx3-ubyte ]]; then \
 	    .venv/bin/python aux/prepare_data.py mnist --data-dir $(DATA_DIR) || \
-	    { echo "make: so digits are drawn in its place"; \
+	    { echo "make: there is nothing to do: digits are drawn in its place, about a minute"; \
 	      .venv/bin/python aux/prepare_data.py mnist --data-dir $(DATA_DIR) --synthetic; }; \
 	fi
 
