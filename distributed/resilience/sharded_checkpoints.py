@@ -62,9 +62,7 @@ class ShardedCheckpoints(Checkpoints):
         self.thread, self.options = ThreadPoolExecutor(1), {}  # of async_save
         if hasattr(staging, "StagingOptions"):  # torch's own default, which would take new memory for every checkpoint
             self.options["async_stager"] = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
-        if (
-            dist.is_initialized() and place.device.type == "cuda"
-        ):  # now: an address that gloo cannot use is seen at once
+        if dist.is_initialized() and place.device.type == "cuda":  # at the start: a fault of gloo's network shows now
             group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=args.init_timeout))
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=args.save_timeout), group)
             self.options["process_group"] = group
