@@ -33,7 +33,7 @@ parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD wi
 parser.add_argument("--dropout", type=float, default=0.25, help="probability of dropping an activation")
 parser.add_argument("--seed", type=int, default=0, help="of weights, order of the images and dropout")
 parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of autocast")
-parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default=os.environ.get("TRAIN_DEVICE", "auto"))
+parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default=os.environ.get("TRAIN_DEVICE", "auto"))
 parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")  # EDIT
 parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
 parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or the time")
@@ -87,8 +87,7 @@ if args.precision == "fp16" and device.type == "cpu":
 
 # --- checkpoint -------------------------------------------------------------------------------------------------------
 
-now = time.strftime("%Y-%m-%d_%H-%M-%S")
-folder = args.checkpoint_dir or Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
+folder = args.checkpoint_dir or Path("checkpoints", os.environ.get("SLURM_JOB_ID", time.strftime("%Y-%m-%d_%H-%M-%S")))
 state = {"model": model, "optimizer": optimizer, "scaler": scaler}
 epochs_done = max((int(path.stem.split("_")[-1]) for path in folder.glob("checkpoint_epoch_*.pt")), default=0)
 if epochs_done and not args.resume:

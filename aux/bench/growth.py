@@ -3,7 +3,8 @@
     python aux/bench/growth.py --ranks 8 64                  # some six minutes
     python aux/bench/growth.py                               # up to 4,096 ranks on 512 nodes: 8 GB, some 25 minutes
 
-Start-up: from srun in launch_slurm_to_torch.sh until the last rank's Python runs, with 8 ranks a node, each a task.
+Start-up: from srun in launch_slurm_to_torch.sh until the last rank's Python runs, with 8 ranks a node, each a task. On
+few CPUs all of them are there at once, with 12 MB each: what would not fit into this machine's memory is left out.
 Rendezvous and Step 0, heartbeats: the package's own code, over the cluster's network, from the moment at which all
 ranks begin. Thousands of processes with torch need more memory than this machine has, so here ranks are threads of at
 most 32 processes, on a node each. All share this machine's CPUs: on real nodes each of these times is shorter.
@@ -36,6 +37,7 @@ from resilience.job import write_whole
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS_PER_NODE = 8
 MOST_PROCESSES = 32  # with torch at once, 150 MB each
+TASK_MEMORY = 12 << 20  # of a rank's Python, its shell and a share of its node's slurmstepd, in bytes
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -183,19 +185,30 @@ def run_job(args: Namespace, nodes: int, tasks: int, task: str, ranks: int) -> t
     stop(f"the job {task} of {ranks} ranks has failed, see {log}: {text.splitlines()[-1] if text else 'it is empty'}")
 
 
+def start_up(args: Namespace, ranks: int) -> float | None:
+    """Seconds until the last rank's Python runs; None where so many do not fit into this machine's memory."""
+    free = int(re.search(r"^MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text(), re.M)[1]) << 10
+    if free < ranks * TASK_MEMORY:
+        print(f"start-up left out: it needs {ranks * TASK_MEMORY >> 30} GB, {free >> 30} are available", flush=True)
+        return None
+    log, called = run_job(args, ranks // RANKS_PER_NODE, RANKS_PER_NODE, "start", ranks)
+    times = [float(found) for found in re.findall(r"^STARTED (\S+)$", log, re.M)]
+    if len(times) != ranks:
+        stop(f"{len(times)} of {ranks} ranks have started, see {args.out / f'start-{ranks}.out'}")
+    return max(times) - called
+
+
 def measure(args: Namespace, ranks: int) -> dict[str, float]:
     """What a number of ranks takes, in seconds where nothing else is said: medians of the rounds."""
     nodes, rounds = ranks // RANKS_PER_NODE, []
     for number in range(1, args.rounds + 1):
         print(f"{ranks} ranks, round {number} of {args.rounds}", flush=True)
-        log, called = run_job(args, nodes, RANKS_PER_NODE, "start", ranks)
-        times = [float(found) for found in re.findall(r"^STARTED (\S+)$", log, re.M)]
-        if len(times) != ranks:
-            stop(f"{len(times)} of {ranks} ranks have started, see {args.out / f'start-{ranks}.out'}")
+        started = start_up(args, ranks)
         task = "beat" if number == args.rounds else "meet"  # heartbeats take minutes: once
         log, _ = run_job(args, min(nodes, MOST_PROCESSES), 1, task, ranks)
-        rounds.append({"start": max(times) - called} | json.loads(re.search(r"^MEASURED (.*)$", log, re.M)[1]))
-    medians = {name: statistics.median(row[name] for row in rounds if name in row) for name in rounds[-1]}
+        rounds.append({"start": started} | json.loads(re.search(r"^MEASURED (.*)$", log, re.M)[1]))
+    values = {name: [row[name] for row in rounds if row.get(name) is not None] for name in rounds[-1]}
+    medians = {name: statistics.median(found) if found else None for name, found in values.items()}
     return {"ranks": ranks, "nodes": nodes, "processes": min(nodes, MOST_PROCESSES)} | medians
 
 
