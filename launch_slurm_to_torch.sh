@@ -7,7 +7,7 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=USR1@120          # EDIT: seconds before the limit, to save; run_task.sh has other scripts ignore it
+#SBATCH --signal=USR1@120          # EDIT: USR1, 120 s before the limit: save; scripts without a handler ignore it
 ##SBATCH --mem=0                   # EDIT: take one # away: all memory of the nodes, where a site's default is small
 # Way 1: srun starts every rank; the task sets RANK and LOCAL_RANK, env.sh the other three.
 #
@@ -27,13 +27,13 @@ start_job "Way 1, srun starts every rank" "$@"    # last checks, and a line in t
 # --wait              EDIT: seconds that the others have when one has ended well; a failed one ends all at once
 # --distribution      neighbouring ranks fill one CPU socket before the next; Slurm's default alternates
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
-# RANK                by SLURM_NODEID: MASTER_ADDR is node 0, and SLURM_PROCID 0 may be elsewhere (topology plugins)
-# --norc -p           nothing of ~/.bashrc; -p, here and in line 1: no functions of the submitting shell
+# RANK                not SLURM_PROCID: rank 0 must be on MASTER_ADDR (node 0), task 0 need not be (topology plugins)
+# --norc -p           no ~/.bashrc, which bash reads when its input is a socket; no exported functions (-p, line 1 too)
 # shellcheck disable=SC2016  # in single quotes: each task expands these. $0 is "-", "$@" the script and its arguments
 srun --ntasks="$WORLD_SIZE" --kill-on-bad-exit=1 --wait=300 --distribution=block:block \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-$CPUS_PER_RANK}" bash --norc -pc '
         export LOCAL_RANK=$SLURM_LOCALID RANK=$((SLURM_NODEID * NPROC_PER_NODE + SLURM_LOCALID))
-        if [[ "$SLURM_STEP_TASKS_PER_NODE" == *,* ]]; then RANK=$SLURM_PROCID; fi    # 4,3 tasks: no product is right
+        if [[ "$SLURM_STEP_TASKS_PER_NODE" == *,* ]]; then RANK=$SLURM_PROCID; fi    # unequal nodes, as 4,3 tasks
         exec ./aux/run_task.sh python "$@"    # runs python; the rank that fails first is noted
     ' - "$@" || status=$?    # without this, set -e would end the script here
 finish_job "${status:-0}" "$@"     # requeues a job that has saved and stopped; else exits with the failed rank's status

@@ -7,7 +7,7 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=USR1@120          # EDIT: seconds before the limit, to save; run_task.sh has other scripts ignore it
+#SBATCH --signal=USR1@120          # EDIT: USR1, 120 s before the limit: save; scripts without a handler ignore it
 ##SBATCH --mem=0                   # EDIT: take one # away: all memory of the nodes, where a site's default is small
 # Way 3: srun starts one spawner per node; it sets RANK, LOCAL_RANK and WORLD_SIZE, env.sh the other two.
 #

@@ -7,7 +7,7 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=USR1@120          # EDIT: seconds before the limit, to save; run_task.sh has other scripts ignore it
+#SBATCH --signal=USR1@120          # EDIT: USR1, 120 s before the limit: save; scripts without a handler ignore it
 ##SBATCH --mem=0                   # EDIT: take one # away: all memory of the nodes, where a site's default is small
 # Way 4: way 2 in an Enroot container: srun starts one torchrun per node, inside it; env.sh's variables go in by name.
 #
@@ -29,7 +29,7 @@ start_job "Way 4, torchrun starts the ranks of each node in container $CONTAINER
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
 # --error=all         errors come here, to the job's log
 # --open-mode         a requeued job has the same id
-# --norc -p           nothing of ~/.bashrc, and no functions of the submitting shell
+# --norc -p           no ~/.bashrc, which bash reads when its input is a socket, and no exported functions
 # shellcheck disable=SC2016  # each task's own shell expands these; "$@" is the train script and its arguments
 srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cpus-per-task="$CPUS_PER_NODE" \
     --output="log/$SLURM_JOB_ID/%N.out" --error=all --open-mode=append \

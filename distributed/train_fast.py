@@ -40,7 +40,7 @@ distributed = "RANK" in os.environ or world_size > 1  # a launcher started this,
 
 
 def stop(sentence: str):
-    """Ends this rank, and the launcher the others, within 5 s: an error that all find is printed by rank 0 alone."""
+    """Prints, and exits. Ranks but 0 wait 5 s: where rank 0 finds the same error, the launcher ends them before."""
     time.sleep(5 if rank > 0 else 0)
     sys.stderr.write(f"[Rank {rank} on {socket.gethostname()}] {sentence}\n")
     os._exit(1)  # not sys.exit, which could wait for the other ranks
@@ -81,7 +81,7 @@ if distributed:  # nccl sends between GPUs, gloo between CPUs
     if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
-    dist.all_reduce(torch.zeros(1, device=device))  # connects all ranks: had one stopped before, others would wait
+    dist.all_reduce(torch.zeros(1, device=device))  # connects now: a rank that dies later is noticed, not waited for
 place = f"{socket.gethostname()} | world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
 print = print if rank == 0 else lambda *args, **kwargs: None  # from here on rank 0 prints for all
@@ -98,7 +98,7 @@ if args.batch_size > len(train_set):
 if args.batch_size % world_size:
     stop(f"--batch-size {args.batch_size} does not divide by {world_size} ranks")
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, this rank's
-# batch_size=None: train_set[list] is one batch. EDIT: if yours takes one index: DataLoader(it, batch_sampler=batches)
+# train_set[a list] is a batch. EDIT: if yours takes one index at a time: DataLoader(train_set, batch_sampler=batches)
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)
 test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # no image on two ranks
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")  # EDIT
@@ -167,7 +167,8 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             mean = torch.stack(losses).mean() / world_size
             if distributed:
                 dist.all_reduce(mean)  # the sum over all ranks
-            mean, seconds = mean.item(), (time.perf_counter() - start) / len(losses)  # seconds: of one step
+            mean = mean.item()  # waits for the GPU: only then read the clock
+            seconds = (time.perf_counter() - start) / len(losses)  # of one step
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
             time_left = datetime.timedelta(seconds=round(seconds * steps_left))
             progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={time_left}"
@@ -195,7 +196,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
 
 print(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
 if distributed:
-    dist.barrier(device_ids=[device.index] if args.device == "cuda" else None)  # rank 0 may still save; ids: nccl's GPU
+    dist.barrier(device_ids=[device.index] if args.device == "cuda" else None)  # rank 0 may still save; nccl wants ids
     dist.destroy_process_group()
 if device.type == "cpu":
     os._exit(0)  # skips Python's shutdown, in which a thread of gloo's can abort it

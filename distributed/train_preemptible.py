@@ -101,7 +101,7 @@ ddp = DistributedDataParallel(model) if world_size > 1 else model  # averages th
 # resumed run rounds as one that was not stopped.
 ddp.eval()(next(iter(train_loader))[0].to(device)).sum().backward()
 model.zero_grad()
-fused = device.type != "mps" and args.precision != "fp16"  # where GradScaler skips step 1, it spoils the momentum
+fused = device.type != "mps" and args.precision != "fp16"  # fused momentum is garbage if GradScaler skips step 1
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=fused)
 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
 autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")

@@ -64,7 +64,7 @@ except ValueError as error:
 if args.batch_size > len(train_set):
     stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
 sampler = RandomSampler(train_set, generator=torch.Generator())
-# batch_size=None: train_set[list] is one batch. EDIT: if yours takes one index: DataLoader(it, batch_sampler=batches)
+# train_set[a list] is a batch. EDIT: if yours takes one index at a time: DataLoader(train_set, batch_sampler=batches)
 batches = BatchSampler(sampler, args.batch_size, drop_last=True)
 test_batches = BatchSampler(range(len(test_set)), 1000, drop_last=False)
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")  # EDIT
@@ -77,7 +77,7 @@ convolutions = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3
 linears = nn.Sequential(nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10))
 model = nn.Sequential(convolutions, nn.Dropout(args.dropout), nn.Flatten(), linears)  # EDIT: your model, three lines
 model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else None)  # faster convolutions
-fused = device.type != "mps" and args.precision != "fp16"  # where GradScaler skips step 1, it spoils the momentum
+fused = device.type != "mps" and args.precision != "fp16"  # fused momentum is garbage if GradScaler skips step 1
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=fused)
 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
 autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
@@ -119,7 +119,8 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
         losses.append(loss.detach())  # .item() would wait for the GPU, at every step
         if step % args.log_every == 0 or step == len(train_loader):
             mean = torch.stack(losses).mean()
-            mean, seconds = mean.item(), (time.perf_counter() - start) / len(losses)  # seconds: of one step
+            mean = mean.item()  # waits for the GPU: only then read the clock
+            seconds = (time.perf_counter() - start) / len(losses)  # of one step
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
             time_left = datetime.timedelta(seconds=round(seconds * steps_left))
             progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={time_left}"
