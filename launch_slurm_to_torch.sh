@@ -23,6 +23,7 @@ set -- "${@:-distributed/train_ddp.py}"    # without arguments: this train scrip
     die "$SLURM_NTASKS tasks, but $NNODES nodes x $NPROC_PER_NODE ranks: a rank is a task, add --ntasks-per-node=$NPROC_PER_NODE"
 start_job "Way 1, srun starts every rank" "$@"    # last checks, and a line in the log
 
+# --ntasks            a task for each rank
 # --kill-on-bad-exit  one dead rank ends the step, and so the others
 # --wait              EDIT: seconds that the others have when one has ended well; a failed one ends all at once
 # --distribution      neighbouring ranks fill one CPU socket before the next; Slurm's default alternates

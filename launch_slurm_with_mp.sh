@@ -23,6 +23,7 @@ set -- "${@:-distributed/train_ddp.py}"    # without arguments: this train scrip
     die "uneven allocation: $SLURM_NTASKS tasks on $NNODES nodes, but the spawner starts as many on each; use launch_slurm_to_torch.sh"
 start_job "Way 3, torch.multiprocessing starts the ranks of each node" "$@"    # last checks, and a line in the log
 
+# --ntasks...         one task on each node: its spawner
 # --kill-on-bad-exit  one dead spawner ends the step, and so the others
 # --wait              EDIT: seconds that the others have when one has ended well; a failed one ends all at once
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it

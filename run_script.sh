@@ -24,10 +24,11 @@ set -- "${@:-distributed/train_ddp.py}"    # without arguments: this train scrip
     die "uneven allocation: $SLURM_NTASKS tasks on $NNODES nodes, but torchrun starts as many on each; use launch_slurm_to_torch.sh"
 start_job "Way 4, torchrun starts the ranks of each node in container $CONTAINER_NAME, logs in log/$SLURM_JOB_ID" "$@"
 
+# --ntasks...         one task on each node: its torchrun
 # --kill-on-bad-exit  one dead torchrun ends the step, and so the others
 # --wait              EDIT: seconds that the others have when one has ended well; a failed one ends all at once
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
-# --error=all         errors come here, to the job's log
+# --output            a log for each node; --error=all: errors come here, to the job's log
 # --open-mode         a requeued job has the same id
 # --norc -p           no ~/.bashrc, which bash reads when its input is a socket, and no exported functions
 # shellcheck disable=SC2016  # each task's own shell expands these; "$@" is the train script and its arguments

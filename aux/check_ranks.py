@@ -1,6 +1,6 @@
 """Step 0 alone, to run before a long job: where every rank is, what its node is fit for, one all-reduce, and a verdict.
 
-    sbatch --nodes=4 --gpus-per-node=8 launch_slurm_with_torchrun.sh aux/check_ranks.py
+    sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 launch_slurm_with_torchrun.sh aux/check_ranks.py
     ./torchrun.sh aux/check_ranks.py
 
 Exit code 0 and a line that begins with VERDICT when every rank is where it should be; otherwise one sentence that names

@@ -124,6 +124,8 @@ if args.precision == "auto":
 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
 autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
 scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+if args.precision == "fp16" and device.type == "cpu":
+    print("warning: fp16 is slow on a CPU: use --precision bf16", flush=True)
 
 # --- checkpoint -------------------------------------------------------------------------------------------------------
 

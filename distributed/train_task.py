@@ -71,6 +71,8 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
     autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+    if args.precision == "fp16" and device.type == "cpu" and rank == 0:
+        print("warning: fp16 is slow on a CPU: use --precision bf16", flush=True)
     ddp_model = DistributedDataParallel(model) if world_size > 1 else model
 
     # --- checkpoint ---------------------------------------------------------------------------------------------------
@@ -184,10 +186,12 @@ def newest_checkpoint(folder: Path) -> str | None:
 
 def shutdown():
     """Ends the process group, and with it this process: see stop."""
+    import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
-        dist.barrier()  # rank 0 may still be writing
+        ids = [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None  # nccl wants them
+        dist.barrier(device_ids=ids)  # rank 0 may still be writing
         dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -130,6 +130,15 @@ def wait_for(condition, seconds: float = 60):
         time.sleep(0.1)
 
 
+def test_a_strangers_script(cluster, site):
+    """Ten lines of torch that read RANK, LOCAL_RANK and the like run in the container as under the other launchers."""
+    clone = site.clone("stranger")
+    job = sbatch(cluster, site, clone, "tests/scripts/stranger.py")
+    logs = "".join(path.read_text() for path in (clone / f"log/{job.id}").iterdir())
+    found = re.findall(r"^rank (\d) of 2, local rank 0: the sum is 1$", logs, re.M)
+    assert job.state == "COMPLETED" and sorted(found) == ["0", "1"], job.log + logs
+
+
 def test_what_is_inside(cluster, site):
     """The container's files and not the host's, nothing of the host's environment but what is named, every argument."""
     clone = site.clone("inside", env="OWN,OWN_TOO")

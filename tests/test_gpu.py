@@ -195,6 +195,25 @@ def test_process_group(device, train, on_cpu, script, form, ranks):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("start", ["torchrun", "mp", "environment"])
+def test_process_group_of_one_rank(device, train, on_cpu, start):
+    """train_fast.py's losses depend on the number of ranks: each has BatchNorm's statistics of its own images."""
+    log = train(FAST, device, "--precision", "fp32", form=start)
+    [said] = devices(log, device)
+    assert said["backend"] == {"cuda": "nccl", "cpu": "gloo"}[device]
+    assert_equal_losses(log, on_cpu(FAST))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("script", [PREEMPTIBLE, FSDP], ids=stem)
+def test_deterministic(device, train, script):
+    """Twice the same losses, to the last digit that is printed."""
+    flags = ["--precision", "fp32", "--deterministic"]
+    first, second = (losses(train(script, device, *flags, form="torchrun")) for _ in range(2))
+    assert first == second and len(first) == STEPS
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("script", [FSDP, TP], ids=stem)
 def test_process_group_in_bfloat16(device, train, on_cpu, script, ranks):
     log = train(script, device, "--precision", "bf16", form="torchrun", ranks=ranks)

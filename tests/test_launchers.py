@@ -215,6 +215,28 @@ def test_env_sh(variables, expected, cluster):
     assert source_env(cluster, **variables) == expected
 
 
+def test_the_job_has_its_own_folder_for_dumps(cluster):
+    """NCCL's flight recorder under both of its names; with DEBUG=1 it records."""
+    show = "env | grep -E '^TORCH_(FR|NCCL)_' | sort"
+    folder = {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}
+    for debug, names in ((0, folder), (1, folder | {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"})):
+        lines = source_env(cluster, show, DEBUG=debug).splitlines()[:-1]
+        found = dict(line.split("=", 1) for line in lines if line.startswith("TORCH_"))
+        assert names <= found.keys() and {found[name] for name in folder} == {"log/89/nccl_trace_rank_"}, lines
+
+
+@pytest.mark.parametrize(("tasks", "expected"), [("2(x2)", "2 0"), ("2,1", "1 0")])
+def test_rank_in_way_1_is_by_node(tasks, expected):
+    """Where a topology plugin has put task 1 on the second of two even nodes, its rank is 2."""
+    text = (REPOSITORY / LAUNCHERS["srun"]).read_text()
+    task = re.search(r"bash --norc -pc '\n(.*?)\n +exec ", text, re.S)[1]
+    given = {"SLURM_NODEID": 1, "SLURM_LOCALID": 0, "SLURM_PROCID": 1, "NPROC_PER_NODE": 2}
+    given["SLURM_STEP_TASKS_PER_NODE"] = tasks
+    done = run("bash", "-euc", f'{task}\necho "$RANK $LOCAL_RANK"', env=environment(**given))
+    assert done.stdout == f"{expected}\n", done.stderr
+    assert " --distribution=block:block " in text
+
+
 def test_env_sh_refuses_what_it_cannot_use(cluster):
     bad = source_env(cluster, NPROC_PER_NODE="a[$(touch canary)]")
     assert bad.startswith("status 1") and "not a number of ranks" in bad and not (REPOSITORY / "canary").exists()
@@ -552,8 +574,8 @@ def test_cpus_are_named(cluster, tmp_path):
             assert job.log.count(note) == (cpus == 1), job.log
     job = cluster.sbatch("--gpus-per-node=0", f"--output={tmp_path}/log", LAUNCHERS["srun"], VARIABLES)
     assert job.state == "COMPLETED" and "CPUs per rank: 1," in job.log and note not in job.log, job.log
-    for path in [*LAUNCHERS.values(), "run_script.sh"]:
-        usage = re.findall(r"^#\s+sbatch --nodes=.*$", (REPOSITORY / path).read_text(), re.M)
+    for path in [*LAUNCHERS.values(), "run_script.sh", "aux/check_ranks.py"]:
+        usage = re.findall(r"^#?\s+sbatch --nodes=.*$", (REPOSITORY / path).read_text(), re.M)
         assert usage and all("--cpus-per-task=" in line and "--gpus-per-node=" in line for line in usage), path
 
 

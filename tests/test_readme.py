@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from conftest import NAMESPACES, REPOSITORY, at_once, cells, environment, run
+from test_plain_scripts import TAKEN
 from write_diffs import DIFF, hunks_by_block, with_diffs
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -248,12 +249,7 @@ def test_files_of_a_copy(clone):
     bash(block("../my-project"), clone)
     project = clone.parent / "my-project"
     taken = {str(path.relative_to(project)) for path in project.rglob("*.*") if not path.is_symlink()}
-    launchers = {path.name for path in REPOSITORY.glob("launch_slurm_*.sh")}
-    assert taken == launchers | {
-        *("env.sh", "torchrun.sh", "aux/job.sh", "aux/run_task.sh", "aux/quiet_torchrun.py"),
-        *("distributed/train_ddp.py", "distributed/mnist.py", "distributed/spawn_ranks.py"),
-        "distributed/torchvision_on_cpu.py",  # for images of one's own
-    }
+    assert taken == {*TAKEN, "distributed/torchvision_on_cpu.py"}  # which is for images of one's own
     assert (project / ".venv/bin/python").exists()
 
 

@@ -201,6 +201,29 @@ def test_barrier_names_its_device(monkeypatch):
     assert seen == [[3], None]
 
 
+def test_the_timeout_of_each_phase(monkeypatch):
+    """Of the default group and the mesh's: longer around a save, a load and an evaluation, then as it was."""
+    seen = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "barrier", lambda device_ids=None: seen.append("barrier"))
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_set_pg_timeout", lambda time, group: seen.append((time.total_seconds(), group))
+    )
+    monkeypatch.setattr(heartbeat, "timeout", 0)
+    ranks = place.Place(0, 0, 4, torch.device("cpu"), None, "srun")
+    ranks.groups, ranks.timeout = ["data", "tensor"], 300
+    with ranks.longer_timeout(1800):
+        assert seen == [(1800, group) for group in (None, "data", "tensor")] and heartbeat.timeout == 1800
+    assert seen[3:] == ["barrier", *((300, group) for group in (None, "data", "tensor"))] and heartbeat.timeout == 300
+
+
+def test_memory_is_in_the_log_of_a_gpu(monkeypatch):
+    from language_model import peak_memory
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 30)
+    assert peak_memory(torch.device("cuda", 1)) == {"peak_memory_gib": 3.0} and peak_memory(torch.device("cpu")) == {}
+
+
 SLOW_DISK = """
 import os, time
 fsync = os.fsync
@@ -211,8 +234,14 @@ os.fsync = slow_fsync
 """
 
 
-@pytest.mark.parametrize("script", ["train_preemptible.py", pytest.param("train_fsdp.py", marks=pytest.mark.matrix)])
-def test_a_slow_save_lives_and_a_stuck_rank_does_not(script, tiny, text, tmp_path):
+@pytest.mark.parametrize(
+    ("script", "how"),
+    [
+        ("train_preemptible.py", "at once"),
+        *(pytest.param("train_fsdp.py", how, marks=pytest.mark.matrix) for how in ("at once", "asynchronous")),
+    ],
+)
+def test_a_slow_save_lives_and_a_stuck_rank_does_not(script, how, tiny, text, tmp_path):
     """A disk on which a save takes ten seconds, --timeout 6, and after the save a rank that stays in step 8."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
     command = [REPOSITORY / "tests/scripts/slowly.py", 0, REPOSITORY / "distributed" / script, "--timeout", 6]
@@ -220,6 +249,7 @@ def test_a_slow_save_lives_and_a_stuck_rank_does_not(script, tiny, text, tmp_pat
     small = ["--data-dir", text, "--layers", 1, "--heads", 2, "--width", 16, "--context", 16, "--batch-size", 4]
     command += ["--data-dir", tiny, "--batch-size", 20] if script == "train_preemptible.py" else small
     world = {"WORLD_SIZE": 2, "MASTER_PORT": free_port(), "PYTHONPATH": tmp_path, "SLURM_JOB_ID": 7, "STUCK": 1}
+    world |= {"HOLD": tmp_path} if how == "asynchronous" else {}
     with (
         start_rank(0, *command, cwd=tmp_path, **world) as first,
         start_rank(1, *command, cwd=tmp_path, **world) as stuck,

@@ -245,6 +245,7 @@ def test_bad_input_of_allreduce_and_growth():
 
 GROUP = {"name": "across nodes", "ranks": 2, "latency": 1e-5, "bandwidth": 1e9, "errors": [0.1, 0.2, 0.3]}
 SIZES = {"start": 1.0, "rendezvous": 0.1, "step_zero": 0.2, "writes_per_second": 4.0, "most_writes_in_a_second": 8}
+SIZES |= {"check": 0.03, "publish": 0.04}
 
 
 def draw(folder: Path, page: Path):
@@ -262,6 +263,7 @@ def test_figures_and_page(tmp_path):
     unit, runs = read_scaling.read_runs(tmp_path)
     found = {"date": "2026-01-31", "machine": "some CPU", "command": "--sizes 1x1", "unit": unit, "runs": runs}
     rows = [{"ranks": ranks, "nodes": ranks // 8, "cpu_per_rank": 1e-4, "read": 0.1, **SIZES} for ranks in (8, 64)]
+    rows.append(rows[-1] | {"ranks": 512, "start": None})  # left out: too little memory
     predicted = {"command": "predict_scaling.py", "table": [["nodes", "error"], ["1", "+3%"]]}
     files = {"scaling": found, "allreduce_2x1": reduced, "growth": found | {"sizes": rows}, "prediction": predicted}
     for name, values in files.items():
@@ -276,7 +278,8 @@ def test_figures_and_page(tmp_path):
         "| 1 | +3% |",
     ):
         assert row in text
-    assert "| 64 | 8 | 1.00 | 0.10 | 0.20 | 4.0 | 0.010% | 0.100 |" in text
+    assert "| 512 | 8 |  | 0.10 |" in text
+    assert "| 64 | 8 | 1.00 | 0.10 | 0.20 | 4.0 | 0.010% | 0.100 | 0.0300 | 0.0400 |" in text
     assert "](scaling.svg)" in text and "](growth.svg)" in text
     assert text.startswith("# Scaling\n") and text.count("<!-- end -->") == 1
     assert all("</svg>" in (tmp_path / name).read_text() for name in ("scaling.svg", "growth.svg"))
@@ -390,5 +393,6 @@ def test_growth_on_small_clusters(tmp_path):
     assert [(size["ranks"], size["nodes"], size["processes"]) for size in sizes] == [(8, 1, 1), (16, 2, 2)]
     for size in sizes:
         assert 0 < size["start"] < 60 and 0 < size["rendezvous"] < 60 and 0 < size["step_zero"] < 60
+        assert 0 < size["check"] < 5 and 0 < size["publish"] < 5
         assert size["ranks"] / 4 < size["writes_per_second"] < size["ranks"]  # one in two seconds, or in three
         assert f"Step 0: {size['ranks']} ranks" in (tmp_path / f"beat-{size['ranks']}.out").read_text()

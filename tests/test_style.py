@@ -65,10 +65,11 @@ def test_a_launcher_has_one_literal_srun():
         found = re.findall(r"^srun (?:.*\\\n)*(?:.*bash --norc -pc '\n(?:.*\n)*?\s+' )?.*$", code, re.M)
         assert len(found) == len(re.findall(r"\bsrun --", code)) == 1, launcher
         assert re.sub(r"    # .*\Z", "", found[0]).endswith('"$@" || status=$?'), launcher
-        for flag in re.findall(
-            r" (--(?:kill-on-bad-exit|wait|cpus-per-task|distribution|error|open-mode))\b", found[0]
-        ):
-            assert re.search(rf"^# {flag}\b", text, re.M), f"{launcher}: {flag}"
+        reasons = "\n".join(re.findall(r"^# --.*", text, re.M)).replace("--ntasks...", "--ntasks, --ntasks-per-node")
+        for flag in re.findall(r"(?<![\w-])(--[a-z-]+)[= ]", re.split(r"bash --norc|\./aux", found[0])[0]):
+            assert re.search(rf"{flag}\b(?!-)", reasons), f"{launcher}: {flag}"
+        assert re.search(r"^# --wait +EDIT: ", text, re.M), launcher
+        assert re.search(r"^#SBATCH --signal=USR1@120 ", text, re.M), launcher  # without B: the ranks get it, too
         assert not re.search(r"&\s*$|\bwait\b(?!=)", found[0], re.M), launcher
 
 
@@ -104,6 +105,16 @@ def test_linters_and_paths():
     for path in TRACKED:
         text = (REPOSITORY / path).read_text(errors="replace")
         assert not any(name in text for name in machine), path
+
+
+def test_what_is_for_cuda_alone():
+    """Memory is pinned, and copies are asynchronous, for CUDA alone; where NCCL may run, a barrier has its device."""
+    paths = [path for path in TRACKED if re.match(r"(distributed|local)/.*\.py$", path) and "by_hand" not in path]
+    lines = [line for path in paths for line in (REPOSITORY / path).read_text().splitlines()]
+    pinned = [line for line in lines if re.search(r"\b(pin_memory|non_blocking)=", line)]
+    barriers = [line for line in lines if "dist.barrier(" in line]
+    assert len(pinned) > 5 and all('device.type == "cuda"' in line for line in pinned), pinned
+    assert len(barriers) > 3 and all("device_ids=" in line for line in barriers), barriers
 
 
 def test_requirements_are_torch_and_torchvision_pinned():

@@ -40,6 +40,7 @@ BENCHES = {  # name: what follows aux/bench/; MNIST and TEXT are the two folders
     "gpu": "gpu.py",
 }
 BEGIN, END = "<!-- written by make bench ARGS=--publish -->", "<!-- end -->"
+MNIST_DIR, TEXT_DIR = "data/mnist", "data/shakespeare"
 PAGE, RAW = REPOSITORY / "docs/benchmarks.md", REPOSITORY / "docs/benchmarks.json"
 
 
@@ -49,8 +50,8 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--check", action="store_true", help="status 1 when a row is missed, or a benchmark fails")
     parser.add_argument("--publish", action="store_true", help="and write docs/benchmarks.json and .md")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of raw data measured before")
-    parser.add_argument("--mnist-dir", type=Path, default="data/mnist", help="of aux/prepare_data.py")
-    parser.add_argument("--text-dir", type=Path, default="data/shakespeare", help="of aux/prepare_data.py")
+    parser.add_argument("--mnist-dir", type=Path, default=MNIST_DIR, help="of aux/prepare_data.py")
+    parser.add_argument("--text-dir", type=Path, default=TEXT_DIR, help="of aux/prepare_data.py")
     args = parser.parse_args()
     if args.only and args.publish:
         parser.error("--publish is for a run of all benchmarks: leave out --only")
@@ -81,7 +82,9 @@ def machine() -> dict:
 def measure(args: Namespace) -> dict:
     """Runs the benchmarks. Returns the raw data; "failed" are those that ended without success, "rows" all others'."""
     run, found, folders = machine(), [], {"MNIST": str(args.mnist_dir), "TEXT": str(args.text_dir)}
-    run |= {"command": "make bench" if not args.only else f"make bench ARGS='--only {args.only}'", "failed": []}
+    words = ["DATA_DIR=..."] * (str(args.mnist_dir) != MNIST_DIR) + ["TEXT_DIR=..."] * (str(args.text_dir) != TEXT_DIR)
+    words += [f"ARGS='--only {args.only}'"] * bool(args.only)
+    run |= {"command": " ".join(["make bench", *words]), "failed": []}
     start = time.monotonic()
     for name, words in BENCHES.items():
         if args.only in (None, name):

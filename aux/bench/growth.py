@@ -7,7 +7,8 @@ Start-up: from srun in launch_slurm_to_torch.sh until the last rank's Python run
 few CPUs all of them are there at once, with 12 MB each: what would not fit into this machine's memory is left out.
 Rendezvous and Step 0, heartbeats: the package's own code, over the cluster's network, from the moment at which all
 ranks begin. Thousands of processes with torch need more memory than this machine has, so here ranks are threads of at
-most 32 processes, on a node each. All share this machine's CPUs: on real nodes each of these times is shorter.
+most 32 processes, on a node each. Checkpoints: the package's own code over a file of each rank, in one process; what
+torch writes and gathers is not in it. All share this machine's CPUs: on real nodes each of these times is shorter.
 """
 
 import contextlib
@@ -49,7 +50,9 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--ranks", type=whole_number(1), nargs="+", default=default, help=help)
     parser.add_argument("--rounds", type=whole_number(1), default=3, help="of which the medians are shown")
     parser.add_argument("--out", type=Path, default="log/growth", help="folder for the jobs' logs, and growth.json")
-    parser.add_argument("--task", choices=("start", "meet", "beat"), help="what one of this script's own tasks does")
+    parser.add_argument(
+        "--task", choices=("start", "rendezvous", "beat"), help="what one of this script's own tasks does"
+    )
     args = parser.parse_args()
     for ranks in args.ranks:
         if ranks % RANKS_PER_NODE or ranks > 4096 or (ranks > 256 and ranks % MOST_PROCESSES):
@@ -68,6 +71,7 @@ import torch.distributed as dist
 
 from resilience import heartbeat
 from resilience.place import Place, rendezvous, step_zero
+from resilience.sharded_checkpoints import ShardedCheckpoints, measure_files
 
 # --- a task -----------------------------------------------------------------------------------------------------------
 
@@ -76,13 +80,14 @@ def play_ranks(ranks: int, beats: bool):
     """One process of a job, with its share of `ranks` as threads. The first prints what all have measured."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     dist.init_process_group("gloo")  # of the processes alone, to begin together and to collect
-    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) - 1)  # where the ranks meet
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) - 1)  # of the ranks' own rendezvous
     share = ranks // dist.get_world_size()
     mine = range(share * dist.get_rank(), share * (dist.get_rank() + 1))
-    seconds = meet(ranks, mine)
+    seconds = start_together(ranks, mine)
     if beats:
         seconds |= beat(ranks, mine)
     if dist.get_rank() == 0:
+        seconds |= checkpoint(ranks)
         print(f"MEASURED {json.dumps(seconds)}", flush=True)
     dist.barrier()
     os._exit(0)
@@ -95,7 +100,7 @@ def collected(value: object) -> list:
     return values
 
 
-def meet(ranks: int, mine: range) -> dict[str, float]:
+def start_together(ranks: int, mine: range) -> dict[str, float]:
     """Seconds until the last rank has done the rendezvous, and from then until it knows Step 0's verdict."""
     timeout, together, times = datetime.timedelta(seconds=300), threading.Barrier(len(mine) + 1), []
 
@@ -153,6 +158,23 @@ def beat(ranks: int, mine: range) -> dict[str, float]:
     return found
 
 
+def checkpoint(ranks: int) -> dict[str, float]:
+    """Seconds of a sharded checkpoint with a file of each rank: a rank's check of its own, and rank 0's publishing."""
+    folder = Path("log", heartbeat.JOB, "checkpoints")
+    written = folder / "written"
+    written.mkdir(parents=True)
+    for rank in range(ranks):
+        (written / f"__{rank}_0.distcp").write_bytes(bytes(4096))
+    files = measure_files(written, 0, 1)  # what all ranks would find
+    begun = time.perf_counter()
+    measure_files(written, 0, ranks)
+    checked = time.perf_counter()
+    place, args = Namespace(rank=0, world_size=1), Namespace(keep_checkpoints=1)
+    rank_0 = Namespace(place=place, args=args, folder=folder, temporary=lambda step: written)
+    ShardedCheckpoints.publish(rank_0, 1, {"step": 1}, lambda: files)
+    return {"check": checked - begun, "publish": time.perf_counter() - checked}
+
+
 # --- the jobs ---------------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +226,7 @@ def measure(args: Namespace, ranks: int) -> dict[str, float]:
     for number in range(1, args.rounds + 1):
         print(f"{ranks} ranks, round {number} of {args.rounds}", flush=True)
         started = start_up(args, ranks)
-        task = "beat" if number == args.rounds else "meet"  # heartbeats take minutes: once
+        task = "beat" if number == args.rounds else "rendezvous"  # heartbeats take minutes: once
         log, _ = run_job(args, min(nodes, MOST_PROCESSES), 1, task, ranks)
         rounds.append({"start": started} | json.loads(re.search(r"^MEASURED (.*)$", log, re.M)[1]))
     values = {name: [row[name] for row in rounds if row.get(name) is not None] for name in rounds[-1]}

@@ -127,12 +127,13 @@ def copies(folder: Path) -> dict[str, Path]:
 def measure(rounds: int, folder: Path) -> Iterator[Row]:
     script = folder / "first_step.py"
     script.write_text(FIRST_STEP)
-    launchers, queued = copies(folder), {way: [] for way in LAUNCHERS}
+    launchers = copies(folder)
     for ranks in (2, 4):
+        queued = {way: [] for way in LAUNCHERS}
         sides: dict[str, Callable[[], tuple[float, float]]] = {"bare": lambda ranks=ranks: bare(script, ranks)}
         for way, launcher in launchers.items():
-            sides[way] = lambda way=way, launcher=launcher, ranks=ranks: through_slurm(
-                launcher, script, ranks, queued[way]
+            sides[way] = lambda launcher=launcher, ranks=ranks, queued=queued[way]: through_slurm(
+                launcher, script, ranks, queued
             )
         taken = {name: [] for name in sides}
         for _ in range(1 + rounds):

@@ -136,7 +136,7 @@ def draw_growth(sizes: list[dict], path: Path):
     figure, matrix = style.subplots(1, 2, 7, 2.8)
     left, right = matrix[0]
     ranks = [size["ranks"] for size in sizes]
-    names = {"start": "start-up", "rendezvous": "rendezvous", "step_zero": "Step 0"}
+    names = {"start": "start-up", "rendezvous": "rendezvous", "step_zero": "Step 0", "publish": "checkpoint"}
     for number, (name, label) in enumerate(names.items()):
         left.plot(ranks, [size[name] for size in sizes], **style.line(number, len(ranks)), label=label)
     log_axes(left, ranks, "seconds until the last rank is there")

@@ -85,7 +85,8 @@ class ShardedCheckpoints(Checkpoints):
             [busy] = self.place.all_reduced([not self.writing[-1].done()])
             start = time.perf_counter()
             if not busy:
-                self.end_writing()
+                with self.place.longer_timeout(self.args.save_timeout):
+                    self.end_writing()
             self.place.seconds_saving += time.perf_counter() - start
         return save, stop
 
