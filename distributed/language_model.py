@@ -89,6 +89,12 @@ def loss_function(compiled: bool) -> Callable:
     return torch.compile(loss) if compiled else loss
 
 
+def log_values(args: Namespace, step: int, norm: torch.Tensor, device: torch.device) -> dict[str, float]:
+    """For the log line of a step, which counts from 0: its learning rate and the norm of its gradient. By all ranks."""
+    norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+    return {"learning_rate": learning_rate(args, step), "grad_norm": norm, **peak_memory(device)}
+
+
 def peak_memory(device: torch.device) -> dict[str, float]:
     """For a log line on CUDA: the most that this rank's tensors have taken so far, in GiB."""
     return {"peak_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}

@@ -37,7 +37,6 @@ if __name__ == "__main__":
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 import characters
 from char_transformer import CharTransformer, peak_flops
@@ -46,15 +45,14 @@ from language_model import (
     cross_entropy,
     initialize,
     learning_rate,
+    log_values,
     make_model,
     make_optimizer,
     metadata_of,
     open_checkpoints,
-    peak_memory,
     prepare,
     sample,
 )
-from resilience.checkpoints import seed_from
 from resilience.place import Place, find_ranks, init_process_group
 from resilience.progress import Progress
 from resilience.sharded_checkpoints import ShardedCheckpoints
@@ -65,8 +63,8 @@ def main(args: Namespace):
     if args.sample:
         return sample(args, place)
     mesh = make_mesh(args, place.device, place.world_size)
-    data_rank, data_ranks = data_place(mesh)
     prepare(args, place, mesh)
+    share = data_place(mesh)
 
     metadata = metadata_of(args)
     model = make_model(metadata, args.dropout)  # without memory: no rank is to hold it whole
@@ -78,28 +76,16 @@ def main(args: Namespace):
     checkpoints, parts = open_checkpoints(args, place), {"model": model, "optimizer": optimizer}
     first = checkpoints.resume(parts)
     val_loss = checkpoints.values.get("val_loss", math.nan)
-    windows = characters.windows(args.data_dir, "train", args.context)
     progress = Progress(args, place, "tokens", args.batch_size * args.context, first, args.steps, flops)
-    for step in range(first + 1, args.steps + 1):
-        if args.dropout:
-            torch.manual_seed(seed_from(args.seed, step - 1, dropout_place(args, mesh)))
-        batch = characters.random_batch(args, windows, step - 1, data_rank, data_ranks, place.device)
+    for step, epoch, batch in characters.batches(args, first, share, dropout_place(args, mesh), place.device):
         loss, norm = train_step(args, step - 1, model, optimizer, batch)
-        epoch = step * args.batch_size * args.context // len(windows)
         if progress.add(step, loss):
-            norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-            rate, memory = learning_rate(args, step - 1), peak_memory(place.device)
-            progress.log(step, epoch, learning_rate=rate, grad_norm=norm, **memory)
+            progress.log(step, epoch, **log_values(args, step - 1, norm, place.device))
         if step % args.eval_every == 0 or step == args.steps:
-            batches = characters.fixed_batches(args, data_rank, data_ranks, place.device)
             with place.longer_timeout(args.save_timeout):
-                val_loss = evaluate(args, place, model, batches)
+                val_loss = evaluate(args, place, model, characters.fixed_batches(args, *share, place.device))
             progress.log_evaluation(step, epoch, val_loss=val_loss)
-        save, stop = checkpoints.due(step)
-        if save:
-            progress.check_loss(step)  # weights that are not finite must not replace good ones
-            checkpoints.save(step, parts, val_loss=val_loss, **metadata)
-        if stop:
+        if save_and_stop(checkpoints, progress, step, parts, val_loss=val_loss, **metadata):
             break
         if step % args.gc_every == 0:
             gc.collect()  # on all ranks at once: they wait for each other
@@ -190,6 +176,18 @@ def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
         for part in (*model.blocks, model):
             last = part in (model.blocks[-1], model)  # whole until the backward pass, which begins with these
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not last)
+
+
+# --- checkpoint -------------------------------------------------------------------------------------------------------
+
+
+def save_and_stop(checkpoints: ShardedCheckpoints, progress: Progress, step: int, parts: dict, **values) -> bool:
+    """Saves if a checkpoint is due after this step. Returns whether to stop then: the same on all ranks."""
+    save, stop = checkpoints.due(step)
+    if save:
+        progress.check_loss(step)  # weights that are not finite must not replace good ones
+        checkpoints.save(step, parts, **values)
+    return stop
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

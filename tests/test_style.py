@@ -43,6 +43,18 @@ def test_every_script_says_from_what_it_has_grown():
     assert set(parents) <= {row[:2] for row in grown()}
 
 
+@pytest.mark.parametrize("path", [path for path in TRACKED if re.match(r"(distributed|local)/train_\w+\.py$", path)])
+def test_six_headings(path):
+    """The same in all train scripts; where main() is a function, it tells the story on one screen."""
+    text = (REPOSITORY / path).read_text()
+    names = re.findall(r"^(?:    )?# --- ([a-z ]+)", text, re.M)
+    six = ["arguments", "process group", "data", "model", "checkpoint", "training"]
+    found = [name.strip() for name in names if name.strip() in six]
+    assert found == six[path.endswith("train_task.py") :], path  # which is a function, its arguments are the job's
+    if path.endswith(("train_fsdp.py", "train_tp.py")):
+        assert len(re.search(r"^def main\(.*?\n\n\n", text, re.M | re.S)[0].splitlines()) <= 36
+
+
 WAYS = [*LAUNCHERS.values(), "run_script.sh"]
 
 
