@@ -34,7 +34,8 @@ def bench():
 def test_promised_speed():
     done = run(sys.executable, "aux/bench/mnist.py", "--check", timeout=900)
     print(done.stdout)
-    missed = done.stderr.strip().removeprefix("mnist.py: ").split("; ")  # this one, docs/benchmarks.md says why
+    missed = "".join(done.stderr.splitlines()[-1:] if done.returncode else []).removeprefix("mnist.py: ").split("; ")
+    # docs/benchmarks.md says why this one is missed
     known = re.fullmatch(r"images alone, train_ddp.py: ([\d.]+), and at least 40 is promised", missed[0])
     assert missed == [""] or (len(missed) == 1 and known and float(known[1]) >= 25), done.stderr
     assert done.stdout.count("| passed |") >= 3  # loading and a step always; by the clock unless CPUs are kept busy
@@ -166,13 +167,16 @@ def test_what_is_promised():
 
 
 def test_whole_trainings_are_judged(monkeypatch):
-    """By the mean over the seeds, where the text is Tiny Shakespeare."""
+    """Where the text is Tiny Shakespeare."""
     text, found = load("language_model"), [row([1], [3])]
     monkeypatch.setattr(text.characters, "read_vocabulary", lambda folder: {"source": "Tiny Shakespeare"})
     text.judge_loss(Namespace(data_dir="x"), found, 1.90)
     assert found[0].verdict() == "passed"
     text.judge_loss(Namespace(data_dir="x"), found, 1.91)
     assert found[0].verdict() == "missed"
+    monkeypatch.setattr(text.characters, "read_vocabulary", lambda folder: {"source": "another"})
+    text.judge_loss(Namespace(data_dir="x"), other := [row([1], [3])], 9)
+    assert other[0].verdict() == "passed"
 
 
 def test_the_ratios_in_the_readme():

@@ -450,8 +450,9 @@ def test_a_changed_copy(cluster, images, tmp_path):
     train = [Path(script).relative_to(elsewhere), "--data-dir", images, "--epochs", 3, "--batch-size", 20]
     submitted = {}
     for way, launcher in LAUNCHERS.items():
+        # One CPU thread in every rank: sums are rounded alike.
         size = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", f"--output={tmp_path}/{way}.log"]
-        size += ["--ntasks-per-node=1"] if way == "srun" else []  # as many CPU threads in all: sums are rounded alike
+        size += ["--ntasks-per-node=1"] if way == "srun" else []
         command = [*size, launcher, "tests/scripts/batches.py", *train, "--log-every", 5]
         submitted[way] = cluster.submit(*command, env={"SLOW": "0.5"}, cwd=elsewhere)
     wait_for(lambda: (elsewhere / f"checkpoints/{submitted['torchrun']}/checkpoint_epoch_1.pt").exists())

@@ -4,7 +4,8 @@
     python aux/bench/growth.py                               # up to 4,096 ranks on 512 nodes: 8 GB, some 25 minutes
 
 Start-up: from srun in launch_slurm_to_torch.sh until the last rank's Python runs, with 8 ranks a node, each a task. On
-few CPUs all of them are there at once, with 12 MB each: what would not fit into this machine's memory is left out.
+few CPUs most are there at once: 12 MB each is reckoned with, and what would not fit into this machine's memory is left
+out.
 Rendezvous and Step 0, heartbeats: the package's own code, over the cluster's network, from the moment at which all
 ranks begin. Thousands of processes with torch need more memory than this machine has, so here ranks are threads of at
 most 32 processes, on a node each. Checkpoints: the package's own code over a file of each rank, in one process; what

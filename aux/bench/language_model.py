@@ -229,7 +229,7 @@ def judge_loss(options: Namespace, found: list[Row], loss: float):
     real = characters.read_vocabulary(options.data_dir)["source"] == "Tiny Shakespeare"
     for row in found:
         limit = f", at most {HIGHEST_LOSS:.2f}" if real else " (another text)"
-        row.quality += f"; trained as by default {loss:.3f}{limit}"
+        row.quality += f"; whole training: loss {loss:.3f}{limit}"
         row.good &= not real or loss <= HIGHEST_LOSS
 
 

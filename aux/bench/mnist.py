@@ -391,6 +391,8 @@ def measure(args: Namespace, data_dir: Path) -> Iterator[Row]:
         yield fp32
         row = training(data_dir, "bf16", args.rounds, args.steps)
         row.good &= row.notes["accuracy"] > fp32.notes["accuracy"] - 0.02
+        if not getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False):
+            row.missing = "not judged: this CPU has no bfloat16 tiles"
         yield row
     if args.only in (None, "ranks"):
         yield two_ranks(data_dir, args.launches, args.steps)

@@ -136,10 +136,15 @@ def draw_growth(sizes: list[dict], path: Path):
     figure, matrix = style.subplots(1, 2, 7, 2.8)
     left, right = matrix[0]
     ranks = [size["ranks"] for size in sizes]
-    names = {"start": "start-up", "rendezvous": "rendezvous", "step_zero": "Step 0", "publish": "checkpoint"}
+    names = {
+        "start": "start-up",
+        "rendezvous": "rendezvous",
+        "step_zero": "Step 0",
+        "publish": "publishing a checkpoint",
+    }
     for number, (name, label) in enumerate(names.items()):
         left.plot(ranks, [size[name] for size in sizes], **style.line(number, len(ranks)), label=label)
-    log_axes(left, ranks, "seconds until the last rank is there")
+    log_axes(left, ranks, "seconds")
     left.set_yscale("log")
     left.legend()
     names = {"writes_per_second": "on average", "most_writes_in_a_second": "most in one second"}
@@ -148,7 +153,7 @@ def draw_growth(sizes: list[dict], path: Path):
     log_axes(right, ranks, "heartbeats written in a second, by all ranks")
     right.set_yscale("log")
     right.legend()
-    style.save(figure, path, "Start-up, rendezvous, Step 0 and heartbeats by ranks")
+    style.save(figure, path, "Start-up, rendezvous, Step 0, checkpoints and heartbeats by ranks")
 
 
 # --- page -------------------------------------------------------------------------------------------------------------
@@ -183,7 +188,7 @@ def prediction_part(found: dict) -> str:
 
 
 def growth_part(found: dict, args: Namespace) -> str:
-    shown = picture(args, "growth.svg", "Start-up, rendezvous, Step 0 and heartbeats by ranks")
+    shown = picture(args, "growth.svg", "Start-up, rendezvous, Step 0, checkpoints and heartbeats by ranks")
     source = f"`{found['command']}`, {found['date']}, {found['machine']}:\n\n"
     return shown + source + read_scaling.growth_table(found["sizes"]) + "\n"
 
