@@ -90,7 +90,9 @@ finish_job() {                                       # srun's status, script and
     exit "$status"
 }
 
-show_job() { for _ in {1..20}; do scontrol show job "$job" && return; sleep 5; done; }    # slurmctld may be restarting
+show_job() {                                         # slurmctld may be restarting; or Slurm has killed the shell that asks
+    for _ in {1..20}; do scontrol show job "$job" && return; sleep 5; kill -0 $$ || return; done
+}
 
 requeue_preempted() {                                # before its ranks listened: Slurm requeues only what has not failed by then
     local shown

@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -235,6 +236,21 @@ def test_rank_in_way_1_is_by_node(tasks, expected):
     done = run("bash", "-euc", f'{task}\necho "$RANK $LOCAL_RANK"', env=environment(**given))
     assert done.stdout == f"{expected}\n", done.stderr
     assert " --distribution=block:block " in text
+
+
+def test_no_shell_goes_on_asking_for_one_that_is_killed():
+    """Slurm kills what it sees of a job, and may miss a shell that has just been forked to ask slurmctld."""
+    function = re.search(r"^show_job\(\) \{.*?^\}", (REPOSITORY / "aux/job.sh").read_text(), re.M | re.S)[0]
+    stand_ins = 'job=1; scontrol() { echo "$BASHPID" >&2; return 1; }; sleep() { command sleep 0.1; }'
+    command = ["bash", "-c", f"{stand_ins}\n{function}\nshown=$(show_job)"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as shell:
+        asking = Path("/proc", shell.stderr.readline().strip(), "cmdline")  # empty when it has ended
+        shell.kill()
+        shell.wait()
+        deadline = time.monotonic() + 1.5  # twenty times would take two seconds
+        while asking.exists() and asking.read_bytes():
+            assert time.monotonic() < deadline, "it asks on"
+            time.sleep(0.02)
 
 
 def test_env_sh_refuses_what_it_cannot_use(cluster):
