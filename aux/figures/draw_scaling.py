@@ -146,13 +146,13 @@ def draw_growth(sizes: list[dict], path: Path):
         left.plot(ranks, [size[name] for size in sizes], **style.line(number, len(ranks)), label=label)
     log_axes(left, ranks, "seconds")
     left.set_yscale("log")
-    left.legend()
+    left.legend(loc="upper center", bbox_to_anchor=(0.45, -0.25), ncols=2)  # below: the lines cross everywhere
     names = {"writes_per_second": "on average", "most_writes_in_a_second": "most in one second"}
     for number, (name, label) in enumerate(names.items()):
         right.plot(ranks, [size[name] for size in sizes], **style.line(number, len(ranks)), label=label)
     log_axes(right, ranks, "heartbeats written in a second, by all ranks")
     right.set_yscale("log")
-    right.legend()
+    right.legend(loc="upper center", bbox_to_anchor=(0.45, -0.25), ncols=2)
     style.save(figure, path, "Start-up, rendezvous, Step 0, checkpoints and heartbeats by ranks")
 
 
