@@ -92,6 +92,7 @@ def assert_costs(log: str, way: str, ranks: int):
         assert not rank["torchvision"], "as slow to import as torch"
         assert rank["files"] < 2200, "1,850 were seen: Python's, torch's, the script's"
         assert rank["memory"] < 350e6, "its own, shared with no other process: 276 MB were seen"
+        assert rank["peak"] < 500e6, "at any time: 402 MB were seen"
         assert rank["kernels"] == {"aten::_fused_sgd_": 1}, "one for all weights"
         alone = way == "torchrun"  # it starts a session for each rank
         assert rank["processes"] == (1 if alone else ranks + 2), "ranks, their spawner, its resource tracker, no more"

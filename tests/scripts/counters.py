@@ -2,7 +2,8 @@
 
 The hook is what train_ddp.py ends with: destroy_process_group. A line COUNTERS has how many files this process has
 opened (tests/scripts/opened counts them), the processes of this session in a training step, the kernels of the
-optimizer's last step, and the bytes of memory that this rank has written to and shares with no other process.
+optimizer's last step, and bytes of memory: those that this rank has written to and shares with no other process, and
+the most that it had at any time, its share of files included.
 """
 
 import json
@@ -56,6 +57,8 @@ def destroy_process_group():
     # Without this program's own look at processes; a module is one file, whether or not it had to be compiled.
     files = {re.sub(r"__pycache__/(\w+)\..*", r"\1.py", name) for name in sys.opened if not name.startswith("/proc/")}
     counters.update(files=len(files), torchvision=any("/torchvision/" in name for name in files))
+    most = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    counters["peak"] = 1024 * int(most[1])
     counters.update(kernels=dict(counters["kernels"].counts), memory=1024 * int(written[1]))
     line = f"COUNTERS {json.dumps(counters)}\n".encode()
     assert len(line) < 4096, "a longer line and another rank's could mix in a pipe"
