@@ -1,7 +1,7 @@
 """Draw what aux/bench/ has measured of scaling, and fill the tables of docs/scaling.md: from the JSON in docs/figures.
 
     python aux/figures/draw_scaling.py
-    python aux/figures/draw_scaling.py --folder log/scaling --page log/scaling/page.md      # of a run of your own
+    python aux/figures/draw_scaling.py --folder log/scaling --page log/scaling/page.md  # yours, in a copy of the page
 
 scaling.json and allreduce*.json make scaling.svg, growth.json makes growth.svg; all of them, and prediction.json, make
 a table each. What is not there is left out.
