@@ -82,9 +82,9 @@ def machine() -> dict:
 def measure(args: Namespace) -> dict:
     """Runs the benchmarks. Returns the raw data; "failed" are those that ended without success, "rows" all others'."""
     run, found, folders = machine(), [], {"MNIST": str(args.mnist_dir), "TEXT": str(args.text_dir)}
-    words = ["DATA_DIR=..."] * (str(args.mnist_dir) != MNIST_DIR) + ["TEXT_DIR=..."] * (str(args.text_dir) != TEXT_DIR)
-    words += [f"ARGS='--only {args.only}'"] * bool(args.only)
-    run |= {"command": " ".join(["make bench", *words]), "failed": []}
+    typed = ["DATA_DIR=..."] * (str(args.mnist_dir) != MNIST_DIR) + ["TEXT_DIR=..."] * (str(args.text_dir) != TEXT_DIR)
+    typed += [f"ARGS='--only {args.only}'"] * bool(args.only)
+    run |= {"command": " ".join(["make bench", *typed]), "failed": []}
     start = time.monotonic()
     for name, words in BENCHES.items():
         if args.only in (None, name):
