@@ -50,7 +50,7 @@ parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD wi
 parser.add_argument("--dropout", type=float, default=0.25, help="probability of dropping an activation")
 parser.add_argument("--seed", type=int, default=0, help="of weights, order of the images and dropout")
 parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of autocast")
-parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default=os.environ.get("TRAIN_DEVICE", "auto"))
+parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default=os.environ.get("TRAIN_DEVICE", "auto"))
 parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")  # EDIT
 parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
 parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or the time")
@@ -66,13 +66,15 @@ gpus = os.environ.get("SLURM_GPUS_ON_NODE", "0")
 if args.device == "auto" and gpus != "0" and not torch.cuda.is_available():
     stop(f"Slurm granted {gpus} GPUs here, but torch sees none: say --device cpu if that is meant")
 if args.device == "auto":
-    mps = torch.backends.mps.is_available() and not distributed  # gloo does not know it
+    mps = torch.backends.mps.is_available() and not distributed
     args.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
 device = torch.device(args.device)
 if args.device == "cuda":  # a rank may see its own GPU alone, as number 0: Slurm can hide the others
     device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
     torch.cuda.set_device(device)
 if distributed:  # nccl sends between GPUs, gloo between CPUs
+    if args.device == "mps":
+        stop("--device mps is for one process without a launcher: gloo does not know it")
     if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
