@@ -40,8 +40,9 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
         os.environ.update(job.torch_distributed_env())  # without a job, torchrun has set them, or nobody
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    device = choose_device(args.device, rank, local_rank, world_size)
-    if world_size > 1:
+    distributed = "RANK" in os.environ  # a launcher has started this, perhaps as a single rank
+    device = choose_device(args.device, rank, local_rank, distributed)
+    if distributed:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         dist.all_reduce(torch.zeros(1, device=device))  # waits for all: nobody is still connecting when a rank stops
 
@@ -73,14 +74,14 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     if args.precision == "fp16" and device.type == "cpu" and rank == 0:
         print("warning: fp16 is slow on a CPU: use --precision bf16", flush=True)
-    ddp_model = DistributedDataParallel(model) if world_size > 1 else model
+    ddp_model = DistributedDataParallel(model) if distributed else model
 
     # --- checkpoint ---------------------------------------------------------------------------------------------------
 
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     epoch, loss, accuracy = 0, 0.0, 0.0
     newest = [newest_checkpoint(job.output_dir) if job and rank == 0 else None]
-    if world_size > 1:
+    if distributed:
         dist.broadcast_object_list(newest, device=device)  # one choice for all ranks
     if newest[0] and job.restart_count == 0:
         stop(f"{newest[0]} is from another job with the id {job.job_id}: move {job.output_dir} away", rank)
@@ -103,7 +104,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
         path.with_suffix(".tmp").replace(path)  # the whole checkpoint or none
 
     def all_reduced(values: torch.Tensor) -> list[float]:
-        if world_size > 1:
+        if distributed:
             dist.all_reduce(values)
         return values.tolist()
 
@@ -158,7 +159,7 @@ def stop(sentence: str, rank: int):
     os._exit(1)  # at once: gloo's threads can outlive the process group and hang the interpreter
 
 
-def choose_device(name: str, rank: int, local_rank: int, world_size: int):
+def choose_device(name: str, rank: int, local_rank: int, distributed: bool):
     """CUDA, else Apple's MPS (one process only: gloo lacks it), else the CPU, unless --device names one."""
     import torch
 
@@ -166,8 +167,8 @@ def choose_device(name: str, rank: int, local_rank: int, world_size: int):
     if name == "auto" and granted != "0" and count == 0:
         stop(f"Slurm granted {granted} GPUs, but torch {torch.__version__} sees none; or say --device cpu", rank)
     if name == "auto":
-        name = "cuda" if count else "mps" if torch.backends.mps.is_available() and world_size == 1 else "cpu"
-    if name == "mps" and (world_size > 1 or not torch.backends.mps.is_available()):
+        name = "cuda" if count else "mps" if torch.backends.mps.is_available() and not distributed else "cpu"
+    if name == "mps" and (distributed or not torch.backends.mps.is_available()):
         stop("--device mps needs an Apple GPU and one process", rank)
     if name != "cuda":
         return torch.device(name)

@@ -202,9 +202,22 @@ def test_usr1(cases, cluster, data, uninterrupted, tmp_path):
         trial.train_a_little()
         trial.signal("--signal=USR1")
         assert trial.wait_for("^Stopped after step .*requeued$") < 15
+        stopped = int(re.search(r"^Stopped after step (\d+)", trial.log, re.M)[1])
+        trial.wait_for(f"^Resumed after step {stopped}$")
+        assert min(map(int, watched_steps(trial))) >= stopped
         trial.is_equal_after_a_restart(uninterrupted(script))
 
     at_once(scenario, cases)
+
+
+def watched_steps(trial: Trial) -> list[str]:
+    """What watch_job.py shows as the steps of a job's four ranks, as soon as it knows them: until then it shows "-"."""
+    steps, deadline = ["-"], time.monotonic() + 20
+    while "-" in steps or len(steps) < 4:
+        assert time.monotonic() < deadline, steps
+        shown = run(sys.executable, "aux/watch_job.py", trial.job).stdout
+        steps = re.findall(r"^ *\d+  node-\d+ +(\S+) ", shown, re.M)
+    return steps
 
 
 @pytest.mark.parametrize("cases", NINE[:1], ids=GROUPS[:1])
@@ -268,11 +281,15 @@ def test_scontrol_requeue(cases, cluster, data, uninterrupted, tmp_path):
 @pytest.mark.matrix
 def test_time_limit(cluster, data, uninterrupted, tmp_path):
     """The header's --signal does it: at most a minute, so 45 s before its end comes somewhere in the first 15."""
-    soon = ["--time=1", "--signal=USR1@45"]
-    trial = Trial(cluster, "torchrun", "train_preemptible.py", data, tmp_path, sbatch=soon, slow=0.5)
-    trial.wait_for("^Stopped after step .*requeued$", 90)
-    assert trial.ends(300).state == "COMPLETED"
-    assert_same_run(trial.out, uninterrupted("train_preemptible.py"))
+
+    def scenario(way, script):
+        soon = ["--time=1", "--signal=USR1@45"]
+        trial = Trial(cluster, way, script, data, tmp_path / way, sbatch=soon, slow=0.5)
+        trial.wait_for("^Stopped after step .*requeued$", 90)
+        assert trial.ends(400).state == "COMPLETED"
+        assert_same_run(trial.out, uninterrupted(script))
+
+    at_once(scenario, [(way, "train_preemptible.py") for way in LAUNCHERS])
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ def assert_five_variables(ranks: list[dict], sizes: list[int]):
     count = sum(sizes)
     assert [rank["rank"] for rank in ranks] == list(range(count))
     assert {rank["world_size"] for rank in ranks} == {count}
+    assert {rank["usr1"] for rank in ranks} == {"SIG_IGN"}, "a script that does not handle SIGUSR1 goes on"
     nodes: dict[str, list[int]] = {}
     for rank in ranks:
         nodes.setdefault(rank["host"], []).append(rank["local_rank"])
@@ -534,6 +535,16 @@ def test_a_strangers_script(cluster, tmp_path):
         found = re.findall(r"^rank (\d) of 4, local rank (\d): the sum is 6$", job.log, re.M)
         assert sorted(found) == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")], job.log
     assert cluster.wait(hand).state == "COMPLETED", cluster.wait(hand).log
+
+
+def test_the_line_that_lightning_needs():
+    """After it SIGUSR1, which the launchers have ignored, has no handler: Lightning asks for that in these words."""
+    page = (REPOSITORY / "docs/16_your_own_model_and_data.md").read_text()
+    [line] = re.findall(r"Before the Trainer, say\s+`(signal.signal\(.+?\))`", page)
+    asked = "signal.getsignal(signal.SIGUSR1) in (None, signal.SIG_DFL)"
+    ignored = "import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN)"
+    done = run(sys.executable, "-c", f"{ignored}; print({asked}); {line}; print({asked})")
+    assert done.stdout == "False\nTrue\n", done.stdout + done.stderr
 
 
 def test_an_exclusive_node(cluster, tmp_path):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What checkpoints, and being ready to stop, cost train_fsdp.py on the CPU.
+"""What checkpoints, being ready to stop, and Python's garbage collection cost train_fsdp.py on the CPU.
 
     python aux/prepare_data.py shakespeare
     python aux/bench/checkpoint.py                # one rank; some three minutes: leave the machine alone meanwhile
@@ -14,8 +14,13 @@ the same, because the machine's speed drifts, and three models in three places o
 Then a model with 128 MB of weights and optimizer state is saved in three ways in turn: with torch.save, as a plain
 script does, and as train_fsdp.py does, at once and asynchronously. Printed is how long the steps have to wait for each,
 in the last case to copy the state and, later, to publish what has been written. rows.py says what the columns are.
+
+Garbage collections are timed by Python's own callbacks (gc.callbacks) over 1,000 steps: those that come by themselves,
+then those of train_fsdp.py (--gc-every 50), which has frozen what was there before the first step. A full collection
+of all objects comes seldom, but at another step on each rank, and all ranks wait for it: it is timed once.
 """
 
+import gc
 import math
 import os
 import shutil
@@ -39,7 +44,7 @@ def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", type=Path, default="data/shakespeare")
     parser.add_argument("--rounds", type=whole_number(1), default=9)
-    parser.add_argument("--skip-training", action="store_true", help="leave out the first of the two")
+    parser.add_argument("--skip-training", action="store_true", help="leave out all but the checkpoint of 128 MB")
     parser.add_argument("--check", action="store_true", help="status 1 when something stated is missed")
     return parser.parse_args()
 
@@ -60,6 +65,7 @@ from resilience.sharded_checkpoints import load, newest, size_of, state_of
 
 STEPS, TURN = 200, 10
 LARGE = ["--layers", "6", "--heads", "6", "--width", "384"]
+COLLECTED = 1000  # steps
 LOWEST = 3  # times as long as an asynchronous save of it, torch.save or one at once makes the steps wait
 HIGHEST = {"asks": 1.01, "asks and saves": 1.02}  # times as long as the bare steps
 
@@ -102,6 +108,43 @@ def measure(options: Namespace, scratch: Path, place: Place) -> dict[str, list[f
                     checkpoints[kind].save(step + 1, parts)
             seconds[kind][first // STEPS] += time.perf_counter() - start
     return {kind: times[1:] for kind, times in seconds.items()}
+
+
+def measure_collections(options: Namespace, scratch: Path, place: Place) -> dict[str, list[float]]:
+    """Seconds of each garbage collection, by what brought it about."""
+    args = training_arguments(options.data_dir, scratch / "collections", False)
+    args.precision = choose_precision(args, place)
+    model, optimizer = training(args, place)
+    windows = characters.windows(options.data_dir, "train", args.context)
+    seconds, begun = {}, [0.0]
+
+    def train(first: int, last: int, collect_every: int):
+        for step in range(first, last):
+            batch = characters.random_batch(args, windows, step, place.rank, place.world_size, place.device)
+            train_fsdp.train_step(args, step, model, optimizer, batch)
+            if (step + 1) % collect_every == 0:
+                gc.collect()
+
+    def timed(phase: str, info: dict):
+        if phase == "start":
+            begun[0] = time.perf_counter()
+        else:
+            seconds[kind].append(time.perf_counter() - begun[0])
+
+    train(0, 50, 50)
+    gc.callbacks.append(timed)
+    for kind in ("by itself", "a full one of all objects", f"--gc-every {args.gc_every}"):
+        seconds[kind] = []
+        if kind == "a full one of all objects":
+            gc.collect()
+            gc.freeze()  # from here on as language_model.prepare sets it
+            gc.disable()
+        else:
+            train(50, 50 + COLLECTED, args.gc_every if "every" in kind else 2 * COLLECTED)
+    gc.callbacks.clear()
+    gc.unfreeze()
+    gc.enable()
+    return seconds
 
 
 def measure_saves(options: Namespace, scratch: Path, place: Place) -> list[Row]:
@@ -165,6 +208,7 @@ def main(options: Namespace):
         place = init_process_group(training_arguments(options.data_dir, scratch / "none", False))
         torch.set_num_threads(1)
         seconds = {} if options.skip_training else measure(options, scratch, place)
+        collections = {} if options.skip_training else measure_collections(options, scratch, place)
         waits = measure_saves(options, scratch, place)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)  # by whichever rank is first: all have trained, or it is over
@@ -179,6 +223,10 @@ def main(options: Namespace):
         print(f"| {kind} | {statistics.median(times):.3f} | {ratio:.4f} | {HIGHEST.get(kind, '')} |")
         if ratio > HIGHEST.get(kind, math.inf):
             missed.append(f"MISSED: a training that {kind} takes more than {HIGHEST[kind]} times as long")
+    if collections:
+        print(f"| garbage, {COLLECTED} steps | collections | ms in all | ms of the longest |\n|---|---|---|---|")
+    for kind, times in collections.items():
+        print(f"| {kind} | {len(times)} | {1000 * sum(times):.2f} | {1000 * max(times, default=0):.2f} |")
     rows.print_heads()
     missed += [f"MISSED: {sentence}" for row in waits if (sentence := rows.report(row))]
     for line in missed:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 
 env = os.environ
@@ -18,6 +19,7 @@ given = {
     "cuda": env.get("CUDA_VISIBLE_DEVICES"),
     "cpus": sorted(os.sched_getaffinity(0)),
     "path": env["PATH"],
+    "usr1": signal.getsignal(signal.SIGUSR1).name,
     "arguments": sys.argv[1:],
 }
 os.write(1, f"VARIABLES {json.dumps(given)}\n".encode())  # one write, so that lines of several ranks do not mix
