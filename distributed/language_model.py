@@ -30,6 +30,8 @@ def prepare(args: Namespace, place: Place, mesh: DeviceMesh | None):
     """Names the mesh's groups to `place`, chooses precision and compilation, and prints what the run is set to."""
     place.groups = [mesh.get_group(name) for name in mesh.mesh_dim_names] if mesh else []
     place.set_timeout(place.timeout)
+    if fault := too_old(torch.__version__, metadata_of(args)["sizes"]["vocabulary"], place.device, mesh):
+        place.stop(fault)
     args.precision, args.compile = choose_precision(args, place), choose_compile(args, place)
     if place.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32, where a GPU has it
@@ -38,6 +40,19 @@ def prepare(args: Namespace, place: Place, mesh: DeviceMesh | None):
     if place.rank == 0:
         print(f"Data: {characters.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}", flush=True)
         print(f"Precision: {args.precision}. Compiled: {args.compile}. Device mesh: {mesh}", flush=True)
+
+
+def too_old(version: str, vocabulary: int, device: torch.device, mesh: DeviceMesh | None) -> str | None:
+    """What this torch cannot do, which has FSDP2 from 2.6 on, in one sentence; or None."""
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh else {}
+    older = [int(part) for part in version.split(".")[:2]]
+    if device.type == "cpu" and max(sizes.get("shard", 1), sizes.get("data", 1)) > 1 and older < [2, 7]:
+        return f"FSDP on a CPU needs torch 2.7 or newer, and this is {version}"
+    tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
+    if min(tensor, data) > 1 and vocabulary % (tensor * data) and older < [2, 8]:
+        uneven = f"{vocabulary} characters in even parts for {tensor * data} ranks"
+        return f"no {uneven}: torch before 2.8 wants them, and this is {version}: say --pad-vocabulary"
+    return None
 
 
 def choose_precision(args: Namespace, place: Place) -> str:
@@ -172,7 +187,7 @@ def sample(args: Namespace, place: Place):
     if unknown := set(args.prompt) - set(metadata["characters"]):
         place.stop(f"--prompt has {sorted(unknown)}, which are not among the characters of {path}")
     model = initialize(make_model(metadata), place.device, args.seed)
-    sharded_checkpoints.load(path, place, model)
+    sharded_checkpoints.load(path, model)
     prompt = torch.tensor([[metadata["characters"].index(letter) for letter in args.prompt]], device=place.device)
     torch.manual_seed(args.seed)
     written = model.generate(prompt, args.sample, len(metadata["characters"]))[0].tolist()

@@ -1,13 +1,17 @@
 """Jobs run on Python 3.10 and newer, as NVIDIA's images of 2024 and Ubuntu 22.04 have it, and on torch 2.4."""
 
 import re
+import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
 from conftest import REPOSITORY, environment, run
+from language_model import too_old
 
 TRACKED = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True).stdout.split()
 ON_TOP = ("check_ranks", "lint_sbatch", "prepare_data", "quiet_torchrun", "slurm_task", "watch_job")
@@ -39,22 +43,22 @@ def test_a_task_in_a_job_imports_nothing_of_the_submission():
     assert done.stdout == "set()\n", done.stdout + done.stderr
 
 
-OLDER, MATRIX = "tests/scripts/torch_2_4.py", pytest.mark.matrix
+OLDER, MATRIX = "tests/scripts/older_torch.py", pytest.mark.matrix
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        ["./torchrun.sh", OLDER, "distributed/train_preemptible.py", "--batch-size", "20"],
-        pytest.param(["./torchrun.sh", OLDER, "distributed/train_ddp.py", "--batch-size", "20"], marks=MATRIX),
-        pytest.param([sys.executable, OLDER, "local/train_single.py"], marks=MATRIX),
-        pytest.param([sys.executable, OLDER, "distributed/train_task.py"], marks=MATRIX),
+        ["./torchrun.sh", OLDER, "2.4", "distributed/train_preemptible.py", "--batch-size", "20"],
+        pytest.param(["./torchrun.sh", OLDER, "2.4", "distributed/train_ddp.py", "--batch-size", "20"], marks=MATRIX),
+        pytest.param([sys.executable, OLDER, "2.4", "local/train_single.py"], marks=MATRIX),
+        pytest.param([sys.executable, OLDER, "2.4", "distributed/train_task.py"], marks=MATRIX),
     ],
-    ids=lambda command: command[2],
+    ids=lambda command: command[3],
 )
 def test_plain_and_hard_layers_run_on_torch_2_4(command, tiny, tmp_path):
     """With what torch has had since taken away."""
-    where = ["--data-dir", tiny, *(["--checkpoint-dir", tmp_path / "c"] if "task" not in command[2] else [])]
+    where = ["--data-dir", tiny, *(["--checkpoint-dir", tmp_path / "c"] if "task" not in command[3] else [])]
     env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, TRAIN_DEVICE="cpu")
     done = run(*command, "--epochs", 1, *where, env=env)
     assert done.returncode == 0 and re.search("^Finished: ", done.stdout, re.M), done.stdout + done.stderr
@@ -64,8 +68,66 @@ def test_the_older_torch_is_one(tmp_path):
     newer = ["torch.accelerator", "torch.cpu.get_capabilities()", "from torch.distributed.fsdp import fully_shard"]
     tries = [f"try: {line}\nexcept (AttributeError, ImportError): print('older')\n" for line in newer]
     (tmp_path / "newer.py").write_text("import torch\n" + "".join(tries))
-    done = run(sys.executable, OLDER, tmp_path / "newer.py")
+    done = run(sys.executable, OLDER, "2.4", tmp_path / "newer.py")
     assert done.stdout == "older\n" * 3, done.stdout + done.stderr
+
+
+LARGE = ["--layers", 2, "--heads", 4, "--width", 32, "--context", 32, "--batch-size", 8, "--log-every", 5]
+LARGE += ["--steps", 10, "--warmup-steps", 2, "--eval-windows", 8, "--checkpoint-every", 5]
+
+
+@pytest.mark.parametrize(
+    ("start", "script"),
+    [
+        pytest.param(sys.executable, "train_fsdp.py", id="train_fsdp.py"),
+        pytest.param("./torchrun.sh", "train_tp.py", id="train_tp.py", marks=MATRIX),
+    ],
+)
+def test_large_layer_runs_on_torch_2_6(start, script, text, tmp_path):
+    """Trains, and resumes from a sharded checkpoint, with what torch has had since taken away."""
+    command = [start, OLDER, "2.6", f"distributed/{script}", *LARGE, "--data-dir", text, "--checkpoint-dir", tmp_path]
+    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, TRAIN_DEVICE="cpu")
+    for resumed in ([], ["--resume"]):
+        done = run(*command, *resumed, env=env)
+        assert done.returncode == 0 and "warning" not in done.stderr.lower(), done.stderr
+        assert ("Resumed after step 5\n" in done.stdout) == bool(resumed), done.stdout
+        assert "Finished: step=10 " in done.stdout, done.stdout
+        shutil.rmtree(tmp_path / "checkpoint_step_10")
+
+
+@MATRIX
+def test_fsdp_on_a_cpu_says_which_torch_it_needs(text, tmp_path):
+    """Seen with torch 2.6.0: its CPU has no streams like those of a GPU."""
+    command = ["./torchrun.sh", OLDER, "2.6", "distributed/train_fsdp.py", *LARGE, "--data-dir", text]
+    done = run(*command, "--checkpoint-dir", tmp_path, env=environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1))
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.endswith("FSDP on a CPU needs torch 2.7 or newer, and this is 2.6.0\n")
+
+
+@pytest.mark.parametrize(
+    ("version", "vocabulary", "device", "mesh", "fault"),
+    [
+        ("2.6.0+cu124", 65, "cuda", {"shard": 4}, None),
+        ("2.6.0", 65, "cpu", {"replicate": 2, "shard": 2}, "FSDP on a CPU needs torch 2.7 or newer, and this is 2.6.0"),
+        ("2.6.0", 65, "cpu", {"data": 2, "tensor": 2}, "FSDP on a CPU needs torch 2.7 or newer, and this is 2.6.0"),
+        ("2.6.0", 65, "cpu", {"data": 1, "tensor": 4}, None),
+        ("2.6.0", 65, "cpu", {}, None),
+        ("2.7.1", 65, "cpu", {"shard": 4}, None),
+        ("2.7.1", 128, "cuda", {"data": 2, "tensor": 2}, None),
+        (
+            "2.7.1",
+            65,
+            "cuda",
+            {"data": 2, "tensor": 2},
+            "no 65 characters in even parts for 4 ranks: torch before 2.8 ",
+        ),
+        ("2.10.0", 65, "cpu", {"data": 2, "tensor": 2}, None),
+    ],
+)
+def test_what_torch_cannot_do_yet(version, vocabulary, device, mesh, fault):
+    named = Namespace(mesh_dim_names=tuple(mesh), shape=tuple(mesh.values())) if mesh else None
+    found = too_old(version, vocabulary, torch.device(device), named)
+    assert found == fault or (fault and found.startswith(fault)), found
 
 
 @pytest.mark.parametrize("script", ["train_fsdp.py", "train_tp.py"])

@@ -191,7 +191,7 @@ def weights_in(folder: Path, args: Namespace, place: Place) -> list[torch.Tensor
     """Those of the newest checkpoint, read into another model."""
     other, optimizer = training(Namespace(**vars(args) | {"seed": args.seed + 1}), place)
     path, _ = newest(folder, place)
-    load(path, place, other, optimizer)
+    load(path, other, optimizer)
     return list(other.parameters())
 
 

@@ -346,9 +346,9 @@ def judge(training: dict) -> list[str]:
 
 
 def draw(result: dict, path: Path):
-    """Above all losses on top of each other, below how far each family is from one process, step by step."""
-    figure, axes = style.subplots(2, len(result["trainings"]), 9, 6.2, sharex="col", height_ratios=(1, 1))
-    for (above, below), training in zip(axes.T, result["trainings"], strict=True):
+    """All losses on top of each other, how far each family is from one process by step, and how far any two are."""
+    figure, axes = style.subplots(3, len(result["trainings"]), 9, 9.2)
+    for (above, below, pairs), training in zip(axes.T, result["trainings"], strict=True):
         one, *others = training["runs"]
         steps = [int(step) for step in one["losses"]]
         above.plot(steps, one["losses"].values(), color=style.GREY, alpha=0.35, linewidth=7, label="one process")
@@ -359,6 +359,8 @@ def draw(result: dict, path: Path):
             below.plot(steps, [max(far, 1e-7) for far in farthest], label=family, linewidth=0.9, **look)
             for run in members if family != CONTROL else ():
                 above.plot(steps, run.values(), **style.line(number) | {"linewidth": 0.7})
+        above.sharex(below)
+        above.tick_params(labelbottom=False)
         above.set(title=f"{training['name']}: the losses of {len(others)} runs, one on top of the other", ylabel="loss")
         above.legend(loc="upper right")
         below.axhline(training["limit"], color=style.GREY, linewidth=1)
@@ -366,8 +368,24 @@ def draw(result: dict, path: Path):
         below.set(yscale="log", ylim=(7e-8, 0.2), xlabel="step", ylabel="difference from one process")
         below.set_title("the largest of each kind; 0 is drawn as 1e-7")
         below.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=2, fontsize=8)
+        draw_pairs(pairs, training)
     style.save(figure, path, "Loss curves of the same training started every way")
     style.plt.close(figure)
+
+
+def draw_pairs(axes: style.plt.Axes, training: dict):
+    """The largest difference of each pair of runs, which have the table's numbers."""
+    runs = training["runs"][:-1]  # all but the control
+    for row, run in enumerate(runs[1:], start=2):
+        for column, other in enumerate(runs[: row - 1], start=1):
+            far = min(difference(run, other)[0], 1)
+            axes.text(column, row, f"{far * 1e7:.0f}", ha="center", va="center", fontsize=7)
+    ends = {"xlim": (0.4, len(runs) - 0.4), "ylim": (len(runs) + 0.6, 1.4)}
+    axes.set(xticks=range(1, len(runs)), yticks=range(2, len(runs) + 1), **ends)
+    axes.set(xlabel="number of a run", ylabel="number of another run")
+    axes.set_title(f"the largest difference of each pair, in 1e-7; the limit is {training['limit'] * 1e7:.0f}")
+    axes.tick_params(length=0, labelsize=7)
+    axes.grid(False)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from .checkpoints import (
 from .job import JOB, RESTART_COUNT
 from .place import Place
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process alone: dcp warns of that
+warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")  # one process alone: dcp warns of that
 
 
 class ShardedCheckpoints(Checkpoints):
@@ -75,7 +75,7 @@ class ShardedCheckpoints(Checkpoints):
         path, metadata = found
         if fault := self.other_run(metadata.pop("run")):
             self.place.stop(fault)
-        load(path, self.place, **parts)
+        load(path, **parts)
         del metadata["files"]
         return metadata
 
@@ -187,10 +187,10 @@ def newest(folder: Path, place: Place) -> tuple[Path, dict] | None:
     return None
 
 
-def load(path: Path, place: Place, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
     """Reads a checkpoint into a model, split or not, and its optimizer. By all ranks."""
     state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=path, no_dist=place.world_size == 1)
+    dcp.load(state, checkpoint_id=path)
     optimizers = [] if optimizer is None else [optimizer]
     set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {}))
 
