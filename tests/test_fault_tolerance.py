@@ -40,6 +40,7 @@ BY_HAND = {
     "mp": [sys.executable, "distributed/spawn_ranks.py"],
 }
 RANKS = {"srun": "slowly.py", "torchrun": "-u\0tests/scripts/slowly.py", "mp": "spawn_main"}  # in command lines
+PYTHONS = {"srun": 2, "torchrun": 3, "mp": 4}  # of a node: two ranks, what starts them, and its resource tracker
 DIAGONAL = [("srun", "train_preemptible.py"), ("torchrun", "train_fsdp.py"), ("mp", "train_tp.py")]
 GROUPS = ["at-once", "at-once-1", "at-once-2", "at-once-3"]  # cases whose jobs run side by side; the first one is quick
 OTHERS = [[(way, [*SCRIPTS][(i + k) % 3]) for i, way in enumerate(LAUNCHERS)] for k in (1, 2)]
@@ -199,7 +200,9 @@ def test_usr1(cases, cluster, data, uninterrupted, tmp_path):
 
     def scenario(way, script):
         trial = Trial(cluster, way, script, data, tmp_path / way)
-        trial.train_a_little()
+        _, other = trial.train_a_little()
+        pythons = [command for _, command in chaos.all_processes(trial.job, other) if "python" in command.split("\0")[0]]
+        assert len(pythons) == PYTHONS[way], pythons
         trial.signal("--signal=USR1")
         assert trial.wait_for("^Stopped after step .*requeued$") < 15
         stopped = int(re.search(r"^Stopped after step (\d+)", trial.log, re.M)[1])
