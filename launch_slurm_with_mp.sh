@@ -13,7 +13,7 @@
 #
 # Usage: sbatch [sbatch options] launch_slurm_with_mp.sh [train script] [its arguments]
 #        sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 launch_slurm_with_mp.sh distributed/train_ddp.py
-set -euo pipefail
+set -euo pipefail                  # ends at a command that fails (-e), also in a pipe, and at a variable not set (-u)
 [[ -f env.sh ]] || { echo "No env.sh in $PWD: cd to the repository before sbatch, or sbatch --chdir=REPOSITORY" >&2; exit 1; }
 source ./env.sh                    # sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT; die, start_job, finish_job are aux/job.sh's
 command -v python >/dev/null || die "no python on $HOSTNAME: make a .venv here, or edit env.sh"

@@ -15,7 +15,7 @@
 #        sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 run_script.sh distributed/train_ddp.py
 # Before: ./aux/import_image.sh, on the login node, once. What a node prints is in log/JOB-ID/NODE.out, what goes wrong
 # in the job's own log. With Pyxis or Apptainer in the place of Enroot: docs/containers.md.
-set -euo pipefail
+set -euo pipefail                  # ends at a command that fails (-e), also in a pipe, and at a variable not set (-u)
 [[ -f env.sh ]] || { echo "No env.sh in $PWD: cd to the repository before sbatch, or sbatch --chdir=REPOSITORY" >&2; exit 1; }
 source ./env.sh                    # sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT; die, start_job, finish_job are aux/job.sh's
 
@@ -30,7 +30,7 @@ start_job "Way 4, torchrun starts the ranks of each node in container $CONTAINER
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
 # --output            a log for each node; --error=all: errors come here, to the job's log
 # --open-mode         a requeued job has the same id
-# --norc -p           no ~/.bashrc, which bash reads when its input is a socket, and no exported functions
+# --norc -p           this bash takes neither your ~/.bashrc (--norc) nor functions of your shell (-p, as in line 1)
 # shellcheck disable=SC2016  # each task's own shell expands these; "$@" is the train script and its arguments
 srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cpus-per-task="$CPUS_PER_NODE" \
     --output="log/$SLURM_JOB_ID/%N.out" --error=all --open-mode=append \
@@ -41,5 +41,5 @@ srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cp
             create_container enroot create --name "$CONTAINER_NAME" "$CONTAINER_IMAGE"
         start_container enroot start --root --rw --mount "$folder:/workspace/mnt" "${options[@]}" \
             "$CONTAINER_NAME" "${enter[@]}" ./torchrun.sh "$@"
-    ' - "$@" || status=$?    # without this, set -e would end the script here
+    ' - "$@" || status=$?    # - is $0 in there. Without ||, set -e would end this script when a rank fails
 finish_job "${status:-0}" "$@"     # requeues a job that has saved and stopped; else exits with the failed rank's status

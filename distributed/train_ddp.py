@@ -27,7 +27,7 @@ import mnist  # EDIT: your data
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
-# Process number `rank` of `world_size`, `local_rank` on its node. A bare `srun python` has Slurm's second names alone.
+# Process `rank` of `world_size`, `local_rank` on its node: from the launcher, else from Slurm itself, else one process.
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
@@ -35,7 +35,7 @@ distributed = "RANK" in os.environ or world_size > 1  # a launcher started this,
 
 
 def stop(sentence: str):
-    """Prints, and exits. Ranks but 0 wait 5 s: where rank 0 finds the same error, the launcher ends them before."""
+    """Prints, and exits. Ranks but 0 wait 5 s: if rank 0 prints the same, the launcher ends them before they do."""
     time.sleep(5 if rank > 0 else 0)
     sys.stderr.write(f"[Rank {rank} on {socket.gethostname()}] {sentence}\n")
     os._exit(1)  # not sys.exit, which could wait for the other ranks
@@ -69,7 +69,7 @@ if args.device == "auto":
     mps = torch.backends.mps.is_available() and not distributed
     args.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
 device = torch.device(args.device)
-if args.device == "cuda":  # a rank may see its own GPU alone, as number 0: Slurm can hide the others
+if args.device == "cuda":  # local rank 1 takes GPU 1; if Slurm shows a rank its own GPU alone, that is 0: hence the %
     device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
     torch.cuda.set_device(device)
 if distributed:  # nccl sends between GPUs, gloo between CPUs
@@ -78,7 +78,7 @@ if distributed:  # nccl sends between GPUs, gloo between CPUs
     if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
-    dist.all_reduce(torch.zeros(1, device=device))  # connects now: a rank that dies later is noticed, not waited for
+    dist.all_reduce(torch.zeros(1, device=device))  # sums over all ranks; connects them now, so that a death is noticed
 place = f"{socket.gethostname()} | world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
 print = print if rank == 0 else lambda *args, **kwargs: None  # from here on rank 0 prints for all
@@ -94,12 +94,12 @@ if args.batch_size > len(train_set):
     stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
 if args.batch_size % world_size:
     stop(f"--batch-size {args.batch_size} does not divide by {world_size} ranks")
-sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, this rank's
-# train_set[a list] is a batch. EDIT: if yours takes one index at a time: DataLoader(train_set, batch_sampler=batches)
-batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)
+sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled; as many per rank
+# train_set[list of indices] is a batch. EDIT: if yours takes one index: DataLoader(train_set, batch_sampler=batches)
+batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)  # this rank's indices, a list per step
 test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # no image on two ranks
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")  # EDIT
-test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)  # EDIT
+test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)  # EDIT. None: a list is a batch already
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -108,12 +108,12 @@ convolutions = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3
 linears = nn.Sequential(nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10))
 model = nn.Sequential(convolutions, nn.Dropout(args.dropout), nn.Flatten(), linears)  # EDIT: your model, three lines
 model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else None)  # faster convolutions
-ddp = nn.parallel.DistributedDataParallel(model) if distributed else model  # its backward averages the gradients
-fused = device.type != "mps" and args.precision != "fp16"  # fused momentum is garbage if GradScaler skips step 1
+ddp = nn.parallel.DistributedDataParallel(model) if distributed else model  # same weights; backward averages gradients
+fused = device.type != "mps" and args.precision != "fp16"  # one operation for all weights; wrong if step 1 is skipped
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=fused)
 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
 autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
-scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")  # keeps small gradients from being 0
 if args.precision == "fp16" and device.type == "cpu":
     print("warning: fp16 is slow on a CPU: use --precision bf16", flush=True)
 
@@ -146,8 +146,8 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             loss = F.cross_entropy(ddp(images).float(), labels)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        scaler.step(optimizer)  # optimizer.step(); with fp16 not where a gradient is inf or nan
+        scaler.update()  # with fp16: the scale for the next step
         losses.append(loss.detach())  # .item() would wait for the GPU, at every step
         if step % args.log_every == 0 or step == len(train_loader):
             mean = torch.stack(losses).mean() / world_size
@@ -180,7 +180,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
 
 print(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
 if distributed:
-    dist.barrier(device_ids=[device.index] if args.device == "cuda" else None)  # rank 0 may still save; nccl wants ids
+    dist.barrier(device_ids=[device.index] if args.device == "cuda" else None)  # all wait: rank 0 may still be saving
     dist.destroy_process_group()
 if device.type == "cpu":
     os._exit(0)  # skips Python's shutdown, in which a thread of gloo's can abort it

@@ -101,11 +101,11 @@ ddp = DistributedDataParallel(model) if world_size > 1 else model  # averages th
 # resumed run rounds as one that was not stopped.
 ddp.eval()(next(iter(train_loader))[0].to(device)).sum().backward()
 model.zero_grad()
-fused = device.type != "mps" and args.precision != "fp16"  # fused momentum is garbage if GradScaler skips step 1
+fused = device.type != "mps" and args.precision != "fp16"  # one operation for all weights; wrong if step 1 is skipped
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=fused)
 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
 autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
-scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")  # keeps small gradients from being 0
 if args.precision == "fp16" and device.type == "cpu" and rank == 0:
     print("warning: fp16 is slow on a CPU: use --precision bf16", file=sys.stderr)
 
@@ -131,8 +131,8 @@ for step, (images, labels) in enumerate(train_loader, start=first + 1):
         loss = F.cross_entropy(ddp(images).float(), labels)
     optimizer.zero_grad()
     scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    scaler.step(optimizer)  # optimizer.step(); with fp16 not where a gradient is inf or nan
+    scaler.update()  # with fp16: the scale for the next step
     epoch = math.ceil(step / steps_per_epoch)
     if progress.add(step, loss):
         progress.log(step, epoch)

@@ -64,11 +64,11 @@ except ValueError as error:
 if args.batch_size > len(train_set):
     stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
 sampler = RandomSampler(train_set, generator=torch.Generator())
-# train_set[a list] is a batch. EDIT: if yours takes one index at a time: DataLoader(train_set, batch_sampler=batches)
+# train_set[list of indices] is a batch. EDIT: if yours takes one index: DataLoader(train_set, batch_sampler=batches)
 batches = BatchSampler(sampler, args.batch_size, drop_last=True)
 test_batches = BatchSampler(range(len(test_set)), 1000, drop_last=False)
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")  # EDIT
-test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)  # EDIT
+test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)  # EDIT. None: a list is a batch already
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -77,11 +77,11 @@ convolutions = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3
 linears = nn.Sequential(nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10))
 model = nn.Sequential(convolutions, nn.Dropout(args.dropout), nn.Flatten(), linears)  # EDIT: your model, three lines
 model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else None)  # faster convolutions
-fused = device.type != "mps" and args.precision != "fp16"  # fused momentum is garbage if GradScaler skips step 1
+fused = device.type != "mps" and args.precision != "fp16"  # one operation for all weights; wrong if step 1 is skipped
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=fused)
 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
 autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
-scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")  # keeps small gradients from being 0
 if args.precision == "fp16" and device.type == "cpu":
     print("warning: fp16 is slow on a CPU: use --precision bf16", flush=True)
 
@@ -114,8 +114,8 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             loss = F.cross_entropy(model(images).float(), labels)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        scaler.step(optimizer)  # optimizer.step(); with fp16 not where a gradient is inf or nan
+        scaler.update()  # with fp16: the scale for the next step
         losses.append(loss.detach())  # .item() would wait for the GPU, at every step
         if step % args.log_every == 0 or step == len(train_loader):
             mean = torch.stack(losses).mean()

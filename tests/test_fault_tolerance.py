@@ -201,8 +201,8 @@ def test_usr1(cases, cluster, data, uninterrupted, tmp_path):
     def scenario(way, script):
         trial = Trial(cluster, way, script, data, tmp_path / way)
         _, other = trial.train_a_little()
-        pythons = [command for _, command in chaos.all_processes(trial.job, other) if "python" in command.split("\0")[0]]
-        assert len(pythons) == PYTHONS[way], pythons
+        commands = [command for _, command in chaos.all_processes(trial.job, other)]
+        assert sum("python" in command.split("\0")[0] for command in commands) == PYTHONS[way], commands
         trial.signal("--signal=USR1")
         assert trial.wait_for("^Stopped after step .*requeued$") < 15
         stopped = int(re.search(r"^Stopped after step (\d+)", trial.log, re.M)[1])

@@ -114,7 +114,7 @@ def copies(folder: Path) -> dict[str, Path]:
     found = {}
     for way, launcher in LAUNCHERS.items():
         text = (REPOSITORY / launcher).read_text()
-        text, count = re.subn("^set -euo pipefail$", r'\g<0>; echo "BEGAN $EPOCHREALTIME"', text, flags=re.M)
+        text, count = re.subn("^set -euo pipefail", r'\g<0>; echo "BEGAN $EPOCHREALTIME"', text, flags=re.M)
         assert count == 1, f"{launcher} does not begin as launch.py expects"
         found[way] = folder / launcher
         found[way].write_text(text)
