@@ -1,11 +1,11 @@
 # shellcheck shell=bash
 # Every launcher reads this once per job, in the batch shell: the world size, where the ranks meet, your cluster.
-# What differs from rank to rank (RANK, LOCAL_RANK) is set inside srun. In bash ${A:-B} is A, or B where A is not set.
+# What differs from rank to rank (RANK, LOCAL_RANK) is set inside srun. In bash ${A:-B} is A, or B if A is unset or empty.
 if [[ "$-" == *i* || -z "${SLURM_JOB_ID:-}" ]]; then                 # $- has an i in a shell that one types into
     echo "env.sh is read by the launchers: type sbatch launch_slurm_with_torchrun.sh, or without Slurm ./torchrun.sh SCRIPT" >&2
     return 1
 fi
-source aux/job.sh                        # supervises the job, no need to read it: is_uneven, die, start_job, finish_job
+source aux/job.sh                        # no need to read it: it has is_uneven, die, start_job, finish_job
 
 # --- world size: nodes x ranks per node -------------------------------------------------------------------------------
 NNODES=$SLURM_JOB_NUM_NODES
@@ -14,7 +14,7 @@ gpus=${gpus##*:}                                                     # all after
 tasks=${SLURM_NTASKS_PER_NODE:-1}
 NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : tasks))}       # a rank per GPU; without GPUs, per task
 WORLD_SIZE=$((NNODES * NPROC_PER_NODE))                              # ways 2 to 4: torchrun or spawner sets it again
-if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # nodes with 4, 4 and 3 tasks: way 1 alone can
+if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # as 4, 4 and 3 tasks: way 1 alone takes that
 
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")               # a line each
 MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # rank 0's node: hosts, cut at the first newline
@@ -22,7 +22,7 @@ MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # rank 0's 
 MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # by job, above the ports Linux gives out; 10#: decimal
 
 cpus=${SLURM_JOB_CPUS_PER_NODE:-1}                                   # 16(x4),8: 16 CPUs on each of 4 nodes, 8 on a 5th
-CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # salloc sets only cpus: cut at ( or , that is 16
+CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # salloc does not set it: cpus up to ( or , then: 16
 if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks)); fi  # --cpus-per-task wins
 CPUS_PER_RANK=$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))    # an equal share, at least 1
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS_PER_RANK}                   # CPU threads of torch in each rank

@@ -34,7 +34,7 @@ start_job "Way 1, srun starts every rank" "$@"    # last checks, and a line in t
 srun --ntasks="$WORLD_SIZE" --kill-on-bad-exit=1 --wait=300 --distribution=block:block \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-$CPUS_PER_RANK}" bash --norc -pc '
         export LOCAL_RANK=$SLURM_LOCALID RANK=$((SLURM_NODEID * NPROC_PER_NODE + SLURM_LOCALID))
-        if [[ "$SLURM_STEP_TASKS_PER_NODE" == *,* ]]; then RANK=$SLURM_PROCID; fi    # as 4,3 tasks: no product fits
+        if [[ "$SLURM_STEP_TASKS_PER_NODE" == *,* ]]; then RANK=$SLURM_PROCID; fi    # as 4,3,4 tasks: no product fits
         exec ./aux/run_task.sh python "$@"    # runs python; the rank that fails first is noted
     ' - "$@" || status=$?    # - is $0 in there. Without ||, set -e would end this script when a rank fails
 finish_job "${status:-0}" "$@"     # requeues a job that has saved and stopped; else exits with the failed rank's status

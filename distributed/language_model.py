@@ -27,10 +27,13 @@ from resilience.sharded_checkpoints import ShardedCheckpoints
 
 
 def prepare(args: Namespace, place: Place, mesh: DeviceMesh | None):
-    """Names the mesh's groups to `place`, chooses precision and compilation, and prints what the run is set to."""
+    """Names the mesh's groups to `place`, chooses precision and compilation, and prints what the run is set to.
+
+    What this torch cannot do yet is refused.
+    """
     place.groups = [mesh.get_group(name) for name in mesh.mesh_dim_names] if mesh else []
     place.set_timeout(place.timeout)
-    if fault := too_old(torch.__version__, metadata_of(args)["sizes"]["vocabulary"], place.device, mesh):
+    if fault := too_old(torch.__version__, metadata_of(args)["sizes"], place.device, mesh):
         place.stop(fault)
     args.precision, args.compile = choose_precision(args, place), choose_compile(args, place)
     if place.device.type == "cuda":
@@ -42,16 +45,18 @@ def prepare(args: Namespace, place: Place, mesh: DeviceMesh | None):
         print(f"Precision: {args.precision}. Compiled: {args.compile}. Device mesh: {mesh}", flush=True)
 
 
-def too_old(version: str, vocabulary: int, device: torch.device, mesh: DeviceMesh | None) -> str | None:
-    """What this torch cannot do, which has FSDP2 from 2.6 on, in one sentence; or None."""
-    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh else {}
-    older = [int(part) for part in version.split(".")[:2]]
-    if device.type == "cpu" and max(sizes.get("shard", 1), sizes.get("data", 1)) > 1 and older < [2, 7]:
+def too_old(version: str, sizes: dict[str, int], device: torch.device, mesh: DeviceMesh | None) -> str | None:
+    """What this torch, 2.6 or newer, cannot do yet with a model of such `sizes`, in one sentence; or None."""
+    ranks = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh else {}
+    tensor, count = ranks.get("tensor", 1), math.prod(ranks.values())
+    release = [int(part) for part in version.split(".")[:2]]
+    if device.type == "cpu" and count > tensor and release < [2, 7]:  # with tensor parallelism alone there is no FSDP
         return f"FSDP on a CPU needs torch 2.7 or newer, and this is {version}"
-    tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
-    if min(tensor, data) > 1 and vocabulary % (tensor * data) and older < [2, 8]:
-        uneven = f"{vocabulary} characters in even parts for {tensor * data} ranks"
-        return f"no {uneven}: torch before 2.8 wants them, and this is {version}: say --pad-vocabulary"
+    rows = sizes["vocabulary"], 3 * sizes["width"], 4 * sizes["width"]  # of the weights that both split
+    uneven = [number for number in rows if number % count]
+    if count > tensor > 1 and uneven and release < [2, 8]:
+        why = f"torch {version} cannot split {uneven[0]} rows of a weight over {count} ranks"
+        return f"{why}: take 2.8 or newer, another number of ranks, or --pad-vocabulary, to a multiple of 64"
     return None
 
 

@@ -94,7 +94,7 @@ if args.batch_size > len(train_set):
     stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
 if args.batch_size % world_size:
     stop(f"--batch-size {args.batch_size} does not divide by {world_size} ranks")
-sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled; as many per rank
+sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, in equal shares
 # train_set[list of indices] is a batch. EDIT: if yours takes one index: DataLoader(train_set, batch_sampler=batches)
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)  # this rank's indices, a list per step
 test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # no image on two ranks
@@ -146,7 +146,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             loss = F.cross_entropy(ddp(images).float(), labels)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
-        scaler.step(optimizer)  # optimizer.step(); with fp16 not where a gradient is inf or nan
+        scaler.step(optimizer)  # optimizer.step(); with fp16 none at all if any gradient is inf or nan
         scaler.update()  # with fp16: the scale for the next step
         losses.append(loss.detach())  # .item() would wait for the GPU, at every step
         if step % args.log_every == 0 or step == len(train_loader):

@@ -131,7 +131,7 @@ for step, (images, labels) in enumerate(train_loader, start=first + 1):
         loss = F.cross_entropy(ddp(images).float(), labels)
     optimizer.zero_grad()
     scaler.scale(loss).backward()
-    scaler.step(optimizer)  # optimizer.step(); with fp16 not where a gradient is inf or nan
+    scaler.step(optimizer)  # optimizer.step(); with fp16 none at all if any gradient is inf or nan
     scaler.update()  # with fp16: the scale for the next step
     epoch = math.ceil(step / steps_per_epoch)
     if progress.add(step, loss):

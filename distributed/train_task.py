@@ -160,7 +160,7 @@ def stop(sentence: str, rank: int):
 
 
 def choose_device(name: str, rank: int, local_rank: int, distributed: bool):
-    """CUDA, else Apple's MPS (one process only: gloo lacks it), else the CPU, unless --device names one."""
+    """CUDA, else Apple's MPS (only without a launcher: gloo lacks it), else the CPU, unless --device names one."""
     import torch
 
     granted, count = os.environ.get("SLURM_GPUS_ON_NODE") or "0", torch.cuda.device_count()
@@ -169,7 +169,7 @@ def choose_device(name: str, rank: int, local_rank: int, distributed: bool):
     if name == "auto":
         name = "cuda" if count else "mps" if torch.backends.mps.is_available() and not distributed else "cpu"
     if name == "mps" and (distributed or not torch.backends.mps.is_available()):
-        stop("--device mps needs an Apple GPU and one process", rank)
+        stop("--device mps needs an Apple GPU, and one process without a launcher", rank)
     if name != "cuda":
         return torch.device(name)
     hidden = 0 < count < max(2, int(granted))  # Slurm shows this task only some of the node's GPUs

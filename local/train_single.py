@@ -114,7 +114,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             loss = F.cross_entropy(model(images).float(), labels)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
-        scaler.step(optimizer)  # optimizer.step(); with fp16 not where a gradient is inf or nan
+        scaler.step(optimizer)  # optimizer.step(); with fp16 none at all if any gradient is inf or nan
         scaler.update()  # with fp16: the scale for the next step
         losses.append(loss.detach())  # .item() would wait for the GPU, at every step
         if step % args.log_every == 0 or step == len(train_loader):

@@ -40,7 +40,7 @@ BY_HAND = {
     "mp": [sys.executable, "distributed/spawn_ranks.py"],
 }
 RANKS = {"srun": "slowly.py", "torchrun": "-u\0tests/scripts/slowly.py", "mp": "spawn_main"}  # in command lines
-PYTHONS = {"srun": 2, "torchrun": 3, "mp": 4}  # of a node: two ranks, what starts them, and its resource tracker
+PYTHONS = {"srun": 2, "torchrun": 3, "mp": 4}  # of a node: two ranks, torchrun, spawner and its resource tracker
 DIAGONAL = [("srun", "train_preemptible.py"), ("torchrun", "train_fsdp.py"), ("mp", "train_tp.py")]
 GROUPS = ["at-once", "at-once-1", "at-once-2", "at-once-3"]  # cases whose jobs run side by side; the first one is quick
 OTHERS = [[(way, [*SCRIPTS][(i + k) % 3]) for i, way in enumerate(LAUNCHERS)] for k in (1, 2)]

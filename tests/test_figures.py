@@ -141,7 +141,10 @@ def test_the_published_losses_agree(tmp_path, monkeypatch, capsys):
     *table, verdict = capsys.readouterr().out.splitlines()
     assert verdict.startswith("VERDICT: all ways agree") and len(table) > 25
     assert "\n".join(table).strip() in (REPOSITORY / "docs/09_do_all_ways_agree.md").read_text()
-    assert (tmp_path / "convergence.svg").read_text().count("<path") > 50
+    drawn = (tmp_path / "convergence.svg").read_text()
+    counts = [len(training["runs"]) - 1 for training in LOSSES["trainings"]]  # without the control
+    pairs = sum(count * (count - 1) // 2 for count in counts)
+    assert drawn.count("<path") > 50 and drawn.count('id="text_') > pairs > 100
 
 
 def changed(number: int, change) -> dict:

@@ -1,4 +1,4 @@
-"""Jobs run on Python 3.10 and newer, as NVIDIA's images of 2024 and Ubuntu 22.04 have it, and on torch 2.4."""
+"""Jobs run on Python 3.10, as NVIDIA's images of 2024 and Ubuntu 22.04 have it, and on torch 2.4 or 2.6."""
 
 import re
 import shutil
@@ -64,11 +64,22 @@ def test_plain_and_hard_layers_run_on_torch_2_4(command, tiny, tmp_path):
     assert done.returncode == 0 and re.search("^Finished: ", done.stdout, re.M), done.stdout + done.stderr
 
 
-def test_the_older_torch_is_one(tmp_path):
-    newer = ["torch.accelerator", "torch.cpu.get_capabilities()", "from torch.distributed.fsdp import fully_shard"]
-    tries = [f"try: {line}\nexcept (AttributeError, ImportError): print('older')\n" for line in newer]
+NEWER = {
+    "2.4": ["torch.accelerator", "torch.cpu.get_capabilities()", "from torch.distributed.fsdp import fully_shard"],
+    "2.6": [
+        "torch.cpu.get_capabilities()",
+        "from torch.distributed.checkpoint.staging import StagingOptions",
+        "import torch.distributed.checkpoint as dcp; dcp.load({}, no_dist=True)",
+    ],
+}
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_the_older_torch_is_one(version, tmp_path):
+    caught = "except (AttributeError, ImportError, TypeError): print('older')"
+    tries = [f"try: {line}\n{caught}\n" for line in NEWER[version]]
     (tmp_path / "newer.py").write_text("import torch\n" + "".join(tries))
-    done = run(sys.executable, OLDER, "2.4", tmp_path / "newer.py")
+    done = run(sys.executable, OLDER, version, tmp_path / "newer.py")
     assert done.stdout == "older\n" * 3, done.stdout + done.stderr
 
 
@@ -99,34 +110,39 @@ def test_large_layer_runs_on_torch_2_6(start, script, text, tmp_path):
 def test_fsdp_on_a_cpu_says_which_torch_it_needs(text, tmp_path):
     """Seen with torch 2.6.0: its CPU has no streams like those of a GPU."""
     command = ["./torchrun.sh", OLDER, "2.6", "distributed/train_fsdp.py", *LARGE, "--data-dir", text]
-    done = run(*command, "--checkpoint-dir", tmp_path, env=environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1))
+    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, TRAIN_DEVICE="cpu")
+    done = run(*command, "--checkpoint-dir", tmp_path, env=env)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.endswith("FSDP on a CPU needs torch 2.7 or newer, and this is 2.6.0\n")
+
+
+FSDP_ON_A_CPU = "FSDP on a CPU needs torch 2.7 or newer, and this is 2.6.0"
 
 
 @pytest.mark.parametrize(
     ("version", "vocabulary", "device", "mesh", "fault"),
     [
         ("2.6.0+cu124", 65, "cuda", {"shard": 4}, None),
-        ("2.6.0", 65, "cpu", {"replicate": 2, "shard": 2}, "FSDP on a CPU needs torch 2.7 or newer, and this is 2.6.0"),
-        ("2.6.0", 65, "cpu", {"data": 2, "tensor": 2}, "FSDP on a CPU needs torch 2.7 or newer, and this is 2.6.0"),
+        ("2.6.0", 65, "cpu", {"replicate": 2, "shard": 1}, FSDP_ON_A_CPU),
+        ("2.6.0", 65, "cpu", {"data": 2, "tensor": 2}, FSDP_ON_A_CPU),
         ("2.6.0", 65, "cpu", {"data": 1, "tensor": 4}, None),
         ("2.6.0", 65, "cpu", {}, None),
         ("2.7.1", 65, "cpu", {"shard": 4}, None),
         ("2.7.1", 128, "cuda", {"data": 2, "tensor": 2}, None),
+        ("2.7.1", 65, "cuda", {"data": 2, "tensor": 2}, "torch 2.7.1 cannot split 65 rows of a weight over 4 ranks: "),
         (
             "2.7.1",
-            65,
+            192,
             "cuda",
-            {"data": 2, "tensor": 2},
-            "no 65 characters in even parts for 4 ranks: torch before 2.8 ",
+            {"data": 3, "tensor": 2},
+            "torch 2.7.1 cannot split 512 rows of a weight over 6 ranks: ",
         ),
         ("2.10.0", 65, "cpu", {"data": 2, "tensor": 2}, None),
     ],
 )
 def test_what_torch_cannot_do_yet(version, vocabulary, device, mesh, fault):
     named = Namespace(mesh_dim_names=tuple(mesh), shape=tuple(mesh.values())) if mesh else None
-    found = too_old(version, vocabulary, torch.device(device), named)
+    found = too_old(version, {"vocabulary": vocabulary, "width": 128}, torch.device(device), named)
     assert found == fault or (fault and found.startswith(fault)), found
 
 

@@ -2,7 +2,7 @@
 """What checkpoints, being ready to stop, and Python's garbage collection cost train_fsdp.py on the CPU.
 
     python aux/prepare_data.py shakespeare
-    python aux/bench/checkpoint.py                # one rank; some three minutes: leave the machine alone meanwhile
+    python aux/bench/checkpoint.py                # one rank; some four minutes: leave the machine alone meanwhile
     ./torchrun.sh aux/bench/checkpoint.py         # two, who have to agree
     python aux/bench/checkpoint.py --check        # status 1 when a ratio is more than the one stated below
 
@@ -15,9 +15,9 @@ Then a model with 128 MB of weights and optimizer state is saved in three ways i
 script does, and as train_fsdp.py does, at once and asynchronously. Printed is how long the steps have to wait for each,
 in the last case to copy the state and, later, to publish what has been written. rows.py says what the columns are.
 
-Garbage collections are timed by Python's own callbacks (gc.callbacks) over 1,000 steps: those that come by themselves,
-then those of train_fsdp.py (--gc-every 50), which has frozen what was there before the first step. A full collection
-of all objects comes seldom, but at another step on each rank, and all ranks wait for it: it is timed once.
+Garbage collections are timed by Python's own callbacks (gc.callbacks) over 1,000 steps: those of train_fsdp.py
+(--gc-every 50), which freezes what is there before it makes the model, then those that come by themselves. A full
+collection of all objects comes seldom, but at another step on each rank, and all ranks wait for it: it is timed once.
 """
 
 import gc
@@ -114,15 +114,18 @@ def measure_collections(options: Namespace, scratch: Path, place: Place) -> dict
     """Seconds of each garbage collection, by what brought it about."""
     args = training_arguments(options.data_dir, scratch / "collections", False)
     args.precision = choose_precision(args, place)
+    gc.freeze()
+    gc.disable()  # both as language_model.prepare does, before there is a model
     model, optimizer = training(args, place)
     windows = characters.windows(options.data_dir, "train", args.context)
-    seconds, begun = {}, [0.0]
+    by_itself, full = "by itself", "a full one of all objects"
+    seconds, begun = {f"--gc-every {args.gc_every}": [], by_itself: [], full: []}, [0.0]
 
-    def train(first: int, last: int, collect_every: int):
-        for step in range(first, last):
+    def train(steps: int):
+        for step in range(steps):
             batch = characters.random_batch(args, windows, step, place.rank, place.world_size, place.device)
             train_fsdp.train_step(args, step, model, optimizer, batch)
-            if (step + 1) % collect_every == 0:
+            if not gc.isenabled() and (step + 1) % args.gc_every == 0:
                 gc.collect()
 
     def timed(phase: str, info: dict):
@@ -131,19 +134,17 @@ def measure_collections(options: Namespace, scratch: Path, place: Place) -> dict
         else:
             seconds[kind].append(time.perf_counter() - begun[0])
 
-    train(0, 50, 50)
+    train(50)
     gc.callbacks.append(timed)
-    for kind in ("by itself", "a full one of all objects", f"--gc-every {args.gc_every}"):
-        seconds[kind] = []
-        if kind == "a full one of all objects":
+    for kind in seconds:
+        if kind == by_itself:
+            gc.unfreeze()
+            gc.enable()
+        if kind == full:
             gc.collect()
-            gc.freeze()  # from here on as language_model.prepare sets it
-            gc.disable()
         else:
-            train(50, 50 + COLLECTED, args.gc_every if "every" in kind else 2 * COLLECTED)
-    gc.callbacks.clear()
-    gc.unfreeze()
-    gc.enable()
+            train(COLLECTED)
+    gc.callbacks.remove(timed)
     return seconds
 
 

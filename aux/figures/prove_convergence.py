@@ -378,11 +378,10 @@ def draw_pairs(axes: style.plt.Axes, training: dict):
     runs = training["runs"][:-1]  # all but the control
     for row, run in enumerate(runs[1:], start=2):
         for column, other in enumerate(runs[: row - 1], start=1):
-            far = min(difference(run, other)[0], 1)
-            axes.text(column, row, f"{far * 1e7:.0f}", ha="center", va="center", fontsize=7)
-    ends = {"xlim": (0.4, len(runs) - 0.4), "ylim": (len(runs) + 0.6, 1.4)}
-    axes.set(xticks=range(1, len(runs)), yticks=range(2, len(runs) + 1), **ends)
-    axes.set(xlabel="number of a run", ylabel="number of another run")
+            far = f"{difference(run, other)[0] * 1e7:.0f}"
+            axes.text(column, row, far, ha="center", va="center", fontsize=7)
+    axes.set(xticks=range(1, len(runs)), xlim=(0.4, len(runs) - 0.4), xlabel="number of a run")
+    axes.set(yticks=range(2, len(runs) + 1), ylim=(len(runs) + 0.6, 1.4), ylabel="number of another run")
     axes.set_title(f"the largest difference of each pair, in 1e-7; the limit is {training['limit'] * 1e7:.0f}")
     axes.tick_params(length=0, labelsize=7)
     axes.grid(False)

@@ -53,12 +53,12 @@ class Older(ModuleType):
         return get(name)
 
 
-def load_of_2_6(state, *, checkpoint_id=None, load=dcp.load):
-    """Its `load` has no `no_dist`."""
+def older_load(state, *, checkpoint_id=None, load=dcp.load):
+    """dcp.load as 2.4 and 2.6 have it: without no_dist."""
     load(state, checkpoint_id=checkpoint_id)
 
 
-dcp.load = load_of_2_6
+dcp.load = older_load
 torch.__version__ = f"{VERSION}.0"
 for module in NEWER:
     import_module(module).__class__ = Older
