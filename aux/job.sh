@@ -109,7 +109,7 @@ requeue_job() {                                      # step, script and argument
     [[ " $* " == *" --checkpoint-dir"* ]] || again+=(--checkpoint-dir "checkpoints/$SLURM_JOB_ID")
     if [[ -z "$shown" ]]; then reason="slurmctld does not answer"
     elif [[ "$shown" != *" Restarts=$SLURM_RESTART_COUNT "* ]]; then echo "Stopped after step $step, saved, Slurm requeues it"; exit 0
-    elif [[ "$shown" != *JobState=RUNNING* ]]; then reason="Slurm is ending it"
+    elif [[ ! "$shown" =~ JobState=(RUNNING|SIGNALING) ]]; then reason="Slurm is ending it"
     elif ((step <= before)); then reason="it got no further than when it was requeued before"
     elif ((SLURM_RESTART_COUNT >= max_restarts)); then reason="it has been requeued $SLURM_RESTART_COUNT times"
     elif reason=$(scontrol requeue "$job" 2>&1); then echo "Stopped after step $step, saved, requeued"; exit 0

@@ -46,18 +46,19 @@ def prepare(args: Namespace, place: Place, mesh: DeviceMesh | None):
 
 
 def too_old(version: str, sizes: dict[str, int], device: torch.device, mesh: DeviceMesh | None) -> str | None:
-    """What this torch, 2.6 or newer, cannot do yet with a model of such `sizes`, in one sentence; or None."""
+    """What torch 2.6 to 2.8 cannot do with a model of such `sizes`, in one sentence; or None."""
     ranks = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh else {}
     tensor, count = ranks.get("tensor", 1), math.prod(ranks.values())
-    release = [int(part) for part in version.split(".")[:2]]
-    if device.type == "cpu" and count > tensor and release < [2, 7]:  # with tensor parallelism alone there is no FSDP
-        return f"FSDP on a CPU needs torch 2.7 or newer, and this is {version}"
+    if count == tensor or [int(part) for part in version.split(".")[:2]] >= [2, 9]:
+        return None  # with tensor parallelism alone there is no FSDP
+    if device.type == "cpu":
+        return f"FSDP on a CPU needs torch 2.9 or newer, whose gloo can average, and this is {version}"
     rows = sizes["vocabulary"], 3 * sizes["width"], 4 * sizes["width"]  # of the weights that both split
     uneven = [number for number in rows if number % count]
-    if count > tensor > 1 and uneven and release < [2, 8]:
-        why = f"torch {version} cannot split {uneven[0]} rows of a weight over {count} ranks"
-        return f"{why}: take 2.8 or newer, another number of ranks, or --pad-vocabulary, to a multiple of 64"
-    return None
+    if tensor == 1 or not uneven:
+        return None
+    why = f"torch {version} cannot split {uneven[0]} rows of a weight over {count} ranks"
+    return f"{why}: take 2.9 or newer, another number of ranks, or --pad-vocabulary, to a multiple of 64"
 
 
 def choose_precision(args: Namespace, place: Place) -> str:

@@ -168,7 +168,7 @@ class Cluster:
     def wait(self, job: int, timeout: float = 120) -> Job:
         """Waits for the job's end; past `timeout` seconds it is cancelled and the test fails with its log."""
         deadline = time.monotonic() + timeout
-        while (shown := self.show(job))["JobState"] in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+        while (shown := self.show(job))["JobState"] in ("PENDING", "CONFIGURING", "RUNNING", "SIGNALING", "COMPLETING"):
             if time.monotonic() > deadline:
                 self.exec("scancel", job)
                 log = Path(shown["StdOut"])

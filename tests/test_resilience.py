@@ -493,6 +493,9 @@ def test_asked_to_stop_beside_a_silent_rank(monkeypatch, capfd):
     assert ended == [1]
     gone = "asked to stop, but rank 3 on this node has given no sign of life for 10 s: without it this rank cannot save"
     assert f"[Rank 2 on {heartbeat.HOST}] {gone}" in capfd.readouterr().err
+    monkeypatch.setenv("JOB_FAILURE", __file__)  # another rank has been named: this one may have been suspended
+    ranks[0].beat()
+    assert ended == [1, 1] and capfd.readouterr().err == ""
 
 
 NAMES = {

@@ -186,7 +186,8 @@ class Datagrams:
         silent = [other for other, missed in self.missed.items() if missed >= SILENT]
         if silent and stop_request.received and not finished:
             gone = f"rank {silent[0]} on this node has given no sign of life for {SILENT} s"
-            report(self.rank, f"asked to stop, but {gone}: without it this rank cannot save, and ends")
+            if not os.path.exists(os.environ.get("JOB_FAILURE", "")):  # else another rank has told already
+                report(self.rank, f"asked to stop, but {gone}: without it this rank cannot save, and ends")
             os._exit(1)
 
 
