@@ -33,7 +33,7 @@ def prepare(args: Namespace, place: Place, mesh: DeviceMesh | None):
     """
     place.groups = [mesh.get_group(name) for name in mesh.mesh_dim_names] if mesh else []
     place.set_timeout(place.timeout)
-    if fault := too_old(torch.__version__, metadata_of(args)["sizes"], place.device, mesh):
+    if fault := too_old(torch.__version__, args, place.device, mesh):
         place.stop(fault)
     args.precision, args.compile = choose_precision(args, place), choose_compile(args, place)
     if place.device.type == "cuda":
@@ -45,14 +45,15 @@ def prepare(args: Namespace, place: Place, mesh: DeviceMesh | None):
         print(f"Precision: {args.precision}. Compiled: {args.compile}. Device mesh: {mesh}", flush=True)
 
 
-def too_old(version: str, sizes: dict[str, int], device: torch.device, mesh: DeviceMesh | None) -> str | None:
-    """What torch 2.6 to 2.8 cannot do with a model of such `sizes`, in one sentence; or None."""
+def too_old(version: str, args: Namespace, device: torch.device, mesh: DeviceMesh | None) -> str | None:
+    """What torch 2.6 to 2.8 cannot do with the model that `args` ask for, in one sentence; or None."""
     ranks = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh else {}
     tensor, count = ranks.get("tensor", 1), math.prod(ranks.values())
     if count == tensor or [int(part) for part in version.split(".")[:2]] >= [2, 9]:
         return None  # with tensor parallelism alone there is no FSDP
     if device.type == "cpu":
         return f"FSDP on a CPU needs torch 2.9 or newer, whose gloo can average, and this is {version}"
+    sizes = metadata_of(args)["sizes"]
     rows = sizes["vocabulary"], 3 * sizes["width"], 4 * sizes["width"]  # of the weights that both split
     uneven = [number for number in rows if number % count]
     if tensor == 1 or not uneven:

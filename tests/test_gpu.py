@@ -158,11 +158,13 @@ def test_precision(device, train, on_cpu, script, precision):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", ["none", "torchrun"], ids=["alone", "one-rank"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_task(device, train, on_cpu, precision):
+def test_task(device, train, on_cpu, precision, form):
     """Its dropout is fixed, and a GPU draws another one than the CPU: near are only the first loss and the last."""
-    log = train(TASK, device, "--precision", precision)
-    devices(log, device)
+    log = train(TASK, device, "--precision", precision, form=form)
+    [said] = devices(log, device)
+    assert (said["backend"] is None) == (form == "none")
     expected, last = on_cpu(TASK)
     assert len(losses(log)) == STEPS
     assert losses(log)[0] == pytest.approx(expected[0], abs=0.1)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from . import stop_request
-from .job import HOST, JOB, RESTART_COUNT
+from .job import HOST, JOB, RESTART_COUNT, failure_named
 
 LINE = 4096  # bytes, always as many: a reader never finds the end of an older, longer line
 SILENT = 10  # seconds
@@ -186,7 +186,7 @@ class Datagrams:
         silent = [other for other, missed in self.missed.items() if missed >= SILENT]
         if silent and stop_request.received and not finished:
             gone = f"rank {silent[0]} on this node has given no sign of life for {SILENT} s"
-            if not os.path.exists(os.environ.get("JOB_FAILURE", "")):  # else another rank has told already
+            if not failure_named():  # else another rank has told already
                 report(self.rank, f"asked to stop, but {gone}: without it this rank cannot save, and ends")
             os._exit(1)
 

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from . import heartbeat, stop_request
-from .job import HOST, JOB, RESTART_COUNT
+from .job import HOST, JOB, RESTART_COUNT, failure_named
 
 # Parts of gloo's and NCCL's errors on the ranks whose peer has ended, or has not come to a collective in time
 PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
@@ -214,9 +214,8 @@ def wait_for_culprit():
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    named = Path(os.environ.get("JOB_FAILURE", "/dev/null/none"))
     deadline = time.monotonic() + 5
-    while stop_request.received != signal.SIGTERM and not named.exists() and time.monotonic() < deadline:
+    while stop_request.received != signal.SIGTERM and not failure_named() and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
