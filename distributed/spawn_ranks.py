@@ -18,9 +18,8 @@ from pathlib import Path
 
 HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
+
 # --- arguments --------------------------------------------------------------------------------------------------------
-
-
 def parse_arguments() -> list[str]:
     """The script and its arguments; ends the program when there is no script, or when it is not there."""
     command = sys.argv[1:]

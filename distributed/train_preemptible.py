@@ -22,7 +22,6 @@ from resilience.arguments import ArgumentParser, device_name, number, uneven, wh
 stop_request.listen()  # before the slow imports: Slurm may ask at any time
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader
@@ -35,7 +34,6 @@ from resilience.progress import Progress
 from resilience.samplers import RunSampler
 
 # --- arguments --------------------------------------------------------------------------------------------------------
-
 parser = ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=whole_number(1), default=3, help="passes over the training images")
 parser.add_argument("--max-steps", type=whole_number(1), help="stop after this many steps in all (default: never)")
@@ -56,7 +54,6 @@ parser.add_timeout_arguments()
 args = parser.parse_args()
 
 # --- process group ----------------------------------------------------------------------------------------------------
-
 _, _, _, world_size = find_ranks()
 if args.batch_size_per_rank is not None:
     args.batch_size = args.batch_size_per_rank * world_size
@@ -65,7 +62,6 @@ place = init_process_group(args, fault)  # any rank's fault stops all of them, w
 rank, device = place.rank, place.device
 
 # --- data -------------------------------------------------------------------------------------------------------------
-
 files = Path(args.data_dir, "MNIST/raw")
 fault = checksums.damaged(files) if place.local_rank == 0 else None  # once per node; mnist.load compares sizes
 fault = fault and f"{fault}; move it away and prepare it again: python aux/prepare_data.py mnist"
@@ -90,7 +86,6 @@ train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memor
 test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)
 
 # --- model ------------------------------------------------------------------------------------------------------------
-
 torch.manual_seed(args.seed)  # the same weights on every rank
 convolutions = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU())
 linears = nn.Sequential(nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10))
@@ -110,7 +105,6 @@ if args.precision == "fp16" and device.type == "cpu" and rank == 0:
     print("warning: fp16 is slow on a CPU: use --precision bf16", file=sys.stderr)
 
 # --- checkpoint -------------------------------------------------------------------------------------------------------
-
 if rank == 0:
     print(f"Data: {source}. Checkpoints: {args.checkpoint_dir}", flush=True)
 state = {"model": model, "optimizer": optimizer, "scaler": scaler}
@@ -121,14 +115,13 @@ batches.steps = range(first, total_steps)
 test_loss, accuracy = (checkpoints.values.get(name, math.nan) for name in ("test_loss", "test_accuracy"))
 
 # --- training ---------------------------------------------------------------------------------------------------------
-
 progress = Progress(args, place, "images", args.batch_size, first, total_steps)
 model.train()
 for step, (images, labels) in enumerate(train_loader, start=first + 1):
     torch.manual_seed(seed_from(args.seed, step, rank))  # of dropout: the same after a resume, in the midst of an epoch
     images, labels = (tensor.to(device, non_blocking=device.type == "cuda") for tensor in (images, labels))
     with autocast:
-        loss = F.cross_entropy(ddp(images).float(), labels)
+        loss = nn.functional.cross_entropy(ddp(images).float(), labels)
     optimizer.zero_grad()
     scaler.scale(loss).backward()
     scaler.step(optimizer)  # optimizer.step(); with fp16 none at all if any gradient is inf or nan
@@ -145,7 +138,7 @@ for step, (images, labels) in enumerate(train_loader, start=first + 1):
             for images, labels in test_loader:
                 logits, labels = model(images.to(device)).float(), labels.to(device)
                 right = (logits.argmax(1) == labels).sum()
-                sums += torch.stack((F.cross_entropy(logits, labels, reduction="sum"), right))
+                sums += torch.stack((nn.functional.cross_entropy(logits, labels, reduction="sum"), right))
         test_loss, accuracy = place.all_reduced(sums / len(test_set))
         progress.log_evaluation(step, epoch, test_loss=test_loss, test_accuracy=accuracy)
         model.train()

@@ -35,7 +35,6 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     import mnist
 
     # --- process group ------------------------------------------------------------------------------------------------
-
     if job:
         os.environ.update(job.torch_distributed_env())  # without a job, torchrun has set them, or nobody
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
@@ -63,7 +62,6 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
         stop(f"--batch-size {args.batch_size} is more than the {len(train_set)} training images", rank)
 
     # --- model --------------------------------------------------------------------------------------------------------
-
     torch.manual_seed(args.seed)  # the same weights on every rank
     convolutions = nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25)
     linears = nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.25), nn.Linear(128, 10)
@@ -77,7 +75,6 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     ddp_model = DistributedDataParallel(model) if distributed else model
 
     # --- checkpoint ---------------------------------------------------------------------------------------------------
-
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     epoch, loss, accuracy = 0, 0.0, 0.0
     newest = [newest_checkpoint(job.output_dir) if job and rank == 0 else None]
@@ -109,7 +106,6 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
         return values.tolist()
 
     # --- training -----------------------------------------------------------------------------------------------------
-
     if rank == 0:
         print(f"Data: {mnist.describe(args.data_dir)}. World size {world_size}, {device.type}", flush=True)
     while epoch < args.epochs:

@@ -23,9 +23,8 @@ from language_model_arguments import LanguageModelParser, divisors
 from resilience import stop_request
 from resilience.arguments import uneven, whole_number
 
+
 # --- arguments --------------------------------------------------------------------------------------------------------
-
-
 def parse_arguments() -> Namespace:
     parser = LanguageModelParser(description=__doc__)
     help = "ranks that hold one model between them (default: 2, and 1 in one process alone)"
@@ -45,20 +44,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 import characters
+import language_model
 from char_transformer import CharTransformer, peak_flops
-from language_model import (
-    autocast,
-    cross_entropy,
-    initialize,
-    learning_rate,
-    log_values,
-    make_model,
-    make_optimizer,
-    metadata_of,
-    open_checkpoints,
-    prepare,
-    sample,
-)
 from parallel_plan import parallel_plan, sum_partial_gradients, whole, with_own_dropout
 from resilience.place import Place, find_ranks, init_process_group
 from resilience.progress import Progress
@@ -68,26 +55,26 @@ from resilience.sharded_checkpoints import ShardedCheckpoints
 def main(args: Namespace):
     place = init_process_group(args, find_fault(args), **step_zero_columns(args))
     if args.sample:
-        return sample(args, place)
+        return language_model.sample(args, place)
     mesh = make_mesh(args, place.device, place.world_size)
-    prepare(args, place, mesh)
+    language_model.prepare(args, place, mesh)
     share = data_place(mesh)
 
-    metadata = metadata_of(args)
-    model = make_model(metadata, args.dropout)  # without memory: no rank is to hold it whole
+    metadata = language_model.metadata_of(args)
+    model = language_model.make_model(metadata, args.dropout)  # without memory: no rank is to hold it whole
     flops = model.flops_per_token(args.context) / (peak_flops(place.device) * place.world_size)
     split(args, model, mesh)
-    initialize(model, place.device, args.seed)
-    optimizer = make_optimizer(args, model)
+    language_model.initialize(model, place.device, args.seed)
+    optimizer = language_model.make_optimizer(args, model)
 
-    checkpoints, parts = open_checkpoints(args, place), {"model": model, "optimizer": optimizer}
+    checkpoints, parts = language_model.open_checkpoints(args, place), {"model": model, "optimizer": optimizer}
     first = checkpoints.resume(parts)
     val_loss = checkpoints.values.get("val_loss", math.nan)
     progress = Progress(args, place, "tokens", args.batch_size * args.context, first, args.steps, flops)
     for step, epoch, batch in characters.batches(args, first, share, dropout_place(args, mesh), place.device):
         loss, norm = train_step(args, step - 1, model, optimizer, batch)
         if progress.add(step, loss):
-            progress.log(step, epoch, **log_values(args, step - 1, norm, place.device))
+            progress.log(step, epoch, **language_model.log_values(args, step - 1, norm, place.device))
         if step % args.eval_every == 0 or step == args.steps:
             with place.longer_timeout(args.save_timeout):
                 val_loss = evaluate(args, place, model, characters.fixed_batches(args, *share, place.device))
@@ -101,8 +88,6 @@ def main(args: Namespace):
 
 
 # --- process group ----------------------------------------------------------------------------------------------------
-
-
 def find_fault(args: Namespace) -> str | None:
     """What is wrong with the arguments or the files on this node, in one sentence, or None."""
     _, rank, local_rank, world_size = find_ranks()
@@ -156,8 +141,6 @@ def make_mesh(args: Namespace, device: torch.device, world_size: int) -> DeviceM
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
-
-
 def data_place(mesh: DeviceMesh | None) -> tuple[int, int]:
     """Which of how many parts of a batch is this rank's: the same for all ranks of a tensor-parallel group."""
     return (mesh["data"].get_local_rank(), mesh["data"].size()) if mesh else (0, 1)
@@ -173,8 +156,6 @@ def dropout_place(args: Namespace, mesh: DeviceMesh | None) -> int:
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
-
-
 def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
     """Leaves this rank its part of every weight: of its group's model, and of that again its replica's share."""
     for block in model.blocks:
@@ -195,8 +176,6 @@ def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
 
 
 # --- checkpoint -------------------------------------------------------------------------------------------------------
-
-
 def save_and_stop(checkpoints: ShardedCheckpoints, progress: Progress, step: int, parts: dict, **values) -> bool:
     """Saves if a checkpoint is due after this step. Returns whether to stop then: the same on all ranks."""
     save, stop = checkpoints.due(step)
@@ -207,8 +186,6 @@ def save_and_stop(checkpoints: ShardedCheckpoints, progress: Progress, step: int
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
-
-
 def train_step(args, step: int, model, optimizer, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Trains on this rank's sequences (n, context + 1). Returns their average loss and the norm of the whole gradient.
 
@@ -217,15 +194,15 @@ def train_step(args, step: int, model, optimizer, batch: torch.Tensor) -> tuple[
     loss_sum = torch.zeros((), device=batch.device)
     for tokens in batch.chunk(args.accumulation):
         with loss_parallel():  # the backward pass, too
-            with autocast(args, model, batch.device):
-                loss = cross_entropy(args, model(tokens[:, :-1]), tokens[:, 1:]) / args.accumulation
+            with language_model.autocast(args, model, batch.device):
+                loss = language_model.cross_entropy(args, model(tokens[:, :-1]), tokens[:, 1:]) / args.accumulation
             loss.backward()
         loss_sum += whole(loss.detach())
     sum_partial_gradients(model)
     foreach = batch.device.type == "cpu" or None  # a few kernels for all weights; elsewhere torch does so by itself
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf, foreach=foreach)
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(args, step)
+        group["lr"] = language_model.learning_rate(args, step)
     optimizer.step()
     optimizer.zero_grad()
     return loss_sum, norm
@@ -237,8 +214,8 @@ def evaluate(args: Namespace, place: Place, model, batches: Iterator[tuple]) -> 
     model.eval()
     sums = torch.zeros(2, device=place.device)  # loss, characters
     for tokens, targets in batches:
-        with loss_parallel(), autocast(args, model, place.device):
-            loss = cross_entropy(args, model(tokens), targets, reduction="sum")
+        with loss_parallel(), language_model.autocast(args, model, place.device):
+            loss = language_model.cross_entropy(args, model(tokens), targets, reduction="sum")
         sums += torch.stack((whole(loss), (targets >= 0).sum()))
     model.train()
     loss, count = place.all_reduced(sums)

@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
@@ -24,7 +23,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))  # whe
 import mnist  # EDIT: your data
 
 # --- arguments --------------------------------------------------------------------------------------------------------
-
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 stop = parser.error = sys.exit  # prints one sentence, and ends with status 1
 parser.add_argument("--epochs", type=int, default=3, help="passes over the training images")
@@ -32,7 +30,7 @@ parser.add_argument("--batch-size", type=int, default=64, help="images per step,
 parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
 parser.add_argument("--dropout", type=float, default=0.25, help="probability of dropping an activation")
 parser.add_argument("--seed", type=int, default=0, help="of weights, order of the images and dropout")
-parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of autocast")
+parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="fp16 is in train_preemptible.py")
 parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default=os.environ.get("TRAIN_DEVICE", "auto"))
 parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")  # EDIT
 parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
@@ -44,18 +42,15 @@ if min(args.epochs, args.batch_size, args.log_every) < 1 or not 0 <= args.dropou
     stop("--epochs, --batch-size and --log-every are 1 or more, --dropout is below 1")
 
 # --- process group ----------------------------------------------------------------------------------------------------
-
 # None here: this process trains alone.
-gpus = os.environ.get("SLURM_GPUS_ON_NODE", "0")
-if args.device == "auto" and gpus != "0" and not torch.cuda.is_available():
-    stop(f"Slurm granted {gpus} GPUs here, but torch sees none: say --device cpu if that is meant")
+if args.device == "auto" and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0" and not torch.cuda.is_available():
+    stop("Slurm granted GPUs here, but torch sees none: say --device cpu if that is meant")
 if args.device == "auto":
     mps = torch.backends.mps.is_available()
     args.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
 device = torch.device(args.device)
 
 # --- data -------------------------------------------------------------------------------------------------------------
-
 try:  # EDIT: your data; two TensorDatasets of images (n, 1, 28, 28) float32 and labels (n,) int64
     train_set, test_set = mnist.load(args.data_dir)
     source = mnist.describe(args.data_dir)
@@ -71,24 +66,17 @@ train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memor
 test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)  # EDIT. None: a list is a batch already
 
 # --- model ------------------------------------------------------------------------------------------------------------
-
 torch.manual_seed(args.seed)  # of the weights: the same in every process
 convolutions = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU())
 linears = nn.Sequential(nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10))
 model = nn.Sequential(convolutions, nn.Dropout(args.dropout), nn.Flatten(), linears)  # EDIT: your model, three lines
 model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else None)  # faster convolutions
-fused = device.type != "mps" and args.precision != "fp16"  # one operation for all weights; wrong if step 1 is skipped
-optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=fused)
-dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
-autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
-scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")  # keeps small gradients from being 0
-if args.precision == "fp16" and device.type == "cpu":
-    print("warning: fp16 is slow on a CPU: use --precision bf16", flush=True)
+optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=device.type != "mps")
+autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
 # --- checkpoint -------------------------------------------------------------------------------------------------------
-
 folder = args.checkpoint_dir or Path("checkpoints", os.environ.get("SLURM_JOB_ID", time.strftime("%Y-%m-%d_%H-%M-%S")))
-state = {"model": model, "optimizer": optimizer, "scaler": scaler}
+state = {"model": model, "optimizer": optimizer}
 epochs_done = max((int(path.stem.split("_")[-1]) for path in folder.glob("checkpoint_epoch_*.pt")), default=0)
 if epochs_done and not args.resume:
     stop(f"{folder} has checkpoints: say --resume, or choose another --checkpoint-dir")
@@ -102,7 +90,6 @@ if args.resume:
     print(f"Resumed after epoch {epochs_done}" if epochs_done else f"No checkpoint in {folder}", flush=True)
 
 # --- training ---------------------------------------------------------------------------------------------------------
-
 for epoch in range(epochs_done + 1, args.epochs + 1):
     model.train()
     sampler.generator.manual_seed(args.seed + epoch)  # another order in each epoch, the same after a resume
@@ -111,11 +98,10 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     for step, (images, labels) in enumerate(train_loader, start=1):
         images, labels = (part.to(device, non_blocking=device.type == "cuda") for part in (images, labels))
         with autocast:
-            loss = F.cross_entropy(model(images).float(), labels)
+            loss = nn.functional.cross_entropy(model(images).float(), labels)
         optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)  # optimizer.step(); with fp16 none at all if any gradient is inf or nan
-        scaler.update()  # with fp16: the scale for the next step
+        loss.backward()
+        optimizer.step()
         losses.append(loss.detach())  # .item() would wait for the GPU, at every step
         if step % args.log_every == 0 or step == len(train_loader):
             mean = torch.stack(losses).mean()
@@ -126,7 +112,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={time_left}"
             print(f"epoch={epoch} step={step}/{len(train_loader)} loss={mean:.6f} {progress}", flush=True)
             if not math.isfinite(mean):
-                stop(f"the loss is {mean:.6f}: try a lower --learning-rate or another --precision")
+                stop(f"the loss is {mean:.6f}: try a lower --learning-rate")
             losses, start = [], time.perf_counter()
 
     model.eval()
@@ -134,7 +120,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     with torch.inference_mode(), autocast:
         for images, labels in test_loader:
             logits, labels = model(images.to(device)).float(), labels.to(device)
-            sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+            sums[0] += nn.functional.cross_entropy(logits, labels, reduction="sum")
             sums[1] += (logits.argmax(1) == labels).sum()
     test_loss, accuracy = (sums / len(test_set)).tolist()
     print(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}", flush=True)

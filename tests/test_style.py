@@ -88,12 +88,12 @@ def test_a_launcher_has_one_literal_srun():
 LINES = {  # at most
     "env.sh": 60,
     "torchrun.sh": 40,
-    "local/train_single.py": 145,
-    "distributed/train_ddp.py": 190,
-    "distributed/train_fast.py": 210,
-    "distributed/train_preemptible.py": 165,
-    "distributed/train_fsdp.py": 250,
-    "distributed/train_tp.py": 260,
+    "local/train_single.py": 135,
+    "distributed/train_ddp.py": 170,
+    "distributed/train_fast.py": 195,
+    "distributed/train_preemptible.py": 160,
+    "distributed/train_fsdp.py": 215,
+    "distributed/train_tp.py": 230,
 }
 
 

@@ -106,6 +106,7 @@ def test_precision(precision, one_process, mnist, tmp_path):
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path) == pytest.approx(one_process[0][:4], rel=0.02)
     assert losses(tmp_path) != pytest.approx(one_process[0][:4], rel=1e-6)
+    assert done.stderr.count("warning: fp16 is slow on a CPU") == (precision == "fp16")
 
 
 @pytest.mark.matrix

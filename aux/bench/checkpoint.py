@@ -56,6 +56,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import characters
+import language_model
 import train_fsdp
 from language_model import choose_precision
 from resilience.place import Place, end, init_process_group
@@ -80,10 +81,10 @@ def training_arguments(data_dir: Path, folder: Path, saves: bool, *others: str) 
 def training(args: Namespace, place: Place) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """What train_fsdp.py trains."""
     mesh = train_fsdp.make_mesh(args, place.device, place.world_size)
-    model = train_fsdp.make_model(train_fsdp.metadata_of(args), args.dropout)
+    model = language_model.make_model(language_model.metadata_of(args), args.dropout)
     train_fsdp.split(args, model, mesh)
-    train_fsdp.initialize(model, place.device, args.seed)
-    return model, train_fsdp.make_optimizer(args, model)
+    language_model.initialize(model, place.device, args.seed)
+    return model, language_model.make_optimizer(args, model)
 
 
 def measure(options: Namespace, scratch: Path, place: Place) -> dict[str, list[float]]:
@@ -94,7 +95,7 @@ def measure(options: Namespace, scratch: Path, place: Place) -> dict[str, list[f
     model, optimizer = training(kinds["bare"], place)
     parts = {"model": model, "optimizer": optimizer}
     windows = characters.windows(options.data_dir, "train", kinds["bare"].context)
-    checkpoints = {kind: train_fsdp.open_checkpoints(kinds[kind], place) for kind in HIGHEST}
+    checkpoints = {kind: language_model.open_checkpoints(kinds[kind], place) for kind in HIGHEST}
     for opened in checkpoints.values():
         opened.resume(parts)
     seconds = {kind: [0.0] * (options.rounds + 1) for kind in kinds}
@@ -156,7 +157,7 @@ def measure_saves(options: Namespace, scratch: Path, place: Place) -> list[Row]:
     windows = characters.windows(options.data_dir, "train", args.context)
     batch = characters.random_batch(args, windows, 0, place.rank, place.world_size, place.device)
     train_fsdp.train_step(args, 0, model, optimizer, batch)  # AdamW has no state before
-    parts, checkpoints = {"model": model, "optimizer": optimizer}, train_fsdp.open_checkpoints(args, place)
+    parts, checkpoints = {"model": model, "optimizer": optimizer}, language_model.open_checkpoints(args, place)
     checkpoints.resume(parts)
     size = size_of(state_of(**parts))
     kinds = {"torch.save": math.inf, "a save at once": math.inf, "asynchronously": size}

@@ -58,6 +58,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import characters
+import language_model
 import train_fsdp
 from char_transformer import CharTransformer, peak_flops
 
@@ -147,10 +148,10 @@ def timed(args: Namespace, step: Callable[[int], object]) -> Turn:
 
 def ours(args: Namespace) -> Turn:
     """Steps of train_fsdp.py in one process, as its main() does them."""
-    device, model = torch.device(args.device), train_fsdp.make_model(train_fsdp.metadata_of(args))
+    device, model = torch.device(args.device), language_model.make_model(language_model.metadata_of(args))
     train_fsdp.split(args, model, None)
-    train_fsdp.initialize(model, device, args.seed)
-    optimizer = train_fsdp.make_optimizer(args, model)
+    language_model.initialize(model, device, args.seed)
+    optimizer = language_model.make_optimizer(args, model)
     windows = characters.windows(args.data_dir, "train", args.context)
 
     def step(number: int):
@@ -173,7 +174,7 @@ def feeding(args: Namespace) -> Turn:
 def nanogpt(args: Namespace) -> Turn:
     """Steps of nanoGPT's train.py."""
     model = make_model(uncompiled(args), fused=True)
-    optimizer = train_fsdp.make_optimizer(args, model)  # which is nanoGPT's
+    optimizer = language_model.make_optimizer(args, model)  # which is nanoGPT's
 
     @torch.compile  # all of it
     def loss_of(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -193,7 +194,7 @@ def nanogpt(args: Namespace) -> Turn:
     def step(number: int):
         nonlocal fetched
         for group in optimizer.param_groups:
-            group["lr"] = train_fsdp.learning_rate(args, number)
+            group["lr"] = language_model.learning_rate(args, number)
         with torch.autocast(args.device, torch.bfloat16):
             loss = loss_of(*fetched)
         fetched = fetch()  # while the device computes
@@ -234,7 +235,7 @@ def sharded(args: Namespace, param_dtype: torch.dtype | None) -> Turn:
 def saving(args: Namespace, save: Callable) -> Turn:
     """Saves of model and optimizer with torch.distributed.checkpoint: the seconds in which no step can be done."""
     model, folder = make_model(args), args.checkpoint_dir / save.__name__
-    optimizer = train_fsdp.make_optimizer(args, model)
+    optimizer = language_model.make_optimizer(args, model)
 
     def turn(count: int) -> float:
         seconds = 0.0
@@ -286,7 +287,7 @@ def report(name: str, args: Namespace, rounds: list[tuple[float, ...]]) -> str |
     ratio, highest, besides = statistics.median(ratios), HIGHEST.get(name, math.inf), ""
     if ours in ROWS[name] and feeding not in ROWS[name]:
         with torch.device("meta"):
-            flops = train_fsdp.make_model(train_fsdp.metadata_of(args)).flops_per_token(args.context)
+            flops = language_model.make_model(language_model.metadata_of(args)).flops_per_token(args.context)
         work = 100 * flops * args.batch_size * args.context / peak_flops(torch.device(args.device))
         besides = "MFU unknown" if math.isnan(work) else f"MFU {work / a:.1f} % / {work / b:.1f} %"
     elif name in HIGHEST:

@@ -51,7 +51,7 @@ from torch.utils.data import DataLoader, Dataset
 import characters
 import train_fsdp
 from char_transformer import Attention, CharTransformer, attend
-from language_model import choose_precision
+from language_model import choose_precision, initialize, learning_rate, make_model, make_optimizer, metadata_of
 from resilience.place import Place
 
 CPU = torch.device("cpu")
@@ -89,15 +89,15 @@ def parse(data_dir: Path, *flags: str):
     return args
 
 
-def make_model(args) -> CharTransformer:
-    return train_fsdp.initialize(train_fsdp.make_model(train_fsdp.metadata_of(args), args.dropout), CPU, args.seed)
+def new_model(args) -> CharTransformer:
+    return initialize(make_model(metadata_of(args), args.dropout), CPU, args.seed)
 
 
 def ours(args) -> Callable[[int], None]:
     """One step of train_fsdp.py, as its main() does it."""
-    model = make_model(args)
+    model = new_model(args)
     train_fsdp.split(args, model, None)
-    optimizer = train_fsdp.make_optimizer(args, model)
+    optimizer = make_optimizer(args, model)
     windows = characters.windows(args.data_dir, "train", args.context)
     loss_sum = torch.zeros(())
 
@@ -111,7 +111,7 @@ def ours(args) -> Callable[[int], None]:
 
 def theirs(args) -> Callable[[int], None]:
     """One step the way of nanoGPT's train.py."""
-    model = make_model(args)
+    model = new_model(args)
     for block in model.blocks:
         block.attention = NanoAttention(args.width, args.heads, args.dropout)
     matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
@@ -129,7 +129,7 @@ def theirs(args) -> Callable[[int], None]:
 
     def step(number: int):
         for group in optimizer.param_groups:
-            group["lr"] = train_fsdp.learning_rate(args, number)
+            group["lr"] = learning_rate(args, number)
         x, y = batch()
         logits = model(x)
         loss = F.cross_entropy(logits.view(-1, logits.size(-1)), y.view(-1))

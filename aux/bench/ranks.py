@@ -48,6 +48,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import characters
+import language_model
 import train_fsdp
 from parallel_plan import parallel_plan, whole
 from tensor_parallel_by_hand import split_by_hand, split_loss
@@ -60,8 +61,8 @@ LEASTS = {"two ranks, DistributedDataParallel": 0.9, "tensor parallelism by hand
 
 
 def make_model(args: Namespace) -> nn.Module:
-    model = train_fsdp.make_model(train_fsdp.metadata_of(args), args.dropout)
-    return train_fsdp.initialize(model, CPU, args.seed)
+    model = language_model.make_model(language_model.metadata_of(args), args.dropout)
+    return language_model.initialize(model, CPU, args.seed)
 
 
 def plain_loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -78,7 +79,7 @@ class Side:
     def __init__(self, args: Namespace, model: nn.Module, loss_of: Callable, parts: int = 1, dtensor: bool = False):
         self.args, self.model, self.loss_of, self.dtensor = args, model, loss_of, dtensor
         self.part, self.parts = (dist.get_rank(), parts) if parts > 1 else (0, 1)
-        self.optimizer = train_fsdp.make_optimizer(args, model)
+        self.optimizer = language_model.make_optimizer(args, model)
         self.windows, self.loss = characters.windows(args.data_dir, "train", args.context), torch.zeros(())
 
     def __call__(self, step: int):

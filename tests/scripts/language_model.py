@@ -30,6 +30,7 @@ import tensor_parallel_by_hand
 import train_fsdp
 import train_tp
 from char_transformer import CharTransformer
+from language_model import initialize, learning_rate, make_model, make_optimizer, metadata_of
 from resilience.checkpoints import seed_from
 
 CPU = torch.device("cpu")
@@ -99,9 +100,9 @@ def build(script, data_dir: str, *flags: str, world_size: int | None = None) -> 
     sys.argv = ["script", *FLAGS, *flags, "--data-dir", data_dir]
     args = script.parse_arguments()
     mesh = script.make_mesh(args, CPU, world_size or dist.get_world_size())
-    model = script.make_model(script.metadata_of(args), args.dropout)
+    model = make_model(metadata_of(args), args.dropout)
     script.split(args, model, mesh)
-    script.initialize(model, CPU, args.seed)
+    initialize(model, CPU, args.seed)
     return args, mesh, model
 
 
@@ -111,7 +112,7 @@ def train(
     """Twenty steps as the script's main() does them. Returns what results.json has of a split."""
     with Memory() as memory:
         args, mesh, model = build(script, data_dir, *flags, world_size=world_size)
-    optimizer = script.make_optimizer(args, model)
+    optimizer = make_optimizer(args, model)
     held, types = {"peak": memory.peak}, set()
     optimizer.register_step_pre_hook(lambda *_: held.update(gradients=size(x.grad for x in model.parameters())))
     optimizer.register_step_pre_hook(lambda *_: collectives.kernels.clear())
@@ -196,7 +197,7 @@ def dropped(data_dir: str, *flags: str) -> dict[str, list[list[int]]]:
     torch.manual_seed(seed_from(args.seed, 0, train_tp.dropout_place(args, mesh)))
     windows = characters.windows(data_dir, "train", args.context)
     batch = characters.random_batch(args, windows, 0, *train_tp.data_place(mesh), CPU)
-    train_tp.train_step(args, 0, model, train_tp.make_optimizer(args, model), batch)
+    train_tp.train_step(args, 0, model, make_optimizer(args, model), batch)
     return {"heads": gathered(heads), "modules": gathered(modules)}
 
 
@@ -217,8 +218,8 @@ def train_by_hand(data_dir: str, dense: dict) -> dict:
     sys.argv = ["script", *FLAGS, "--data-dir", data_dir]
     args, rank, world_size = train_tp.parse_arguments(), dist.get_rank(), dist.get_world_size()
     model = CharTransformer(len(characters.read_vocabulary(data_dir)["characters"]), **SIZES)
-    model = tensor_parallel_by_hand.split_by_hand(train_tp.initialize(model, CPU, args.seed), rank, world_size)
-    optimizer = train_fsdp.make_optimizer(args, model)
+    model = tensor_parallel_by_hand.split_by_hand(initialize(model, CPU, args.seed), rank, world_size)
+    optimizer = make_optimizer(args, model)
     windows, losses, norms = characters.windows(data_dir, "train", args.context), [], []
     split_weights = {name: x for name, x in model.named_parameters() if x.shape != dense[name].shape}
     for step in range(args.steps):
@@ -232,7 +233,7 @@ def train_by_hand(data_dir: str, dense: dict) -> dict:
         norms.append(sum(squares).sqrt().item())
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, sum(squares).sqrt())
         for group in optimizer.param_groups:
-            group["lr"] = train_fsdp.learning_rate(args, step)
+            group["lr"] = learning_rate(args, step)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

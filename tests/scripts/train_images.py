@@ -19,14 +19,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from torchvision_on_cpu import torchvision  # EDIT: your data
 
 # --- arguments --------------------------------------------------------------------------------------------------------
-
 # Process `rank` of `world_size`, `local_rank` on its node: from the launcher, else from Slurm itself, else one process.
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
@@ -49,7 +47,7 @@ parser.add_argument("--batch-size-per-rank", dest="batch_size", type=lambda n: i
 parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
 parser.add_argument("--dropout", type=float, default=0.25, help="probability of dropping an activation")
 parser.add_argument("--seed", type=int, default=0, help="of weights, order of the images and dropout")
-parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of autocast")
+parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="fp16 is in train_preemptible.py")
 parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default=os.environ.get("TRAIN_DEVICE", "auto"))
 parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")  # EDIT
 parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
@@ -61,10 +59,8 @@ if min(args.epochs, args.batch_size, args.log_every) < 1 or not 0 <= args.dropou
     stop("--epochs, --batch-size and --log-every are 1 or more, --dropout is below 1")
 
 # --- process group ----------------------------------------------------------------------------------------------------
-
-gpus = os.environ.get("SLURM_GPUS_ON_NODE", "0")
-if args.device == "auto" and gpus != "0" and not torch.cuda.is_available():
-    stop(f"Slurm granted {gpus} GPUs here, but torch sees none: say --device cpu if that is meant")
+if args.device == "auto" and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0" and not torch.cuda.is_available():
+    stop("Slurm granted GPUs here, but torch sees none: say --device cpu if that is meant")
 if args.device == "auto":
     mps = torch.backends.mps.is_available() and not distributed
     args.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
@@ -84,7 +80,6 @@ print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of 
 print = print if rank == 0 else lambda *args, **kwargs: None  # from here on rank 0 prints for all
 
 # --- data -------------------------------------------------------------------------------------------------------------
-
 try:  # EDIT: your data; a folder for each class
     to = torchvision.transforms
     to = to.Compose([to.Resize((32, 32)), to.ToTensor(), to.Normalize([0.5] * 3, [0.25] * 3)])
@@ -93,10 +88,8 @@ try:  # EDIT: your data; a folder for each class
     source = f"{len(train_set)} images of {len(train_set.classes)} classes in {args.data_dir}"
 except OSError as error:
     stop(str(error))
-if args.batch_size > len(train_set):
-    stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
-if args.batch_size % world_size:
-    stop(f"--batch-size {args.batch_size} does not divide by {world_size} ranks")
+if args.batch_size > len(train_set) or args.batch_size % world_size:
+    stop(f"--batch-size {args.batch_size} must divide by {world_size} ranks, and be at most {len(train_set)} images")
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, in equal shares
 # train_set[list of indices] is a batch. EDIT: if yours takes one index: DataLoader(train_set, batch_sampler=batches)
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)  # this rank's indices, a list per step
@@ -105,25 +98,18 @@ train_loader = DataLoader(train_set, batch_sampler=batches, num_workers=2, multi
 test_loader = DataLoader(test_set, batch_sampler=test_batches)
 
 # --- model ------------------------------------------------------------------------------------------------------------
-
 torch.manual_seed(args.seed)  # of the weights: the same in every process
 convolutions = nn.Sequential(nn.Conv2d(3, 16, 3, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU())
 linears = nn.Sequential(nn.Flatten(), nn.Dropout(args.dropout), nn.Linear(32 * 7 * 7, len(train_set.classes)))
 model = nn.Sequential(convolutions, linears)  # EDIT: your model
 model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else None)  # faster convolutions
 ddp = nn.parallel.DistributedDataParallel(model) if distributed else model  # same weights; backward averages gradients
-fused = device.type != "mps" and args.precision != "fp16"  # one operation for all weights; wrong if step 1 is skipped
-optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=fused)
-dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
-autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
-scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")  # keeps small gradients from being 0
-if args.precision == "fp16" and device.type == "cpu":
-    print("warning: fp16 is slow on a CPU: use --precision bf16", flush=True)
+optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=device.type != "mps")
+autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
 # --- checkpoint -------------------------------------------------------------------------------------------------------
-
 folder = args.checkpoint_dir or Path("checkpoints", os.environ.get("SLURM_JOB_ID", time.strftime("%Y-%m-%d_%H-%M-%S")))
-state = {"model": model, "optimizer": optimizer, "scaler": scaler}
+state = {"model": model, "optimizer": optimizer}
 epochs_done = max((int(path.stem.split("_")[-1]) for path in folder.glob("checkpoint_epoch_*.pt")), default=0)
 if epochs_done and not args.resume:
     stop(f"{folder} has checkpoints: say --resume, or choose another --checkpoint-dir")
@@ -137,7 +123,6 @@ if args.resume:
     print(f"Resumed after epoch {epochs_done}" if epochs_done else f"No checkpoint in {folder}", flush=True)
 
 # --- training ---------------------------------------------------------------------------------------------------------
-
 for epoch in range(epochs_done + 1, args.epochs + 1):
     model.train()
     sampler.set_epoch(epoch)  # another order in each epoch, the same after a resume
@@ -146,11 +131,10 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     for step, (images, labels) in enumerate(train_loader, start=1):
         images, labels = (part.to(device, non_blocking=device.type == "cuda") for part in (images, labels))
         with autocast:
-            loss = F.cross_entropy(ddp(images).float(), labels)
+            loss = nn.functional.cross_entropy(ddp(images).float(), labels)
         optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)  # optimizer.step(); with fp16 none at all if any gradient is inf or nan
-        scaler.update()  # with fp16: the scale for the next step
+        loss.backward()
+        optimizer.step()
         losses.append(loss.detach())  # .item() would wait for the GPU, at every step
         if step % args.log_every == 0 or step == len(train_loader):
             mean = torch.stack(losses).mean() / world_size
@@ -163,7 +147,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={time_left}"
             print(f"epoch={epoch} step={step}/{len(train_loader)} loss={mean:.6f} {progress}", flush=True)
             if not math.isfinite(mean):
-                stop(f"the loss is {mean:.6f}: try a lower --learning-rate or another --precision")
+                stop(f"the loss is {mean:.6f}: try a lower --learning-rate")
             losses, start = [], time.perf_counter()
 
     model.eval()
@@ -171,7 +155,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     with torch.inference_mode(), autocast:
         for images, labels in test_loader:
             logits, labels = model(images.to(device)).float(), labels.to(device)
-            sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+            sums[0] += nn.functional.cross_entropy(logits, labels, reduction="sum")
             sums[1] += (logits.argmax(1) == labels).sum()
     if distributed:
         dist.all_reduce(sums)
