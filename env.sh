@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Every launcher reads this once per job, in the batch shell: the world size, where the ranks meet, your cluster.
-# What differs from rank to rank (RANK, LOCAL_RANK) is set inside srun. In bash ${A:-B} is A, or B if A is unset or empty.
+# RANK, LOCAL_RANK: set inside srun. ${A:-B}: A, or B if A is unset or empty. ${A##P}, ${A%%P}: A less a prefix, suffix P.
 if [[ "$-" == *i* || -z "${SLURM_JOB_ID:-}" ]]; then                 # $- has an i in a shell that one types into
     echo "env.sh is read by the launchers: type sbatch launch_slurm_with_torchrun.sh, or without Slurm ./torchrun.sh SCRIPT" >&2
     return 1
@@ -14,22 +14,22 @@ gpus=${gpus##*:}                                                     # all after
 tasks=${SLURM_NTASKS_PER_NODE:-1}
 NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : tasks))}       # a rank per GPU; without GPUs, per task
 WORLD_SIZE=$((NNODES * NPROC_PER_NODE))                              # ways 2 to 4: torchrun or spawner sets it again
-if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # as 4, 4 and 3 tasks: way 1 alone takes that
+if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # nodes with 4, 4, 3 tasks: only way 1 allows it
 
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")               # a line each
 MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # rank 0's node: hosts, cut at the first newline
 # MASTER_ADDR=${hosts%%$'\n'*}i                      # EDIT: where node-1 is called node-1i on the fast network: add the i
-MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # by job, above the ports Linux gives out; 10#: decimal
+MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # 61000-65535, above ephemeral ports; 10#: decimal
 
 cpus=${SLURM_JOB_CPUS_PER_NODE:-1}                                   # 16(x4),8: 16 CPUs on each of 4 nodes, 8 on a 5th
-CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # salloc does not set it: cpus up to ( or , then: 16
+CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # unset in salloc: cpus, cut at the first ( or ,
 if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks)); fi  # --cpus-per-task wins
 CPUS_PER_RANK=$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))    # an equal share, at least 1
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS_PER_RANK}                   # CPU threads of torch in each rank
 export NNODES NPROC_PER_NODE WORLD_SIZE MASTER_ADDR MASTER_PORT CPUS_PER_NODE OMP_NUM_THREADS
 
 # --- your cluster -----------------------------------------------------------------------------------------------------
-set +u                                               # module and conda use variables that are not set
+set +u                                               # unset variables are no error: module and conda use them
 # source /etc/profile && module load cuda/12.8       # EDIT: what `import torch` needs; /etc/profile defines `module`
 # shellcheck source=/dev/null
 if [[ -d .venv ]]; then source .venv/bin/activate; fi    # EDIT: your virtual environment; with conda in its place:
@@ -40,6 +40,6 @@ set -u
 # export NCCL_IB_DISABLE=1                           # EDIT: no InfiniBand, or a broken one: use TCP
 # umask 077                                          # EDIT: where nobody else may read what jobs write
 export CONTAINER_IMAGE=$PWD/pytorch.sqsh             # to the end: way 4 alone. EDIT: the image of aux/import_image.sh
-export CONTAINER_NAME=pytorch${CONTAINER_IMAGE//[^[:alnum:]_.]/-}    # EDIT: its name: the path, - for / and the like
+export CONTAINER_NAME=pytorch${CONTAINER_IMAGE//[^[:alnum:]_.]/-}    # EDIT: path; ${A//P/-}: each match of P becomes -
 export CONTAINER_MOUNTS=                             # EDIT: folders besides the repository: HOST:CONTAINER[:ro],...
 export CONTAINER_ENV=                                # EDIT: variables besides the ranks' own: WANDB_API_KEY,...

@@ -24,17 +24,17 @@ set -- "${@:-distributed/train_ddp.py}"    # without arguments: this train scrip
 start_job "Way 1, srun starts every rank" "$@"    # last checks, and a line in the log
 
 # --ntasks            a task for each rank
-# --kill-on-bad-exit  one dead rank ends the step, and so the others
-# --wait              EDIT: seconds that the others have when one has ended well; a failed one ends all at once
-# --distribution      neighbouring ranks fill one CPU socket before the next; Slurm's default alternates
+# --kill-on-bad-exit  a task that fails ends the step, and so the others, at once
+# --wait              EDIT: seconds after the first task exits, until Slurm ends the rest
+# --distribution      block:block: consecutive tasks share a node, and in it a CPU socket; the default is block:cyclic
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
-# RANK                by node, so that rank 0 is on MASTER_ADDR (node 0): with topology plugins task 0 may be elsewhere
-# --norc -p           this bash takes neither your ~/.bashrc (--norc) nor functions of your shell (-p, as in line 1)
+# RANK                not SLURM_PROCID: with a topology plugin task 0 may not be on the first node, MASTER_ADDR
+# --norc -p           this bash reads no ~/.bashrc (--norc), and no functions from the environment (-p, as in line 1)
 # shellcheck disable=SC2016  # each task runs what is in '...', with its own SLURM_ variables; "$@": what stands after -
 srun --ntasks="$WORLD_SIZE" --kill-on-bad-exit=1 --wait=300 --distribution=block:block \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-$CPUS_PER_RANK}" bash --norc -pc '
         export LOCAL_RANK=$SLURM_LOCALID RANK=$((SLURM_NODEID * NPROC_PER_NODE + SLURM_LOCALID))
-        if [[ "$SLURM_STEP_TASKS_PER_NODE" == *,* ]]; then RANK=$SLURM_PROCID; fi    # as 4,3,4 tasks: no product fits
+        if [[ "$SLURM_STEP_TASKS_PER_NODE" == *,* ]]; then RANK=$SLURM_PROCID; fi    # 4,3,4, not 4(x3): uneven nodes
         exec ./aux/run_task.sh python "$@"    # runs python; the rank that fails first is noted
-    ' - "$@" || status=$?    # - is $0 in there. Without ||, set -e would end this script when a rank fails
+    ' - "$@" || status=$?    # bash -c: - is its $0, the rest its $1, $2, ...; || keeps set -e from exiting
 finish_job "${status:-0}" "$@"     # requeues a job that has saved and stopped; else exits with the failed rank's status

@@ -25,7 +25,7 @@ start_job "Way 2, torchrun starts the ranks of each node" "$@"    # last checks,
 
 # --ntasks...         one task on each node: its torchrun
 # --kill-on-bad-exit  one dead torchrun ends the step, and so the others
-# --wait              EDIT: seconds that the others have when one has ended well; a failed one ends all at once
+# --wait              EDIT: seconds after the first task exits, until Slurm ends the rest
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
 srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cpus-per-task="$CPUS_PER_NODE" \
     ./aux/run_task.sh ./torchrun.sh "$@" || status=$?    # without this, set -e would end the script here

@@ -26,11 +26,11 @@ start_job "Way 4, torchrun starts the ranks of each node in container $CONTAINER
 
 # --ntasks...         one task on each node: its torchrun
 # --kill-on-bad-exit  one dead torchrun ends the step, and so the others
-# --wait              EDIT: seconds that the others have when one has ended well; a failed one ends all at once
+# --wait              EDIT: seconds after the first task exits, until Slurm ends the rest
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
 # --output            a log for each node; --error=all: errors come here, to the job's log
 # --open-mode         a requeued job has the same id
-# --norc -p           this bash takes neither your ~/.bashrc (--norc) nor functions of your shell (-p, as in line 1)
+# --norc -p           this bash reads no ~/.bashrc (--norc), and no functions from the environment (-p, as in line 1)
 # shellcheck disable=SC2016  # each task's own shell expands these; "$@" is the train script and its arguments
 srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cpus-per-task="$CPUS_PER_NODE" \
     --output="log/$SLURM_JOB_ID/%N.out" --error=all --open-mode=append \
@@ -41,5 +41,5 @@ srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cp
             create_container enroot create --name "$CONTAINER_NAME" "$CONTAINER_IMAGE"
         start_container enroot start --root --rw --mount "$folder:/workspace/mnt" "${options[@]}" \
             "$CONTAINER_NAME" "${enter[@]}" ./torchrun.sh "$@"
-    ' - "$@" || status=$?    # - is $0 in there. Without ||, set -e would end this script when a rank fails
+    ' - "$@" || status=$?    # bash -c: - is its $0, the rest its $1, $2, ...; || keeps set -e from exiting
 finish_job "${status:-0}" "$@"     # requeues a job that has saved and stopped; else exits with the failed rank's status

@@ -59,11 +59,11 @@ except ValueError as error:
 if args.batch_size > len(train_set):
     stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
 sampler = RandomSampler(train_set, generator=torch.Generator())
-# train_set[list of indices] is a batch. EDIT: if yours takes one index: DataLoader(train_set, batch_sampler=batches)
+# batch_size=None: train_set gets a list. EDIT: if yours takes one index: DataLoader(train_set, batch_sampler=batches)
 batches = BatchSampler(sampler, args.batch_size, drop_last=True)
 test_batches = BatchSampler(range(len(test_set)), 1000, drop_last=False)
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")  # EDIT
-test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)  # EDIT. None: a list is a batch already
+test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)  # EDIT
 
 # --- model ------------------------------------------------------------------------------------------------------------
 torch.manual_seed(args.seed)  # of the weights: the same in every process

@@ -33,7 +33,7 @@ distributed = "RANK" in os.environ or world_size > 1  # a launcher started this,
 
 
 def stop(sentence: str):
-    """Prints, and exits. Ranks but 0 wait 5 s: if rank 0 prints the same, the launcher ends them before they do."""
+    """Prints and exits. Ranks above 0 wait 5 s: if rank 0 stops too, the launcher ends them before they print."""
     time.sleep(5 if rank > 0 else 0)
     sys.stderr.write(f"[Rank {rank} on {socket.gethostname()}] {sentence}\n")
     os._exit(1)  # not sys.exit, which could wait for the other ranks
@@ -74,7 +74,7 @@ if distributed:  # nccl sends between GPUs, gloo between CPUs
     if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
-    dist.all_reduce(torch.zeros(1, device=device))  # sums over all ranks; connects them now, so that a death is noticed
+    dist.all_reduce(torch.zeros(1, device=device))  # a first collective connects all ranks: one that dies is noticed
 place = f"{socket.gethostname()} | world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
 print = print if rank == 0 else lambda *args, **kwargs: None  # from here on rank 0 prints for all
@@ -91,7 +91,7 @@ except OSError as error:
 if args.batch_size > len(train_set) or args.batch_size % world_size:
     stop(f"--batch-size {args.batch_size} must divide by {world_size} ranks, and be at most {len(train_set)} images")
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, in equal shares
-# train_set[list of indices] is a batch. EDIT: if yours takes one index: DataLoader(train_set, batch_sampler=batches)
+# batch_size=None: train_set gets a list. EDIT: if yours takes one index: DataLoader(train_set, batch_sampler=batches)
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)  # this rank's indices, a list per step
 test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # no image on two ranks
 train_loader = DataLoader(train_set, batch_sampler=batches, num_workers=2, multiprocessing_context="fork")
@@ -103,7 +103,7 @@ convolutions = nn.Sequential(nn.Conv2d(3, 16, 3, stride=2), nn.ReLU(), nn.Conv2d
 linears = nn.Sequential(nn.Flatten(), nn.Dropout(args.dropout), nn.Linear(32 * 7 * 7, len(train_set.classes)))
 model = nn.Sequential(convolutions, linears)  # EDIT: your model
 model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else None)  # faster convolutions
-ddp = nn.parallel.DistributedDataParallel(model) if distributed else model  # same weights; backward averages gradients
+ddp = nn.parallel.DistributedDataParallel(model) if distributed else model  # wraps model; backward averages gradients
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=device.type != "mps")
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
