@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Every launcher reads this once per job, in the batch shell: the world size, where the ranks meet, your cluster.
+# Every launcher reads this once per job, in the batch shell: the world size, the rendezvous, your cluster.
 # RANK, LOCAL_RANK: set inside srun. ${A:-B}: A, or B if A is unset or empty. ${A##P}, ${A%%P}: A less a prefix, suffix P.
 if [[ "$-" == *i* || -z "${SLURM_JOB_ID:-}" ]]; then                 # $- has an i in a shell that one types into
     echo "env.sh is read by the launchers: type sbatch launch_slurm_with_torchrun.sh, or without Slurm ./torchrun.sh SCRIPT" >&2

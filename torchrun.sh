@@ -21,7 +21,7 @@ command -v torchrun >/dev/null ||
 if [[ -z "${NNODES:-}" ]]; then                      # by hand: no launcher has read env.sh
     NPROC_PER_NODE=${NPROC_PER_NODE:-$(python3 -c 'import torch; print(torch.cuda.device_count() or 2)')}
     [[ "$NPROC_PER_NODE" =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE is '$NPROC_PER_NODE', not a number of ranks"
-    cpus=$(getconf _NPROCESSORS_ONLN)
+    cpus=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > NPROC_PER_NODE ? cpus / NPROC_PER_NODE : 1))}
 fi
 

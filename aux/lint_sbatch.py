@@ -312,7 +312,7 @@ def srun_options(script: Script) -> Findings:
         counts = [asked.get(name) for asked in (script.asked, given) for name in ("nodes", "ntasks", "ntasks-per-node")]
         several = given.get("ntasks") != "1" and any(count not in (None, "1") for count in counts)
         if several and "kill-on-bad-exit" not in given and "SLURM_KILL_BAD_EXIT" not in environment:
-            yield command.line, "srun lets the others wait for a dead rank until the time limit: --kill-on-bad-exit=1"
+            yield command.line, "srun lets the others wait for a failed rank until the time limit: --kill-on-bad-exit=1"
         passed = "cpus-per-task" in given or "--cpus-per-task" in line[0] or "SRUN_CPUS_PER_TASK" in environment
         if "cpus-per-task" in script.asked and not passed:
             why = "Slurm 22.05 and 23.02 do not hand it on, and a rank gets one CPU"

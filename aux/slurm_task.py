@@ -141,6 +141,8 @@ def submit_script(resources: dict[str, str | int | None], submit_args: Namespace
     import submit
     from submission import slurmfile
 
+    if not Path("env.sh").is_file():
+        slurmfile.fail(f"no env.sh in {Path.cwd()}: cd to the repository")
     typed = {name: value for name in resources if (value := getattr(submit_args, name)) is not None}
     options = {name: value for name, value in (resources | typed).items() if value is not None}
     for fault in filter(None, (slurmfile.option_fault(name.replace("_", "-")) for name in options)):

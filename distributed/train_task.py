@@ -23,6 +23,21 @@ from resilience.arguments import ArgumentParser, device_name, number, whole_numb
 from slurm_task import JobContext, task
 
 
+# --- arguments --------------------------------------------------------------------------------------------------------
+def parse_arguments() -> Namespace:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=whole_number(1), default=3, help="passes over the images")
+    parser.add_argument("--batch-size", type=whole_number(1), default=64, help="images per step, over all ranks")
+    parser.add_argument("--learning-rate", type=number(0), default=0.02, help="of SGD with momentum")
+    parser.add_argument("--seed", type=whole_number(0), default=0, help="of weights, order and dropout")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of autocast")
+    device = os.environ.get("TRAIN_DEVICE", "auto")
+    parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps; or TRAIN_DEVICE")
+    parser.add_argument("--data-dir", type=Path, default="data/mnist", help="of aux/prepare_data.py")
+    parser.add_argument("--log-every", type=whole_number(1), default=100, help="steps between two log lines")
+    return parser.parse_args()
+
+
 @task(time="01:00:00", nodes=1, ntasks_per_node=2)
 def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     """Trains, and returns loss and accuracy on the test images: the same on every rank."""
@@ -33,6 +48,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
     import mnist
+    from resilience.place import choose_device
 
     # --- process group ------------------------------------------------------------------------------------------------
     if job:
@@ -40,13 +56,14 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     distributed = "RANK" in os.environ  # a launcher has started this, perhaps as a single rank
-    device = choose_device(args.device, rank, local_rank, distributed)
+    device, fault = choose_device(args.device, local_rank, max(world_size, 1 + distributed))  # 2: no MPS in a group
+    if fault:
+        stop(fault, rank)
     if distributed:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         dist.all_reduce(torch.zeros(1, device=device))  # waits for all: nobody is still connecting when a rank stops
 
-    # --- data: every rank takes its part of each batch; an epoch drops its last partial batch -------------------------
-
+    # --- data ---------------------------------------------------------------------------------------------------------
     if args.batch_size % world_size:
         stop(f"--batch-size {args.batch_size} does not divide by {world_size} ranks", rank)
     try:
@@ -71,7 +88,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     if args.precision == "fp16" and device.type == "cpu" and rank == 0:
-        print("warning: fp16 is slow on a CPU: use --precision bf16", flush=True)
+        print("warning: fp16 is slow on a CPU: use --precision bf16", file=sys.stderr)
     ddp_model = DistributedDataParallel(model) if distributed else model
 
     # --- checkpoint ---------------------------------------------------------------------------------------------------
@@ -155,27 +172,6 @@ def stop(sentence: str, rank: int):
     os._exit(1)  # at once: gloo's threads can outlive the process group and hang the interpreter
 
 
-def choose_device(name: str, rank: int, local_rank: int, distributed: bool):
-    """CUDA, else Apple's MPS (only without a launcher: gloo lacks it), else the CPU, unless --device names one."""
-    import torch
-
-    granted, count = os.environ.get("SLURM_GPUS_ON_NODE") or "0", torch.cuda.device_count()
-    if name == "auto" and granted != "0" and count == 0:
-        stop(f"Slurm granted {granted} GPUs, but torch {torch.__version__} sees none; or say --device cpu", rank)
-    if name == "auto":
-        name = "cuda" if count else "mps" if torch.backends.mps.is_available() and not distributed else "cpu"
-    if name == "mps" and (distributed or not torch.backends.mps.is_available()):
-        stop("--device mps needs an Apple GPU, and one process without a launcher", rank)
-    if name != "cuda":
-        return torch.device(name)
-    hidden = 0 < count < max(2, int(granted))  # Slurm shows this task only some of the node's GPUs
-    index = local_rank % count if hidden else local_rank
-    if index >= count:
-        stop(f"local rank {local_rank} has no GPU: torch sees {count}; ask for one GPU per rank", rank)
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
 def newest_checkpoint(folder: Path) -> str | None:
     paths = folder.glob("checkpoint_epoch_*.pt")
     return max(map(str, paths), key=lambda path: int(Path(path).stem.rpartition("_")[2]), default=None)
@@ -193,20 +189,6 @@ def shutdown():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-
-
-def parse_arguments() -> Namespace:
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=whole_number(1), default=3, help="passes over the images")
-    parser.add_argument("--batch-size", type=whole_number(1), default=64, help="images per step, over all ranks")
-    parser.add_argument("--learning-rate", type=number(0), default=0.02, help="of SGD with momentum")
-    parser.add_argument("--seed", type=whole_number(0), default=0, help="of weights, order and dropout")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of autocast")
-    device = os.environ.get("TRAIN_DEVICE", "auto")
-    parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps; or TRAIN_DEVICE")
-    parser.add_argument("--data-dir", type=Path, default="data/mnist", help="of aux/prepare_data.py")
-    parser.add_argument("--log-every", type=whole_number(1), default=100, help="steps between two log lines")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -385,9 +385,11 @@ def test_what_goes_wrong_is_one_sentence(cluster, site):
         "is full, or your quota of it": (site.clone("quota"), {}),
         "no /no/folder on this node": (site.clone("no-folder", mounts=f"{site.torch},/no/folder:/data"), {}),
         "at /x/y: No such file or directory": (site.clone("start"), {}),
+        "no container from /": (site.clone("unpack"), {}),
     }
     statistics = "created 12 files\ncreated 2 hardlinks\n"
     create = {26: "FATAL ERROR: writer: failed to read", 27: "Write on output file failed because Disk quota exceeded"}
+    create[30] = "Could not uncompress block"  # without ERROR: the line is found by these words
     for node, text in create.items():
         (site.folder / f"node-{node}.create").write_text(f"lzo: -3\n{text}\n{statistics}")
     mount_fails = "enroot-mount: failed to mount: /x at /x/y: No such file or directory\n"
@@ -413,6 +415,7 @@ def test_what_goes_wrong_is_one_sentence(cluster, site):
         assert said[0] in own or "torch here" in sentence
         assert node not in create or f"{create[node]}\n{statistics}" in own, "and all that enroot create has said"
     assert left == "" and not any((site.folder / f"node-{node}/shared-{os.getpid()}").exists() for node in create)
+    assert f": {create[30]}\n" in jobs[9].log
     assert f": {create[26]}" in jobs[5].log and "PATH, which a login shell may reset, is /" in jobs[3].log
 
 

@@ -314,10 +314,10 @@ def test_memory(device, train, ranks):
 
 def test_dry_run():
     """A part of it, on the CPU."""
-    selected = "test_process_group and train_tp and torchrun-1"
+    selected = "test_process_group and ((train_tp and torchrun-1) or (train_ddp and environment-1))"
     command = [sys.executable, "-m", "pytest", "tests/test_gpu.py", "-m", "gpu", "--device", "cpu", "-k", selected]
     done = run(*command, "-p", "no:cacheprovider")
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout
 
 
 def test_no_gpu_is_a_failure():
@@ -333,7 +333,7 @@ def test_bench_dry_run():
     """Every row of aux/bench/gpu.py; and without a GPU it fails."""
     done = run(sys.executable, "aux/bench/gpu.py", "--device", "cpu", "--rounds", 1)
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^\|.+ / .+\| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ to [\d.]+ \|", done.stdout, re.M)) == 10
+    assert len(re.findall(r"^\|.+ / .+\| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ to [\d.]+ \|", done.stdout, re.M)) == 11
     bad = run(sys.executable, "aux/bench/gpu.py", env=environment(CUDA_VISIBLE_DEVICES=""))
     assert bad.returncode == 1 and bad.stderr.startswith("gpu.py: no GPU here") and bad.stdout == ""
 

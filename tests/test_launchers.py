@@ -267,9 +267,15 @@ def test_user_sets_ranks_and_port(cluster, tmp_path):
     """NPROC_PER_NODE and MASTER_PORT of the submitter win, in a job without GPUs; BATCH_SIZE is not read, and told."""
     size = ["--nodes=2", "--gpus-per-node=0", f"--output={tmp_path}/log"]
     variables = {"NPROC_PER_NODE": "3", "MASTER_PORT": "64999", "BATCH_SIZE": "64"}
+    variables |= {"EPOCHS": "5", "LEARNING_RATE": "0.1"}
     job = cluster.sbatch(*size, LAUNCHERS["mp"], VARIABLES, env=variables)
     assert job.state == "COMPLETED", job.log
-    assert f"note: BATCH_SIZE=64 is not read by {VARIABLES}: say --batch-size 64 after its name\n" in job.log, job.log
+    for name, flag in (
+        ("BATCH_SIZE=64", "batch-size 64"),
+        ("EPOCHS=5", "epochs 5"),
+        ("LEARNING_RATE=0.1", "learning-rate 0.1"),
+    ):
+        assert f"note: {name} is not read by {VARIABLES}: say --{flag} after its name\n" in job.log, job.log
     assert len(job.ranks()) == 6 and {rank["master_port"] for rank in job.ranks()} == {"64999"}
 
 

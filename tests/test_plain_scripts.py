@@ -441,6 +441,8 @@ def test_a_changed_copy(cluster, images, tmp_path):
     assert theirs[1::2] == ours[1::2]
     changed = [name for name, a, b in zip(theirs[1::2], theirs[2::2], ours[2::2], strict=True) if a != b]
     assert changed == ["data", "model"]
+    above = zip(theirs[0].split('"""')[2].splitlines(), ours[0].split('"""')[2].splitlines(), strict=True)
+    assert all("# EDIT" in line and "# EDIT" in other for line, other in above if line != other), "marked EDIT"
 
     elsewhere = take([*TAKEN, "distributed/torchvision_on_cpu.py", "tests/scripts/batches.py"], tmp_path / "elsewhere")
     (elsewhere / DDP).unlink()

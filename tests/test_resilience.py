@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import time
 import zlib
 from argparse import Namespace
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,6 +160,7 @@ def test_ranks_that_cannot_connect(tiny, tmp_path):
         "sys.meta_path.insert(0, Hook())\n"
     )
     world = {"WORLD_SIZE": 2, "MASTER_PORT": free_port(), "PYTHONPATH": tmp_path, "GLOO_SOCKET_IFNAME": "lo"}
+    world |= {"SLURM_JOB_ID": 7, "cwd": tmp_path}
     options = (SCRIPT, "--data-dir", tiny, "--batch-size", 20, "--init-timeout", 5, "--checkpoint-dir", tmp_path / "o")
     with (
         start_rank(0, *options, **world, SLURMD_NODENAME="n1") as first,
@@ -169,8 +172,10 @@ def test_ranks_that_cannot_connect(tiny, tmp_path):
         r"\[Rank \d on n\d\] all ranks are there, but their first all-reduce has not come through within 0:00:05. "
     )
     sentence += r"The interface is lo on n1, n2: GLOO_SOCKET_IFNAME in env.sh chooses .*\n"
-    assert re.fullmatch(sentence, both), both
+    assert len(re.findall(sentence, both)) == both.count("all ranks are there") == 1 and "Traceback" not in both, both
     assert first.returncode == second.returncode == 1
+    assert both.count("no step for 2 s. First to look at: rank 0 on n1 (step None), rank 1 on n2") == 1, both
+    assert {path.name for path in (tmp_path / "log/7/ranks-0").iterdir()} == {"0", "1"}, "heartbeats begin before it"
 
 
 @pytest.mark.parametrize(
@@ -182,6 +187,54 @@ def test_the_interface_that_nccl_takes(names, chosen, monkeypatch):
     assert place.interface("nccl") == chosen
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=bond0")
     assert place.interface("nccl") == "=bond0"
+
+
+def test_the_sentence_names_the_variable_of_nccl(monkeypatch, capsys):
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, 1, True, wait_for_workers=False)
+    store.set("step 0/0", json.dumps({"host": "n1", "interface": "ib0"}))
+    monkeypatch.setattr(place, "end", lambda: None)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    place.report_not_connected(place.Place(0, 0, 1, torch.device("cuda:0"), store, "srun"), "nothing came through")
+    said = capsys.readouterr().err
+    assert "nothing came through. The interface is ib0 on n1: NCCL_SOCKET_IFNAME in env.sh chooses one" in said
+
+
+def test_compiled_where_it_pays(monkeypatch):
+    """On CUDA with what Triton needs, on the CPU not; a flag decides in any case."""
+    import language_model
+
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    monkeypatch.setattr(language_model.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(language_model.Path, "exists", lambda path: True)
+    monkeypatch.setattr(place.Place, "all_reduced", lambda self, values: list(values))
+    alone = {name: place.Place(0, 0, 1, torch.device(name), None, "none") for name in ("cuda:0", "cpu")}
+    found = [language_model.choose_compile(Namespace(compile=None), alone[name]) for name in ("cuda:0", "cpu")]
+    assert found == [True, False]
+    capability[0] = (6, 1)
+    assert not language_model.choose_compile(Namespace(compile=None), alone["cuda:0"])
+    assert language_model.choose_compile(Namespace(compile=True), alone["cpu"])
+
+
+def test_sizes_are_compared_where_checksums_are_not(text, tiny, tmp_path):
+    """Local rank 0 of a node reads every file whole; the others look at the lengths."""
+    import characters
+    import mnist
+
+    folder = Path(shutil.copytree(text, tmp_path / "text"))
+    assert characters.missing_data(folder, 16, local_rank=1) is None
+    os.truncate(folder / "train.bin", 100)
+    fault = characters.missing_data(folder, 16, local_rank=1)
+    assert fault.startswith(f"{folder}/train.bin is not as long as in vocabulary.json beside it; "), fault
+
+    images = Path(shutil.copytree(tiny, tmp_path / "images"))
+    mnist.load(images)
+    os.truncate(images / "MNIST/raw/train-labels-idx1-ubyte", 100)
+    with pytest.raises(ValueError, match="train-labels-idx1-ubyte is not a whole MNIST file"):
+        mnist.load(images)
 
 
 def test_ranks_of_nodes(monkeypatch):

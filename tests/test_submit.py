@@ -360,7 +360,7 @@ def test_a_task_that_cannot_train(laptop, arguments, sentence):
 def test_granted_gpus_that_torch_does_not_see(laptop):
     done = laptop.run("python", TASK, SLURM_GPUS_ON_NODE=2)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
-    assert "Slurm granted 2 GPUs, but torch " in done.stderr and "--device cpu" in done.stderr
+    assert "Slurm granted 2 GPUs on this node, but torch " in done.stderr and "--device cpu" in done.stderr
     assert laptop.run("python", TASK, "--epochs", 1, SLURM_GPUS_ON_NODE=2, TRAIN_DEVICE="cpu").returncode == 0
 
 
@@ -477,7 +477,7 @@ def test_context_of_a_task(laptop):
     """Under both launchers a task can get, with its resources and with others; and None without a job."""
     script = ["python", "tests/scripts/context.py"]
     assert laptop.run(*script, "--submitted").stdout == "returned None\n"
-    for options, nodes, size in (([], 2, 4), (["--nodes=1", "--ntasks-per-node=3", "--gpus-per-node=0"], 1, 3)):
+    for options, nodes, size in (([], 2, 4), (["--nodes=4", "--ntasks-per-node=4", "--gpus-per-node=4"], 4, 16)):
         done = laptop.run(*script, "--submit", "--env", "plain", "--follow", "--fetch", *options, *NASTY)
         assert done.returncode == 0, done.stdout + done.stderr
         job = job_of(done.stdout)
@@ -490,6 +490,7 @@ def test_context_of_a_task(laptop):
             five = place["five"]
             assert five["RANK"] == str(place["rank"]) and five["WORLD_SIZE"] == str(size)
             assert five["LOCAL_RANK"] == str(place["local_rank"]) and five["MASTER_ADDR"].startswith("node-")
+            assert five["MASTER_PORT"] == str(61000 + job % 4536)
         result = json.loads((laptop.clone / f"slurm-jobs/plain-{job}/checkpoints/{job}/result.json").read_text())
         assert result == {"rank": 0, "world_size": size, "arguments": NASTY}
 
@@ -502,6 +503,8 @@ def test_a_task_of_ones_own(laptop):
     script.write_text(re.search(r"^```python\n(.*?)^```$", page, re.M | re.S)[1])
     here = laptop.run("python", "mine/deep/hello.py")
     assert here.returncode == 0, here.stderr
+    outside = laptop.run("bash", "-c", "cd mine/deep && python hello.py --submit --env plain")
+    assert outside.returncode != 0 and re.search(r"no env.sh in \S+/mine/deep: cd to the repo", outside.stderr), outside
     submit = ["python", "mine/deep/hello.py", "--submit", "--env", "plain", "--wait", "--fetch"]
     done = laptop.run(*submit)
     assert done.returncode == 0, done.stdout + done.stderr

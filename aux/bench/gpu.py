@@ -253,6 +253,19 @@ def saving(args: Namespace, save: Callable) -> Turn:
     return turn
 
 
+def joining(args: Namespace, device_id: torch.device | None) -> Turn:
+    """New process groups, each to the end of its first all-reduce: with `device_id` NCCL connects at once."""
+    ones = torch.ones(1, device=args.device)
+
+    def step(number: int):
+        group = dist.new_group(device_id=device_id)
+        dist.all_reduce(ones, group=group)
+        synchronize(args)
+        dist.destroy_process_group(group)
+
+    return timed(args, step)
+
+
 # A / B: millions of parameters, A, B
 ROWS = {f"eager / compiled, {size} million": (size, lambda args: ours(uncompiled(args)), ours) for size in SIZES}
 ROWS |= {
@@ -264,6 +277,11 @@ ROWS |= {
         124,
         lambda args: plain(args, DistributedDataParallel(make_model(args))),
         lambda args: sharded(args, torch.bfloat16),
+    ),
+    "without / with device_id": (
+        10,
+        lambda args: joining(args, None),
+        lambda args: joining(args, torch.device("cuda", 0) if args.device == "cuda" else None),  # gloo takes none
     ),
     "feeding / step": (10, feeding, ours),
     "save / async save": (124, lambda args: saving(args, dcp.save), lambda args: saving(args, dcp.async_save)),

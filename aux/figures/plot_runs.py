@@ -62,7 +62,7 @@ def name_of(run: Path) -> str:
 def read(path: Path) -> list[dict]:
     """The events of a run, none if there is no such file yet.
 
-    A last line that is being written, and holes that a node's crash has left, are passed over.
+    A last line that is being written, and holes that a node's crash has left, are skipped.
     """
     events = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():

@@ -15,6 +15,7 @@ from slurm_task import JobContext, task
 def show(arguments: list[str], job: JobContext | None = None) -> dict | None:
     if job is None:
         return None
+    os.environ.setdefault("MASTER_PORT", str(29500 + job.job_id % 1000))  # as people have it: it is set already
     place = asdict(job) | {"output_dir": str(job.output_dir), "five": job.torch_distributed_env()}
     os.write(1, f"CONTEXT {json.dumps(place)}\n".encode())
     return {"rank": job.rank, "world_size": job.world_size, "arguments": arguments}
