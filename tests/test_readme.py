@@ -80,8 +80,10 @@ def shapes(text: str) -> list[str]:
         line = re.sub(rf"\b(vm|{re.escape(socket.gethostname())})\b", "HOST", line)
         if re.match(r"\[Rank: |task \d+ of ", line):
             line = re.sub(r"node-\d+", "node-#", line)
-            at = next((i for i in range(len(lines), 0, -1) if not re.match(r"\[Rank: |task ", lines[i - 1])), 0)
-            lines[at:] = sorted([*lines[at:], re.sub(r"CPUs: \d+ \| threads: \d+", "CPUs, threads", line)])
+            # A rank that ends early may say why before another one says that it is there.
+            end = next((i for i in range(len(lines), 0, -1) if not lines[i - 1].startswith("[Rank # on ")), 0)
+            at = next((i for i in range(end, 0, -1) if not re.match(r"\[Rank: |task ", lines[i - 1])), 0)
+            lines[at:end] = sorted([*lines[at:end], re.sub(r"CPUs: \d+ \| threads: \d+", "CPUs, threads", line)])
         else:
             lines.append(" ".join(re.sub(r"\d+([.:]\d+)*", "#", line).split()))
     return lines
@@ -127,10 +129,13 @@ def test_the_comparison_can_fail():
     fresh = rank.format(1) + rank.format(0) + "Data: drawn\nepoch=1 step=4/4 loss=0.5\nFinished: epoch=1\n"
     assert_shown(rank.format(0) + rank.format(1) + "Data: drawn\n...\nFinished: epoch=3\n", fresh)
     assert_shown("...\nepoch=1 step=99/100 loss=1.25\nFinished: epoch=1\n", fresh)
+    stopped = "[Rank 0 on vm] no data\n"
+    assert_shown(rank.format(0) + rank.format(1) + stopped, rank.format(0) + stopped + rank.format(1))
     sign = "   {}  node-1  {}  0 s  {}\n"  # of watch_job.py
     assert_shown(sign.format(0, 7, "forward (model.py:7)"), sign.format(0, "-", "<module> (train.py:3)"))
     for wrong in (
         rank.format(0) * 2 + "...\n",
+        rank.format(0) + rank.format(1) + stopped + "...\n",
         rank.format(0) + rank.format(1) + "Finished: epoch=1\n",
         "Data: drawn\n...\n",
         rank.format(0) + rank.format(1) + "Data: drawn\n",

@@ -20,6 +20,7 @@ def hooked(self):
     for step, batch in enumerate(batches(self), start=1):
         time.sleep(seconds)
         if str(step) == os.environ.get("RAISE") and os.environ["RANK"] == "1":
+            print(f"raised at {time.time():.0f}", flush=True)
             raise ValueError("boom on purpose")
         yield batch
 
