@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# Every launcher reads this once per job, in the batch shell: the world size, the rendezvous, your cluster.
-# RANK, LOCAL_RANK: set inside srun. ${A:-B}: A, or B if A is unset or empty. ${A##P}, ${A%%P}: A less a prefix, suffix P.
-if [[ "$-" == *i* || -z "${SLURM_JOB_ID:-}" ]]; then                 # $- has an i in a shell that one types into
+# Every launcher reads this once per job, in the batch shell. RANK and LOCAL_RANK are set later, inside srun.
+# ${A:-B}: A, or B if A is unset or empty. ${A##P}, ${A%%P}: A without its longest prefix, suffix that matches P.
+if [[ "$-" == *i* || -z "${SLURM_JOB_ID:-}" ]]; then                 # an interactive shell ($- has an i), or no job
     echo "env.sh is read by the launchers: type sbatch launch_slurm_with_torchrun.sh, or without Slurm ./torchrun.sh SCRIPT" >&2
     return 1
 fi
@@ -13,16 +13,16 @@ gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}                # --gpus-pe
 gpus=${gpus##*:}                                                     # all after the colon: a100:4 is 4
 tasks=${SLURM_NTASKS_PER_NODE:-1}
 NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : tasks))}       # a rank per GPU; without GPUs, per task
-WORLD_SIZE=$((NNODES * NPROC_PER_NODE))                              # ways 2 to 4: torchrun or spawner sets it again
-if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # nodes with 4, 4, 3 tasks: only way 1 allows it
+WORLD_SIZE=$((NNODES * NPROC_PER_NODE))                              # for way 1; torchrun and the spawner set theirs
+if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # unequal tasks per node, as 4, 4, 3: way 1 only
 
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")               # a line each
-MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # rank 0's node: hosts, cut at the first newline
-# MASTER_ADDR=${hosts%%$'\n'*}i                      # EDIT: where node-1 is called node-1i on the fast network: add the i
-MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # 61000-65535, above ephemeral ports; 10#: decimal
+MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # the first line of hosts: rank 0's node
+# MASTER_ADDR=${hosts%%$'\n'*}i                      # EDIT: if node-1 has the name node-1i on the fast network
+MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # 61000-65535: Linux's ephemeral ports end at 60999
 
 cpus=${SLURM_JOB_CPUS_PER_NODE:-1}                                   # 16(x4),8: 16 CPUs on each of 4 nodes, 8 on a 5th
-CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # unset in salloc: cpus, cut at the first ( or ,
+CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # salloc does not set it: then 16 of 16(x4),8
 if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks)); fi  # --cpus-per-task wins
 CPUS_PER_RANK=$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))    # an equal share, at least 1
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS_PER_RANK}                   # CPU threads of torch in each rank
@@ -32,14 +32,14 @@ export NNODES NPROC_PER_NODE WORLD_SIZE MASTER_ADDR MASTER_PORT CPUS_PER_NODE OM
 set +u                                               # unset variables are no error: module and conda use them
 # source /etc/profile && module load cuda/12.8       # EDIT: what `import torch` needs; /etc/profile defines `module`
 # shellcheck source=/dev/null
-if [[ -d .venv ]]; then source .venv/bin/activate; fi    # EDIT: your virtual environment; with conda in its place:
+if [[ -d .venv ]]; then source .venv/bin/activate; fi    # EDIT: your virtual environment; or conda, the next line:
 # source "$(conda info --base)/etc/profile.d/conda.sh" && conda activate NAME
 # PATH=$(./aux/stage_environment.sh .venv /tmp)/bin:$PATH    # EDIT: slow imports: copies .venv to each node's /tmp
 set -u
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # EDIT: only where ranks pick the wrong network interface
 # export NCCL_IB_DISABLE=1                           # EDIT: no InfiniBand, or a broken one: use TCP
 # umask 077                                          # EDIT: where nobody else may read what jobs write
-export CONTAINER_IMAGE=$PWD/pytorch.sqsh             # to the end: way 4 alone. EDIT: the image of aux/import_image.sh
-export CONTAINER_NAME=pytorch${CONTAINER_IMAGE//[^[:alnum:]_.]/-}    # EDIT: path; ${A//P/-}: each match of P becomes -
+export CONTAINER_IMAGE=$PWD/pytorch.sqsh             # from here on: only way 4. EDIT: the image of aux/import_image.sh
+export CONTAINER_NAME=pytorch${CONTAINER_IMAGE//[^[:alnum:]_.]/-}    # EDIT: a name; here the path, other characters are -
 export CONTAINER_MOUNTS=                             # EDIT: folders besides the repository: HOST:CONTAINER[:ro],...
 export CONTAINER_ENV=                                # EDIT: variables besides the ranks' own: WANDB_API_KEY,...

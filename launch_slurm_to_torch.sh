@@ -7,7 +7,7 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=USR1@120          # EDIT: USR1, 120 s before the limit: save; scripts without a handler ignore it
+#SBATCH --signal=USR1@120          # EDIT: USR1 120 s before the limit: save; a script without a handler ignores it (run_task.sh)
 ##SBATCH --mem=0                   # EDIT: take one # away: all memory of the nodes, where a site's default is small
 # Way 1: srun starts every rank; the task sets RANK and LOCAL_RANK, env.sh the other three.
 #
@@ -18,7 +18,7 @@ set -euo pipefail                  # ends at a command that fails (-e), also in 
 source ./env.sh                    # sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT; die, start_job, finish_job are aux/job.sh's
 command -v python >/dev/null || die "no python on $HOSTNAME: make a .venv here, or edit env.sh"
 
-set -- "${@:-distributed/train_ddp.py}"    # without arguments: this train script
+set -- "${@:-distributed/train_ddp.py}"    # no arguments: as if this train script were given
 ((WORLD_SIZE == ${SLURM_NTASKS:-$WORLD_SIZE})) ||
     die "$SLURM_NTASKS tasks, but $NNODES nodes x $NPROC_PER_NODE ranks: a rank is a task, add --ntasks-per-node=$NPROC_PER_NODE"
 start_job "Way 1, srun starts every rank" "$@"    # last checks, and a line in the log
@@ -26,15 +26,15 @@ start_job "Way 1, srun starts every rank" "$@"    # last checks, and a line in t
 # --ntasks            a task for each rank
 # --kill-on-bad-exit  a task that fails ends the step, and so the others, at once
 # --wait              EDIT: seconds after the first task exits, until Slurm ends the rest
-# --distribution      block:block: consecutive tasks share a node, and in it a CPU socket; the default is block:cyclic
+# --distribution      block:block: fill a node, then the next; in a node fill a CPU socket, then the next
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
-# RANK                not SLURM_PROCID: with a topology plugin task 0 may not be on the first node, MASTER_ADDR
+# RANK                from the node's number: SLURM_PROCID 0 may be on another node than MASTER_ADDR (topology plugins)
 # --norc -p           this bash reads no ~/.bashrc (--norc), and no functions from the environment (-p, as in line 1)
-# shellcheck disable=SC2016  # each task runs what is in '...', with its own SLURM_ variables; "$@": what stands after -
+# shellcheck disable=SC2016  # '...' is expanded in each task, not here; its "$@" is what stands after the last -
 srun --ntasks="$WORLD_SIZE" --kill-on-bad-exit=1 --wait=300 --distribution=block:block \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-$CPUS_PER_RANK}" bash --norc -pc '
         export LOCAL_RANK=$SLURM_LOCALID RANK=$((SLURM_NODEID * NPROC_PER_NODE + SLURM_LOCALID))
-        if [[ "$SLURM_STEP_TASKS_PER_NODE" == *,* ]]; then RANK=$SLURM_PROCID; fi    # 4,3,4, not 4(x3): uneven nodes
+        if [[ "$SLURM_STEP_TASKS_PER_NODE" == *,* ]]; then RANK=$SLURM_PROCID; fi    # uneven nodes: 4,3,4 has a comma
         exec ./aux/run_task.sh python "$@"    # runs python; the rank that fails first is noted
-    ' - "$@" || status=$?    # bash -c: - is its $0, the rest its $1, $2, ...; || keeps set -e from exiting
-finish_job "${status:-0}" "$@"     # requeues a job that has saved and stopped; else exits with the failed rank's status
+    ' - "$@" || status=$?    # after bash -c '...': $0 is -, "$@" the script and its arguments; || stops set -e
+finish_job "${status:-0}" "$@"     # no status: srun succeeded. Requeues a job that has saved and stopped; else exits

@@ -7,7 +7,7 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=USR1@120          # EDIT: USR1, 120 s before the limit: save; scripts without a handler ignore it
+#SBATCH --signal=USR1@120          # EDIT: USR1 120 s before the limit: save; a script without a handler ignores it (run_task.sh)
 ##SBATCH --mem=0                   # EDIT: take one # away: all memory of the nodes, where a site's default is small
 # Way 4: way 2 in an Enroot container: srun starts one torchrun per node, inside it; env.sh's variables go in by name.
 #
@@ -19,7 +19,7 @@ set -euo pipefail                  # ends at a command that fails (-e), also in 
 [[ -f env.sh ]] || { echo "No env.sh in $PWD: cd to the repository before sbatch, or sbatch --chdir=REPOSITORY" >&2; exit 1; }
 source ./env.sh                    # sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT; die, start_job, finish_job are aux/job.sh's
 
-set -- "${@:-distributed/train_ddp.py}"    # without arguments: this train script
+set -- "${@:-distributed/train_ddp.py}"    # no arguments: as if this train script were given
 ! is_uneven ||
     die "uneven allocation: $SLURM_NTASKS tasks on $NNODES nodes, but torchrun starts as many on each; use launch_slurm_to_torch.sh"
 start_job "Way 4, torchrun starts the ranks of each node in container $CONTAINER_NAME, logs in log/$SLURM_JOB_ID" "$@"
@@ -41,5 +41,5 @@ srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cp
             create_container enroot create --name "$CONTAINER_NAME" "$CONTAINER_IMAGE"
         start_container enroot start --root --rw --mount "$folder:/workspace/mnt" "${options[@]}" \
             "$CONTAINER_NAME" "${enter[@]}" ./torchrun.sh "$@"
-    ' - "$@" || status=$?    # bash -c: - is its $0, the rest its $1, $2, ...; || keeps set -e from exiting
-finish_job "${status:-0}" "$@"     # requeues a job that has saved and stopped; else exits with the failed rank's status
+    ' - "$@" || status=$?    # after bash -c '...': $0 is -, "$@" the script and its arguments; || stops set -e
+finish_job "${status:-0}" "$@"     # no status: srun succeeded. Requeues a job that has saved and stopped; else exits

@@ -33,7 +33,7 @@ distributed = "RANK" in os.environ or world_size > 1  # a launcher started this,
 
 
 def stop(sentence: str):
-    """Prints and exits. Ranks above 0 wait 5 s: if rank 0 stops too, the launcher ends them before they print."""
+    """Prints and exits. Ranks above 0 wait 5 s: rank 0 prints first, and the launcher then ends the others."""
     time.sleep(5 if rank > 0 else 0)
     sys.stderr.write(f"[Rank {rank} on {socket.gethostname()}] {sentence}\n")
     os._exit(1)  # not sys.exit, which could wait for the other ranks
@@ -63,10 +63,10 @@ if args.device == "auto" and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0" an
     stop("Slurm granted GPUs here, but torch sees none: say --device cpu if that is meant")
 if args.device == "auto":
     mps = torch.backends.mps.is_available() and not distributed
-    args.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    args.device = "cuda" if torch.cuda.is_available() else ("mps" if mps else "cpu")
 device = torch.device(args.device)
-if args.device == "cuda":  # local rank 1 takes GPU 1; if Slurm shows a rank its own GPU alone, that is 0: hence the %
-    device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
+if args.device == "cuda":  # GPU local_rank of the node; a rank that sees only one GPU takes GPU 0: local_rank % 1 is 0
+    device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))  # max: no division by 0
     torch.cuda.set_device(device)
 if distributed:  # nccl sends between GPUs, gloo between CPUs
     if args.device == "mps":
@@ -74,10 +74,10 @@ if distributed:  # nccl sends between GPUs, gloo between CPUs
     if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
-    dist.all_reduce(torch.zeros(1, device=device))  # a first collective connects all ranks: one that dies is noticed
+    dist.all_reduce(torch.zeros(1, device=device))  # connects every rank to the others, who then notice if it dies
 place = f"{socket.gethostname()} | world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
-print = print if rank == 0 else lambda *args, **kwargs: None  # from here on rank 0 prints for all
+print = print if rank == 0 else (lambda *args, **kwargs: None)  # from here on only rank 0 prints
 
 # --- data -------------------------------------------------------------------------------------------------------------
 try:  # EDIT: your data; a folder for each class
@@ -91,9 +91,9 @@ except OSError as error:
 if args.batch_size > len(train_set) or args.batch_size % world_size:
     stop(f"--batch-size {args.batch_size} must divide by {world_size} ranks, and be at most {len(train_set)} images")
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, in equal shares
-# batch_size=None: train_set gets a list. EDIT: if yours takes one index: DataLoader(train_set, batch_sampler=batches)
+# batch_size=None: it reads train_set[list]. EDIT: for one index at a time: DataLoader(train_set, batch_sampler=batches)
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)  # this rank's indices, a list per step
-test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # no image on two ranks
+test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # every image on one rank
 train_loader = DataLoader(train_set, batch_sampler=batches, num_workers=2, multiprocessing_context="fork")
 test_loader = DataLoader(test_set, batch_sampler=test_batches)
 
@@ -103,7 +103,7 @@ convolutions = nn.Sequential(nn.Conv2d(3, 16, 3, stride=2), nn.ReLU(), nn.Conv2d
 linears = nn.Sequential(nn.Flatten(), nn.Dropout(args.dropout), nn.Linear(32 * 7 * 7, len(train_set.classes)))
 model = nn.Sequential(convolutions, linears)  # EDIT: your model
 model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else None)  # faster convolutions
-ddp = nn.parallel.DistributedDataParallel(model) if distributed else model  # wraps model; backward averages gradients
+ddp = nn.parallel.DistributedDataParallel(model) if distributed else model  # backward averages the ranks' gradients
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=device.type != "mps")
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
@@ -167,7 +167,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
 
 print(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
 if distributed:
-    dist.barrier(device_ids=[device.index] if args.device == "cuda" else None)  # all wait: rank 0 may still be saving
+    dist.barrier(device_ids=[device.index] if args.device == "cuda" else None)  # this rank's GPU; rank 0 may be saving
     dist.destroy_process_group()
 if device.type == "cpu":
-    os._exit(0)  # skips Python's shutdown, in which a thread of gloo's can abort it
+    os._exit(0)  # skips Python's shutdown: a thread of gloo's may still run, and abort it
