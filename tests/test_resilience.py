@@ -271,6 +271,33 @@ def test_the_timeout_of_each_phase(monkeypatch):
     assert seen[3:] == ["barrier", *((300, group) for group in (None, "data", "tensor"))] and heartbeat.timeout == 300
 
 
+def test_which_timeout_holds_when(text, tmp_path):
+    """The first step has that of the rendezvous, evaluation, save and load a long one, all other steps a short one."""
+    code = (
+        "import runpy, sys; sys.path.insert(0, 'distributed')\n"
+        "import language_model\n"
+        "from resilience import heartbeat, sharded_checkpoints\n"
+        "def shown(name, function):\n"
+        "    def call(*args, **options):\n"
+        "        print('evaluate' if 'reduction' in options else name, heartbeat.timeout)\n"
+        "        return function(*args, **options)\n"
+        "    return call\n"
+        "language_model.cross_entropy = shown('step', language_model.cross_entropy)\n"
+        "kind = sharded_checkpoints.ShardedCheckpoints\n"
+        "kind.load, kind.write = shown('load', kind.load), shown('write', kind.write)\n"
+        "sys.argv[0] = 'distributed/train_fsdp.py'\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code, "--data-dir", text, "--checkpoint-dir", tmp_path / "out", "--device", "cpu"]
+    command += ["--batch-size", 6, "--steps", 2, "--eval-every", 2, "--eval-windows", 6, "--precision", "fp32"]
+    command += ["--init-timeout", 20, "--timeout", 7, "--save-timeout", 50]
+    first = run(*command)
+    found = re.findall(r"^(step|evaluate|write|load) ([\d.]+)$", first.stdout, re.M)
+    assert found == [("step", "20.0"), ("step", "7.0"), ("evaluate", "50.0"), ("write", "50.0")], first.stdout
+    again = run(*command, "--resume")
+    assert re.findall(r"^load ([\d.]+)$", again.stdout, re.M) == ["50.0"], again.stdout
+
+
 def test_memory_is_in_the_log_of_a_gpu(monkeypatch):
     from language_model import log_values, peak_memory
 
