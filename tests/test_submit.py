@@ -477,7 +477,9 @@ def test_context_of_a_task(laptop):
     """Under both launchers a task can get, with its resources and with others; and None without a job."""
     script = ["python", "tests/scripts/context.py"]
     assert laptop.run(*script, "--submitted").stdout == "returned None\n"
-    for options, nodes, size in (([], 2, 4), (["--nodes=4", "--ntasks-per-node=4", "--gpus-per-node=4"], 4, 16)):
+    without_gpus = ["--nodes=1", "--ntasks-per-node=3", "--gpus-per-node=0"]
+    sixteen = ["--nodes=4", "--ntasks-per-node=4", "--gpus-per-node=4"]
+    for options, nodes, size in (([], 2, 4), (without_gpus, 1, 3), (sixteen, 4, 16)):
         done = laptop.run(*script, "--submit", "--env", "plain", "--follow", "--fetch", *options, *NASTY)
         assert done.returncode == 0, done.stdout + done.stderr
         job = job_of(done.stdout)
