@@ -12,7 +12,6 @@ import argparse
 import datetime
 import math
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -33,17 +32,17 @@ distributed = "RANK" in os.environ or world_size > 1  # a launcher started this,
 
 
 def stop(sentence: str):
-    """Prints and exits. Ranks above 0 wait 5 s: rank 0 prints first, and the launcher then ends the others."""
-    time.sleep(5 if rank > 0 else 0)
-    sys.stderr.write(f"[Rank {rank} on {socket.gethostname()}] {sentence}\n")
+    time.sleep(5 if rank > 0 else 0)  # rank 0 prints first, and the launcher then ends the others
+    sys.stderr.write(f"[Rank {rank} on {os.uname().nodename}] {sentence}\n")
     os._exit(1)  # not sys.exit, which could wait for the other ranks
 
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.error = stop  # argparse's errors, too
 parser.add_argument("--epochs", type=int, default=3, help="passes over the training images")
-parser.add_argument("--batch-size", type=int, default=64, help="images per step, in all")
-parser.add_argument("--batch-size-per-rank", dest="batch_size", type=lambda n: int(n) * world_size, help="per rank")
+batch = parser.add_mutually_exclusive_group()  # with a default of 64 in place of "64", argparse would let both pass
+batch.add_argument("--batch-size", type=int, default="64", help="images per step, in all")
+batch.add_argument("--batch-size-per-rank", dest="batch_size", type=lambda n: int(n) * world_size, help="per rank")
 parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
 parser.add_argument("--dropout", type=float, default=0.25, help="probability of dropping an activation")
 parser.add_argument("--seed", type=int, default=0, help="of weights, order of the images and dropout")
@@ -74,8 +73,9 @@ if distributed:  # nccl sends between GPUs, gloo between CPUs
     if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
+    sys.excepthook = lambda *e, show=sys.excepthook: (show(*e), time.sleep(1), os._exit(1))  # first to fail ends first
     dist.all_reduce(torch.zeros(1, device=device))  # connects every rank to the others, who then notice if it dies
-place = f"{socket.gethostname()} | world size: {world_size} | local rank: {local_rank} | device: {device}"
+place = f"{os.uname().nodename} | world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
 print = print if rank == 0 else (lambda *args, **kwargs: None)  # from here on only rank 0 prints
 
@@ -134,9 +134,9 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
         optimizer.step()
         losses.append(loss.detach())  # .item() would wait for the GPU, at every step
         if step % args.log_every == 0 or step == len(train_loader):
-            mean = torch.stack(losses).mean() / world_size
+            mean = torch.stack(losses).mean()
             if distributed:
-                dist.all_reduce(mean)  # the sum over all ranks
+                dist.all_reduce(mean.div_(world_size))  # the mean over all ranks
             mean = mean.item()  # waits for the GPU: only then read the clock
             seconds = (time.perf_counter() - start) / len(losses)  # of one step
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step

@@ -264,6 +264,17 @@ def test_one_sentence_of_one_process(script, case, tiny, tmp_path):
     assert len(bad.stderr.splitlines()) == 1 and not list((tmp_path / "out").glob("*")), bad.stderr
 
 
+@pytest.mark.parametrize(
+    ("script", "size"),
+    cells([(DDP, 64), ("distributed/train_fast.py", 256), ("distributed/train_preemptible.py", 64)], (DDP, 64)),
+)
+def test_the_batch_of_all_ranks_or_of_each(script, size):
+    """One of the two options, also where the first has its default."""
+    bad = run(sys.executable, script, "--batch-size", size, "--batch-size-per-rank", 8)
+    assert bad.returncode in (1, 2) and len(bad.stderr.splitlines()) == 1, bad.stderr
+    assert "--batch-size-per-rank: not allowed with argument --batch-size" in bad.stderr
+
+
 def test_granted_gpus_that_torch_does_not_see(tiny, tmp_path):
     options = ["--data-dir", tiny, "--epochs", 1, "--checkpoint-dir", tmp_path / "out"]
     granted = environment(SLURM_GPUS_ON_NODE=2)

@@ -453,7 +453,7 @@ def test_default_gpus_of_a_task(gres, environment_name, options, gpus, tmp_path)
 
 @pytest.mark.matrix
 def test_slurmctld_is_asked_rarely_and_the_log_every_second(tmp_path):
-    """In 17 seconds after 0, 1, 3, 7 and 15; a line a second arrives all the same."""
+    """In 17 seconds after 0 and 15; a line a second arrives all the same."""
     asked, log = tmp_path / "asked", tmp_path / "log"
     (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho >>{asked}\necho '   JobState=RUNNING Reason=None'\n")
     (tmp_path / "scontrol").chmod(0o755)
@@ -469,7 +469,7 @@ def test_slurmctld_is_asked_rarely_and_the_log_every_second(tmp_path):
         finally:
             process.kill()
         shown = process.stdout.read()
-    assert len(asked.read_text()) == 5
+    assert len(asked.read_text()) == 2
     assert len(re.findall(r"^running \d+ [1-9]", shown, re.M)) > 10 and "line 15\n" in shown
 
 

@@ -62,15 +62,15 @@ submit() {
 
 # watch JOB LOG FROM FOLLOW
 # Prints every second until the job has ended (once, if FOLLOW is no): "running" or "ended", FROM, and the number of new
-# bytes of the log from there; Slurm's lines on the job, and an empty line; the new bytes. slurmctld is asked after 0, 1,
-# 3, 7 and 15 seconds, then every 15: it serves everybody.
+# bytes of the log from there; Slurm's lines on the job, and an empty line; the new bytes. slurmctld is asked at once,
+# then every 15 seconds: it serves everybody.
 watch() {
-    job=$1 log=$2 from=$3 follow=$4 second=0 ask=0 pause=1
+    job=$1 log=$2 from=$3 follow=$4 second=0 ask=0
     ends="BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|REVOKED|TIMEOUT|UNKNOWN"
     while :; do
         if [ "$second" -ge "$ask" ]; then
             shown=$(show "$job")
-            ask=$((second + pause)) pause=$((pause < 8 ? pause * 2 : 15))
+            ask=$((second + 15))
         fi
         if echo "$shown" | grep -Eq "JobState=($ends)"; then next=ended; else next=running; fi
         size=$(wc -c 2>/dev/null <"$log") || size=$from
