@@ -139,6 +139,20 @@ def test_a_strangers_script(cluster, site):
     assert job.state == "COMPLETED" and sorted(found) == ["0", "1"], job.log + logs
 
 
+@pytest.mark.matrix
+def test_benchmark_of_launches(site, tmp_path):
+    """aux/bench/launch.py has rows of way 4 where there are Enroot and an image."""
+    clone = site.clone("bench")
+    command = [sys.executable, clone / "aux/bench/launch.py", "--rounds", 1]
+    done = run(*command, env=environment() | site.environment | {"BENCH_ROWS": str(tmp_path / "rows")}, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [one["name"] for one in found if "way 4" in one["name"]] == [
+        f"launch to first step, way 4, {ranks} ranks" for ranks in (2, 4)
+    ]
+    assert len(found) == 8 and all(one["good"] and one["ours"][0][0] > 0.5 for one in found), found
+
+
 def test_what_is_inside(cluster, site):
     """The container's files and not the host's, nothing of the host's environment but what is named, every argument."""
     clone = site.clone("inside", env="OWN,OWN_TOO")
@@ -389,12 +403,14 @@ def test_what_goes_wrong_is_one_sentence(cluster, site):
         "no /no/folder on this node": (site.clone("no-folder", mounts=f"{site.torch},/no/folder:/data"), {}),
         "at /x/y: No such file or directory": (site.clone("start"), {}),
         "no container from /": (site.clone("unpack"), {}),
+        "is being created by another node: ENROOT_DATA_PATH must": (site.clone("both"), {}),
     }
     statistics = "created 12 files\ncreated 2 hardlinks\n"
     create = {26: "FATAL ERROR: writer: failed to read", 27: "Write on output file failed because Disk quota exceeded"}
     create[30] = "Could not uncompress block"  # without ERROR: the line is found by these words
     for node, text in create.items():
         (site.folder / f"node-{node}.create").write_text(f"lzo: -3\n{text}\n{statistics}")
+    (site.folder / "node-31.create").write_text("[ERROR] File already exists: /common/shared\n")
     mount_fails = "enroot-mount: failed to mount: /x at /x/y: No such file or directory\n"
     (site.folder / "node-29.start").write_text(mount_fails)
     (site.folder / "node-25").mkdir()

@@ -185,6 +185,17 @@ def test_tensor_parallel_over_both_nodes(nodes, cluster):
     assert len(losses[0]) == 5 and losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
+@pytest.mark.matrix
+def test_the_log_of_fixed_name(nodes):
+    """Read on a node as on the host, while it grows and afterwards."""
+    job = nodes.submit("local/cluster/train.sh", "--steps", 20)
+    assert nodes.wait(job).state == "COMPLETED"
+    log = "/data/training_job.log"
+    for command in (["grep", "SLURMD_NODENAME", log], ["timeout", 3, "tail", "-n", 99, "-f", log]):
+        shown = nodes.exec(*command).stdout
+        assert re.findall(r"SLURMD_NODENAME: (\S+)", shown) == ["node-1", "node-2"], shown
+
+
 @pytest.mark.parametrize("way", ["torchrun", "mp"])
 def test_the_other_ways(way, nodes):
     job = nodes.sbatch(LAUNCHERS[way], "aux/check_ranks.py")
@@ -275,11 +286,18 @@ def test_troubles(nodes):
         "cd /run/slurm-cluster/key && rm munge.key && head --bytes=1024 /dev/urandom >munge.key && chmod 400 munge.key"
     )
     assert nodes.docker("exec", "--user=root", "node-1", "sh", "-c", new_key).returncode == 0
+    checksum = ["--user=root", "node-1", "sha256sum", "/run/slurm-cluster/key/munge.key"]
+    key = lambda: nodes.docker("exec", *checksum).stdout  # noqa: E731
+    replaced = key()
     assert nodes.docker("restart", "node-2").returncode == 0
     logs = lambda: (done := nodes.docker("logs", "node-1")).stdout + done.stderr  # noqa: E731
     wait_until(lambda: "Munge decode failed" in logs(), 90, "node-2 has another key")
+    nodes.compose("build", "--no-cache")
+    nodes.compose("up", "--detach", "--force-recreate")
+    assert key() == replaced, "it is in the volume"
     nodes.compose("down", "--volumes")
 
     nodes.compose("up", "--detach", CPUS="1")
+    assert key() not in (replaced, "")
     assert nodes.states() == ["node-1 1 idle", "node-2 1 idle"]
     assert sorted(nodes.sbatch(*two).log.split()) == ["node-1", "node-2"]

@@ -355,6 +355,15 @@ def test_habits_that_other_tests_run():
             assert any(script in text for text in BLOCKS), command
 
 
+def test_habits_of_tasks():
+    """The lines that import the decorator, and its numbers; what stands on their left is refused in test_submit.py."""
+    lines = [cell for cell in habits() if cell.startswith(("sys.path", "from slurm", "@task"))]
+    lines.sort(key=lambda cell: "sf@".index(cell[0]))
+    lines += ["def train(job=None):", "    return job", "print(train())"]
+    done = run("python3", "-c", "\n".join(["import sys", *lines]))
+    assert len(lines) == 6 and done.stdout == "None\n", done.stderr
+
+
 @pytest.mark.parametrize(
     "command",
     cells(

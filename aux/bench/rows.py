@@ -1,7 +1,7 @@
 """What the benchmarks of `make bench` have in common: how sides take turns, what a row holds, how it is judged.
 
 A row says how many times as fast as another way of working ours is: the median of the ratios of its rounds. Beside it
-stand the ratio of the quickest rounds, which a busy machine changes least, and that of the CPU seconds. The gate on
+stand the ratio of the quickest rounds, which a busy machine changes least, and those by clock and by CPU. The gate on
 quality is judged with it: speed that costs a worse model is a row missed.
 """
 
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-HEADS = ("row", "other side", "ratio", "rounds", "quickest", "CPU seconds", "at least", "verdict", "quality")
+HEADS = ("row", "other side", "ratio", "rounds", "quickest", "by clock", "by CPU", "at least", "verdict", "quality")
 MOST_BUSY = 0.2  # CPUs that other programs may use in a round that is judged by the clock
 
 
@@ -77,9 +77,10 @@ class Row:
         """What stands in the columns of HEADS."""
         least = f"{self.least:g}" if self.least else ""
         if self.missing:
-            return [self.name, self.other, "", "", "", "", least, self.missing, ""]
+            return [self.name, self.other, "", "", "", "", "", least, self.missing, ""]
         ratios = self.ratios(int(self.by_cpu))
         figures = [f"{self.ratio():.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}", f"{self.quickest():.2f}"]
+        figures.append(f"{median(self.ratios(0)):.2f}")
         figures.append(f"{median(self.ratios(1)):.2f}" if all(cpu for _, cpu in self.ours) else "")
         return [self.name, self.other, *figures, least, self.verdict(), self.quality]
 
