@@ -7,9 +7,9 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=USR1@120          # EDIT: USR1 120 s before the limit: save; a script without a handler ignores it (run_task.sh)
+#SBATCH --signal=USR1@120          # EDIT: ranks get USR1 120 s before the limit: they save, or ignore it (run_task.sh)
 ##SBATCH --mem=0                   # EDIT: take one # away: all memory of the nodes, where a site's default is small
-# Way 1: srun starts every rank; the task sets RANK and LOCAL_RANK, env.sh the other three.
+# Way 1: srun starts every rank; its task sets RANK, LOCAL_RANK (below), env.sh WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 #
 # Usage: sbatch [sbatch options] launch_slurm_to_torch.sh [train script] [its arguments]
 #        sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=12 launch_slurm_to_torch.sh distributed/train_ddp.py
@@ -28,13 +28,13 @@ start_job "Way 1, srun starts every rank" "$@"    # last checks, and a line in t
 # --wait              EDIT: seconds after the first task exits, until Slurm ends the rest
 # --distribution      block:block: fill a node, then the next; in a node fill a CPU socket, then the next
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
-# RANK                from the node's number: SLURM_PROCID 0 may be on another node than MASTER_ADDR (topology plugins)
+# RANK                not SLURM_PROCID: with a topology plugin, task 0 may be on another node than MASTER_ADDR
 # --norc -p           this bash reads no ~/.bashrc (--norc), and no functions from the environment (-p, as in line 1)
-# shellcheck disable=SC2016  # '...' is expanded in each task, not here; its "$@" is what stands after the last -
+# shellcheck disable=SC2016  # each task expands what is in '...'; there "$@" is the script and its arguments
 srun --ntasks="$WORLD_SIZE" --kill-on-bad-exit=1 --wait=300 --distribution=block:block \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-$CPUS_PER_RANK}" bash --norc -pc '
         export LOCAL_RANK=$SLURM_LOCALID RANK=$((SLURM_NODEID * NPROC_PER_NODE + SLURM_LOCALID))
-        if [[ "$SLURM_STEP_TASKS_PER_NODE" == *,* ]]; then RANK=$SLURM_PROCID; fi    # uneven nodes: 4,3,4 has a comma
+        if [[ "$SLURM_STEP_TASKS_PER_NODE" == *,* ]]; then RANK=$SLURM_PROCID; fi    # uneven (4,3,4): the line above is wrong
         exec ./aux/run_task.sh python "$@"    # runs python; the rank that fails first is noted
     ' - "$@" || status=$?    # after bash -c '...': $0 is -, "$@" the script and its arguments; || stops set -e
-finish_job "${status:-0}" "$@"     # no status: srun succeeded. Requeues a job that has saved and stopped; else exits
+finish_job "${status:-0}" "$@"     # status unset: srun succeeded. Requeues a job that saved and stopped; else exits

@@ -7,7 +7,7 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=USR1@120          # EDIT: USR1 120 s before the limit: save; a script without a handler ignores it (run_task.sh)
+#SBATCH --signal=USR1@120          # EDIT: ranks get USR1 120 s before the limit: they save, or ignore it (run_task.sh)
 ##SBATCH --mem=0                   # EDIT: take one # away: all memory of the nodes, where a site's default is small
 # Way 2: srun starts one torchrun per node; torchrun sets RANK, LOCAL_RANK and WORLD_SIZE, env.sh the other two.
 #
@@ -29,4 +29,4 @@ start_job "Way 2, torchrun starts the ranks of each node" "$@"    # last checks,
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
 srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cpus-per-task="$CPUS_PER_NODE" \
     ./aux/run_task.sh ./torchrun.sh "$@" || status=$?    # without this, set -e would end the script here
-finish_job "${status:-0}" "$@"     # no status: srun succeeded. Requeues a job that has saved and stopped; else exits
+finish_job "${status:-0}" "$@"     # status unset: srun succeeded. Requeues a job that saved and stopped; else exits

@@ -29,11 +29,11 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 import mnist  # EDIT: your data
 
 # --- arguments --------------------------------------------------------------------------------------------------------
-# Process `rank` of `world_size`, `local_rank` on its node: from the launcher, else from Slurm itself, else one process.
+# rank: this process among all world_size, local_rank: among those of its node; both from 0. Set by launcher, or Slurm.
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
-distributed = "RANK" in os.environ or world_size > 1  # a launcher started this, perhaps as a single rank
+distributed = "RANK" in os.environ or world_size > 1  # started by a launcher, even as one rank, or by srun as several
 
 
 def stop(sentence: str):
@@ -45,7 +45,7 @@ def stop(sentence: str):
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.error = stop  # argparse's errors, too
 parser.add_argument("--epochs", type=int, default=2, help="passes over the training images")
-batch = parser.add_mutually_exclusive_group()  # with a default of 256 in place of "256", argparse would let both pass
+batch = parser.add_mutually_exclusive_group()  # default "256": with 256, argparse overlooks --batch-size 256
 batch.add_argument("--batch-size", type=int, default="256", help="images per step, in all")
 batch.add_argument("--batch-size-per-rank", dest="batch_size", type=lambda n: int(n) * world_size, help="per rank")
 parser.add_argument("--learning-rate", type=float, default=0.3, help="highest, of SGD")
@@ -69,17 +69,17 @@ if args.device == "auto":
     mps = torch.backends.mps.is_available() and not distributed
     args.device = "cuda" if torch.cuda.is_available() else ("mps" if mps else "cpu")
 device = torch.device(args.device)
-if args.device == "cuda":  # GPU local_rank of the node; a rank that sees only one GPU takes GPU 0: local_rank % 1 is 0
+if args.device == "cuda":  # GPU number local_rank; where Slurm shows a rank its own GPU only, that is 0: x % 1 is 0
     device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))  # max: no division by 0
     torch.cuda.set_device(device)
 if distributed:  # nccl sends between GPUs, gloo between CPUs
     if args.device == "mps":
         stop("--device mps is for one process without a launcher: gloo does not know it")
-    if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
+    if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):  # where all ranks meet: rank 0's node
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
-    sys.excepthook = lambda *e, show=sys.excepthook: (show(*e), time.sleep(1), os._exit(1))  # first to fail ends first
-    dist.all_reduce(torch.zeros(1, device=device))  # connects every rank to the others, who then notice if it dies
+    sys.excepthook = lambda *e, show=sys.excepthook: (show(*e), time.sleep(1), os._exit(1))  # uncaught error: show, end
+    dist.all_reduce(torch.zeros(1, device=device))  # a sum over all ranks: connects them, so they notice if one dies
 place = f"{os.uname().nodename} | world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
 print = print if rank == 0 else (lambda *args, **kwargs: None)  # from here on only rank 0 prints
@@ -93,9 +93,9 @@ except ValueError as error:
 if args.batch_size > len(train_set) or args.batch_size % world_size:
     stop(f"--batch-size {args.batch_size} must divide by {world_size} ranks, and be at most {len(train_set)} images")
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, in equal shares
-# batch_size=None: it reads train_set[list]. EDIT: for one index at a time: DataLoader(train_set, batch_sampler=batches)
+# batch_size=None below: reads train_set[list]. EDIT: for single indices DataLoader(train_set, batch_sampler=batches)
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)  # this rank's indices, a list per step
-test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # every image on one rank
+test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # each image on one rank
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")  # EDIT
 test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)  # EDIT
 
@@ -155,7 +155,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
         if step % args.log_every == 0 or step == len(train_loader):
             mean = torch.stack(losses).mean()
             if distributed:
-                dist.all_reduce(mean.div_(world_size))  # the mean over all ranks
+                dist.all_reduce(mean.div_(world_size))  # sums over all ranks, in place: now the mean
             mean = mean.item()  # waits for the GPU: only then read the clock
             seconds = (time.perf_counter() - start) / len(losses)  # of one step
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
@@ -185,7 +185,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
 
 print(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
 if distributed:
-    dist.barrier(device_ids=[device.index] if args.device == "cuda" else None)  # this rank's GPU; rank 0 may be saving
+    dist.barrier(device_ids=[device.index] if args.device == "cuda" else None)  # all wait: rank 0 may still be saving
     dist.destroy_process_group()
 if device.type == "cpu":
-    os._exit(0)  # skips Python's shutdown: a thread of gloo's may still run, and abort it
+    os._exit(0)  # skips Python's shutdown, which can crash while a thread of gloo still runs
