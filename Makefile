@@ -44,7 +44,7 @@ docker-cluster-down:  ## end that cluster, leave nothing behind but the image
 test: .venv/tests slurm docker sshd  ## install what the tests need (root: Slurm, Docker, sshd), and run them
 	.venv/bin/python -m pytest tests --numprocesses 2 $(ARGS)
 
-test-all: .venv/tests slurm docker sshd  ## the whole failure matrix, and all else that make test leaves out: an hour
+test-all: .venv/tests slurm docker sshd podman  ## the whole failure matrix, and all else that make test leaves out: an hour
 	.venv/bin/python -m pytest tests -m "matrix or faults" --numprocesses 2 --ignore tests/test_bench.py $(ARGS)
 	.venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2
 	.venv/bin/python -m pytest tests/test_bench.py -m matrix  # ratios of speed: alone on the machine
@@ -103,7 +103,7 @@ install = missing=; for tool in $(1); do \
 	    PATH=$$PATH:/usr/sbin:/usr/local/sbin type -P $${tool%%:*} >/dev/null || missing+=" $${tool\#\#*:}"; done; \
 	[[ -z $$missing ]] || ./aux/install.sh $$missing
 
-.PHONY: slurm docker sshd
+.PHONY: slurm docker sshd podman
 slurm:
 	@$(call install,slurmctld:slurm-wlm munged:munge ip:iproute2 shellcheck:shellcheck pgrep:procps mksquashfs:squashfs-tools)
 # For the tests alone: `make cluster` must not leave an engine or an SSH server on somebody's machine.
@@ -111,6 +111,8 @@ docker:
 	@$(call install,dockerd:docker.io docker-compose:docker-compose debootstrap:debootstrap iptables-save:iptables)
 sshd:
 	@$(call install,sshd:openssh-server)
+podman:
+	@$(call install,podman:podman)
 
 clean:          ## remove the virtual environments, the site and the caches, not data or checkpoints
 	rm -rf .venv .venv-docs site .pytest_cache .ruff_cache

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from pathlib import Path
 
 import pytest
 
@@ -207,18 +208,54 @@ def test_built_by_hand(laptop, boxed, base_image, tiny):  # noqa: F811
         if not (clone / path).parent.is_symlink():
             (clone / path).parent.mkdir(parents=True, exist_ok=True)
             (clone / path).write_text("")
-    built = laptop.run("docker", "build", f"--build-arg=BASE={base_image}", "--tag", image, clone, timeout=300, **boxed)
-    assert built.returncode == 0, built.stderr[-3000:]
+    build_and_train("docker", laptop, boxed, base_image, tiny)
     listed = laptop.run("docker", "run", "--rm", image, "find", "/workspace", "-printf", "%P\\n", **boxed)
     files = set(listed.stdout.split("\n"))
     assert {"env.sh", "distributed/train_ddp.py", "aux/submission/remote.sh", "requirements.txt"} < files, listed.stderr
     assert not [
         x for x in files if re.search(r"^(\.git|\.venv|data|log|checkpoints|slurm-jobs)\b|\.(out|sqsh)$|cache", x)
     ]
+
+
+def build_and_train(engine, laptop, variables, base_image, tiny):  # noqa: F811
+    """`docker build -f Dockerfile -t test .`, or the same with podman, on a small base."""
+    image = f"{base_image}:ours"
+    command = [engine, "build", f"--build-arg=BASE={base_image}", "-f", "Dockerfile", "-t", image, "."]
+    built = laptop.run(*command, timeout=300, **variables)
+    assert built.returncode == 0, built.stderr[-3000:]
     mounts = [f"--volume={sysconfig.get_path('purelib')}:/opt/torch:ro", f"--volume={tiny}:/workspace/data/mnist:ro"]
     command = ["python3", "local/train_single.py", "--epochs", 1, "--device", "cpu"]
-    trained = laptop.run("docker", "run", "--rm", "--env=PYTHONPATH=/opt/torch", *mounts, image, *command, **boxed)
+    run_it = [engine, "run", "--rm", "--network=none", "--env=PYTHONPATH=/opt/torch", *mounts, image]
+    trained = laptop.run(*run_it, *command, **variables)
     assert trained.returncode == 0 and "Finished: epoch=1" in trained.stdout, trained.stdout + trained.stderr
+
+
+@pytest.mark.matrix
+def test_podman(laptop, boxed, base_image, tiny, tmp_path):  # noqa: F811
+    """By hand, and by submit.py where there is no docker."""
+    storage = tmp_path / "storage.conf"
+    storage.write_text(f'[storage]\ndriver = "overlay"\ngraphroot = "{tmp_path}/images"\nrunroot = "{tmp_path}/run"\n')
+    variables = boxed | {"CONTAINERS_STORAGE_CONF": storage}
+    loaded = laptop.run("bash", "-o", "pipefail", "-c", f"docker save {base_image} | podman load", **variables)
+    assert loaded.returncode == 0, loaded.stderr
+    build_and_train("podman", laptop, variables, base_image, tiny)
+
+    folders = []
+    for number, folder in enumerate(variables["PATH"].split(":")):
+        if Path(folder, "docker").exists():  # a folder with everything else in it
+            without = tmp_path / f"bin-{number}"
+            without.mkdir()
+            for program in set(os.listdir(folder)) - {"docker"}:
+                (without / program).symlink_to(Path(folder, program))
+            folder = without
+        folders.append(str(folder))
+    options = ["--env", "boxed", "--nodes=1", "--gpus-per-node=1", "--follow", "--fetch"]
+    path = ":".join(folders)
+    done = laptop.submit(*options, "run_script.sh", "inside.py", timeout=300, **variables | {"PATH": path})
+    assert done.returncode == 0 and "+ podman build " in done.stderr, done.stdout[-3000:] + done.stderr[-3000:]
+    job = job_of(done.stdout)
+    log = (laptop.clone / f"slurm-jobs/boxed-{job}/log/{job}/node-1.out").read_text()
+    assert json.loads(re.search("^INSIDE (.*)$", log, re.M)[1])["marker"] == "from_the_base"
 
 
 @pytest.mark.matrix  # two minutes together, most of them for images
