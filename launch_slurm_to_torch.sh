@@ -9,7 +9,7 @@
 #SBATCH --requeue
 #SBATCH --signal=USR1@120          # EDIT: ranks get USR1 120 s before the limit: they save, or ignore it (run_task.sh)
 ##SBATCH --mem=0                   # EDIT: take one # away: all memory of the nodes, where a site's default is small
-# Way 1: srun starts every rank; its task sets RANK, LOCAL_RANK (below), env.sh WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+# Way 1: srun starts every rank. Each task sets RANK and LOCAL_RANK (below), env.sh sets the other three variables.
 #
 # Usage: sbatch [sbatch options] launch_slurm_to_torch.sh [train script] [its arguments]
 #        sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=12 launch_slurm_to_torch.sh distributed/train_ddp.py
@@ -18,7 +18,7 @@ set -euo pipefail                  # ends at a command that fails (-e), also in 
 source ./env.sh                    # sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT; die, start_job, finish_job are aux/job.sh's
 command -v python >/dev/null || die "no python on $HOSTNAME: make a .venv here, or edit env.sh"
 
-set -- "${@:-distributed/train_ddp.py}"    # no arguments: as if this train script were given
+set -- "${@:-distributed/train_ddp.py}"    # "$@" stays what was given; if nothing was, it is this train script
 ((WORLD_SIZE == ${SLURM_NTASKS:-$WORLD_SIZE})) ||
     die "$SLURM_NTASKS tasks, but $NNODES nodes x $NPROC_PER_NODE ranks: a rank is a task, add --ntasks-per-node=$NPROC_PER_NODE"
 start_job "Way 1, srun starts every rank" "$@"    # last checks, and a line in the log
@@ -28,13 +28,13 @@ start_job "Way 1, srun starts every rank" "$@"    # last checks, and a line in t
 # --wait              EDIT: seconds after the first task exits, until Slurm ends the rest
 # --distribution      block:block: fill a node, then the next; in a node fill a CPU socket, then the next
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
-# RANK                not SLURM_PROCID: with a topology plugin, task 0 may be on another node than MASTER_ADDR
+# RANK                by node number: with a topology plugin Slurm's task 0 may be on another node than MASTER_ADDR
 # --norc -p           this bash reads no ~/.bashrc (--norc), and no functions from the environment (-p, as in line 1)
-# shellcheck disable=SC2016  # each task expands what is in '...'; there "$@" is the script and its arguments
+# shellcheck disable=SC2016  # each task's bash, not this one, expands '...'; its "$@" is the script and its arguments
 srun --ntasks="$WORLD_SIZE" --kill-on-bad-exit=1 --wait=300 --distribution=block:block \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-$CPUS_PER_RANK}" bash --norc -pc '
         export LOCAL_RANK=$SLURM_LOCALID RANK=$((SLURM_NODEID * NPROC_PER_NODE + SLURM_LOCALID))
-        if [[ "$SLURM_STEP_TASKS_PER_NODE" == *,* ]]; then RANK=$SLURM_PROCID; fi    # uneven (4,3,4): the line above is wrong
+        if [[ "$SLURM_STEP_TASKS_PER_NODE" == *,* ]]; then RANK=$SLURM_PROCID; fi    # 4,3,4 tasks on the nodes: as Slurm counts
         exec ./aux/run_task.sh python "$@"    # runs python; the rank that fails first is noted
-    ' - "$@" || status=$?    # after bash -c '...': $0 is -, "$@" the script and its arguments; || stops set -e
+    ' - "$@" || status=$?    # - is $0 of this bash, the rest its "$@". If srun fails: keep the status, do not end here
 finish_job "${status:-0}" "$@"     # status unset: srun succeeded. Requeues a job that saved and stopped; else exits

@@ -18,7 +18,7 @@ set -euo pipefail                  # ends at a command that fails (-e), also in 
 source ./env.sh                    # sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT; die, start_job, finish_job are aux/job.sh's
 command -v python >/dev/null || die "no python on $HOSTNAME: make a .venv here, or edit env.sh"
 
-set -- "${@:-distributed/train_ddp.py}"    # no arguments: as if this train script were given
+set -- "${@:-distributed/train_ddp.py}"    # "$@" stays what was given; if nothing was, it is this train script
 ! is_uneven ||
     die "uneven allocation: $SLURM_NTASKS tasks on $NNODES nodes, but torchrun starts as many on each; use launch_slurm_to_torch.sh"
 start_job "Way 2, torchrun starts the ranks of each node" "$@"    # last checks, and a line in the log

@@ -19,7 +19,7 @@ set -euo pipefail                  # ends at a command that fails (-e), also in 
 [[ -f env.sh ]] || { echo "No env.sh in $PWD: cd to the repository before sbatch, or sbatch --chdir=REPOSITORY" >&2; exit 1; }
 source ./env.sh                    # sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT; die, start_job, finish_job are aux/job.sh's
 
-set -- "${@:-distributed/train_ddp.py}"    # no arguments: as if this train script were given
+set -- "${@:-distributed/train_ddp.py}"    # "$@" stays what was given; if nothing was, it is this train script
 ! is_uneven ||
     die "uneven allocation: $SLURM_NTASKS tasks on $NNODES nodes, but torchrun starts as many on each; use launch_slurm_to_torch.sh"
 start_job "Way 4, torchrun starts the ranks of each node in container $CONTAINER_NAME, logs in log/$SLURM_JOB_ID" "$@"
@@ -41,5 +41,5 @@ srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cp
             create_container enroot create --name "$CONTAINER_NAME" "$CONTAINER_IMAGE"
         start_container enroot start --root --rw --mount "$folder:/workspace/mnt" "${options[@]}" \
             "$CONTAINER_NAME" "${enter[@]}" ./torchrun.sh "$@"
-    ' - "$@" || status=$?    # after bash -c '...': $0 is -, "$@" the script and its arguments; || stops set -e
+    ' - "$@" || status=$?    # - is $0 of this bash, the rest its "$@". If srun fails: keep the status, do not end here
 finish_job "${status:-0}" "$@"     # status unset: srun succeeded. Requeues a job that saved and stopped; else exits
