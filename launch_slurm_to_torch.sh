@@ -7,7 +7,7 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=USR1@120          # EDIT: ranks get USR1 120 s before the limit: they save, or ignore it (run_task.sh)
+#SBATCH --signal=USR1@120          # EDIT: ranks get USR1 120 s before the limit: some scripts save, the others ignore it
 ##SBATCH --mem=0                   # EDIT: take one # away: all memory of the nodes, where a site's default is small
 # Way 1: srun starts every rank. Each task sets RANK and LOCAL_RANK (below), env.sh sets the other three variables.
 #
@@ -28,13 +28,13 @@ start_job "Way 1, srun starts every rank" "$@"    # last checks, and a line in t
 # --wait              EDIT: seconds after the first task exits, until Slurm ends the rest
 # --distribution      block:block: fill a node, then the next; in a node fill a CPU socket, then the next
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
-# RANK                by node number: with a topology plugin Slurm's task 0 may be on another node than MASTER_ADDR
+# RANK                by node number: Slurm's task 0 need not be on the node MASTER_ADDR, but RANK 0 has to be
 # --norc -p           this bash reads no ~/.bashrc (--norc), and no functions from the environment (-p, as in line 1)
-# shellcheck disable=SC2016  # each task's bash, not this one, expands '...'; its "$@" is the script and its arguments
+# shellcheck disable=SC2016  # each task's bash, not this one, fills in the variables in '...'
 srun --ntasks="$WORLD_SIZE" --kill-on-bad-exit=1 --wait=300 --distribution=block:block \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-$CPUS_PER_RANK}" bash --norc -pc '
         export LOCAL_RANK=$SLURM_LOCALID RANK=$((SLURM_NODEID * NPROC_PER_NODE + SLURM_LOCALID))
-        if [[ "$SLURM_STEP_TASKS_PER_NODE" == *,* ]]; then RANK=$SLURM_PROCID; fi    # 4,3,4 tasks on the nodes: as Slurm counts
+        if [[ "$SLURM_STEP_TASKS_PER_NODE" == *,* ]]; then RANK=$SLURM_PROCID; fi    # unequal nodes, as 4,3,4 tasks
         exec ./aux/run_task.sh python "$@"    # runs python; the rank that fails first is noted
-    ' - "$@" || status=$?    # - is $0 of this bash, the rest its "$@". If srun fails: keep the status, do not end here
+    ' - "$@" || status=$?    # this bash gets - as its $0, the rest as "$@". If srun fails, || keeps -e from ending here
 finish_job "${status:-0}" "$@"     # status unset: srun succeeded. Requeues a job that saved and stopped; else exits

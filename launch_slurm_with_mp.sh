@@ -7,7 +7,7 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=USR1@120          # EDIT: ranks get USR1 120 s before the limit: they save, or ignore it (run_task.sh)
+#SBATCH --signal=USR1@120          # EDIT: ranks get USR1 120 s before the limit: some scripts save, the others ignore it
 ##SBATCH --mem=0                   # EDIT: take one # away: all memory of the nodes, where a site's default is small
 # Way 3: srun starts one spawner per node; it sets RANK, LOCAL_RANK and WORLD_SIZE, env.sh the other two.
 #

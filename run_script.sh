@@ -7,7 +7,7 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=USR1@120          # EDIT: ranks get USR1 120 s before the limit: they save, or ignore it (run_task.sh)
+#SBATCH --signal=USR1@120          # EDIT: ranks get USR1 120 s before the limit: some scripts save, the others ignore it
 ##SBATCH --mem=0                   # EDIT: take one # away: all memory of the nodes, where a site's default is small
 # Way 4: way 2 in an Enroot container: srun starts one torchrun per node, inside it; env.sh's variables go in by name.
 #
@@ -41,5 +41,5 @@ srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cp
             create_container enroot create --name "$CONTAINER_NAME" "$CONTAINER_IMAGE"
         start_container enroot start --root --rw --mount "$folder:/workspace/mnt" "${options[@]}" \
             "$CONTAINER_NAME" "${enter[@]}" ./torchrun.sh "$@"
-    ' - "$@" || status=$?    # - is $0 of this bash, the rest its "$@". If srun fails: keep the status, do not end here
+    ' - "$@" || status=$?    # this bash gets - as its $0, the rest as "$@". If srun fails, || keeps -e from ending here
 finish_job "${status:-0}" "$@"     # status unset: srun succeeded. Requeues a job that saved and stopped; else exits

@@ -28,7 +28,7 @@ import mnist  # EDIT: your data
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
-distributed = "RANK" in os.environ or world_size > 1  # RANK: set by a launcher, even for one rank; > 1: by srun alone
+distributed = "RANK" in os.environ or world_size > 1  # launchers set RANK, even for one rank; srun alone does not
 
 
 def stop(sentence: str):
@@ -40,7 +40,7 @@ def stop(sentence: str):
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.error = stop  # argparse's errors, too
 parser.add_argument("--epochs", type=int, default=3, help="passes over the training images")
-batch = parser.add_mutually_exclusive_group()  # not both: argparse misses --batch-size 64 if default is 64, not "64"
+batch = parser.add_mutually_exclusive_group()  # an error if both are given; with default=64 not for --batch-size 64
 batch.add_argument("--batch-size", type=int, default="64", help="images per step, in all")
 batch.add_argument("--batch-size-per-rank", dest="batch_size", type=lambda n: int(n) * world_size, help="per rank")
 parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
@@ -64,7 +64,7 @@ if args.device == "auto":
     mps = torch.backends.mps.is_available() and not distributed
     args.device = "cuda" if torch.cuda.is_available() else ("mps" if mps else "cpu")
 device = torch.device(args.device)
-if args.device == "cuda":  # GPU number local_rank; if Slurm shows this rank only its own GPU, number 0, as x % 1 is 0
+if args.device == "cuda":  # GPU number local_rank; but number 0 (the % below) if Slurm shows this rank one GPU alone
     device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))  # max: no division by 0
     torch.cuda.set_device(device)
 if distributed:  # nccl sends between GPUs, gloo between CPUs
@@ -73,8 +73,8 @@ if distributed:  # nccl sends between GPUs, gloo between CPUs
     if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):  # where all ranks meet: rank 0's node
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
-    sys.excepthook = lambda *e, old=sys.excepthook: (old(*e), time.sleep(1), os._exit(1))  # old prints the error
-    dist.all_reduce(torch.zeros(1, device=device))  # a sum over all ranks: connects them, so they notice if one dies
+    sys.excepthook = lambda *e, old=sys.excepthook: (old(*e), time.sleep(1), os._exit(1))  # print the error, then end
+    dist.all_reduce(torch.zeros(1, device=device))  # the first sum opens the connections, so a dead rank is noticed
 place = f"{os.uname().nodename} | world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
 print = print if rank == 0 else (lambda *args, **kwargs: None)  # from here on only rank 0 prints
@@ -88,7 +88,7 @@ except ValueError as error:
 if args.batch_size > len(train_set) or args.batch_size % world_size:
     stop(f"--batch-size {args.batch_size} must divide by {world_size} ranks, and be at most {len(train_set)} images")
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, in equal shares
-# batch_size=None: reads train_set[list]. EDIT: if yours takes one index: DataLoader(train_set, batch_sampler=batches)
+# The loaders below read train_set[list]. EDIT: if yours takes one index: DataLoader(train_set, batch_sampler=batches)
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)  # this rank's indices, a list per step
 test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # each image on one rank
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")  # EDIT
@@ -136,7 +136,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
         if step % args.log_every == 0 or step == len(train_loader):
             mean = torch.stack(losses).mean()
             if distributed:
-                dist.all_reduce(mean.div_(world_size))  # sums over all ranks, in place: now the mean
+                dist.all_reduce(mean.div_(world_size))  # both change mean itself: now it is the mean over all ranks
             mean = mean.item()  # waits for the GPU: only then read the clock
             seconds = (time.perf_counter() - start) / len(losses)  # of one step
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
