@@ -187,7 +187,7 @@ def test_tensor_parallel_over_both_nodes(nodes, cluster):
 
 @pytest.mark.matrix
 def test_the_log_of_fixed_name(nodes):
-    """Read on a node as on the host, while it grows and afterwards."""
+    """Read on a node as on the host."""
     job = nodes.submit("local/cluster/train.sh", "--steps", 20)
     assert nodes.wait(job).state == "COMPLETED"
     log = "/data/training_job.log"

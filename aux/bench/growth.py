@@ -56,9 +56,7 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--ranks", type=whole_number(1), nargs="+", default=default, help=help)
     parser.add_argument("--rounds", type=whole_number(1), default=3, help="of which the medians are shown")
     parser.add_argument("--out", type=Path, default="log/growth", help="folder for the jobs' logs, and growth.json")
-    parser.add_argument(
-        "--task", choices=("start", "rendezvous", "beat"), help="what one of this script's own tasks does"
-    )
+    parser.add_argument("--task", choices=("rendezvous", "beat"), help="what one of this script's own tasks does")
     args = parser.parse_args()
     for ranks in args.ranks:
         if ranks % RANKS_PER_NODE or ranks > 4096 or (ranks > 256 and ranks % MOST_PROCESSES):
