@@ -21,4 +21,5 @@ def show(arguments: list[str], job: JobContext | None = None) -> dict | None:
     return {"rank": job.rank, "world_size": job.world_size, "arguments": arguments}
 
 
-print("returned", show(sys.argv[1:]))
+returned = show(sys.argv[1:])
+os.write(1, f"returned {returned}\n".encode())  # at once: print's parts would come between two ranks' lines
