@@ -40,7 +40,7 @@ class Laptop:
     sshd: int
 
     def command(self, *command: object) -> list[str]:
-        return ["nsenter", f"--target={self.holder}", "--net", "--mount", f"--wd={self.clone}", *map(str, command)]
+        return ["nsenter", f"--target={self.holder}", "--net", "--mount", f"--wdns={self.clone}", *map(str, command)]
 
     def environment(self, **variables: object) -> dict[str, str]:
         return environment(HOME=self.home, OMP_NUM_THREADS=1, **variables)
