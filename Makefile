@@ -44,7 +44,7 @@ docker-cluster-down:  ## end that cluster, leave nothing behind but the image
 test: .venv/tests slurm docker sshd  ## install what the tests need (root: Slurm, Docker, sshd), and run them
 	.venv/bin/python -m pytest tests --numprocesses 2 $(ARGS)
 
-test-all: .venv/tests slurm docker sshd podman  ## the whole failure matrix, and all else that make test leaves out: an hour
+test-all: .venv/tests slurm docker sshd podman  ## the whole failure matrix, Docker, and all else that make test leaves out: two hours
 	.venv/bin/python -m pytest tests -m "matrix or faults" --numprocesses 2 --ignore tests/test_bench.py $(ARGS)
 	.venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2
 	.venv/bin/python -m pytest tests/test_bench.py -m matrix  # ratios of speed: alone on the machine
@@ -55,10 +55,10 @@ test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 4 GB of memory
 test-gpu: .venv/tests  ## every script on this machine's GPUs, NCCL with one rank (a dry run: ARGS="--device cpu")
 	.venv/bin/python -m pytest tests/test_gpu.py -m gpu $(ARGS)
 
-bench: .venv/ready data text  ## the speed beside that of others, as ratios: 20 quiet minutes (ARGS="--only launch")
+bench: .venv/ready data text  ## the speed beside that of others, as ratios: 20 quiet minutes (docs/benchmarks.md; ARGS="--only launch")
 	.venv/bin/python aux/bench/all.py --mnist-dir $(DATA_DIR) --text-dir $(TEXT_DIR) $(ARGS)
 
-scaling: .venv/tests data slurm  ## the figures of docs/scaling.md, up to 4,096 ranks (root; 8 GB of memory, an hour)
+scaling: .venv/tests data slurm  ## the figures of docs/scaling.md, up to 4,096 ranks (root; 8 GB of memory, 48 GB for their start-up; an hour)
 	./aux/bench/measure_scaling.sh
 
 lint: .venv/tests  ## ruff and shellcheck

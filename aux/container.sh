@@ -38,8 +38,10 @@ create_container() {                                 # enroot create ...
     echo "Creating container $CONTAINER_NAME on $host from $CONTAINER_IMAGE"
     if ! output=$("$@" 2>&1); then
         echo "$output"                               # all of it in the node's log, what matters in the job's
-        [[ "$output" != *"already exists"* ]] ||
+        if [[ "$output" == *"File already exists: "* ]]; then
+            write_record "creating on another node"  # it is in no lock of ours: the next job does not remove it
             die "container $CONTAINER_NAME is being created by another node: $own_folder"
+        fi
         enroot remove --force "$CONTAINER_NAME" &>/dev/null || true
         write_record ""
         [[ ! "$output" =~ "No space left"|"uota exceeded" ]] ||
@@ -86,8 +88,13 @@ done
 for link in *; do                                    # data -> /scratch/data: what a link leads to is there, too
     [[ -L "$link" && -e "$link" ]] || continue
     target=$(realpath "$link")
-    [[ "$target/" == "$folder/"* || "$target" == *[[:space:]:]* ]] ||    # Enroot takes no blank in a mount
+    if [[ "$(readlink "$link")" != /* && "$target/" == "$folder/"* ]]; then
+        continue                                     # it leads there inside as well
+    elif [[ "$target" == *[[:space:]:]* ]]; then
+        [[ "${SLURM_NODEID:-0}" != 0 ]] || say "$link leads to '$target': Enroot mounts no path with a blank or a colon"
+    else
         options+=(--mount "$target:$inside/$link")
+    fi
 done
 # Nothing of the host's environment is in the container unless it is named. RANK and LOCAL_RANK are torchrun's to set.
 for name in $(compgen -e); do
@@ -123,7 +130,7 @@ if container_exists; then
         "") echo "Container $CONTAINER_NAME on $host was made by hand, and is used as it is" ;;
         "creating on $host") remove_container ;;     # the job that created it was killed
         "creating on "*)
-            die "container $CONTAINER_NAME is half made, by ${made_from##* }: enroot remove $CONTAINER_NAME; $own_folder" ;;
+            die "container $CONTAINER_NAME is half made, by ${made_from#creating on }: enroot remove $CONTAINER_NAME; $own_folder" ;;
         *)
             flock --nonblock "$in_use" ||
                 die "$CONTAINER_IMAGE has changed, but another job is in container $CONTAINER_NAME: wait for it"

@@ -65,7 +65,7 @@ start_job() {                                        # what starts the ranks, sc
         env | grep -E '^((SLURM|NCCL|CUDA|OMP)_|(NNODES|NPROC_PER_NODE|WORLD_SIZE|MASTER_(ADDR|PORT))=)' | grep -v ^SLURM_JWT= | sort
     for name in BATCH_SIZE EPOCHS LEARNING_RATE; do                  # other repositories' scripts read these
         [[ -z "${!name:-}" ]] || grep --quiet "$name" "$2" ||
-            echo "note: $name=${!name} is not read by $2: say --$(tr _A-Z -a-z <<<"$name") ${!name} after its name"
+            echo "note: $name=${!name} is not read by $2: say --$(tr _A-Z -a-z <<<"$name") ${!name} after its name, if --help has it"
     done
     [[ "${PREFLIGHT:-0}" != 1 ]] || PREFLIGHT=running "$BASH" -p "$0" aux/check_ranks.py --before "${@:2}" ||
         { requeue_preempted; die "not started: the preflight above has failed"; }

@@ -291,7 +291,7 @@ def pipes(script: Script) -> Findings:
             yield command.line, "a pipe hides the exit status, and a failed job ends as COMPLETED: set -o pipefail"
 
 
-def other_last_words(script: Script) -> Findings:
+def exit_status_masked(script: Script) -> Findings:
     strict = re.search(r"^#!.*\s-\w*e|^\s*set\s+(-\w*e|.*\berrexit)|\$\?|^\s*[\w-]+ *\(\)", script.text, re.M)
     for command in script.trainings()[-1:]:  # a function's may be called last: those are left out
         after = script.commands[script.commands.index(command) + 1 :]
@@ -300,7 +300,7 @@ def other_last_words(script: Script) -> Findings:
         if command.end == "||" and after and re.match(r"\s*(true|:|echo)\b", after[0].text):
             yield command.line, f"|| {after[0].name} takes the place of {command.name}'s status, {why}: leave it out"
         elif command.end in ("\n", ";") and after and not strict:
-            yield command.line, f"{after[-1].name} has the last word, not {command.name}, {why}: set -e at the top"
+            yield command.line, f"the status is {after[-1].name}'s, not {command.name}'s, {why}: set -e at the top"
 
 
 def srun_options(script: Script) -> Findings:
@@ -367,7 +367,7 @@ def counts_typed_twice(script: Script) -> Findings:
 # --- main -------------------------------------------------------------------------------------------------------------
 
 CHECKS = (directives_not_read, no_log_folder, torchrun_alone, no_srun, rank_variables, devices, addresses, pipes)
-CHECKS += (other_last_words, srun_options, signals, counts_typed_twice)
+CHECKS += (exit_status_masked, srun_options, signals, counts_typed_twice)
 
 
 def main(paths: list[str]) -> int:

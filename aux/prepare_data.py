@@ -53,7 +53,7 @@ def write_whole(files: dict[Path, bytes], outdated: Path | None = None) -> None:
     """Write all `files` or none: under temporary names beside them, flushed to disk, and only then renamed, in order.
 
     `outdated`, a file that would vouch for a mix of old and new, is removed just before the first is renamed.
-    Raises OSError (full disk, no permission, a folder in the way).
+    Raises OSError (full disk, no permission, conflicting folder).
     """
     temporary = {path: path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in files}
     try:

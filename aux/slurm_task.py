@@ -147,6 +147,10 @@ def submit_script(resources: dict[str, str | int | None], submit_args: Namespace
     options = {name: value for name, value in (resources | typed).items() if value is not None}
     for fault in filter(None, (slurmfile.option_fault(name.replace("_", "-")) for name in options)):
         slurmfile.fail(f"@task: {fault}")
+    for name in ("nodes", "ntasks", "ntasks_per_node"):
+        if not str(options.get(name, 1)).isdecimal():
+            slurmfile.fail(f"@task: {name} is {options[name]!r}: write a whole number")
+    options |= {name: int(options[name]) for name in ("nodes", "ntasks", "ntasks_per_node") if name in options}
     if "ntasks_per_node" not in options:  # else the number in the launcher's header would apply
         options["ntasks_per_node"] = -(-options.get("ntasks", options["nodes"]) // options["nodes"])
     environment = slurmfile.read(slurmfile.find(), submit_args.env)
@@ -158,6 +162,10 @@ def submit_script(resources: dict[str, str | int | None], submit_args: Namespace
         slurmfile.fail(f"@task: {wanted}: write gpus_per_node={tasks}, or ntasks_per_node={gpus} without ntasks")
     way = "with_torchrun" if tasks == 1 and gpus.isdigit() and int(gpus) > 1 else "to_torch"
     launcher = "run_script.sh" if environment["packaging"]["type"] == "container" else f"launch_slurm_{way}.sh"
+    even = tasks * options["nodes"]
+    if "to_torch" not in launcher and options.get("ntasks", even) != even:
+        wanted = f"{options['ntasks']} tasks on {options['nodes']} nodes, but {launcher} starts as many on each"
+        slurmfile.fail(f"@task: {wanted}: write ntasks={even}, or fewer nodes")
     script = os.path.relpath(sys.argv[0])
     submit_args.sbatch, submit_args.default_gpus = submit.sbatch_options(options), tasks
     submit_args.command = [os.path.relpath(REPOSITORY / launcher), script, *sys.argv[1:]]

@@ -75,7 +75,7 @@ if args.device == "cuda":  # GPU number local_rank; but number 0 (the % below) i
 if distributed:  # nccl sends between GPUs, gloo between CPUs
     if args.device == "mps":
         stop("--device mps is for one process without a launcher: gloo does not know it")
-    if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):  # where all ranks meet: rank 0's node
+    if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):  # the rendezvous: rank 0's node
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
     sys.excepthook = lambda *e, old=sys.excepthook: (old(*e), time.sleep(1), os._exit(1))  # print the error, then end
@@ -133,7 +133,6 @@ if args.resume:
     print(f"Resumed after epoch {epochs_done}" if epochs_done else f"No checkpoint in {folder}", flush=True)
 
 # --- training ---------------------------------------------------------------------------------------------------------
-steps = args.epochs * len(train_loader)
 for epoch in range(epochs_done + 1, args.epochs + 1):
     model.train()
     sampler.set_epoch(epoch)  # another order in each epoch, the same after a resume
@@ -141,9 +140,10 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     losses, start = [], time.perf_counter()
     for step, (images, labels) in enumerate(train_loader, start=1):
         images, labels = (part.to(device, non_blocking=device.type == "cuda") for part in (images, labels))
+        height, width = images.shape[-2:]
         x, y = torch.randint(5, (2,)).tolist()  # all images of the step by as much: a copy, and no more
-        images = nn.functional.pad(images, [2, 2, 2, 2], mode="replicate")[:, :, y : y + 28, x : x + 28]
-        done = ((epoch - 1) * len(train_loader) + step - 0.5) / steps
+        images = nn.functional.pad(images, [2, 2, 2, 2], mode="replicate")[:, :, y : y + height, x : x + width]
+        done = ((epoch - 1) * len(train_loader) + step - 0.5) / (args.epochs * len(train_loader))
         for group in optimizer.param_groups:
             group["lr"] = args.learning_rate * min(done / 0.3, (1 - done) / 0.7)
         with autocast:

@@ -27,7 +27,9 @@ from slurm_task import JobContext, task
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=whole_number(1), default=3, help="passes over the images")
-    parser.add_argument("--batch-size", type=whole_number(1), default=64, help="images per step, over all ranks")
+    batch = parser.add_mutually_exclusive_group()
+    batch.add_argument("--batch-size", type=whole_number(1), default="64", help="images per step, over all ranks")
+    batch.add_argument("--batch-size-per-rank", type=whole_number(1), help="the same, for each rank")
     parser.add_argument("--learning-rate", type=number(0), default=0.02, help="of SGD with momentum")
     parser.add_argument("--seed", type=whole_number(0), default=0, help="of weights, order and dropout")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of autocast")
@@ -64,6 +66,8 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
         dist.all_reduce(torch.zeros(1, device=device))  # waits for all: nobody is still connecting when a rank stops
 
     # --- data ---------------------------------------------------------------------------------------------------------
+    if args.batch_size_per_rank is not None:
+        args.batch_size = args.batch_size_per_rank * world_size
     if args.batch_size % world_size:
         stop(f"--batch-size {args.batch_size} does not divide by {world_size} ranks", rank)
     try:

@@ -34,10 +34,12 @@ def bench():
 def test_promised_speed():
     done = run(sys.executable, "aux/bench/mnist.py", "--check", timeout=900)
     print(done.stdout)
-    missed = "".join(done.stderr.splitlines()[-1:] if done.returncode else []).removeprefix("mnist.py: ").split("; ")
-    # docs/benchmarks.md says why this one is missed
-    known = re.fullmatch(r"images alone, train_ddp.py: ([\d.]+), and at least 40 is promised", missed[0])
-    assert missed == [""] or (len(missed) == 1 and known and float(known[1]) >= 25), done.stderr
+    said = "".join(done.stderr.splitlines()[-1:] if done.returncode else [])
+    missed = dict(re.findall(r"(?:^mnist.py: |; )(.+?): ([\d.]+), and at least [\d.]+ is promised", said))
+    # docs/benchmarks.md says why these are missed
+    known = {"images alone, train_ddp.py": 25} | ({"MNIST step, bf16": 0} if "no bfloat16 tiles" in done.stdout else {})
+    assert len(missed) == said.count("; ") + bool(said), done.stderr
+    assert all(float(ratio) >= known.get(name, math.inf) for name, ratio in missed.items()), done.stderr
     assert done.stdout.count("| passed |") >= 3  # loading and a step always; by the clock unless CPUs are kept busy
 
 
@@ -129,9 +131,24 @@ def test_the_table(table, tmp_path, capsys):
     module.main(arguments(table=module.RAW))
     assert capsys.readouterr().out.strip() in shown
     assert json.loads(module.RAW.read_text())["rows"][0]["theirs"] == [[3, 3]]
-    assert "`make bench`: " in shown and "load average" in shown
+    assert f", commit {module.commit()}, `make bench`: " in shown and "load average" in shown
     module.main(arguments(mnist_dir="elsewhere"))
     assert "`make bench DATA_DIR=...`: " in capsys.readouterr().out
+
+
+def test_the_commit_that_was_measured(tmp_path, monkeypatch):
+    """And whether its files have changed; others do not count."""
+    module, file = load("all"), tmp_path / "file"
+    monkeypatch.setattr(module, "REPOSITORY", tmp_path)
+    file.write_text("as it is")
+    for words in (["init", "--quiet"], ["add", "file"], ["commit", "--quiet", "--message=one"]):
+        done = run("git", "-c", "user.name=a", "-c", "user.email=a@example.org", *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    known = run("git", "rev-parse", "--short", "HEAD", cwd=tmp_path).stdout.strip()
+    (tmp_path / "another").touch()
+    assert len(known) >= 7 and module.commit() == known
+    file.write_text("changed")
+    assert module.commit() == f"{known} + changes"
 
 
 def test_check_is_status_1(table):
@@ -159,6 +176,46 @@ def test_the_published_table_is_that_of_its_raw_data():
     assert published == expected
 
 
+def test_no_row_is_dropped():
+    """The published rows are those that the programs have on such a CPU, each with its gate and its clock."""
+    measured = json.loads((REPOSITORY / "docs/benchmarks.json").read_text())
+    images, text, launch, ranks = (load(name) for name in ("mnist", "language_model", "launch", "ranks"))
+    nanogpt, torchrun, share = "nanoGPT-style loop", "bare torchrun", "one rank, as a share of 2"
+    expected = {("text alone", "per-sample text Dataset"): text.LEAST_LOADING}
+    for (size, count), (tiles, avx512, fp32) in text.LEASTS.items():
+        name = f"language model, {size}, {count} thread{'s' * (count > 1)}"
+        expected[f"{name}, bf16", nanogpt] = tiles if "amx_bf16" in measured["extensions"] else avx512
+        expected[f"{name}, fp32", nanogpt] = fp32
+    for name, least in images.LEASTS.items():
+        others = {"images alone": "per-image DataLoader", "MNIST on two": share}
+        expected[name, others.get(name[:12], "pytorch/examples-style loop")] = least
+    for name, other in zip(ranks.LEASTS, (share, "parallelize_module, DTensor"), strict=True):
+        expected[name, other] = ranks.LEASTS[name]
+    expected |= {("loop around a step", name): least for name, least in load("overhead").LEASTS.items()}
+    for count in (2, 4):
+        expected |= {(launch.name_of(way, count), torchrun): least for way, least in launch.LEASTS.items()}
+    for other in ("torch.save", "a save at once"):
+        expected["steps wait for a checkpoint of 128 MB", other] = load("checkpoint").LOWEST
+    expected["all of aux/bench/gpu.py", "on a GPU"] = 0
+    found = {(one["name"], one["other"]): one["least"] for one in measured["rows"]}
+    assert found == expected and len(measured["rows"]) == len(expected) and not measured["failed"]
+    assert {one["missing"] for one in measured["rows"]} <= {"", "no GPU", "no Enroot or no image here"}
+    by_cpu = r"language model, .*, 1 thread, |(text|images) alone|MNIST step|loop around"
+    assert all(one["by_cpu"] == bool(re.match(by_cpu, one["name"])) for one in measured["rows"])
+
+
+def test_every_missed_row_has_its_reason():
+    """In a bullet that begins with its name, or with words of it; and no bullet is left of a row that has passed."""
+    module = load("all")
+    measured = module.rows_of(json.loads((REPOSITORY / "docs/benchmarks.json").read_text()))
+    missed = [set(f"{one.name}, {one.other}".split(", ")) for one in measured if one.verdict() == "missed"]
+    reasons = module.PAGE.read_text().split("\n## What is missed, and why\n")[1].split("\nWhat else is not in")[0]
+    bullets = [set(words.split(", ")) for words in re.findall(r"^- \*\*(.+?)\.\*\* ", reasons, re.M)]
+    assert len(bullets) == len(re.findall(r"^- ", reasons, re.M))
+    assert [words for words in missed if not any(bullet <= words for bullet in bullets)] == []
+    assert [bullet for bullet in bullets if not any(bullet <= words for words in missed)] == []
+
+
 def test_what_is_promised():
     """No gate is loosened to make the table green."""
     mnist, text, others = load("mnist"), load("language_model"), [load(name) for name in ("overhead", "ranks")]
@@ -168,6 +225,54 @@ def test_what_is_promised():
     assert (text.LEAST_LOADING, text.HIGHEST_LOSS, text.SEEDS) == (40, 1.90, (0, 1, 2))
     assert [list(module.LEASTS.values()) for module in others] == [[1.7, 2, 2.5], [0.9, 1.4]]
     assert list(load("launch").LEASTS.values()) == [1, 0.91, 1, 0.91] and load("checkpoint").LOWEST == 3
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+def test_a_gate_is_that_of_the_cpu(tiles, monkeypatch):
+    """Of the language model in bfloat16; on one thread CPU seconds count."""
+    text = load("language_model")
+
+    def parse(folder, *flags):
+        return Namespace(precision="fp32" if "fp32" in flags else "bf16", batch_size=1, context=1)
+
+    monkeypatch.setattr(text, "parse", parse)
+    for side in ("ours", "theirs"):
+        monkeypatch.setattr(text, side, lambda args: Namespace(model=None))
+    monkeypatch.setattr(text, "loss_of", lambda *_: 2.0)
+    monkeypatch.setattr(text.torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(rows, "take_turns", lambda sides, *_: ({name: [(1.0, 1.0)] for name in sides}, [0.0]))
+    for (size, count), leasts in text.LEASTS.items():
+        found = text.compare(Namespace(data_dir=None, rounds=1, seconds=1), size, count, tiles)
+        gates = {one.name[-4:]: (one.least, one.by_cpu) for one in found}
+        assert gates == {"fp32": (leasts[2], count == 1), "bf16": (leasts[0 if tiles else 1], count == 1)}
+
+
+def test_bfloat16_is_judged_without_tiles(bench, monkeypatch):
+    def training(data_dir, precision, rounds, steps):
+        return row([1], [3], quality="accuracy 0.9", notes={"accuracy": 0.9})
+
+    monkeypatch.setattr(bench, "training", training)
+    monkeypatch.setattr(bench.torch.cpu, "get_capabilities", dict, raising=False)
+    fp32, bf16 = bench.measure(Namespace(only="step", rounds=1, steps=1), None)
+    assert fp32.quality == "accuracy 0.9" and bf16.quality == "accuracy 0.9, no bfloat16 tiles"
+    assert bf16.verdict() == "passed"
+
+
+def test_rows_of_a_gpu(tmp_path, monkeypatch):
+    """A / B at most 0.05 is B / A at least 20. They name the GPU, and B's other side."""
+    gpu, file = load("gpu"), tmp_path / "rows"
+    monkeypatch.setattr(gpu.torch.cuda, "get_device_name", lambda *_: "a GPU")
+    monkeypatch.setenv("BENCH_ROWS", str(file))
+    for name, a in (("feeding / step", 0.04), ("feeding / step", 0.1), ("save / async save", 3.0)):
+        gpu.report(name, Namespace(device="cuda"), [(a, 1.0)] * 3)
+    found = load("all").rows_of({"rows": [json.loads(line) for line in file.read_text().splitlines()]})
+    assert [(one.name, one.other, one.least, one.verdict()) for one in found] == [
+        ("GPU: step / feeding", "step", 20, "passed"),
+        ("GPU: step / feeding", "step", 20, "missed"),
+        ("GPU: save / async save", "save", 0, "no gate"),
+    ]
+    assert [round(one.ratio(), 6) for one in found] == [25, 10, 3]
+    assert [one.quality for one in found] == ["a GPU, at most 0.05"] * 2 + ["a GPU"]
 
 
 def test_whole_trainings_are_judged(monkeypatch):
@@ -195,10 +300,10 @@ def test_the_ratios_in_the_readme():
     low, high = ({kind: f"{most(text[kind]):.2f}" for kind in KINDS} for most in (min, max))
     step = {kind: f"ConvNet {found[f'MNIST step, {kind}'].ratio():.2f}" for kind in KINDS}
     for words in (
-        f"{step['fp32']} times as fast, transformer {low['fp32']} to {high['fp32']};",
-        f"{step['bf16']}, transformer {low['bf16']} to {high['bf16']}.",
-        f"Loading images {found['images alone, train_ddp.py'].ratio():.0f}.",
-        f"by a smaller network, {found['MNIST to 99 %, synthetic digits'].ratio():.0f}.",
+        f"A step in float32: {step['fp32']}, transformer {low['fp32']} to {high['fp32']}.",
+        f"A step in bfloat16: {step['bf16']}, transformer {low['bf16']} to {high['bf16']}.",
+        f"Loading images: {found['images alone, train_ddp.py'].ratio():.0f}.",
+        f"by a smaller network: {found['MNIST to 99 %, synthetic digits'].ratio():.0f}.",
     ):
         assert words in " ".join(shown.split()), words
     assert f"{verdicts.count('passed')} rows passed, {verdicts.count('missed')} missed" in shown
@@ -239,6 +344,8 @@ def test_the_race_ends_with_99_percent(bench, mnist, monkeypatch):
 
 def test_frameworks_that_are_not_installed(monkeypatch, capsys):
     bench = load("overhead")
+    pinned = dict(line.split("==") for line in (REPOSITORY / "requirements-bench.txt").read_text().splitlines())
+    assert [*pinned] == [*bench.PACKAGES.values()] and all(pinned.values())
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
     bench.main(Namespace(rounds=1, steps=300, check=True))
     out, err = capsys.readouterr()

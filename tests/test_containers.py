@@ -254,9 +254,10 @@ def test_image_replaced_between_jobs(cluster, site, debian):
     wait_for(lambda: log.exists() and "SEEN" in log.read_text())
     make_image(debian, site.folder / "new.sqsh", "second")
     (site.folder / "new.sqsh").rename(image)
+    cluster.exec("scancel", "--signal=TERM", first)  # whoever holds the lock stays
     refused = sbatch(cluster, site, clone, INSIDE, nodes="node-6")
     assert refused.state == "FAILED" and refused.log.count("but another job is in container") == 1, refused.log
-    cluster.exec("scancel", first)
+    (clone / "stop").touch()
     assert [rank["image"] for rank in seen(clone, cluster.wait(first))] == ["first"]
     assert cluster.left_over(first) == []
     for creations in (2, 2):  # the second time it is there
@@ -307,6 +308,7 @@ def test_container_made_by_hand_is_kept(cluster, site):
     assert [rank["image"] for rank in seen(clone, job)] == ["mine"], job.log
 
 
+@pytest.mark.matrix
 def test_nodes_that_share_their_containers(cluster, site, debian):
     """ENROOT_DATA_PATH is one folder for all: created once, not taken from a job on the other node."""
     image, shared = site.folder / "common.sqsh", {"ENROOT_DATA_PATH": site.folder / "common"}
@@ -345,8 +347,11 @@ def test_what_is_mounted(cluster, site):
         (folder / f"in {folder.name}").touch()
     mounts = f"{site.torch},{folders[0]}:/aaa:ro,{folders[1]}:/bbb:none:x-create=auto,rbind,ro,{folders[1]}:/ccc:rw"
     clones = [site.clone(name, mounts=mounts, container="mounts") for name in ("mounted/repository", "mounted/at-home")]
-    for clone, target in zip(clones, (folders[2], "../link"), strict=True):
+    (site.folder / "mounted/a blank").mkdir()
+    for clone, target in zip(clones, (folders[2], folders[2]), strict=True):
         (clone / "data").symlink_to(target)
+        (clone / "relative").symlink_to("docs")
+        (clone / "never").symlink_to(site.folder / "mounted/a blank")
     script = (clones[1] / "run_script.sh").read_text()
     assert script.count(" folder=$PWD ") == 1 and re.search(r" folder=\$PWD .*# EDIT: .*folder=\$HOME", script)
     (clones[1] / "run_script.sh").write_text(script.replace(" folder=$PWD ", " folder=$HOME "))
@@ -357,11 +362,14 @@ def test_what_is_mounted(cluster, site):
     ]
     jobs = [cluster.wait(job) for job in ids]
     assert [job.state for job in jobs] == ["COMPLETED"] * 2, jobs[0].log + jobs[1].log
+    log = (site.folder / "log").read_text()
     for clone, job, below in zip(clones, jobs, ("", "/at-home"), strict=True):
         (rank,) = seen(clone, job)
         assert {"aaa", "bbb", "ccc"} <= set(rank["root"]) and {"aaa", "bbb"} <= set(rank["read_only"])
         assert "ccc" not in rank["read_only"] and rank["folder"] == f"/workspace/mnt{below}"
         assert rank["data"] == ["in link"]
+        assert job.log.count("Enroot mounts no path with a blank or a colon") == 1, job.log
+        assert f":/workspace/mnt{below}/data" in log and f":/workspace/mnt{below}/relative" not in log
 
 
 @pytest.mark.matrix
@@ -404,10 +412,12 @@ def test_what_goes_wrong_is_one_sentence(cluster, site):
         "at /x/y: No such file or directory": (site.clone("start"), {}),
         "no container from /": (site.clone("unpack"), {}),
         "is being created by another node: ENROOT_DATA_PATH must": (site.clone("both"), {}),
+        "uncompress failed": (site.clone("packed"), {}),
     }
     statistics = "created 12 files\ncreated 2 hardlinks\n"
     create = {26: "FATAL ERROR: writer: failed to read", 27: "Write on output file failed because Disk quota exceeded"}
     create[30] = "Could not uncompress block"  # without ERROR: the line is found by these words
+    create[32] = "xz uncompress failed with error code 9"
     for node, text in create.items():
         (site.folder / f"node-{node}.create").write_text(f"lzo: -3\n{text}\n{statistics}")
     (site.folder / "node-31.create").write_text("[ERROR] File already exists: /common/shared\n")
@@ -434,6 +444,11 @@ def test_what_goes_wrong_is_one_sentence(cluster, site):
         assert said[0] in own or "torch here" in sentence
         assert node not in create or f"{create[node]}\n{statistics}" in own, "and all that enroot create has said"
     assert left == "" and not any((site.folder / f"node-{node}/shared-{os.getpid()}").exists() for node in create)
+    (site.folder / "node-31.create").unlink()
+    both = clones["is being created by another node: ENROOT_DATA_PATH must"][0]
+    again = sbatch(cluster, site, both, INSIDE, nodes="node-31")
+    assert "is half made, by another node: enroot remove" in again.log, again.log
+    assert (site.folder / f"node-31/shared-{os.getpid()}").exists(), "the other node may be in it"
     assert f": {create[30]}\n" in jobs[9].log
     assert f": {create[26]}" in jobs[5].log and "PATH, which a login shell may reset, is /" in jobs[3].log
 

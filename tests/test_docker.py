@@ -17,8 +17,10 @@ import pytest
 from conftest import LAUNCHERS, REPOSITORY, Cluster, environment, read_metrics, run
 from test_readme import copy_of_repository, steps, try_block
 
+pytestmark = pytest.mark.matrix  # an image is built
 OWNER = 1234  # whom the clone belongs to, and so the number of the jobs' user
-COMPOSE = ["docker", "compose"] if run("docker", "compose", "version").returncode == 0 else ["docker-compose"]
+COMPOSES = [["docker", "compose"], ["docker-compose"]]  # v2 and 1.29, as far as they are there
+COMPOSES = [tool for tool in COMPOSES if shutil.which(tool[0]) and run(*tool, "version").returncode == 0]
 TENSOR_PARALLEL = ["distributed/train_tp.py", "--tensor-parallel", 2, "--across-nodes", "--steps", 5, "--log-every", 1]
 
 
@@ -94,12 +96,10 @@ def base_image(engine, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory, mnist_full, tiny) -> Path:
-    """A clone that belongs to an ordinary user, with the data that aux/prepare_data.py makes, and a few images."""
+    """A clone that belongs to an ordinary user, with MNIST and a few images. The text is left to the commands."""
     folder = copy_of_repository(tmp_path_factory.mktemp("clone"))
     shutil.copytree(mnist_full, folder / "data/mnist")
     shutil.copytree(tiny, folder / "data/tiny")
-    made = run(sys.executable, "aux/prepare_data.py", "shakespeare", "--synthetic", cwd=folder)
-    assert made.returncode == 0, made.stderr
     run("chown", "--recursive", f"{OWNER}:{OWNER}", folder)
     return folder
 
@@ -110,9 +110,9 @@ class Nodes(Cluster):
     def __init__(self, clone: Path, variables: dict):
         self.clone, self.environment, self.jobs = clone, environment(**variables), []
 
-    def compose(self, *command: object, **variables):
+    def compose(self, *command: object, tool: tuple = (), **variables):
         options = {"cwd": self.clone, "env": self.environment | variables, "timeout": 300}
-        done = run(*COMPOSE, *command, **options)
+        done = run(*(tool or COMPOSES[0]), *command, **options)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
     def docker(self, *command: object, **options):
@@ -153,12 +153,15 @@ def test_readme(project):
     assert "\nFinished: " in shown, shown
     log = next(project.clone.glob("launch_slurm_to_torch.sh_*.out")).read_text()
     assert "VERDICT: 4 ranks started by srun are fine" in log, log
+    assert (project.clone / "data/shakespeare/vocabulary.json").exists()
     assert project.left() == []
 
 
 @pytest.fixture(scope="module")
 def nodes(project) -> Nodes:
     project.compose("up", "--detach")
+    made = project.exec("python3", "/data/aux/prepare_data.py")
+    assert made.returncode == 0, made.stdout + made.stderr
     return project
 
 
@@ -170,7 +173,6 @@ def test_up_returns_when_the_nodes_are_idle(nodes):
         assert not shown["HostConfig"]["PortBindings"] and not shown["NetworkSettings"]["Ports"]
 
 
-@pytest.mark.matrix
 def test_tensor_parallel_over_both_nodes(nodes, cluster):
     """The losses of the namespace cluster, where the same two ranks are on two nodes too."""
     size = ["--ntasks-per-node=1", "--gpus-per-node=0", "--output=%j.out", LAUNCHERS["srun"]]
@@ -185,7 +187,6 @@ def test_tensor_parallel_over_both_nodes(nodes, cluster):
     assert len(losses[0]) == 5 and losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
-@pytest.mark.matrix
 def test_the_log_of_fixed_name(nodes):
     """Read on a node as on the host."""
     job = nodes.submit("local/cluster/train.sh", "--steps", 20)
@@ -213,7 +214,6 @@ def test_jobs_are_an_ordinary_users_and_their_files_the_owners(nodes):
     assert nodes.exec("cat", "/run/slurm-cluster/key/munge.key").returncode != 0
 
 
-@pytest.mark.matrix
 def test_the_munge_key_is_not_in_the_image(nodes, tmp_path):
     """Nor in one of its layers."""
     image = json.loads(nodes.docker("inspect", "node-1").stdout)[0]["Image"]
@@ -228,7 +228,6 @@ def test_the_munge_key_is_not_in_the_image(nodes, tmp_path):
     assert not [name for name in names if "munge.key" in name]
 
 
-@pytest.mark.matrix
 def test_a_node_restarts_in_mid_job(nodes):
     """The job is requeued or fails, in time; the node is used again, with the key that it had, by the next job."""
     command = [
@@ -251,17 +250,17 @@ def test_a_node_restarts_in_mid_job(nodes):
     assert sorted(job.log.split()) == ["node-1", "node-2"], job.log
 
 
-@pytest.mark.matrix
 def test_three_nodes(nodes):
     nodes.compose("up", "--detach", "ready", "node-3", NODES="3")
     assert nodes.states() == [f"node-{node} 2 idle" for node in (1, 2, 3)]
     job = nodes.sbatch("--nodes=3", "--ntasks-per-node=1", LAUNCHERS["srun"], "aux/check_ranks.py")
     assert "VERDICT: 3 ranks started by srun are fine" in job.log, job.log
+    shown = nodes.exec("srun", "--nodes=3", "--cores-per-socket=2", "hostname").stdout
+    assert sorted(shown.split()) == ["node-1", "node-2", "node-3"]
     nodes.compose("--profile", "more", "down", "--volumes")
     assert nodes.left() == []
 
 
-@pytest.mark.matrix
 def test_troubles(nodes):
     """Each row of the table in docs/docker.md, made to happen: what is seen, and that the remedy helps."""
     nodes.compose("--profile", "more", "down", "--volumes")
@@ -292,6 +291,7 @@ def test_troubles(nodes):
     assert nodes.docker("restart", "node-2").returncode == 0
     logs = lambda: (done := nodes.docker("logs", "node-1")).stdout + done.stderr  # noqa: E731
     wait_until(lambda: "Munge decode failed" in logs(), 90, "node-2 has another key")
+    wait_until(lambda: any(re.match("node-2 .* down", x) for x in nodes.states()), 90, "node-2 is down")
     nodes.compose("build", "--no-cache")
     nodes.compose("up", "--detach", "--force-recreate")
     assert key() == replaced, "it is in the volume"
@@ -301,3 +301,14 @@ def test_troubles(nodes):
     assert key() not in (replaced, "")
     assert nodes.states() == ["node-1 1 idle", "node-2 1 idle"]
     assert sorted(nodes.sbatch(*two).log.split()) == ["node-1", "node-2"]
+
+
+@pytest.mark.parametrize("tool", COMPOSES, ids=" ".join)
+def test_compose(tool, nodes):
+    """The three commands as one types them. The last one keeps the volumes."""
+    nodes.compose("--profile", "more", "down", "--volumes")
+    nodes.compose("build", tool=tool)
+    nodes.compose("up", "-d", tool=tool)
+    assert nodes.states() == ["node-1 2 idle", "node-2 2 idle"]
+    nodes.compose("down", tool=tool)
+    assert nodes.exec("true").returncode != 0 and nodes.left(), "no node, but a volume with their key"

@@ -719,6 +719,7 @@ def hold(folder: Path, *steps: int) -> Path:
     return folder
 
 
+@pytest.mark.matrix
 def test_killed_while_a_checkpoint_is_written_asynchronously(data, uninterrupted, tmp_path):
     """The steps go on meanwhile, and it is published later; of one that is not whole nothing is left after a resume."""
     out, held = tmp_path / "out", hold(tmp_path / "hold", 10, 20)
@@ -993,14 +994,14 @@ def test_corrupt_data(cluster, data, tmp_path):
         subprocess.run("sha256sum train* > SHA256SUMS", shell=True, cwd=file.parent, check=True)
         file.write_bytes(flipped(file.read_bytes()))
         noted = {"PYTHONPATH": tmp_path / "site", "HASHED": tmp_path / f"hashed-{way}-by-"}
-        job = Trial(cluster, way, script, {script: folder}, tmp_path / way, **noted).ends(40)
+        job = Trial(cluster, way, script, {script: folder}, tmp_path / way, **noted).ends(60)
         assert job.state == "FAILED" and job.exit_code == 1, job.log
         assert re.search(r": rank \d on node-\d+ ended with status 1$", job.log), job.log
         assert {path.name for path in tmp_path.glob(f"hashed-{way}*")} == {f"hashed-{way}-by-{rank}" for rank in (0, 2)}
         assert job.log.count(f"{file} is damaged: it is not the file that SHA256SUMS beside it tells of; move") == 1
         assert "step=" not in job.log and "Traceback" not in job.log, job.log
 
-    at_once(scenario, DIAGONAL[::2])
+    at_once(scenario, DIAGONAL)
 
 
 @pytest.mark.matrix

@@ -25,6 +25,11 @@ SPLIT = json.loads((FIGURES / "data_split.json").read_text())
 LOSSES = json.loads((FIGURES / "convergence.json").read_text())
 
 
+def drawn(name: str) -> str:
+    """The published figure."""
+    return (FIGURES / f"{name}.svg").read_text()
+
+
 def test_without_matplotlib_it_is_one_sentence():
     code = "import sys; sys.modules['matplotlib'] = None; sys.path.append('aux/figures'); import plot_runs"
     done = run(sys.executable, "-c", code)
@@ -108,7 +113,7 @@ def test_the_split_is_drawn_again_from_what_was_read(tmp_path, monkeypatch, caps
     show_data_split.main(show_data_split.parse_arguments())
     shown = capsys.readouterr().out
     assert shown.count("\nyes  ") == 19 and "VERDICT: the data are split as they should be" in shown
-    assert (tmp_path / "data_split.svg").read_text().count("<path") > 300
+    assert (tmp_path / "data_split.svg").read_text() == drawn("data_split")
     for line in shown.splitlines()[:-1]:
         assert line in (REPOSITORY / "docs/data_split.md").read_text(), "the document shows a real output"
 
@@ -141,10 +146,13 @@ def test_the_published_losses_agree(tmp_path, monkeypatch, capsys):
     *table, verdict = capsys.readouterr().out.splitlines()
     assert verdict.startswith("VERDICT: all ways agree") and len(table) > 25
     assert "\n".join(table).strip() in (REPOSITORY / "docs/09_do_all_ways_agree.md").read_text()
-    drawn = (tmp_path / "convergence.svg").read_text()
+    shown = (tmp_path / "convergence.svg").read_text()
     counts = [len(training["runs"]) - 1 for training in LOSSES["trainings"]]  # without the control
     pairs = sum(count * (count - 1) // 2 for count in counts)
-    assert drawn.count("<path") > 50 and drawn.count('id="text_') > pairs > 100
+    assert shown == drawn("convergence") and shown.count('id="text_') > pairs > 100
+    for training, runs in zip(LOSSES["trainings"], ("image_runs", "text_runs"), strict=True):
+        planned = getattr(prove_convergence, runs)(container=True)
+        assert [run["name"] for run in training["runs"]] == [run.name for run in planned]
 
 
 def changed(number: int, change) -> dict:
@@ -283,7 +291,7 @@ def test_ratios_are_those_of_the_rows(tmp_path):
 def test_the_chapter_has_the_ratios_that_were_measured(tmp_path):
     """Drawn again from docs/benchmarks.json, its table is the same; every row that it names is one of make bench."""
     page, raw = (REPOSITORY / "docs" / name for name in ("14_faster.md", "benchmarks.json"))
-    assert ratios(raw, tmp_path) == page.read_text()
+    assert ratios(raw, tmp_path) == page.read_text() and (tmp_path / "ratios.svg").read_text() == drawn("ratios")
     names = {(row["name"], row["other"]) for row in json.loads(raw.read_text())["rows"]}
     assert {row for bars in draw_ratios.BARS.values() for row in bars} <= names
 

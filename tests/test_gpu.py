@@ -148,16 +148,21 @@ PRECISIONS += [(script, precision) for script in (FSDP, TP) for precision in ("f
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("script", "precision"), PRECISIONS, ids=stem)
+@pytest.mark.parametrize(("script", "precision"), [*PRECISIONS, (FSDP, "auto")], ids=stem)
 def test_precision(device, train, on_cpu, script, precision):
     log = train(script, device, "--precision", precision)
     [said] = devices(log, device)
     assert said["backend"] is None
+    if precision == "auto":
+        [precision] = re.findall(r"^Precision: (\w+)\.", log, re.M)
+        assert device == "cpu" or (precision == "bf16") == (torch.cuda.get_device_capability() >= (8, 0)), log
     assert_equal_losses(log, on_cpu(script), precision)
+    assert ("peak_memory_gib=" in log) == (device == "cuda" and script in (FSDP, TP)), log
+    assert device == "cuda" or "Compiled: True" not in log, log
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["none", "torchrun"], ids=["alone", "one-rank"])
+@pytest.mark.parametrize("form", ["none", "torchrun", "mp"], ids=["alone", "one-rank", "mp"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_task(device, train, on_cpu, precision, form):
     """Its dropout is fixed, and a GPU draws another one than the CPU: near are only the first loss and the last."""
@@ -174,9 +179,9 @@ def test_task(device, train, on_cpu, precision, form):
 @pytest.mark.parametrize("form", ["none", "torchrun"], ids=["alone", "one-rank"])
 @pytest.mark.parametrize(("script", "precision"), PRECISIONS[-4:], ids=stem)
 def test_compile(device, train, on_cpu, script, precision, form):
-    assert_equal_losses(
-        train(script, device, "--precision", precision, "--compile", form=form), on_cpu(script), precision
-    )
+    log = train(script, device, "--precision", precision, "--compile", form=form)
+    assert "Compiled: True" in log, log
+    assert_equal_losses(log, on_cpu(script), precision)
 
 
 # --- a process group --------------------------------------------------------------------------------------------------
@@ -187,8 +192,10 @@ WEIGHTS = {DDP: "Parameter", PREEMPTIBLE: "Parameter", FSDP: "DTensor", TP: "DTe
 @pytest.mark.gpu
 @pytest.mark.parametrize("script", WEIGHTS, ids=stem)
 def test_process_group(device, train, on_cpu, script, form, ranks):
-    """NCCL with one rank, too; what several ranks do around a checkpoint is done for one."""
-    log = train(script, device, "--precision", "fp32", form=form, ranks=ranks)
+    """NCCL with one rank, too; what several ranks do around a checkpoint is done for one. FSDP's are replicas once."""
+    flags = ["--hybrid", 1] if (script, form) == (FSDP, "mp") else []
+    log = train(script, device, "--precision", "fp32", *flags, form=form, ranks=ranks)
+    assert ("replicate" in log) == (flags != [] and ranks == 2), log
     for said in devices(log, device, ranks):
         assert said["backend"] == {"cuda": "nccl", "cpu": "gloo"}[device]
         assert said["kind"] == WEIGHTS[script]
@@ -206,7 +213,7 @@ def test_process_group_of_one_rank(device, train, on_cpu, start):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("script", [PREEMPTIBLE, FSDP], ids=stem)
+@pytest.mark.parametrize("script", [PREEMPTIBLE, FSDP, TP], ids=stem)
 def test_deterministic(device, train, script):
     """Twice the same losses, to the last digit that is printed."""
     flags = ["--precision", "fp32", "--deterministic"]
@@ -278,6 +285,44 @@ def test_stop_save_and_resume(device, train, on_cpu, request, tmp_path, script):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("script", [PREEMPTIBLE, FSDP], ids=stem)
+def test_killed_rank(device, train, on_cpu, request, tmp_path, script, ranks):
+    """The others end by themselves, with one line each; resumed, the losses are those of a run that was not killed."""
+    data, folder = request.getfixturevalue("text" if script == FSDP else "tiny"), tmp_path / "checkpoints"
+    flags = ["--precision", "fp32", "--checkpoint-every", 2]
+    command, variables = command_of(script, data, folder, device, "environment", *flags, "--timeout", 20)
+    variables |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "TORCH_CPP_LOG_LEVEL": "ERROR", "SLOW": 0.3}
+    variables |= {"JOB_FAILURE": "/dev/null"}  # it is there: nobody waits for it
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = []
+    for rank in range(ranks):
+        place = environment(**variables | {"RANK": rank, "LOCAL_RANK": rank})
+        started.append(subprocess.Popen(command, cwd=REPOSITORY, env=place, **pipes))
+    *others, killed = started
+    overdue = threading.Timer(300, killed.kill)
+    overdue.start()
+    try:
+        printed = ""
+        for line in killed.stdout:
+            printed += line
+            if printed.count("DEVICE {") == 4:
+                killed.kill()
+        said = [other.communicate(timeout=120)[0] for other in others]
+    finally:
+        overdue.cancel()
+        for process in started:
+            process.kill()
+            process.wait()
+    assert killed.returncode == -signal.SIGKILL, printed
+    for other, text in zip(others, said, strict=True):
+        assert other.returncode != 0 and text.count("lost a peer") == 1 and "Traceback" not in text, text
+    log = train(script, device, *flags, "--resume", form="torchrun", ranks=ranks, folder=folder)
+    assert re.search(r"^Resumed after step [2468]$", log, re.M), log
+    events = [event for event in read_metrics(folder) if "loss" in event]
+    assert [event["loss"] for event in events] == pytest.approx(on_cpu(script)[0], rel=TOLERANCE["fp32"])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("script", "form"), [(SINGLE, "none"), (DDP, "environment")], ids=["single", "ddp"])
 def test_resume_after_an_epoch(device, train, tmp_path, script, form):
     both = train(script, device, "--epochs", 2, form=form)
@@ -312,6 +357,7 @@ def test_memory(device, train, ranks):
 # --- without a GPU ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 def test_dry_run():
     """A part of it, on the CPU."""
     selected = "test_process_group and ((train_tp and torchrun-1) or (train_ddp and environment-1))"
@@ -334,15 +380,40 @@ def test_bench_dry_run():
     done = run(sys.executable, "aux/bench/gpu.py", "--device", "cpu", "--rounds", 1)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^\|.+ / .+\| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ to [\d.]+ \|", done.stdout, re.M)) == 11
+    assert done.stdout.count("| MFU unknown |") == 4
     bad = run(sys.executable, "aux/bench/gpu.py", env=environment(CUDA_VISIBLE_DEVICES=""))
     assert bad.returncode == 1 and bad.stderr.startswith("gpu.py: no GPU here") and bad.stdout == ""
 
 
-def test_bench_tells_a_missed_gate(monkeypatch):
+@pytest.fixture
+def bench(monkeypatch):
+    """aux/bench/gpu.py."""
     monkeypatch.syspath_prepend(REPOSITORY / "aux/bench")
     spec = importlib.util.spec_from_file_location("bench_gpu", REPOSITORY / "aux/bench/gpu.py")
     bench = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bench)
+    return bench
+
+
+def test_bench_measures_as_its_docstring_says(bench, monkeypatch):
+    """Nine rounds, of turns of two seconds: on a GPU, which is pretended here."""
+    measured = []
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    monkeypatch.setattr(bench, "ROWS", {"a / b": (10, id, id)})
+    monkeypatch.setattr(bench, "arguments", lambda *_: None)
+    monkeypatch.setattr(bench, "measure", lambda sides, *how: measured.append(how))
+    monkeypatch.setattr(bench, "report", lambda *_: None)
+    for name in ("is_available", "get_device_name", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: "GPU")
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(bench.dist, name, lambda *_, **__: None)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
+    bench.main(bench.parse_arguments())
+    assert measured == [(9, 2.0)]
+
+
+def test_bench_tells_a_missed_gate(bench):
     rounds, args = [(0.01, 1.0), (0.06, 1.0), (0.07, 1.0)], Namespace(device="cpu")
     assert bench.report("feeding / step", args, rounds) == "feeding / step is 0.060, and at most 0.05 is promised"
     assert bench.report("feeding / step", args, [(0.01, 1.0), *rounds[:2]]) is None

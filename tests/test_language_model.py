@@ -111,6 +111,7 @@ def test_split_equals_dense(splits, split):
 @pytest.mark.parametrize("split", ["alone, bf16", "fsdp 2, bf16", "tp 2, bf16", "tp 2 x data 2, bf16"])
 def test_bfloat16_is_near(splits, split):
     """Autocast and FSDP's policy round other things; between the blocks all splits have the same type."""
+    assert splits[split]["autocast"] == [split in ("alone, bf16", "tp 2, bf16")], "the casts are one's or the other's"
     assert splits[split]["losses"] == pytest.approx(splits["dense"]["losses"], abs=0.01)
     assert splits[split]["types"] == ["torch.bfloat16"]
     assert splits["alone"]["types"] == ["torch.float32"]
@@ -152,6 +153,10 @@ def test_no_rank_ever_has_the_whole_model(splits):
     for split in ("fsdp 2", "fsdp 4", "hybrid 2x2", "tp 2", "tp 4", "tp 2 x data 2", "tp 2, sequence"):
         for rank in splits[split]["held"]:
             assert rank["parameters"] < rank["peak"] < rank["parameters"] + 2 * largest + 1000 < whole, split
+    for split in ("fsdp 2", "fsdp 4", "tp 2", "tp 2 x data 2"):  # loaded with two moments; before that with gradients
+        for rank in splits[f"{split}, loaded"]["held"]:
+            least = 3 * rank["parameters"]
+            assert least <= rank["peak"] < 4 * rank["parameters"] + 2 * largest + 1000 < least + whole, split
 
 
 ACCUMULATED = ["fsdp 2", "hybrid 2x2", "tp 2", "tp 2, sequence", "tp 2 x data 2"]
@@ -316,6 +321,11 @@ def test_sample_in_one_process(trained, text, tmp_path):
         assert len(written.removesuffix("\n")) == 44
 
 
+def test_help_says_what_accumulation_costs():
+    shown = run(sys.executable, "distributed/train_fsdp.py", "--help", env=environment(COLUMNS=1000)).stdout
+    assert "activations of one at a time, and with FSDP a reduce-scatter each" in shown
+
+
 BAD = [
     ("train_fsdp.py", 1, ("--heads", 5), 2, "--heads 5 does not divide --width 32: 1, 2, 4, 8, 16 or 32 would do"),
     ("train_fsdp.py", 1, ("--batch-size", 0), 2, "'0' is not a whole number of at least 1"),
@@ -365,6 +375,7 @@ def test_evaluation_has_one_shape_on_all_ranks(text, data_ranks):
     assert counted == 50 * 16
 
 
+@pytest.mark.matrix
 def test_a_padded_vocabulary(text, tmp_path):
     """A multiple of 64 divides by the ranks; no character that does not exist is ever written."""
     flags = ("--pad-vocabulary", "--steps", 10)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import LAUNCHERS, REPOSITORY, Job, cells, environment, note, run
+from test_style import TRACKED
 
 VARIABLES = "tests/scripts/variables.py"
 NASTY = [
@@ -55,6 +56,7 @@ def in_all_ways(cluster, tmp_path, *script: object, size: dict | None = None, **
     return {way: cluster.wait(number) for way, number in submitted.items()}
 
 
+@pytest.mark.matrix
 def test_way_1_at_512_ranks(cluster, tmp_path):
     size = ["--nodes=64", "--ntasks-per-node=8", "--gpus-per-node=8", f"--output={tmp_path}/log"]
     job = cluster.sbatch(*size, LAUNCHERS["srun"], VARIABLES, timeout=180)
@@ -63,7 +65,8 @@ def test_way_1_at_512_ranks(cluster, tmp_path):
     assert job.ranks()[0]["job_world_size"] == ["64", "8", "512"]
 
 
-@pytest.mark.parametrize("way", cells([("torchrun",), ("mp",)], ("torchrun",)))
+@pytest.mark.matrix
+@pytest.mark.parametrize("way", ["torchrun", "mp"])
 def test_ways_2_and_3_at_16_ranks(way, cluster, tmp_path):
     job = cluster.sbatch("--nodes=8", f"--output={tmp_path}/log", LAUNCHERS[way], VARIABLES, timeout=180)
     assert job.state == "COMPLETED", job.log
@@ -275,7 +278,8 @@ def test_user_sets_ranks_and_port(cluster, tmp_path):
         ("EPOCHS=5", "epochs 5"),
         ("LEARNING_RATE=0.1", "learning-rate 0.1"),
     ):
-        assert f"note: {name} is not read by {VARIABLES}: say --{flag} after its name\n" in job.log, job.log
+        said = f"note: {name} is not read by {VARIABLES}: say --{flag} after its name, if --help has it\n"
+        assert said in job.log, job.log
     assert len(job.ranks()) == 6 and {rank["master_port"] for rank in job.ranks()} == {"64999"}
 
 
@@ -607,11 +611,15 @@ def test_cpus_are_named(cluster, tmp_path):
             assert job.log.count(note) == (cpus == 1), job.log
     job = cluster.sbatch("--gpus-per-node=0", f"--output={tmp_path}/log", LAUNCHERS["srun"], VARIABLES)
     assert job.state == "COMPLETED" and "CPUs per rank: 1," in job.log and note not in job.log, job.log
-    for path in [*LAUNCHERS.values(), "run_script.sh", "aux/check_ranks.py"]:
+    named = set()
+    for path in (path for path in TRACKED if path.endswith((".sh", ".py")) and not path.startswith("tests/")):
         usage = re.findall(r"^#?\s+sbatch --nodes=.*$", (REPOSITORY / path).read_text(), re.M)
-        assert usage and all("--cpus-per-task=" in line and "--gpus-per-node=" in line for line in usage), path
+        assert all("--cpus-per-task=" in line and "--gpus-per-node=" in line for line in usage), path
+        named |= {path} if usage else set()
+    assert {*LAUNCHERS.values(), "run_script.sh", "aux/check_ranks.py", "aux/bench/allreduce.py"} <= named
 
 
+@pytest.mark.matrix
 def test_submitted_from_a_task(cluster, tmp_path):
     """sbatch typed in `srun --pty bash`: the job inherits that task's CPU mask and memory, and no job breaks of it."""
     step = {"SLURM_CPU_BIND": "quiet,mask_cpu:0x00000001", "SLURM_CPU_BIND_TYPE": "mask_cpu:"}

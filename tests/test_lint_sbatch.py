@@ -174,13 +174,13 @@ CASES = {
         "torchrun train.py | tee log  # MISTAKE",
         "#SBATCH -N 1\nnvidia-smi | tee log\ntorchrun train.py >log 2>&1 || exit 1\necho 'torchrun train.py | tee log'",
     ),
-    "another last word": (
-        "echo has the last word, not srun",
+    "another exit status": (
+        "the status is echo's, not srun's",
         f"srun {FLAGS} python train.py  # MISTAKE\necho Done",
         f"set -e\nsrun {FLAGS} python train.py\necho Done",
     ),
     "exit 0": (
-        "exit has the last word, not torchrun",
+        "the status is exit's, not torchrun's",
         "torchrun train.py; exit 0  # MISTAKE",
         f"if true; then\n  srun {FLAGS} python train.py\nfi\nexit",
     ),

@@ -13,11 +13,13 @@ import subprocess
 import sys
 import time
 import zipfile
+from argparse import Namespace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from conftest import LAUNCHERS, REPOSITORY, cells, environment, first_images, run
+from conftest import LAUNCHERS, REPOSITORY, cells, environment, first_images, read_metrics, run
 
 SINGLE, DDP = "local/train_single.py", "distributed/train_ddp.py"
 FAST = "distributed/train_fast.py"
@@ -36,6 +38,16 @@ def evaluations(log: str) -> list[list[float]]:
     """Test loss and accuracy after every epoch of a log."""
     found = re.findall(r"^epoch=\d+ test_loss=(\S+) test_accuracy=(\S+)$", log, re.M)
     return [[float(value) for value in row] for row in found]
+
+
+def speeds(log: str, epochs: int, batch_size: int = 64) -> list[int]:
+    """The images per second in a log. At that speed the images that are left take time_left; both are rounded."""
+    line = r"^epoch=(\d+) step=(\d+)/(\d+) loss=\S+ images_per_second=(\d+) time_left=(\d+):(\d+):(\d+)$"
+    found = [list(map(int, row)) for row in re.findall(line, log, re.M)]
+    for epoch, step, steps, speed, hours, minutes, seconds in found:
+        left, images = 3600 * hours + 60 * minutes + seconds, batch_size * ((epochs - epoch + 1) * steps - step)
+        assert abs(left * speed - images) <= (left + speed) / 2 + 1, log
+    return [row[3] for row in found]
 
 
 def local(way: str, ranks: int, script: str, *arguments: object, **variables: object):
@@ -73,7 +85,7 @@ def test_one_process_without_torch_distributed(one_process, mnist, tmp_path):
 HANDS = [(way, ranks) for way in BY_HAND for ranks in (2, 4)]
 
 
-@pytest.mark.parametrize(("way", "ranks"), cells(HANDS, ("mp", 4)))
+@pytest.mark.parametrize(("way", "ranks"), cells(HANDS, ("mp", 2)))
 def test_equal_losses_by_hand(way, ranks, one_process, mnist, tmp_path):
     options = ["--data-dir", mnist, *STEPS, "--checkpoint-dir", tmp_path / "out"]
     counted = {"PYTHONPATH": REPOSITORY / "tests/scripts/opened"}
@@ -122,7 +134,7 @@ def test_equal_losses_on_the_cluster(shape, cluster, one_process, mnist, tmp_pat
 
 
 def test_srun_typed_by_hand(cluster, one_process, mnist, tmp_path):
-    """Without a launcher Slurm's own names are the ranks'. Where they meet has to be said."""
+    """Without a launcher Slurm's own names are the ranks'. The rendezvous has to be said."""
     command = ["srun", "--nodes=2", "--nodelist=node-[1-2]", "--ntasks-per-node=2", "python", DDP]
     command += ["--data-dir", mnist, *STEPS, "--checkpoint-dir", tmp_path / "out"]
     bad = cluster.exec(*command)
@@ -163,6 +175,7 @@ def test_resume(script, mnist, tmp_path):
     assert both.returncode == first.returncode == second.returncode == 0, both.stderr + first.stderr + second.stderr
     assert "Resumed after epoch 1\n" in second.stdout and [key[0] for key in losses(second.stdout)] == [2, 2, 2]
     assert losses(first.stdout) | losses(second.stdout) == pytest.approx(losses(both.stdout), rel=1e-5)
+    assert len(speeds(both.stdout, epochs=2)) == 6 and len(speeds(second.stdout, epochs=2)) == 3
     assert evaluations(second.stdout)[0] == pytest.approx(evaluations(both.stdout)[1], rel=1e-5)
     for folder in ("a", "b"):
         kept = [f"checkpoint_epoch_{epoch}.pt" for epoch in (1, 2)]
@@ -193,6 +206,7 @@ def test_requeued_job_resumes_by_itself(cluster, tiny, tmp_path):
         assert job.state == "COMPLETED" and cluster.show(number)["Restarts"] == "1", job.log
         log = re.split(r"^Resumed after epoch (\d)\n", job.log, flags=re.M)
         assert len(log) == 3 and log[1] in "12", job.log
+        assert max(speeds(log[0], epochs=3)) <= 43 and speeds(log[2], epochs=3), "64 images in 1.5 s or more"
         expected = {key: loss for key, loss in losses(reference.stdout).items() if key[0] > int(log[1])}
         assert losses(log[2]) == pytest.approx(expected, rel=1e-5), job.log
         assert sorted(path.name for path in (tmp_path / way).iterdir()) == [
@@ -264,9 +278,24 @@ def test_one_sentence_of_one_process(script, case, tiny, tmp_path):
     assert len(bad.stderr.splitlines()) == 1 and not list((tmp_path / "out").glob("*")), bad.stderr
 
 
+BATCH_OF_EACH = [DDP, FAST, "distributed/train_preemptible.py", "distributed/train_task.py"]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("script", BATCH_OF_EACH[::3])
+def test_the_batch_of_each_rank(script, tiny):
+    """Ten on each of two ranks are twenty."""
+    logs = [
+        local("torchrun", 2, script, "--data-dir", tiny, "--epochs", 1, "--log-every", 1, *batch).stdout
+        for batch in (["--batch-size", 20], ["--batch-size-per-rank", 10])
+    ]
+    curves = [re.findall(r"^epoch=1 step=\d+/15 loss=(\S+)", log, re.M) for log in logs]
+    assert len(curves[0]) == 15 and curves[0] == curves[1], logs
+
+
 @pytest.mark.parametrize(
     ("script", "size"),
-    cells([(DDP, 64), ("distributed/train_fast.py", 256), ("distributed/train_preemptible.py", 64)], (DDP, 64)),
+    cells([(script, 256 if script == FAST else 64) for script in BATCH_OF_EACH], (DDP, 64)),
 )
 def test_the_batch_of_all_ranks_or_of_each(script, size):
     """One of the two options, also where the first has its default."""
@@ -286,6 +315,19 @@ def test_granted_gpus_that_torch_does_not_see(tiny, tmp_path):
             sys.executable, DDP, *options, *([] if meant else ["--device", "cpu", "--resume"]), env=granted | meant
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_the_gpu_of_a_rank():
+    """Number local_rank, or number 0 where Slurm shows each rank one GPU alone. torch is a mock: it takes no GPU."""
+    lines = re.search(r"^# --- process group -+\n(.*?)^# --- ", (REPOSITORY / DDP).read_text(), re.M | re.S)[1]
+    for local_rank, count, index in ((1, 2, 1), (1, 1, 0), (3, 4, 3)):
+        script = {"args": Namespace(device="cuda"), "os": os, "torch": Mock(), "distributed": False}
+        script |= {"rank": 0, "local_rank": local_rank, "world_size": 1}
+        script["torch"].device = lambda *device: device
+        script["torch"].cuda.device_count.return_value = count
+        exec(lines, script)
+        script["torch"].cuda.set_device.assert_called_once_with(("cuda", index))
+        assert script["device"] == ("cuda", index)
 
 
 def test_what_plain_scripts_import():
@@ -488,6 +530,35 @@ def test_a_changed_copy(cluster, images, tmp_path):
     assert curves["mp"] == curves["srun"]
     assert curves["torchrun"] == {key: curves["mp"][key] for key in curves["torchrun"]}
     assert curves["torchrun"], "the requeued run has logged nothing"
+
+
+DATA = """    random = torch.Generator().manual_seed(1)
+    images, labels = torch.randn(245, 3, 32, 32, generator=random), torch.randint(5, (245,), generator=random)
+    train_set, test_set = map(torch.utils.data.TensorDataset, images.split([200, 45]), labels.split([200, 45]))
+"""
+MODEL = "model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 5))\n"
+
+
+@pytest.mark.matrix
+def test_a_changed_copy_of_train_preemptible(tmp_path):
+    """Stopped in the midst of an epoch and resumed, with other data and another model: the same losses, bit for bit."""
+    script = shutil.copytree(REPOSITORY / "distributed", tmp_path / "distributed") / "train_preemptible.py"
+    text = script.read_text()
+    for old, new in (
+        (r"^    train_set, test_set = mnist\..*\n", DATA),
+        (r"^source = mnist\..*\n", 'source = "random images"\n'),
+        (r"^convolutions = .*\nlinears = .*\nmodel = .*# EDIT: your model\n", MODEL),
+    ):
+        text, count = re.subn(old, new, text, flags=re.M)
+        assert count == 1, old
+    script.write_text(text)
+    for folder, *options in (("a",), ("b", "--max-steps", 5), ("b", "--resume")):
+        options += ["--data-dir", tmp_path, "--checkpoint-dir", tmp_path / folder]
+        done = local("torchrun", 2, script, "--epochs", 3, "--log-every", 1, *options)
+        assert done.returncode == 0, done.stderr
+    assert "Resumed after step 5\n" in done.stdout
+    a, b = ([(row["step"], row["loss"]) for row in read_metrics(tmp_path / x) if "loss" in row] for x in "ab")
+    assert a == b and [step for step, _ in a] == list(range(1, 10))
 
 
 # --- train_fast.py ----------------------------------------------------------------------------------------------------

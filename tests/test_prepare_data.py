@@ -341,6 +341,7 @@ def test_synthetic_files_are_idx_with_cyclic_labels(server, tmp_path):
     assert files["train-images-idx3-ubyte"][16:][: 20 * 784] != files["t10k-images-idx3-ubyte"][16:]  # other seeds
 
 
+@pytest.mark.matrix
 def test_synthetic_digits_are_too_varied_for_a_linear_model():
     import torch
     from torch import nn

@@ -12,6 +12,7 @@ import torch
 
 import language_model
 from conftest import REPOSITORY, environment, run
+from resilience import place
 
 TRACKED = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True).stdout.split()
 ON_TOP = ("check_ranks", "lint_sbatch", "prepare_data", "quiet_torchrun", "slurm_task", "watch_job")
@@ -51,6 +52,7 @@ OLDER, MATRIX = "tests/scripts/older_torch.py", pytest.mark.matrix
     [
         ["./torchrun.sh", OLDER, "2.4", "distributed/train_preemptible.py", "--batch-size", "20"],
         pytest.param(["./torchrun.sh", OLDER, "2.4", "distributed/train_ddp.py", "--batch-size", "20"], marks=MATRIX),
+        pytest.param(["./torchrun.sh", OLDER, "2.4", "distributed/train_fast.py", "--batch-size", "20"], marks=MATRIX),
         pytest.param([sys.executable, OLDER, "2.4", "local/train_single.py"], marks=MATRIX),
         pytest.param([sys.executable, OLDER, "2.4", "distributed/train_task.py"], marks=MATRIX),
     ],
@@ -62,6 +64,19 @@ def test_plain_and_hard_layers_run_on_torch_2_4(command, tiny, tmp_path):
     env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, TRAIN_DEVICE="cpu")
     done = run(*command, "--epochs", 1, *where, env=env)
     assert done.returncode == 0 and re.search("^Finished: ", done.stdout, re.M), done.stdout + done.stderr
+
+
+@MATRIX
+def test_check_ranks_runs_on_torch_2_4():
+    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, TRAIN_DEVICE="cpu")
+    done = run("./torchrun.sh", OLDER, "2.4", "aux/check_ranks.py", env=env)
+    assert done.returncode == 0 and "VERDICT: 2 ranks" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_gpu_without_a_uuid(monkeypatch):
+    """NVIDIA's torch of 2024 shows none."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Namespace(name="a GPU"))
+    assert place.gpu_uuid(torch.device("cuda", 0)) is None
 
 
 NEWER = {

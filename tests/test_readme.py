@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import NAMESPACES, REPOSITORY, at_once, cells, environment, run
-from test_plain_scripts import TAKEN
+from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, at_once, cells, environment, run
+from test_plain_scripts import DDP, TAKEN
 from write_diffs import DIFF, hunks_by_block, with_diffs
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -256,6 +256,9 @@ def test_files_of_a_copy(clone):
     taken = {str(path.relative_to(project)) for path in project.rglob("*.*") if not path.is_symlink()}
     assert taken == {*TAKEN, "distributed/torchvision_on_cpu.py"}  # which is for images of one's own
     assert (project / ".venv/bin/python").exists()
+    line = re.search(r"^- For a project of your own: (.*)$", (REPOSITORY / "README.md").read_text(), re.M)[1]
+    named = set(re.findall(r"`(\S+)`", line)) - {"aux/container.sh"}  # of way 4
+    assert named == {path for path in TAKEN if path not in (*LAUNCHERS.values(), DDP, "distributed/mnist.py")}
 
 
 # --- what is generated, and what is promised --------------------------------------------------------------------------
@@ -303,7 +306,19 @@ def test_a_chapter_has_the_shape_of_all(number):
 
 
 def test_readme_is_a_page():
-    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 120
+    """This machine, the local cluster, one's own cluster; which launcher, which files to copy; then how it works."""
+    text = (REPOSITORY / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    top, *heads = re.split(r"^## (.*)$", text, flags=re.M)
+    assert top.index("make train") < top.index("`make cluster`") < top.index("\nsbatch launch_slurm_with_torchrun.sh ")
+    assert heads[::2] == [
+        "Which launcher do I want?",
+        "Your own script: which files do I copy?",
+        "Five variables",
+        "The tutorial",
+        "Results",
+        "What is tested, on what",
+    ]
 
 
 def anchors(path: Path) -> set[str]:
@@ -347,6 +362,10 @@ ELSEWHERE = (
 
 def test_habits_that_other_tests_run():
     """Containers, Docker and submission have tests of their own."""
+    page = (REPOSITORY / "docs/coming-from.md").read_text()
+    assert page.count("| there | here | why |") == page.count("\n## ") == 5
+    for name in ("with_torchmultiprocessing.sh", "run_distributed.slurm", "train.sh", "./torchrun.sh 0 node-1"):
+        assert re.search(rf"^\| [^|]*{re.escape(name)}", page, re.M), name
     others = [command for command in habits() if command.startswith(ELSEWHERE)]
     assert len(others) == 7 and len(habits()) == 18, habits()
     for command in others:

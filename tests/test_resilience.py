@@ -1,5 +1,6 @@
 """The package resilience by itself, without a cluster: what it imports, the order of the data, and its sentences."""
 
+import datetime
 import fcntl
 import json
 import math
@@ -15,7 +16,9 @@ import time
 import zlib
 from argparse import Namespace
 from collections import Counter
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,9 +27,11 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from char_transformer import peak_flops
 from conftest import REPOSITORY, cells, environment, read_metrics, run
-from resilience import heartbeat, place, stop_request
+from resilience import heartbeat, place, sharded_checkpoints, stop_request
+from resilience.checkpoints import find, remove
+from resilience.progress import Progress
 from resilience.samplers import RunSampler
-from resilience.sharded_checkpoints import measure_files
+from resilience.sharded_checkpoints import ShardedCheckpoints, measure_files
 
 
 @pytest.mark.parametrize("module", ["arguments", "stop_request", "heartbeat", "checksums", "job"])
@@ -98,6 +103,22 @@ def test_time_that_saving_and_evaluation_take_is_in_no_throughput(script, text, 
     assert len(rates) == 2 and rates[1] > 1.1 * per_step, rates
 
 
+def test_mfu_is_that_of_the_steps(tmp_path, monkeypatch, capsys):
+    """The time that saving has taken is in it no more than in the throughput. A GPU of unknown speed has none."""
+    args, clock = Namespace(checkpoint_dir=tmp_path, log_every=1, tensorboard=False), [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    alone = place.Place(0, 0, 1, torch.device("cpu"), None, "none")
+    progress = Progress(args, alone, "tokens", 1000, 0, 4, 2e-6)
+    progress.add(1, torch.tensor(1.0))
+    clock[0], alone.seconds_saving = 3.0, 2.0
+    progress.log(1, 1)
+    assert read_metrics(tmp_path)[0]["mfu"] == pytest.approx(2e-3)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: torch.tensor(0.0))
+    alone.device = torch.device("cuda")
+    Progress(args, alone, "tokens", 1000, 1, 4, math.nan)
+    assert capsys.readouterr().out.count("No MFU in the log") == 1
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
@@ -118,12 +139,28 @@ def start_rank(rank: int, *arguments: object, cwd=REPOSITORY, **variables: objec
 def test_ranks_that_never_come_are_named(tiny, tmp_path):
     """With their hosts, which those know that are on the same node."""
     options = (SCRIPT, "--data-dir", tiny, "--batch-size", 20, "--init-timeout", 8, "--checkpoint-dir", tmp_path)
-    world = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": free_port()}
+    world, start = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": free_port()}, time.monotonic()
     with start_rank(0, *options, **world) as first, start_rank(3, *options, **world, SLURMD_NODENAME="n2") as other:
         said = [rank.communicate(timeout=60)[1] for rank in (first, other)]
     named = r"\[Rank 0 on (\S+)\] 2 of 4 ranks have not come within 0:00:08: rank 1 on \1, rank 2 on n2\n"
     assert re.fullmatch(named, said[0]) and said[1] == "", said
-    assert first.returncode == other.returncode == 1
+    assert first.returncode == other.returncode == 1 and time.monotonic() - start < 30
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("agent", [False, True])
+def test_rank_0_that_never_comes(agent, tiny, tmp_path):
+    """One of the others says so, soon after --init-timeout. torchrun's agent has a store without it, too."""
+    port, start = free_port(), time.monotonic()
+    store = dist.TCPStore("127.0.0.1", port, 3, True, wait_for_workers=False) if agent else None
+    options = (SCRIPT, "--data-dir", tiny, "--batch-size", 21, "--init-timeout", 3, "--checkpoint-dir", tmp_path)
+    world = {"WORLD_SIZE": 3, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": agent}
+    with start_rank(1, *options, **world) as other, start_rank(2, *options, **world) as last:
+        said = "".join(rank.communicate(timeout=60)[1] for rank in (other, last))
+    what = "rank 0 has not come to" if store else "no rendezvous at"
+    sentences = re.findall(r"^\[Rank (\d) on \S+\] (.*) within 0:00:03", said, re.M)
+    assert sentences == [("2", f"{what} 127.0.0.1:{port}")], said
+    assert other.returncode == last.returncode == 1 and time.monotonic() - start < 30
 
 
 def test_a_node_whose_torchrun_never_comes(tiny, tmp_path):
@@ -189,16 +226,36 @@ def test_the_interface_that_nccl_takes(names, chosen, monkeypatch):
     assert place.interface("nccl") == "=bond0"
 
 
-def test_the_sentence_names_the_variable_of_nccl(monkeypatch, capsys):
+SAVING = {"checkpoint_every": (1, "steps"), "keep_checkpoints": 2, "init_timeout": 20, "save_timeout": 7200}
+
+
+@pytest.mark.parametrize(("backend", "name"), [("nccl", "ib0"), ("gloo", "lo")])
+def test_the_sentence_names_the_variable_of_the_backend(backend, name, tmp_path, monkeypatch, capsys):
+    """On GPUs steps use NCCL, and checkpoints that are written meanwhile gloo, whose interface may be another one."""
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, 1, True, wait_for_workers=False)
-    store.set("step 0/0", json.dumps({"host": "n1", "interface": "ib0"}))
-    monkeypatch.setattr(place, "end", lambda: None)
+    store.set("step 0/0", json.dumps({"host": "n1", "interface": {"nccl": "ib0", "gloo": "lo"}}))
+
+    def refused(**_):
+        raise RuntimeError("Gloo connectFullMesh failed with [/gloo/pair.cc:144] Connection refused")
+
+    monkeypatch.setattr(dist, "new_group", refused)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(place, "end", sys.exit)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    place.report_not_connected(place.Place(0, 0, 1, torch.device("cuda:0"), store, "srun"), "nothing came through")
+    ranks = place.Place(0, 0, 1, torch.device("cuda:0"), store, "srun")
+    with pytest.raises(SystemExit):
+        if backend == "gloo":
+            ShardedCheckpoints(Namespace(**SAVING, checkpoint_dir=tmp_path), ranks, {}, 9)
+        with place.connecting(ranks, "nccl"):
+            refused()
     said = capsys.readouterr().err
-    assert "nothing came through. The interface is ib0 on n1: NCCL_SOCKET_IFNAME in env.sh chooses one" in said
+    sentence = "they cannot connect: Gloo connectFullMesh failed with Connection refused. The interface is "
+    sentence += f"{name} on n1: {backend.upper()}_SOCKET_IFNAME in env.sh chooses one"
+    assert said.count(sentence) == 1, said
+    assert said.count("\n") == said.count("[Rank 0 on ") == 1, said
 
 
 def test_compiled_where_it_pays(monkeypatch):
@@ -217,6 +274,24 @@ def test_compiled_where_it_pays(monkeypatch):
     capability[0] = (6, 1)
     assert not language_model.choose_compile(Namespace(compile=None), alone["cuda:0"])
     assert language_model.choose_compile(Namespace(compile=True), alone["cpu"])
+
+
+@pytest.mark.parametrize(("device", "precisions"), [("cpu", []), ("cuda:0", ["high"])])
+def test_prepare_names_the_groups_of_the_mesh(device, precisions, monkeypatch):
+    """Else their collectives would keep the timeout of the start. On CUDA TF32 is used."""
+    import language_model
+
+    seen = []
+    monkeypatch.setattr(heartbeat, "timeout", 0)
+    monkeypatch.setattr(language_model, "choose_precision", lambda *_: "fp32")
+    monkeypatch.setattr(language_model, "choose_compile", lambda *_: False)
+    monkeypatch.setattr(language_model.gc, "freeze", lambda: None)
+    monkeypatch.setattr(language_model.gc, "disable", lambda: None)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", seen.append)
+    ranks = place.Place(1, 1, 4, torch.device(device), None, "srun")
+    mesh = SimpleNamespace(mesh_dim_names=("data", "tensor"), shape=(2, 2), get_group=lambda name: f"{name}'s")
+    language_model.prepare(Namespace(), ranks, mesh)
+    assert ranks.groups == ["data's", "tensor's"] and seen == precisions
 
 
 def test_sizes_are_compared_where_checksums_are_not(text, tiny, tmp_path):
@@ -245,6 +320,22 @@ def test_ranks_of_nodes(monkeypatch):
     assert place.ranks_of_nodes("torchrun", 4) == [range(2), range(2, 4)]
 
 
+@pytest.mark.parametrize(("device", "debug"), [("cuda:0", ""), ("cuda:0", "INFO"), ("cpu", "")])
+def test_the_order_of_the_start(device, debug, monkeypatch):
+    """Before NCCL connects, what it prints is shortened, unless all is to be seen; and signs of life have begun."""
+    order = []
+    monkeypatch.setattr(place, "find_ranks", lambda: ("mp", 1, 1, 2))
+    monkeypatch.setattr(place, "choose_device", lambda *_: (torch.device(device), None))
+    for name in ("set_up_output", "rendezvous", "step_zero", "shorten_lost_peers", "connect"):
+        monkeypatch.setattr(place, name, lambda *_, name=name: order.append(name))
+    monkeypatch.setattr(heartbeat, "start", lambda *_: order.append("heartbeat"))
+    monkeypatch.setattr(heartbeat, "timeout", 0)
+    monkeypatch.setenv("NCCL_DEBUG", debug)
+    place.init_process_group(Namespace(device="auto", init_timeout=9))
+    shortened = ["shorten_lost_peers"] if (device, debug) == ("cuda:0", "") else []
+    assert order == ["set_up_output", "rendezvous", "step_zero", *shortened, "heartbeat", "connect"]
+
+
 def test_barrier_names_its_device(monkeypatch):
     """Else NCCL warns on every job, and may take device 0 for all ranks of a node."""
     seen = []
@@ -271,31 +362,43 @@ def test_the_timeout_of_each_phase(monkeypatch):
     assert seen[3:] == ["barrier", *((300, group) for group in (None, "data", "tensor"))] and heartbeat.timeout == 300
 
 
-def test_which_timeout_holds_when(text, tmp_path):
+TIMED = [("train_fsdp.py",), ("train_tp.py",), ("train_preemptible.py",)]
+
+
+@pytest.mark.parametrize("script", cells(TIMED, TIMED[0]))
+def test_which_timeout_holds_when(script, text, request, tmp_path):
     """The first step has that of the rendezvous, evaluation, save and load a long one, all other steps a short one."""
     code = (
         "import runpy, sys; sys.path.insert(0, 'distributed')\n"
-        "import language_model\n"
+        "from torch.nn import functional\n"
         "from resilience import heartbeat, sharded_checkpoints\n"
         "def shown(name, function):\n"
         "    def call(*args, **options):\n"
-        "        print('evaluate' if 'reduction' in options else name, heartbeat.timeout)\n"
+        "        print('evaluate' if options.get('reduction') == 'sum' else name, heartbeat.timeout)\n"
         "        return function(*args, **options)\n"
         "    return call\n"
-        "language_model.cross_entropy = shown('step', language_model.cross_entropy)\n"
-        "kind = sharded_checkpoints.ShardedCheckpoints\n"
-        "kind.load, kind.write = shown('load', kind.load), shown('write', kind.write)\n"
-        "sys.argv[0] = 'distributed/train_fsdp.py'\n"
+        "functional.cross_entropy = shown('step', functional.cross_entropy)\n"
+        "for kind in (sharded_checkpoints.Checkpoints, sharded_checkpoints.ShardedCheckpoints):\n"
+        "    kind.load, kind.write = shown('load', kind.load), shown('write', kind.write)\n"
+        "sys.argv[0] = 'distributed/' + sys.argv.pop(1)\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    command = [sys.executable, "-c", code, "--data-dir", text, "--checkpoint-dir", tmp_path / "out", "--device", "cpu"]
-    command += ["--batch-size", 6, "--steps", 2, "--eval-every", 2, "--eval-windows", 6, "--precision", "fp32"]
-    command += ["--init-timeout", 20, "--timeout", 7, "--save-timeout", 50]
-    first = run(*command)
-    found = re.findall(r"^(step|evaluate|write|load) ([\d.]+)$", first.stdout, re.M)
-    assert found == [("step", "20.0"), ("step", "7.0"), ("evaluate", "50.0"), ("write", "50.0")], first.stdout
-    again = run(*command, "--resume")
-    assert re.findall(r"^load ([\d.]+)$", again.stdout, re.M) == ["50.0"], again.stdout
+    command = [sys.executable, "-c", code, script, "--checkpoint-dir", tmp_path, "--checkpoint-every", 1]
+    command += ["--device", "cpu", "--precision", "fp32", "--init-timeout", 20, "--timeout", 7, "--save-timeout", 50]
+    if script == "train_preemptible.py":  # 300 images: two steps
+        command += ["--batch-size", 150, "--epochs", 1, "--data-dir", request.getfixturevalue("tiny")]
+    else:
+        command += ["--batch-size", 6, "--steps", 2, "--eval-every", 2, "--eval-windows", 6, "--data-dir", text]
+    done = run(*command)
+    saved, end = ("write", "50.0"), [("evaluate", "50.0"), ("write", "50.0")]
+    assert timeouts(done) == [("step", "20.0"), saved, ("step", "7.0"), *end], done
+    remove(find(tmp_path)[0])
+    done = run(*command, "--resume")
+    assert timeouts(done) == [("load", "50.0"), ("step", "20.0"), *end], done
+
+
+def timeouts(done: subprocess.CompletedProcess) -> list[tuple[str, str]]:
+    return re.findall(r"^(step|evaluate|write|load) ([\d.]+)$", done.stdout, re.M)
 
 
 def test_memory_is_in_the_log_of_a_gpu(monkeypatch):
@@ -401,6 +504,16 @@ def test_what_nccl_prints_of_a_lost_peer_is_one_line():
     assert re.fullmatch(r"by Python\n" + LOST + r"\(.*\)\n", done.stderr), done.stderr
 
 
+@pytest.mark.parametrize("before", [REMOTE, ""], ids=["after-nccl", "alone"])
+def test_an_exception_beside_what_nccl_prints_is_no_second_line(before):
+    code = "import os, sys; sys.path[:0] = ['distributed']; from resilience import place\n"
+    code += "place.set_up_output(1); place.shorten_lost_peers(1); os.write(2, sys.argv[1].encode())\n"
+    code += "error = RuntimeError('NCCL error: remote process exited or there was a network error')\n"
+    code += "sys.excepthook(RuntimeError, error, None)"
+    done = run(sys.executable, "-c", code, before, env=environment(SLURMD_NODENAME="n1", JOB_FAILURE="/dev/null"))
+    assert done.returncode == 1 and re.fullmatch(LOST.strip() + r"(?: \(.*\))?\n", done.stderr), done.stderr
+
+
 @pytest.mark.parametrize("variables", [{"SLURM_PROCID": 0, "SLURM_LOCALID": 0}, {}])
 def test_several_tasks_without_a_rendezvous_are_no_world_of_one(variables, tiny, tmp_path):
     """As in a container without scontrol, or where only some of Slurm's variables have come in."""
@@ -449,8 +562,12 @@ def signs(tmp_path, monkeypatch):
     return make
 
 
-def test_what_heartbeats_cost_the_file_system(signs, monkeypatch):
-    """At 4,096 ranks less than ten operations a second per thousand of them, and no more when a step takes longer."""
+@pytest.mark.parametrize("seconds", [20, 40, 70])
+def test_what_heartbeats_cost_the_file_system(seconds, signs, monkeypatch):
+    """At 4,096 ranks less than ten operations a second per thousand of them, whatever a step takes.
+
+    One that then takes longer is noticed before three quarters of the timeout are over.
+    """
     operations, pwrite = [], os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda *what: operations.append("write") or pwrite(*what))
     monkeypatch.setattr(heartbeat, "read", lambda path: operations.append("read"))
@@ -461,10 +578,16 @@ def test_what_heartbeats_cost_the_file_system(signs, monkeypatch):
     counting = True
     for second in range(10_000):
         signs.clock[0] += 1
-        monkeypatch.setattr(heartbeat, "step", second // 20)
+        monkeypatch.setattr(heartbeat, "step", second // seconds)
         files.beat()
     counting = False
     assert opened == [] and 50 < len(operations) < 10_000 * 0.01, len(operations)
+    operations.clear()
+    monkeypatch.setattr(heartbeat, "step", 1000)
+    for _ in range(90):
+        signs.clock[0] += 1
+        files.beat()
+    assert operations.count("read") == 1, operations
 
 
 def test_not_all_ranks_write_in_the_same_second(signs, monkeypatch):
@@ -610,6 +733,26 @@ def test_peak_flops_are_those_of_the_data_sheet_or_unknown(name, monkeypatch):
     found = peak_flops(torch.device("cuda"))
     assert found == NAMES[name] if NAMES[name] else math.isnan(found)
     assert math.isnan(peak_flops(torch.device("cpu")))
+
+
+def test_how_a_sharded_checkpoint_is_written(tmp_path, monkeypatch):
+    """From 100 MB on asynchronously, over a group of its own, in which a rank may take as long as --save-timeout."""
+    groups, saved, done = [], [], Future()
+    done.set_result(None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "new_group", lambda **options: groups.append(options) or "gloo's")
+    monkeypatch.setattr(sharded_checkpoints, "state_of", lambda **parts: parts)
+    dcp = sharded_checkpoints.dcp
+    monkeypatch.setattr(dcp, "save", lambda state, checkpoint_id: saved.append("at once"))
+    monkeypatch.setattr(dcp, "async_save", lambda state, **options: saved.append(options["process_group"]) or done)
+    alone = place.Place(0, 0, 1, torch.device("cpu"), None, "none")
+    checkpoints = ShardedCheckpoints(Namespace(**SAVING, checkpoint_dir=tmp_path), alone, {}, 9)
+    for step, count in ((1, 24_999_999), (2, 25_000_000), (3, 25_000_000)):
+        assert checkpoints.write(step, {"model": torch.empty(count, device="meta")}, {})
+    checkpoints.end_writing()
+    assert saved == ["at once", "gloo's", "gloo's"]
+    assert groups == [{"backend": "gloo", "timeout": datetime.timedelta(seconds=7200)}]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint_step_2", "checkpoint_step_3"}
 
 
 def test_a_rank_reads_its_own_file_of_a_sharded_checkpoint(tmp_path):

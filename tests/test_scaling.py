@@ -303,6 +303,10 @@ def test_page_is_what_its_figures_say(tmp_path):
     (copy / "scaling.md").write_text(page.read_text())
     draw(copy / "figures", copy / "scaling.md")
     assert (copy / "scaling.md").read_text() == page.read_text()
+    for name in ("scaling.svg", "growth.svg"):
+        assert (copy / "figures" / name).read_text() == (folder / name).read_text(), name
+    grown = json.loads((folder / "growth.json").read_text())["sizes"]
+    assert [size["ranks"] for size in grown] == [8, 64, 512, 4096]
 
 
 # --- real ranks and jobs ----------------------------------------------------------------------------------------------

@@ -71,7 +71,10 @@ def test_launchers_begin_alike():
 
 
 def test_a_launcher_has_one_literal_srun():
-    """In the foreground, with a reason for its flags above it."""
+    """In the foreground, with a reason for its flags above it. No trap forwards a signal: Slurm sends it to ranks."""
+    for path in (*WAYS, "env.sh", "torchrun.sh", "aux/job.sh", "aux/run_task.sh"):
+        text = (REPOSITORY / path).read_text()
+        assert not re.search(r"asked_to_stop|stop_file|kill (-s |-|--signal=)?(SIG)?USR1|\btrap (?!: |'' )", text), path
     for launcher in WAYS:
         text = (REPOSITORY / launcher).read_text()
         code = re.sub(r"^\s*#.*$", "", text, flags=re.M)
@@ -101,7 +104,16 @@ LINES = {  # at most
 @pytest.mark.parametrize("path", [*LINES, *WAYS])
 def test_screens(path):
     limit = LINES.get(path, 45 if path == "run_script.sh" else 40)  # run_script.sh: also for Pyxis and Apptainer
-    assert len((REPOSITORY / path).read_text().splitlines()) <= limit
+    text = (REPOSITORY / path).read_text()
+    assert len(text.splitlines()) <= limit
+    if path == "run_script.sh":  # Enroot's flow is to be read there
+        create = '\n            create_container enroot create --name "$CONTAINER_NAME" "$CONTAINER_IMAGE"\n'
+        assert f"container_exists ||{create}" in text
+        assert 'enroot start --root --rw --mount "$folder:/workspace/mnt"' in text
+    if path == "env.sh":  # the arithmetic, then the lines to edit
+        arithmetic, _, yours = text.partition("\n# --- your cluster ---")
+        assert arithmetic.count("$((") == text.count("$((") and yours.count("# EDIT: ") > 5
+        assert re.findall(r"^(.+?)=.*# EDIT: ", arithmetic, re.M) == ["# MASTER_ADDR"]
 
 
 def test_data_parallelism_adds_few_lines():
@@ -112,21 +124,35 @@ def test_data_parallelism_adds_few_lines():
 
 
 def test_names_are_pytorchs_and_slurms():
-    """Not the home-made ones of before: resume, claim, rendezvous, shutdown, remote say the same."""
-    old = (
-        r"\b(take_up|take_over|pass_over|in_the_way|out_of_reach|speak_as|befalls?|there\.sh|last words|dead rank's)\b"
-    )
+    """Not the home-made ones of before, also as a part: resume, claim, rendezvous, shutdown, remote say the same."""
+    old = r"(take_|pass_|passed_)(up|over)|in_the_way|out_of_reach|speak_as|befall|\bthere\.sh|last[_ ]words"
+    old += r"|dead rank's|asked_to_stop|Boundary|def (meet|leave|lost)\("
     for path in set(TRACKED) - {"tests/test_style.py"}:
-        assert not re.search(old, (REPOSITORY / path).read_text(errors="replace")), path
+        text = re.sub(r"\bdef test_\w+", "", (REPOSITORY / path).read_text(errors="replace"))  # sentences
+        assert not re.search(old, text), path
 
 
 def test_the_list_of_files_is_whole():
     listed = (REPOSITORY / "docs/README.md").read_text()
+    assert " ".join(sorted({path.split("/")[1] for path in TRACKED if path.startswith("aux/")})) == (
+        "bench check_ranks.py container.sh figures import_image.sh install.sh job.sh lint_sbatch.py prepare_data.py "
+        "quiet_torchrun.py run_task.sh site slurm_task.py stage_environment.sh submission submit.py watch_job.py "
+        "write_diffs.py"
+    )
     for path in TRACKED:
         folder, _, rest = path.partition("/")
         if folder in ("aux", "distributed"):
             name = rest.split("/")[0] + "/" * ("/" in rest)
             assert f"`{folder}/{name}`" in listed or f"`{name}`" in listed, path
+
+
+def test_docker_ignores_what_git_ignores():
+    """In the words of each: what has no slash in front is ignored in every folder by git, and with **/ by Docker."""
+    git, docker = (
+        re.findall(r"^[^#\n]+", (REPOSITORY / name).read_text(), re.M) for name in (".gitignore", ".dockerignore")
+    )
+    names = [name.rstrip("/") for name in git]
+    assert {".git", *(name[1:] if name[0] == "/" else f"**/{name}" for name in names)} == set(docker)
 
 
 def test_what_lets_srun_read_the_last_lines_stands_once():

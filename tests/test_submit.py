@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
-from conftest import LAUNCHERS, REPOSITORY, environment, read_metrics, run
+from conftest import LAUNCHERS, REPOSITORY, cells, environment, read_metrics, run
 from test_launchers import NASTY
 from test_readme import CHAPTERS, HOME, assert_shown, steps
 
@@ -252,6 +252,7 @@ def test_the_laptop_has_no_slurm(laptop):
     assert laptop.run("ssh", "login", "sbatch", "--version").returncode == 0
 
 
+@pytest.mark.matrix
 def test_training_over_connections_that_break(laptop, by_hand, task_by_hand, over_time):
     """The three launchers and the task, submitted in the same second; all connections are cut, no job is affected."""
     commands = {way: [*SUBMIT, "--env", "plain", "--gpus-per-node=2", LAUNCHERS[way], *TRAIN] for way in LAUNCHERS}
@@ -333,9 +334,11 @@ def test_task_here(laptop, task_by_hand):
     assert len(printed_losses(alone.stdout)) == len(printed_losses(task_by_hand)) == 2 * (4 + 1) + 1
     assert printed_losses(alone.stdout)[0] == pytest.approx(printed_losses(task_by_hand)[0], rel=0.05)
     assert not list((laptop.clone / "checkpoints").rglob("checkpoint_epoch_*"))
-    options = ["--epochs", 1, "--learning-rate", 0.001, "--seed", 7, "--precision", "bf16"]
+    options = [*TRAIN[1:], "--learning-rate", 0.001, "--seed", 7, "--precision", "bf16"]
     other = laptop.run("python", TASK, *options)
     assert other.returncode == 0 and printed_losses(other.stdout)[-1] > printed_losses(alone.stdout)[-1], other.stderr
+    first = [printed_losses(done.stdout)[0] for done in (alone, other)]
+    assert first[0] != pytest.approx(first[1], rel=1e-3), "of other weights"
 
 
 @pytest.mark.parametrize(
@@ -378,6 +381,7 @@ def read_log(laptop: Laptop, job: int) -> str:
     return "".join(path.read_text() for path in laptop.base.glob(f"*/*_{job}.out"))
 
 
+@pytest.mark.matrix
 def test_a_requeued_task_resumes(laptop):
     """Its result is that of a job that was not requeued."""
     epochs = ["--epochs", 8, "--log-every", 1]
@@ -473,28 +477,32 @@ def test_slurmctld_is_asked_rarely_and_the_log_every_second(tmp_path):
     assert len(re.findall(r"^running \d+ [1-9]", shown, re.M)) > 10 and "line 15\n" in shown
 
 
-def test_context_of_a_task(laptop):
+WITHOUT_GPUS = ["--nodes=1", "--ntasks-per-node=3", "--gpus-per-node=0"]
+SIXTEEN = ["--nodes=4", "--ntasks-per-node=4", "--gpus-per-node=4"]
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "size"), cells([([], 2, 4), (WITHOUT_GPUS, 1, 3), (SIXTEEN, 4, 16)], ([], 2, 4))
+)
+def test_context_of_a_task(laptop, options, nodes, size):
     """Under both launchers a task can get, with its resources and with others; and None without a job."""
     script = ["python", "tests/scripts/context.py"]
     assert laptop.run(*script, "--submitted").stdout == "returned None\n"
-    without_gpus = ["--nodes=1", "--ntasks-per-node=3", "--gpus-per-node=0"]
-    sixteen = ["--nodes=4", "--ntasks-per-node=4", "--gpus-per-node=4"]
-    for options, nodes, size in (([], 2, 4), (without_gpus, 1, 3), (sixteen, 4, 16)):
-        done = laptop.run(*script, "--submit", "--env", "plain", "--follow", "--fetch", *options, *NASTY)
-        assert done.returncode == 0, done.stdout + done.stderr
-        job = job_of(done.stdout)
-        places = sorted(map(json.loads, re.findall(r"^CONTEXT (.*)$", done.stdout, re.M)), key=lambda x: x["rank"])
-        assert [place["rank"] for place in places] == list(range(size))
-        assert [place["local_rank"] for place in places] == [*range(size // nodes)] * nodes
-        assert [place["node_rank"] for place in places] == sorted([*range(nodes)] * (size // nodes))
-        assert {place["job_id"] for place in places} == {job} and places[0]["restart_count"] == 0
-        for place in places:
-            five = place["five"]
-            assert five["RANK"] == str(place["rank"]) and five["WORLD_SIZE"] == str(size)
-            assert five["LOCAL_RANK"] == str(place["local_rank"]) and five["MASTER_ADDR"].startswith("node-")
-            assert five["MASTER_PORT"] == str(61000 + job % 4536)
-        result = json.loads((laptop.clone / f"slurm-jobs/plain-{job}/checkpoints/{job}/result.json").read_text())
-        assert result == {"rank": 0, "world_size": size, "arguments": NASTY}
+    done = laptop.run(*script, "--submit", "--env", "plain", "--follow", "--fetch", *options, *NASTY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = job_of(done.stdout)
+    places = sorted(map(json.loads, re.findall(r"^CONTEXT (.*)$", done.stdout, re.M)), key=lambda x: x["rank"])
+    assert [place["rank"] for place in places] == list(range(size))
+    assert [place["local_rank"] for place in places] == [*range(size // nodes)] * nodes
+    assert [place["node_rank"] for place in places] == sorted([*range(nodes)] * (size // nodes))
+    assert {place["job_id"] for place in places} == {job} and places[0]["restart_count"] == 0
+    for place in places:
+        five = place["five"]
+        assert five["RANK"] == str(place["rank"]) and five["WORLD_SIZE"] == str(size)
+        assert five["LOCAL_RANK"] == str(place["local_rank"]) and five["MASTER_ADDR"].startswith("node-")
+        assert five["MASTER_PORT"] == str(61000 + job % 4536)
+    result = json.loads((laptop.clone / f"slurm-jobs/plain-{job}/checkpoints/{job}/result.json").read_text())
+    assert result == {"rank": 0, "world_size": size, "arguments": NASTY}
 
 
 def test_a_task_of_ones_own(laptop):
@@ -718,10 +726,26 @@ def test_mistakes_of_a_task(tmp_path):
     script.write_text("from slurm_task import task\n\n\n@task(ntaks=2)\ndef f(job=None): ...\n\n\nf()\n")
     named = run(sys.executable, script, "--submit", "--env=local", env=environment(PYTHONPATH=REPOSITORY / "aux"))
     assert named.returncode == 1 and "has no option 'ntaks', but ntasks" in named.stderr
-    script.write_text(script.read_text().replace("ntaks=2", "nodes=2, ntasks=4, gpus_per_node=1"))
-    uneven = run(sys.executable, script, "--submit", "--env=local", env=environment(PYTHONPATH=REPOSITORY / "aux"))
-    assert uneven.returncode == 1 and len(uneven.stderr.splitlines()) == 1
-    assert "2 tasks and 1 GPUs on each of 2 nodes" in uneven.stderr and "write gpus_per_node=2" in uneven.stderr
+    settings = '[default.cluster]\nbackend = "local"\njob_base_dir = "x"\n[plain.submit]\ntime = 1\n'
+    settings += '[boxed.packaging]\ntype = "container"\nimage = "x"\n'
+    (tmp_path / "Slurmfile.toml").write_text(settings)
+    variables = environment(PYTHONPATH=REPOSITORY / "aux", SLURMFILE=tmp_path / "Slurmfile.toml")
+
+    def submit(numbers: str, *options: str):
+        script.write_text(f"from slurm_task import task\n\n\n@task({numbers})\ndef f(job=None): ...\n\n\nf()\n")
+        return run(sys.executable, script, "--submit", *options, env=variables)
+
+    for numbers, sentence in {
+        "nodes=2, ntasks=4, gpus_per_node=1": "2 tasks and 1 GPUs on each of 2 nodes.*: write gpus_per_node=2",
+        "nodes=2, ntasks=3": "3 tasks on 2 nodes, but run_script.sh starts as many on each: write ntasks=4",
+        "nodes='1-2'": "nodes is '1-2': write a whole number",
+    }.items():
+        refused = submit(numbers, "--env=boxed")
+        assert refused.returncode == 1 and len(refused.stderr.splitlines()) == 1, refused.stderr
+        assert re.search(sentence, refused.stderr), refused.stderr
+    for numbers in ("nodes=2, ntasks=4, gpus_per_node=2", "nodes='2', ntasks_per_node='2'"):
+        shown = submit(numbers, "--env=plain", "--dry-run")
+        assert "--ntasks-per-node=2" in shown.stdout and " launch_slurm_to_torch.sh " in shown.stdout, shown.stderr
 
 
 def test_result_that_is_no_json():
@@ -800,3 +824,5 @@ def test_uv(laptop):
     script = [SCRIPT, "--max-steps", 1, "--checkpoint-dir", "checkpoints/uv"]
     trained = run("uv", "run", "--no-sync", *script, **options)
     assert trained.returncode == 0 and "step=1/1" in trained.stdout, trained.stderr
+    task = run("uv", "run", "--no-sync", TASK, "--epochs", 1, **options)
+    assert task.returncode == 0 and "Finished: " in task.stdout, task.stderr

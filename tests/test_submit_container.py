@@ -119,6 +119,21 @@ def test_a_job_that_would_not_be_in_the_image_is_refused(packed):
     assert not log.exists()
 
 
+def test_what_is_pushed_is_imported_by_the_cluster(packed, tmp_path, monkeypatch):
+    submit, clone, _ = packed
+    (tmp_path / "registry").mkdir()
+    (tmp_path / "registry/registry.example.org+me+torch:1").write_text("an image")
+    for program, line in {"docker": "exit 0", "sbatch": "echo 7", "scontrol": "exit 0"}.items():
+        (tmp_path / "bin" / program).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / "bin" / program).chmod(0o755)
+    (tmp_path / "bin/enroot").symlink_to(REPOSITORY / "tests/stand-ins/bin/enroot")
+    monkeypatch.setenv("ENROOT_STAND_IN", str(tmp_path))
+    done = submit(*SUBMIT, "run_script.sh", more='[default.cluster]\nenvironment = ["ENROOT_STAND_IN"]\n')
+    assert done.returncode == 0, done.stderr
+    (file,) = (clone / "jobs").glob("*/pytorch.sqsh")
+    assert file.read_text() == "an image"
+
+
 def test_another_processor_without_emulation(packed):
     submit, _, log = packed
     failed = submit("-c", ON_ARM, *SUBMIT[1:], "run_script.sh")
@@ -197,6 +212,11 @@ def test_built_copied_and_run(laptop, boxed):  # noqa: F811
     assert facts["jinja2"].startswith("/usr/local/lib/python3") and facts["built"]
     assert facts["data"] == ["mine"], "the folder of the Slurmfile's link"
     assert facts["marker"] == "from_the_base" and facts["folder"] == "/workspace/mnt" and facts["rank"] == "0"
+    done = laptop.run("python", "tests/scripts/context.py", "--submit", *options, timeout=300, **boxed)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    log = (laptop.clone / f"slurm-jobs/boxed-{job_of(done.stdout)}/log/{job_of(done.stdout)}/node-1.out").read_text()
+    places = [json.loads(line) for line in re.findall(r"^CONTEXT (.*)$", log, re.M)]
+    assert places and all(place["world_size"] == len(places) for place in places), log
 
 
 @pytest.mark.matrix  # two minutes together, most of them for images

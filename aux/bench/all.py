@@ -7,7 +7,7 @@
     python aux/bench/all.py --table FILE        # the table of such raw data, without measuring
 
 Each runs in a process of its own and prints its rows as it goes; rows.py says what the columns are. The raw data, every
-round of every row, go to log/benchmarks.json: date, machine, versions and load with them.
+round of every row, go to log/benchmarks.json: date, commit, machine, versions and load with them.
 """
 
 import json
@@ -70,6 +70,7 @@ def machine() -> dict:
     installed = {found.metadata["Name"]: found.version for found in metadata.distributions()}
     return {
         "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
         "cpu": model[1] if model else platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
         "extensions": [name for name in extensions if re.search(rf"\b{name}\b", info)],
@@ -77,6 +78,16 @@ def machine() -> dict:
         "versions": {name: installed[name] for name in packages if name in installed},
         "load_before": round(os.getloadavg()[0], 1),
     }
+
+
+def commit() -> str:
+    """That of this repository, and whether its files have changed since; "unknown" without git or its history."""
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty= + changes"]
+    try:
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 def measure(args: Namespace) -> dict:
@@ -122,7 +133,7 @@ def table(run: dict) -> str:
     count += f" Failed: {', '.join(run['failed'])}." if run["failed"] else ""
     heads = [rows.line(rows.HEADS), rows.line(["---"] * len(rows.HEADS))]
     return "\n".join(
-        [f"{run['date']}, `{run['command']}`: {what}; {versions}; {loads}.", "", *heads]
+        [f"{run['date']}, commit {run['commit']}, `{run['command']}`: {what}; {versions}; {loads}.", "", *heads]
         + [rows.line(row.cells()) for row in found]
         + ["", count]
     )

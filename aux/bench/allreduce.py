@@ -1,7 +1,7 @@
 """Latency and bandwidth of an all-reduce by size, over the job's own ranks: NCCL on GPUs, gloo on CPUs.
 
     ./torchrun.sh aux/bench/allreduce.py
-    sbatch --nodes=2 --gpus-per-node=8 launch_slurm_with_torchrun.sh aux/bench/allreduce.py --largest 8G
+    sbatch --nodes=2 --gpus-per-node=8 --cpus-per-task=96 launch_slurm_with_torchrun.sh aux/bench/allreduce.py
 
 The columns are those of nccl-tests: time of one call in place, averaged over the ranks; algbw is bytes over time, busbw
 that times 2(n-1)/n. First the ranks of each node among themselves, all nodes at once; then, where there are several,

@@ -16,7 +16,6 @@ import gc
 import itertools
 import json
 import math
-import shutil
 import statistics
 import sys
 import tempfile
@@ -49,10 +48,8 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -61,6 +58,8 @@ import characters
 import language_model
 import train_fsdp
 from char_transformer import CharTransformer, peak_flops
+from resilience.place import Place
+from resilience.sharded_checkpoints import ShardedCheckpoints
 
 # Millions of parameters: layers, heads, width, context, batch, vocabulary. nanoGPT's settings for characters; GPT-2's
 SIZES = {10: (6, 6, 384, 256, 64, 65), 124: (12, 12, 768, 1024, 12, 50304), 350: (24, 16, 1024, 1024, 8, 50304)}
@@ -232,22 +231,28 @@ def sharded(args: Namespace, param_dtype: torch.dtype | None) -> Turn:
     return plain(args, model, autocast=param_dtype is None)
 
 
-def saving(args: Namespace, save: Callable) -> Turn:
-    """Saves of model and optimizer with torch.distributed.checkpoint: the seconds in which no step can be done."""
-    model, folder = make_model(args), args.checkpoint_dir / save.__name__
-    optimizer = language_model.make_optimizer(args, model)
+def saving(args: Namespace, asynchronous: bool) -> Turn:
+    """Checkpoints as train_fsdp.py writes them, of model and optimizer: the seconds in which no step can be done."""
+    model, place = make_model(args), Place(0, 0, 1, torch.device(args.device), None, "none")
+    parts, steps = {"model": model, "optimizer": language_model.make_optimizer(args, model)}, itertools.count(1)
+    folder = {"checkpoint_dir": args.checkpoint_dir / f"{asynchronous}", "keep_checkpoints": 1}
+    checkpoints = ShardedCheckpoints(Namespace(**vars(args) | folder), place, {}, args.steps)
+    checkpoints.asynchronous_from = 0 if asynchronous else math.inf
 
     def turn(count: int) -> float:
         seconds = 0.0
-        for _ in range(count):
+        for step in itertools.islice(steps, count):
             synchronize(args)
             start = time.perf_counter()
-            state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-            written = save(state, checkpoint_id=folder)
+            checkpoints.failed = not checkpoints.write(step, parts, {})
             seconds += time.perf_counter() - start
-            if save is dcp.async_save:
-                written.result()
-            shutil.rmtree(folder)
+            if asynchronous:
+                checkpoints.writing[-1].result()  # here the steps go on
+            start = time.perf_counter()
+            checkpoints.end_writing()
+            seconds += time.perf_counter() - start
+            if checkpoints.failed:
+                sys.exit("gpu.py: a checkpoint could not be written")
         return seconds
 
     return turn
@@ -284,7 +289,7 @@ ROWS |= {
         lambda args: joining(args, torch.device("cuda", 0) if args.device == "cuda" else None),  # gloo takes none
     ),
     "feeding / step": (10, feeding, ours),
-    "save / async save": (124, lambda args: saving(args, dcp.save), lambda args: saving(args, dcp.async_save)),
+    "save / async save": (124, lambda args: saving(args, False), lambda args: saving(args, True)),
 }
 
 # --- main -------------------------------------------------------------------------------------------------------------
@@ -315,7 +320,8 @@ def report(name: str, args: Namespace, rounds: list[tuple[float, ...]]) -> str |
         swapped = name in HIGHEST
         sides = [[(seconds[i], 0.0) for seconds in rounds] for i in ((0, 1) if swapped else (1, 0))]
         shown = " / ".join(reversed(name.split(" / "))) if swapped else name
-        rows.record(rows.Row(f"GPU: {shown}", "", 1 / highest, *sides, quality=besides))
+        quality = ", ".join(filter(None, [torch.cuda.get_device_name(), besides]))
+        rows.record(rows.Row(f"GPU: {shown}", shown.split(" / ")[0], 1 / highest, *sides, quality=quality))
     print(f"| {name} | {1000 * a:.2f} | {1000 * b:.2f} | {ratio:.3f} | {spread} | {besides} |", flush=True)
     return f"{name} is {ratio:.3f}, and at most {highest} is promised" if ratio > highest else None
 

@@ -1,11 +1,11 @@
 """What grows with the number of ranks in this repository's own code, on the cluster of network namespaces (root).
 
     python aux/bench/growth.py --ranks 8 64                  # some six minutes
-    python aux/bench/growth.py                               # up to 4,096 ranks on 512 nodes: 8 GB, some 25 minutes
+    python aux/bench/growth.py                               # up to 4,096 ranks on 512 nodes, some 25 minutes
 
-Start-up: from srun in launch_slurm_to_torch.sh until the last rank's Python runs, with 8 ranks a node, each a task. On
-few CPUs most are there at once: 12 MB each is reckoned with, and what would not fit into this machine's memory is left
-out.
+Memory: 8 GB, and 48 GB for the start-up of 4,096 ranks. On few CPUs most of them are there at once, so 12 MB each is
+reckoned with. A start-up that does not fit into this machine's memory is left out.
+Start-up: from srun in launch_slurm_to_torch.sh until the last rank's Python runs, with 8 ranks a node, each a task.
 Rendezvous and Step 0, heartbeats: the package's own code, over the cluster's network, from the moment at which all
 ranks begin. Thousands of processes with torch need more memory than this machine has, so here ranks are threads of at
 most 32 processes, on a node each. Checkpoints: the package's own code over a file of each rank, in one process; what

@@ -216,7 +216,7 @@ def compare(options: Namespace, size: str, count: int, tiles: bool) -> list[Row]
     for precision in list(taken)[1:]:
         least = without if precision == "fp32" else with_tiles if tiles else with_avx512
         name = f"language model, {size}, {count} thread{'s' if count > 1 else ''}, {precision}"
-        row = Row(name, "nanoGPT-style loop", least, taken[precision], taken["theirs"], busy=busy)
+        row = Row(name, "nanoGPT-style loop", least, taken[precision], taken["theirs"], by_cpu=count == 1, busy=busy)
         row.good = losses[precision] < losses["theirs"] + 0.05
         row.quality = f"loss {losses[precision]:.3f}, theirs {losses['theirs']:.3f}"
         row.notes = {"tokens_a_step": chosen.batch_size * chosen.context}

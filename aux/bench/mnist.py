@@ -393,7 +393,7 @@ def measure(args: Namespace, data_dir: Path) -> Iterator[Row]:
         row = training(data_dir, "bf16", args.rounds, args.steps)
         row.good &= row.notes["accuracy"] > fp32.notes["accuracy"] - 0.02
         if not getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False):
-            row.missing = "not judged: this CPU has no bfloat16 tiles"
+            row.quality += ", no bfloat16 tiles"  # of AMX: with them the ratio is higher
         yield row
     if args.only in (None, "ranks"):
         yield two_ranks(data_dir, args.launches, args.steps)

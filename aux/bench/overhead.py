@@ -237,7 +237,8 @@ def main(args: Namespace):
     rows.print_heads()
     missed = []
     for name in loops:
-        row = Row("loop around a step", name, LEASTS[name], missing="not installed" if name in missing else "")
+        row = Row("loop around a step", name, LEASTS[name], by_cpu=True)
+        row.missing = "not installed" if name in missing else ""
         if name in sides:
             row.ours, row.theirs, row.busy = taken["ours"][1:], taken[name][1:], busy[1:]
             row.good = losses["ours"] < 1.02 * losses[name]

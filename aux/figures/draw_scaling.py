@@ -91,7 +91,7 @@ def draw_scaling(found: dict, reduces: list[dict], path: Path):
             if run["mode"] == mode:
                 best[count] = max(best.get(count, 0), run["speed_up"])
         axes.plot(*zip(*sorted(best.items()), strict=True), **style.line(number, len(best)), label=f"{mode} scaling")
-    log_axes(axes, ranks, f"speed-up in {found['unit']} per second")
+    log_axes(axes, ranks, f"{found['unit']} per second relative to one rank;\nthe best of layouts as 1 x 2 and 2 x 1")
     axes.set_yscale("log", base=2)
     axes.set_yticks(marks := [2**i for i in range(ranks[-1].bit_length())], [f"{mark}" for mark in marks])
     axes.yaxis.set_minor_locator(NullLocator())
@@ -121,7 +121,7 @@ def draw_reduces(axes: Axes, groups: list[dict]):
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_yscale("log")
     axes.set_xlabel("bytes")
-    axes.set_title("all-reduce: bus bandwidth, GB/s")
+    axes.set_title("all-reduce: bus bandwidth, GB/s;\npoints measured, lines fitted")
     axes.legend()
 
 
@@ -140,6 +140,8 @@ def draw_growth(sizes: list[dict], path: Path):
         "start": "start-up",
         "rendezvous": "rendezvous",
         "step_zero": "Step 0",
+        "read": "reading all heartbeats",
+        "check": "checking a checkpoint",
         "publish": "publishing a checkpoint",
     }
     for number, (name, label) in enumerate(names.items()):

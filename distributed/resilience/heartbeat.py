@@ -7,7 +7,8 @@ timeout the job's log gets a sentence with the rank, the host and what it is doi
 - Files log/JOB/ranks-START/RANK, a line of JSON each, which aux/watch_job.py shows. A rank writes its own every two
   seconds, and in a job of more than 60 ranks every world_size / 30 seconds: thirty writes a second in all, however many
   ranks there are. At 4,096 ranks that is 7 operations a second per thousand ranks. When a step has taken a quarter, and
-  when it has taken half of the timeout, it writes at once. Only then, once, it reads: its neighbour's file, rank 0 all.
+  when it has taken half of the timeout, it writes at once; later, up to three quarters, where steps usually take that
+  long. Only after the half, once, it reads: its neighbour's file, rank 0 all.
 - Datagrams between the ranks of a node, one a second, which no file system sees. NCCL does not always notice that a
   peer is gone. A rank that has been asked to stop cannot save without it, and would wait until its collective times
   out: when another one on its node has been silent for ten seconds, it ends at once.
@@ -65,7 +66,8 @@ class Files:
 
     def __init__(self, rank: int, world_size: int, local_ranks: Iterable[int]):
         self.rank, self.world_size, self.folder = rank, world_size, Path("log", JOB, f"ranks-{RESTART_COUNT}")
-        self.phase, self.since, self.slot, self.quarters = None, 0.0, 0.0, 0
+        self.phase, self.since, self.slot, self.late = None, 0.0, 0.0, 0
+        self.longest = defaultdict(float)  # seconds of a step so far, by the timeout that held
         self.folder.mkdir(parents=True, exist_ok=True)
         # O_DSYNC: an NFS client would keep what is written to itself for half a minute.
         self.file = os.open(self.folder / str(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DSYNC, 0o666)
@@ -74,15 +76,19 @@ class Files:
         now, interval = time.monotonic(), max(min(2, timeout / 10), self.world_size / 30)
         news = self.phase is None or (self.phase[0] is None) != (step is None)
         if (step, timeout) != self.phase:  # what a save has taken, with a timeout of its own, is no part of a step
+            if self.phase and self.phase[1] == timeout:
+                self.longest[timeout] = max(self.longest[timeout], now - self.since)
             self.phase, self.since = (step, timeout), now
-        still = now - self.since
-        quarters, before = min(int(4 * still / timeout), 2), self.quarters
+        still, usual = now - self.since, min(self.longest[timeout], timeout / 2)
+        quarter = max(timeout / 4, 1.2 * usual)  # else every step that takes long would be written, and read
+        half = max(timeout / 2, quarter + timeout / 8)
+        late, before = (still >= quarter) + (still >= half), self.late
         slot = (now / interval + self.rank / self.world_size) // 1  # not all ranks in the same second
-        if news or quarters != before or slot != self.slot:
-            self.write(still, interval, quarters > 0)
-            self.slot, self.quarters = slot, quarters
-        if quarters == 2 > before:
-            self.report_stuck()
+        if news or late != before or slot != self.slot:
+            self.write(still, interval, late > 0)
+            self.slot, self.late = slot, late
+        if late == 2 > before:
+            self.report_stuck(half)
 
     def write(self, still: float, interval: float, stands: bool):
         stack, frame, waits = main_stack()
@@ -91,7 +97,7 @@ class Files:
         with contextlib.suppress(OSError):  # a full disk; the line is as long as the one that it overwrites
             os.pwrite(self.file, json.dumps(sign).encode().ljust(LINE), 0)
 
-    def report_stuck(self):
+    def report_stuck(self, seconds: float):
         """A neighbour that is alive stands still, too, and has written that when a quarter of the timeout was over."""
         other = read(self.folder / str((self.rank - 1) % self.world_size))
         if other and (age := time.time() - other["time"]) > timeout / 3:
@@ -99,7 +105,7 @@ class Files:
             report(self.rank, f"{who} has given no sign of life for {age:.0f} s; its last step is {last}")
         if self.rank == 0:
             signs = [read(self.folder / str(other)) for other in range(self.world_size)]
-            report(self.rank, describe_stuck(signs, timeout / 2))
+            report(self.rank, describe_stuck(signs, seconds))
 
 
 def read(path: Path) -> dict | None:

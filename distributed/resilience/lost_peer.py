@@ -18,6 +18,8 @@ def copy_until_a_peer_is_lost(rank: str, host: str):
             print(f"[Rank {rank} on {host}] lost a peer; {matters} ({found[0].strip()})", file=sys.stderr, flush=True)
             break
         print(line, end="", file=sys.stderr, flush=True)
+        if "] lost a peer; " in line:  # place.py's own, of an exception
+            break
     for _ in sys.stdin:  # nobody who writes has to wait
         pass
 

@@ -36,7 +36,7 @@ from .job import HOST, JOB, RESTART_COUNT, failure_named
 # Parts of gloo's and NCCL's errors on the ranks whose peer has ended, or has not come to a collective in time
 PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 PEER_IS_GONE += ("Timed out waiting", "remote process exited or there was a network error")
-CANNOT_CONNECT = (*PEER_IS_GONE, "connectFullMesh", "interface", "timeout")
+CANNOT_CONNECT = (*PEER_IS_GONE, "connectFullMesh", "interface", "timeout", "Unable to find", "Unable to bind")
 AGENT_PREFIX = f"/worker/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"  # in the store of torchrun's agent
 
 
@@ -182,7 +182,8 @@ def set_up_output(rank: int):
             os._exit(130)  # ctrl-C: no news to whoever typed it
         stderr = sys.__stderr__  # init_process_group wraps this hook, and keeps what it writes to sys.stderr for later
         if isinstance(error, RuntimeError | dist.DistError) and any(part in str(error) for part in PEER_IS_GONE):
-            print(f"[Rank {rank} on {HOST}] lost a peer; the error that matters is another rank's", file=stderr)
+            lost = f"[Rank {rank} on {HOST}] lost a peer; the error that matters is another rank's\n"
+            os.write(2, lost.encode())  # by way of lost_peer.py, if that runs, which may have told already
             wait_for_culprit()
         else:
             print(f"[Rank {rank} on {HOST}] failed:", file=stderr)
@@ -248,10 +249,8 @@ def rendezvous(launcher: str, rank: int, local_rank: int, world_size: int, timeo
     address, port = find_address(launcher, rank, local_rank)
     without_rank_0 = ranks_of_nodes(launcher, world_size)[-1][0] or 1  # the rank that says so
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent has opened the port
-    # Not wait_for_workers: rank 0 names the missing ranks. It is the first whose patience ends.
-    patience = timeout if rank == 0 else timeout + datetime.timedelta(seconds=30)
-    try:
-        store = dist.TCPStore(address, port, world_size, rank == 0 and not agent, patience, False, multi_tenant=True)
+    try:  # not wait_for_workers: rank 0 names the missing ranks
+        store = dist.TCPStore(address, port, world_size, rank == 0 and not agent, timeout, False, multi_tenant=True)
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             stop(f"port {port} on {address} is taken by another program: submit with MASTER_PORT=ANOTHER", rank)
@@ -266,10 +265,12 @@ def rendezvous(launcher: str, rank: int, local_rank: int, world_size: int, timeo
     try:
         owner = store.get("job").decode()
     except dist.DistError:
-        stop(f"rank 0 has not come to {address}:{port} within {patience}", rank, prints=rank == without_rank_0)
+        stop(f"rank 0 has not come to {address}:{port} within {timeout}", rank, prints=rank == without_rank_0)
     if owner != mine:  # else the ranks of two jobs would train together, as far as they fit
         taken = f"{address}:{port} is the rendezvous of {owner}, not of {mine}: submit with MASTER_PORT=ANOTHER"
         stop(taken, rank, prints=rank == 0)
+    if rank != 0:  # rank 0 is there, and the first whose patience with others ends
+        store.set_timeout(timeout + datetime.timedelta(seconds=30))
     return store
 
 
@@ -397,7 +398,7 @@ def step_zero(place: Place, timeout: datetime.timedelta, columns: dict, fault: s
     """Rank 0 prints `columns`, a line per rank. Any rank's fault, or one that only a comparison shows, stops all."""
     store, rank, world_size = place.store, place.rank, place.world_size
     mine = {"host": HOST, "fault": fault, "gpu": gpu_uuid(place.device), "torch": torch.__version__}
-    mine["interface"] = interface(backend_of(place.device)) if world_size > 1 else ""
+    mine["interface"] = {name: interface(name) for name in {"gloo", backend_of(place.device)} if world_size > 1}
     mine["columns"] = {name: str(value) for name, value in columns.items()}
     store.set(f"step 0/{rank}", json.dumps(mine))
     if rank != 0:
@@ -479,27 +480,32 @@ def connect(place: Place, timeout: datetime.timedelta):
     would hang for ever. The sentence comes from the first rank that has waited long enough.
     """
     backend, lost = backend_of(place.device), f"their first all-reduce has not come through within {timeout}"
-    timer = threading.Timer(timeout.total_seconds(), report_not_connected, (place, lost))
+    timer = threading.Timer(timeout.total_seconds(), report_not_connected, (place, lost, backend))
     timer.daemon = True
     timer.start()
-    listens = signal.signal(
-        signal.SIGTERM, signal.SIG_DFL
-    )  # when another rank has printed it: there is nothing to save
-    try:
+    with connecting(place, backend):
         dist.init_process_group(
             backend, store=place.store, rank=place.rank, world_size=place.world_size, timeout=timeout
         )
         place.all_reduced([1])  # reads the result: on a GPU it is there only then
-    except RuntimeError as error:
-        if any(part in str(error) for part in CANNOT_CONNECT):
-            cause = re.sub(r"\[/.*?] ", "", "; ".join(str(error).splitlines()))  # without gloo's source file
-            report_not_connected(place, f"they cannot connect: {cause[:300]}")
-        raise
-    signal.signal(signal.SIGTERM, listens)
     timer.cancel()
 
 
-def report_not_connected(place: Place, lost: str):
+@contextlib.contextmanager
+def connecting(place: Place, backend: str) -> Iterator[None]:
+    """Around the start of a process group: ends the run with a sentence when the ranks cannot connect."""
+    listens = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # when another rank has printed it: nothing is to save yet
+    try:
+        yield
+    except RuntimeError as error:
+        if any(part in str(error) for part in CANNOT_CONNECT):
+            cause = re.sub(r"\[/.*?] ", "", "; ".join(str(error).splitlines()))  # without gloo's source file
+            report_not_connected(place, f"they cannot connect: {cause[:300]}", backend)
+        raise
+    signal.signal(signal.SIGTERM, listens)
+
+
+def report_not_connected(place: Place, lost: str, backend: str):
     """Ends the run. The first rank that comes here names the interfaces, as every rank has written them in Step 0."""
     hosts, first = defaultdict(list), False
     with contextlib.suppress(dist.DistError, OSError):  # rank 0, the store's host, has ended
@@ -511,12 +517,12 @@ def report_not_connected(place: Place, lost: str):
         first = store.add("not connected", 1) == 1
         for rank in range(place.world_size) if first else ():
             known = json.loads(store.get(f"step 0/{rank}"))
-            if known["host"] not in hosts[known["interface"]]:
-                hosts[known["interface"]].append(known["host"])
+            if known["host"] not in hosts[known["interface"][backend]]:
+                hosts[known["interface"][backend]].append(known["host"])
         if first:
             more = {name: f" and {len(some) - 3} more" * (len(some) > 3) for name, some in hosts.items()}
             used = ", ".join(f"{name} on {', '.join(some[:3])}{more[name]}" for name, some in hosts.items())
-            variable = f"{backend_of(place.device).upper()}_SOCKET_IFNAME"
+            variable = f"{backend.upper()}_SOCKET_IFNAME"
             hint = f"{variable} in env.sh chooses one by which all nodes reach each other; or a firewall is in between"
             sentence = f"all ranks are there, but {lost}. The interface is {used}: {hint}"
             print(f"[Rank {place.rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)

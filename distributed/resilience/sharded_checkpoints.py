@@ -46,7 +46,7 @@ from .checkpoints import (
     warn_not_saved,
 )
 from .job import JOB, RESTART_COUNT
-from .place import Place
+from .place import Place, connecting
 
 warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")  # one process alone: dcp warns of that
 
@@ -62,9 +62,11 @@ class ShardedCheckpoints(Checkpoints):
         self.thread, self.options = ThreadPoolExecutor(1), {}  # of async_save
         if hasattr(staging, "StagingOptions"):  # torch's own default, which would take new memory for every checkpoint
             self.options["async_stager"] = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
+        self.timeout = datetime.timedelta(seconds=args.save_timeout)
         if dist.is_initialized() and place.device.type == "cuda":  # at the start: a fault of gloo's network shows now
-            group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=args.init_timeout))
-            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=args.save_timeout), group)
+            with connecting(place, "gloo"):  # whose interface need not be NCCL's
+                group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=args.init_timeout))
+            dist.distributed_c10d._set_pg_timeout(self.timeout, group)
             self.options["process_group"] = group
         self.writing: tuple[int, dict, Future] | None = None  # step, metadata, and what measure_files will return
 
@@ -110,8 +112,8 @@ class ShardedCheckpoints(Checkpoints):
         state, metadata = state_of(**parts), {"step": step, "run": self.run, **values}
         large = size_of(state) >= self.asynchronous_from
         if large and dist.is_initialized() and "process_group" not in self.options:
-            # Beside that of the steps, whose collectives it would come between. Ranks may take long to write (30 min).
-            self.options["process_group"] = dist.new_group(backend="gloo")
+            # Beside that of the steps, whose collectives it would come between. Ranks may take long to write.
+            self.options["process_group"] = dist.new_group(backend="gloo", timeout=self.timeout)
         writer = dcp.FileSystemWriter(temporary, per_thread_copy_ahead=0)  # else its thread opens a context on GPU 0
         saved = dcp.async_save(state, storage_writer=writer, **self.options) if large else None
 

@@ -3,8 +3,8 @@
     torchrun ... language_model.py DATA_DIR OUT_DIR
 
 Rank 0 writes OUT_DIR/results.json: for each split its losses, gradient norms, largest difference between the final
-weights and OUT_DIR/dense.pt, what each rank holds in bytes, the types between blocks, the collectives of a step with
-their bytes, and the kernels of its optimizer.
+weights and OUT_DIR/dense.pt, what each rank holds in bytes, the types between blocks and whether autocast is on there,
+the collectives of a step with their bytes, and the kernels of its optimizer.
 """
 
 import json
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,6 +32,7 @@ import train_fsdp
 import train_tp
 from char_transformer import CharTransformer
 from language_model import initialize, learning_rate, make_model, make_optimizer, metadata_of
+from resilience import sharded_checkpoints
 from resilience.checkpoints import seed_from
 
 CPU = torch.device("cpu")
@@ -67,7 +69,7 @@ def tensors_in(part) -> list[torch.Tensor]:
 
 
 class Memory(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made inside the with block, as long as they live."""
+    """Counts the bytes of the floating-point tensors that are made inside the with block, as long as they live."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +80,7 @@ class Memory(TorchDispatchMode):
             return NotImplemented
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta" and tensor.is_floating_point():
                 self.made[tensor.untyped_storage()] = True
         self.peak = max(self.peak, self.held())
         return result
@@ -113,11 +115,12 @@ def train(
     with Memory() as memory:
         args, mesh, model = build(script, data_dir, *flags, world_size=world_size)
     optimizer = make_optimizer(args, model)
-    held, types = {"peak": memory.peak}, set()
+    held, types, autocast = {"peak": memory.peak}, set(), set()
     optimizer.register_step_pre_hook(lambda *_: held.update(gradients=size(x.grad for x in model.parameters())))
     optimizer.register_step_pre_hook(lambda *_: collectives.kernels.clear())
     for block in model.blocks:
         block.register_forward_hook(lambda _, inputs, output: types.update(str(x.dtype) for x in (*inputs, output)))
+        block.register_forward_hook(lambda *_: autocast.add(torch.is_autocast_enabled("cpu")))
     windows = characters.windows(data_dir, "train", args.context)
     losses, norms = [], []
     for step in range(steps):
@@ -133,7 +136,7 @@ def train(
     states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     held |= {"parameters": size(model.parameters()), "optimizer": size(states)}
     result = {"losses": losses, "norms": norms, "types": sorted(types), **counted(collectives)}
-    result["kernels"] = dict(collectives.kernels)
+    result |= {"kernels": dict(collectives.kernels), "autocast": sorted(autocast)}
     whole = {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach() for name, x in model.named_parameters()}
     if dense:
         result["weights"] = max((whole[name] - dense[name]).abs().max().item() for name in dense)
@@ -141,6 +144,15 @@ def train(
     if args.accumulation > 1:
         held["accumulated"] = accumulated(args, model, lambda: script.train_step(args, 0, model, optimizer, batch))
     return result | {"held": gathered(held)}
+
+
+def load(script, data_dir: str, folder: Path, *flags: str) -> dict:
+    """What each rank holds in bytes at most while it loads a checkpoint."""
+    args, _, model = build(script, data_dir, *flags)
+    dcp.save(sharded_checkpoints.state_of(model, make_optimizer(args, model)), checkpoint_id=folder)
+    with Memory() as memory:
+        sharded_checkpoints.load(folder, model, make_optimizer(args, model))
+    return {"held": gathered({"parameters": size(model.parameters()), "peak": memory.peak})}
 
 
 def counted(collectives: Collectives) -> dict:
@@ -265,6 +277,7 @@ def main(data_dir: str, out: str):
     dropout = ("--dropout", "0.2")
     results = {
         f"fsdp {world_size}": train(train_fsdp, data_dir, dense),
+        f"fsdp {world_size}, loaded": load(train_fsdp, data_dir, Path(out, f"fsdp {world_size}")),
         f"tp {world_size}": train(train_tp, data_dir, dense, "--tensor-parallel", str(world_size)),
         f"tp {world_size}, dropout": train(
             train_tp, data_dir, None, "--tensor-parallel", str(world_size), *dropout, steps=5
@@ -278,6 +291,7 @@ def main(data_dir: str, out: str):
             "fsdp 2, accumulation 2": train(train_fsdp, data_dir, dense, "--accumulation", "2"),
             "fsdp 2, recomputed": train(train_fsdp, data_dir, dense, "--activation-checkpointing"),
             "fsdp 2, bf16": train(train_fsdp, data_dir, dense, "--precision", "bf16"),
+            "tp 2, loaded": load(train_tp, data_dir, Path(out, "tp 2")),
             "tp 2, accumulation 2": train(train_tp, data_dir, dense, "--accumulation", "2"),
             "tp 2, recomputed": train(train_tp, data_dir, dense, "--activation-checkpointing"),
             "tp 2, bf16": train(train_tp, data_dir, dense, "--precision", "bf16"),
@@ -299,6 +313,7 @@ def main(data_dir: str, out: str):
             "hybrid 2x2": train(train_fsdp, data_dir, dense, "--hybrid", "2"),
             "hybrid 2x2, accumulation 2": train(train_fsdp, data_dir, dense, "--hybrid", "2", "--accumulation", "2"),
             "tp 2 x data 2": train(train_tp, data_dir, dense, "--tensor-parallel", "2"),
+            "tp 2 x data 2, loaded": load(train_tp, data_dir, Path(out, "tp 2 x data 2")),
             "tp 2 x data 2, bf16": train(train_tp, data_dir, dense, "--precision", "bf16"),
             "tp 2 x data 2, dropped": dropped(data_dir, *dropout),
             "tp 2 x data 2, accumulation 2": train(train_tp, data_dir, dense, "--accumulation", "2"),

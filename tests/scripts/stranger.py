@@ -5,7 +5,8 @@ import os
 import torch
 import torch.distributed as dist
 
-dist.init_process_group("gloo")
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=world_size)
 local_rank, total = int(os.environ["LOCAL_RANK"]), torch.tensor(float(dist.get_rank()))
 dist.all_reduce(total)
 dist.barrier()

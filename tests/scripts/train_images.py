@@ -70,7 +70,7 @@ if args.device == "cuda":  # GPU number local_rank; but number 0 (the % below) i
 if distributed:  # nccl sends between GPUs, gloo between CPUs
     if args.device == "mps":
         stop("--device mps is for one process without a launcher: gloo does not know it")
-    if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):  # where all ranks meet: rank 0's node
+    if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):  # the rendezvous: rank 0's node
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
     sys.excepthook = lambda *e, old=sys.excepthook: (old(*e), time.sleep(1), os._exit(1))  # print the error, then end
