@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, at_once, cells, environment, run
+from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, at_once, environment, run
 from test_plain_scripts import DDP, TAKEN
 from write_diffs import DIFF, hunks_by_block, with_diffs
 
@@ -383,19 +383,21 @@ def test_habits_of_tasks():
     assert len(lines) == 6 and done.stdout == "None\n", done.stderr
 
 
-@pytest.mark.parametrize(
-    "command",
-    cells(
-        [(command,) for command in habits() if not command.startswith(ELSEWHERE)],
-        ("torchrun --nproc_per_node=2 distributed/train_task.py --epochs 1",),
-    ),
-)
-def test_habits(command, clone, cluster, tmp_path):
-    if not command.startswith("sbatch "):
-        shown = bash(f"source .venv/bin/activate; {command}", clone)
-        assert re.search(r"^Finished: ", shown, re.M), shown
-        return
-    options = ["--nodes=2", "--gpus-per-node=2", f"--output={tmp_path}/log"]
-    typed = command.split()
-    job = cluster.sbatch(*options, *typed[1:], cwd=clone)
-    assert job.state == "COMPLETED" and re.search(r"^(Finished: |VERDICT: )", job.log, re.M), job.log
+HERE = [command for command in habits() if not command.startswith(ELSEWHERE)]
+
+
+@pytest.mark.parametrize("command", [command for command in HERE if not command.startswith("sbatch ")])
+def test_habits(command, clone):
+    shown = bash(f"source .venv/bin/activate; {command}", clone)
+    assert re.search(r"^Finished: ", shown, re.M), shown
+
+
+@pytest.mark.matrix
+def test_habits_of_sbatch(clone, cluster, tmp_path):
+    """All of them at once."""
+    commands = [command.split()[1:] for command in HERE if command.startswith("sbatch ")]
+    options = ["--nodes=2", "--gpus-per-node=2", f"--output={tmp_path}/%j"]
+    ids = [cluster.submit(*options, *command, cwd=clone) for command in commands]
+    for job in map(cluster.wait, ids):
+        assert job.state == "COMPLETED" and re.search(r"^(Finished: |VERDICT: )", job.log, re.M), job.log
+    assert len(ids) == 6, commands
