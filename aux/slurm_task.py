@@ -147,10 +147,10 @@ def submit_script(resources: dict[str, str | int | None], submit_args: Namespace
     options = {name: value for name, value in (resources | typed).items() if value is not None}
     for fault in filter(None, (slurmfile.option_fault(name.replace("_", "-")) for name in options)):
         slurmfile.fail(f"@task: {fault}")
-    for name in ("nodes", "ntasks", "ntasks_per_node"):
-        if not str(options.get(name, 1)).isdecimal():
+    for name in {"nodes", "ntasks", "ntasks_per_node"} & options.keys():
+        if not str(options[name]).isdecimal():
             slurmfile.fail(f"@task: {name} is {options[name]!r}: write a whole number")
-    options |= {name: int(options[name]) for name in ("nodes", "ntasks", "ntasks_per_node") if name in options}
+        options[name] = int(options[name])
     if "ntasks_per_node" not in options:  # else the number in the launcher's header would apply
         options["ntasks_per_node"] = -(-options.get("ntasks", options["nodes"]) // options["nodes"])
     environment = slurmfile.read(slurmfile.find(), submit_args.env)

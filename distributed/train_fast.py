@@ -133,6 +133,7 @@ if args.resume:
     print(f"Resumed after epoch {epochs_done}" if epochs_done else f"No checkpoint in {folder}", flush=True)
 
 # --- training ---------------------------------------------------------------------------------------------------------
+steps = args.epochs * len(train_loader)
 for epoch in range(epochs_done + 1, args.epochs + 1):
     model.train()
     sampler.set_epoch(epoch)  # another order in each epoch, the same after a resume
@@ -143,7 +144,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
         height, width = images.shape[-2:]
         x, y = torch.randint(5, (2,)).tolist()  # all images of the step by as much: a copy, and no more
         images = nn.functional.pad(images, [2, 2, 2, 2], mode="replicate")[:, :, y : y + height, x : x + width]
-        done = ((epoch - 1) * len(train_loader) + step - 0.5) / (args.epochs * len(train_loader))
+        done = ((epoch - 1) * len(train_loader) + step - 0.5) / steps
         for group in optimizer.param_groups:
             group["lr"] = args.learning_rate * min(done / 0.3, (1 - done) / 0.7)
         with autocast:

@@ -36,8 +36,9 @@ def test_promised_speed():
     print(done.stdout)
     said = "".join(done.stderr.splitlines()[-1:] if done.returncode else [])
     missed = dict(re.findall(r"(?:^mnist.py: |; )(.+?): ([\d.]+), and at least [\d.]+ is promised", said))
-    # docs/benchmarks.md says why these are missed
-    known = {"images alone, train_ddp.py": 25} | ({"MNIST step, bf16": 0} if "no bfloat16 tiles" in done.stdout else {})
+    # Missed on some CPUs: with tiles 33 was seen, without them 2.02, in rounds of 1.78 to 2.36
+    known = {"images alone, train_ddp.py": 25}
+    known |= {"MNIST step, bf16": 1.5} if "no bfloat16 tiles" in done.stdout else {}
     assert len(missed) == said.count("; ") + bool(said), done.stderr
     assert all(float(ratio) >= known.get(name, math.inf) for name, ratio in missed.items()), done.stderr
     assert done.stdout.count("| passed |") >= 3  # loading and a step always; by the clock unless CPUs are kept busy

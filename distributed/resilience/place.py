@@ -517,8 +517,9 @@ def report_not_connected(place: Place, lost: str, backend: str):
         first = store.add("not connected", 1) == 1
         for rank in range(place.world_size) if first else ():
             known = json.loads(store.get(f"step 0/{rank}"))
-            if known["host"] not in hosts[known["interface"][backend]]:
-                hosts[known["interface"][backend]].append(known["host"])
+            these = hosts[known["interface"].get(backend, "")]  # one rank alone has looked up none
+            if known["host"] not in these:
+                these.append(known["host"])
         if first:
             more = {name: f" and {len(some) - 3} more" * (len(some) > 3) for name, some in hosts.items()}
             used = ", ".join(f"{name} on {', '.join(some[:3])}{more[name]}" for name, some in hosts.items())
