@@ -14,15 +14,15 @@ gpus=${gpus##*:}                                                     # all after
 tasks=${SLURM_NTASKS_PER_NODE:-1}
 NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : tasks))}       # a rank per GPU; without GPUs, per task
 WORLD_SIZE=$((NNODES * NPROC_PER_NODE))                              # for launch_slurm_to_torch.sh; torchrun sets its own
-if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # 4, 4, 3 tasks: launch_slurm_to_torch.sh alone
+if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # nodes with 4, 4 and 3 tasks; torchrun cannot
 
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")               # a line each
 MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # the first line of hosts: rank 0's node
 # MASTER_ADDR=${hosts%%$'\n'*}i                      # EDIT: if node-1 has the name node-1i on the fast network
-MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # 61000 to 65535, above Linux's own; 10#: decimal
+MASTER_PORT=${MASTER_PORT:-$((61000 + SLURM_JOB_ID % 4536))}         # by job id; Linux's temporary ports end at 60999
 
 cpus=${SLURM_JOB_CPUS_PER_NODE:-1}                                   # 16(x4),8: 16 CPUs on each of 4 nodes, 8 on a 5th
-CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # not set by salloc: then cpus up to ( or comma: 16
+CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # salloc does not set it: the first number of cpus
 if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks)); fi  # --cpus-per-task wins
 CPUS_PER_RANK=$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))    # an equal share, at least 1
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS_PER_RANK}                   # CPU threads of torch in each rank
@@ -39,7 +39,7 @@ set -u
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # EDIT: only where ranks pick the wrong network interface
 # export NCCL_IB_DISABLE=1                           # EDIT: no InfiniBand, or a broken one: use TCP
 # umask 077                                          # EDIT: where nobody else may read what jobs write
-export CONTAINER_IMAGE=$PWD/pytorch.sqsh             # 4 lines for run_script.sh. EDIT: file made by aux/import_image.sh
-export CONTAINER_NAME=pytorch${CONTAINER_IMAGE//[^[:alnum:]_.]/-}    # EDIT: any name; here the path, with - for each /
+export CONTAINER_IMAGE=$PWD/pytorch.sqsh             # 4 lines for containers alone. EDIT: made by aux/import_image.sh
+export CONTAINER_NAME=pytorch${CONTAINER_IMAGE//[^[:alnum:]_.]/-}    # EDIT: any name; here one for each image's path
 export CONTAINER_MOUNTS=                             # EDIT: folders besides the repository: HOST:CONTAINER[:ro],...
-export CONTAINER_ENV=                                # EDIT: variables besides the ranks' own: WANDB_API_KEY,...
+export CONTAINER_ENV=                                # EDIT: more variables for the container: WANDB_API_KEY,...

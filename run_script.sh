@@ -7,7 +7,7 @@
 #SBATCH --output=%x_%j.out
 #SBATCH --open-mode=append         # a requeued job goes on in its log
 #SBATCH --requeue
-#SBATCH --signal=USR1@120          # EDIT: ranks get USR1 120 s before the limit: some scripts save, the others ignore it
+#SBATCH --signal=USR1@120          # EDIT: 120 s before the end: some scripts save; aux/run_task.sh has others ignore it
 ##SBATCH --mem=0                   # EDIT: take one # away: all memory of the nodes, where a site's default is small
 # Way 4: way 2 in an Enroot container: srun starts one torchrun per node, inside it; env.sh's variables go in by name.
 #
@@ -17,9 +17,9 @@
 # in the job's own log. With Pyxis or Apptainer in the place of Enroot: docs/containers.md.
 set -euo pipefail                  # ends at a command that fails (-e), also in a pipe, and at a variable not set (-u)
 [[ -f env.sh ]] || { echo "No env.sh in $PWD: cd to the repository before sbatch, or sbatch --chdir=REPOSITORY" >&2; exit 1; }
-source ./env.sh                    # sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT; die, start_job, finish_job are aux/job.sh's
+source ./env.sh                    # with aux/job.sh, which has die, start_job and finish_job
 
-set -- "${@:-distributed/train_ddp.py}"    # "$@" stays what was given; if nothing was, it is this train script
+if (($# == 0)); then set -- distributed/train_ddp.py; fi    # no train script was given: this one
 ! is_uneven ||
     die "uneven allocation: $SLURM_NTASKS tasks on $NNODES nodes, but torchrun starts as many on each; use launch_slurm_to_torch.sh"
 start_job "Way 4, torchrun starts the ranks of each node in container $CONTAINER_NAME, logs in log/$SLURM_JOB_ID" "$@"
@@ -30,7 +30,7 @@ start_job "Way 4, torchrun starts the ranks of each node in container $CONTAINER
 # --cpus-per-task     srun of Slurm 22.05 and 23.02 does not inherit it
 # --output            a log for each node; --error=all: errors come here, to the job's log
 # --open-mode         a requeued job has the same id
-# --norc -p           this bash reads no ~/.bashrc (--norc), and no functions from the environment (-p, as in line 1)
+# --norc -p           no ~/.bashrc (--norc), no functions from the environment (-p, also in line 1)
 # shellcheck disable=SC2016  # each task's own shell expands these; "$@" is the train script and its arguments
 srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cpus-per-task="$CPUS_PER_NODE" \
     --output="log/$SLURM_JOB_ID/%N.out" --error=all --open-mode=append \
@@ -41,5 +41,5 @@ srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=300 --cp
             create_container enroot create --name "$CONTAINER_NAME" "$CONTAINER_IMAGE"
         start_container enroot start --root --rw --mount "$folder:/workspace/mnt" "${options[@]}" \
             "$CONTAINER_NAME" "${enter[@]}" ./torchrun.sh "$@"
-    ' - "$@" || status=$?    # this bash gets - as its $0, the rest as "$@". If srun fails, || keeps -e from ending here
-finish_job "${status:-0}" "$@"     # status unset: srun succeeded. Requeues a job that saved and stopped; else exits
+    ' - "$@" || status=$?    # bash -c takes $0 first (here -), then "$@". ||: a failed srun does not end this script
+finish_job "${status:-0}" "$@"     # requeues a job that saved and stopped; else exits with srun's status (unset: 0)

@@ -9,7 +9,7 @@ trap '' USR1                                         # torchrun would die of it;
 here=$(dirname "${BASH_SOURCE[0]}")
 die() { echo "torchrun.sh on ${SLURMD_NODENAME:-$HOSTNAME}: ${*//[[:cntrl:]]/ }" >&2; exit 1; }
 
-set -- "${@:-distributed/train_ddp.py}"
+if (($# == 0)); then set -- distributed/train_ddp.py; fi
 [[ ! "$1" =~ ^[0-9]+$ ]] ||
     die "'$1' is no train script: Slurm tells node ranks and addresses here: sbatch launch_slurm_with_torchrun.sh SCRIPT"
 [[ -f "$1" ]] || die "no such train script: $1 (in $PWD)"

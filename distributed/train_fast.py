@@ -33,11 +33,11 @@ import mnist  # EDIT: your data
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
-distributed = "RANK" in os.environ or world_size > 1  # launchers set RANK, even for one rank; srun alone does not
+distributed = "RANK" in os.environ or world_size > 1  # a launcher (sets RANK, even for one rank), or srun alone
 
 
 def stop(sentence: str):
-    time.sleep(5 if rank > 0 else 0)  # rank 0 prints first, and the launcher then ends the others
+    time.sleep(5 if rank > 0 else 0)  # says it once: rank 0 prints and ends, the launcher ends the others
     sys.stderr.write(f"[Rank {rank} on {os.uname().nodename}] {sentence}\n")
     os._exit(1)  # not sys.exit, which could wait for the other ranks
 
@@ -47,7 +47,7 @@ parser.error = stop  # argparse's errors, too
 parser.add_argument("--epochs", type=int, default=2, help="passes over the training images")
 batch = parser.add_mutually_exclusive_group()  # an error if both are given
 batch.add_argument("--batch-size", type=int, default="256", help="images per step, in all")
-batch.add_argument("--batch-size-per-rank", dest="batch_size", type=lambda n: int(n) * world_size, help="per rank")
+batch.add_argument("--batch-size-per-rank", dest="batch_size", type=lambda n: int(n) * world_size, help="or per rank")
 parser.add_argument("--learning-rate", type=float, default=0.3, help="highest, of SGD")
 parser.add_argument("--seed", type=int, default=0, help="of weights, order of the images and shifts")
 precisions = ("auto", "fp32", "bf16")
@@ -70,7 +70,7 @@ if args.device == "auto":
     args.device = "cuda" if torch.cuda.is_available() else ("mps" if mps else "cpu")
 device = torch.device(args.device)
 if args.device == "cuda":  # GPU number local_rank; but number 0 (the % below) if Slurm shows this rank one GPU alone
-    device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))  # max: no division by 0
+    device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))  # max: without a GPU % 0 would fail
     torch.cuda.set_device(device)
 if distributed:  # nccl sends between GPUs, gloo between CPUs
     if args.device == "mps":
@@ -78,8 +78,8 @@ if distributed:  # nccl sends between GPUs, gloo between CPUs
     if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):  # the rendezvous: rank 0's node
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
-    sys.excepthook = lambda *e, old=sys.excepthook: (old(*e), time.sleep(1), os._exit(1))  # print the error, then end
-    dist.all_reduce(torch.zeros(1, device=device))  # the first sum opens the connections, so a dead rank is noticed
+    sys.excepthook = lambda *e, old=sys.excepthook: (old(*e), time.sleep(1), os._exit(1))  # prints before peers fail
+    dist.all_reduce(torch.zeros(1, device=device))  # opens the connections: a missing rank is noticed here
 place = f"{os.uname().nodename} | world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
 print = print if rank == 0 else (lambda *args, **kwargs: None)  # from here on only rank 0 prints
@@ -93,7 +93,7 @@ except ValueError as error:
 if args.batch_size > len(train_set) or args.batch_size % world_size:
     stop(f"--batch-size {args.batch_size} must divide by {world_size} ranks, and be at most {len(train_set)} images")
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, in equal shares
-# The loaders below read train_set[list]. EDIT: if yours takes one index: DataLoader(train_set, batch_sampler=batches)
+# batch_size=None: each list is one train_set[list]. EDIT: yours takes one index: batch_sampler=batches, no batch_size
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)  # this rank's indices, a list per step
 test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # each image on one rank
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")  # EDIT
@@ -126,7 +126,7 @@ if epochs_done and not args.resume:
 if epochs_done:
     saved = torch.load(folder / f"checkpoint_epoch_{epochs_done}.pt", map_location=device, weights_only=True)
     for name, part in state.items():
-        part.load_state_dict(saved[name])  # the learning rate is in it: the option is not used then
+        part.load_state_dict(saved[name])  # the optimizer's has the learning rate: --learning-rate is ignored
 folder.mkdir(parents=True, exist_ok=True)
 print(f"Data: {source}. Checkpoints: {folder}", flush=True)
 if args.resume:
@@ -186,7 +186,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
 
 print(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
 if distributed:
-    dist.barrier(device_ids=[device.index] if args.device == "cuda" else None)  # all wait: rank 0 may still be saving
+    dist.barrier(device_ids=[device.index] if args.device == "cuda" else None)  # all wait till rank 0 has saved
     dist.destroy_process_group()
-if device.type == "cpu":
-    os._exit(0)  # skips Python's shutdown, which can crash while a thread of gloo still runs
+    if device.type == "cpu":
+        os._exit(0)  # skips Python's shutdown, which can crash while a thread of gloo still runs

@@ -59,7 +59,7 @@ except ValueError as error:
 if args.batch_size > len(train_set):
     stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
 sampler = RandomSampler(train_set, generator=torch.Generator())
-# The loaders below read train_set[list]. EDIT: if yours takes one index: DataLoader(train_set, batch_sampler=batches)
+# batch_size=None: each list is one train_set[list]. EDIT: yours takes one index: batch_sampler=batches, no batch_size
 batches = BatchSampler(sampler, args.batch_size, drop_last=True)
 test_batches = BatchSampler(range(len(test_set)), 1000, drop_last=False)
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")  # EDIT
@@ -83,7 +83,7 @@ if epochs_done and not args.resume:
 if epochs_done:
     saved = torch.load(folder / f"checkpoint_epoch_{epochs_done}.pt", map_location=device, weights_only=True)
     for name, part in state.items():
-        part.load_state_dict(saved[name])  # the learning rate is in it: the option is not used then
+        part.load_state_dict(saved[name])  # the optimizer's has the learning rate: --learning-rate is ignored
 folder.mkdir(parents=True, exist_ok=True)
 print(f"Data: {source}. Checkpoints: {folder}", flush=True)
 if args.resume:

@@ -308,7 +308,6 @@ def test_container_made_by_hand_is_kept(cluster, site):
     assert [rank["image"] for rank in seen(clone, job)] == ["mine"], job.log
 
 
-@pytest.mark.matrix
 def test_nodes_that_share_their_containers(cluster, site, debian):
     """ENROOT_DATA_PATH is one folder for all: created once, not taken from a job on the other node."""
     image, shared = site.folder / "common.sqsh", {"ENROOT_DATA_PATH": site.folder / "common"}

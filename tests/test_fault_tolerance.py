@@ -42,9 +42,9 @@ BY_HAND = {
 RANKS = {"srun": "slowly.py", "torchrun": "-u\0tests/scripts/slowly.py", "mp": "spawn_main"}  # in command lines
 PYTHONS = {"srun": 2, "torchrun": 3, "mp": 4}  # of a node: two ranks, torchrun, spawner and its resource tracker
 DIAGONAL = [("srun", "train_preemptible.py"), ("torchrun", "train_fsdp.py"), ("mp", "train_tp.py")]
-GROUPS = ["at-once", "at-once-1", "at-once-2", "at-once-3"]  # cases whose jobs run side by side; the first one is quick
+GROUPS = ["at-once", "at-once-1", "at-once-2", "at-once-3"]  # cases whose jobs run side by side
 OTHERS = [[(way, [*SCRIPTS][(i + k) % 3]) for i, way in enumerate(LAUNCHERS)] for k in (1, 2)]
-NINE = [DIAGONAL, *(pytest.param(three, marks=pytest.mark.matrix) for three in OTHERS)]
+NINE = [pytest.param(three, marks=pytest.mark.matrix, id=GROUPS[i]) for i, three in enumerate([DIAGONAL, *OTHERS])]
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ class Trial:
 # --- asked to stop ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cases", NINE, ids=GROUPS[:3])
+@pytest.mark.parametrize("cases", [pytest.param(DIAGONAL[1:2], id="alone"), *NINE])
 def test_usr1(cases, cluster, data, uninterrupted, tmp_path):
     """As --signal=USR1@120 sends it: the ranks save, and the launcher requeues."""
 
@@ -223,7 +223,7 @@ def watched_steps(trial: Trial) -> list[str]:
     return steps
 
 
-@pytest.mark.parametrize("cases", NINE[:1], ids=GROUPS[:1])
+@pytest.mark.parametrize("cases", [DIAGONAL], ids=GROUPS[:1])
 @pytest.mark.matrix
 def test_usr1_before_the_ranks_listen(cases, cluster, data, uninterrupted, tmp_path):
     """A slow file system keeps Python from listening: nobody dies of the signal, and the next one is obeyed."""
@@ -265,8 +265,7 @@ def test_signals_that_reach_the_ranks(options, way, script, cluster, data, unint
     trial.is_equal_after_a_restart(uninterrupted(script))
 
 
-@pytest.mark.parametrize("cases", NINE, ids=GROUPS[:3])
-@pytest.mark.matrix
+@pytest.mark.parametrize("cases", NINE)
 def test_scontrol_requeue(cases, cluster, data, uninterrupted, tmp_path):
     """Slurm ends the ranks with SIGTERM and, KillWait later, SIGKILL: they have that long to save."""
 
@@ -393,7 +392,7 @@ def test_control_c_on_a_laptop(way, data, tmp_path):
 # --- dead and stuck ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cases", NINE, ids=GROUPS[:3])
+@pytest.mark.parametrize("cases", [pytest.param(DIAGONAL[:1], id="alone"), *NINE])
 def test_killed_rank(cases, cluster, data, tmp_path):
     """The job is FAILED with its status, and the last line of the log names rank, host and signal."""
 

@@ -392,7 +392,6 @@ def test_habits(command, clone):
     assert re.search(r"^Finished: ", shown, re.M), shown
 
 
-@pytest.mark.matrix
 def test_habits_of_sbatch(clone, cluster, tmp_path):
     """All of them at once."""
     commands = [command.split()[1:] for command in HERE if command.startswith("sbatch ")]

@@ -477,7 +477,8 @@ SIXTEEN = ["--nodes=4", "--ntasks-per-node=4", "--gpus-per-node=4"]
 
 
 @pytest.mark.parametrize(
-    ("options", "nodes", "size"), cells([([], 2, 4), (WITHOUT_GPUS, 1, 3), (SIXTEEN, 4, 16)], ([], 2, 4))
+    ("options", "nodes", "size"),
+    cells([([], 2, 4), (WITHOUT_GPUS, 1, 3), (SIXTEEN, 4, 16)], ([], 2, 4), (SIXTEEN, 4, 16)),
 )
 def test_context_of_a_task(laptop, options, nodes, size):
     """Under both launchers a task can get, with its resources and with others; and None without a job."""
@@ -807,7 +808,6 @@ def test_one_list_of_dependencies():
     assert project["dependencies"] == (REPOSITORY / "requirements.txt").read_text().split()
 
 
-@pytest.mark.matrix
 def test_uv(laptop):
     """`uv sync` would install torch and build nothing; `uv run` starts a script, in an environment that is there."""
     where = {"UV_CACHE_DIR": laptop.home / "uv", "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS") or str(laptop.home)}

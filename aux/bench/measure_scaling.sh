@@ -24,6 +24,17 @@ done
 cp log/scaling/scaling.json "$figures"
 python aux/bench/predict_scaling.py --measured "$figures"/allreduce_*.json --parameters 1199882 --tokens 64 \
     --check "$figures/scaling.json" --json "$figures/prediction.json"
+for strategy in FSDP TP; do                          # of a language model of 4 layers; two ranks are one group
+    script=distributed/train_${strategy,,}.py arguments=() group=()
+    [[ "$strategy" == FSDP ]] || { arguments=(--across-nodes) && group=(--tensor-parallel 2); }
+    ./local/cluster/namespaces.sh exec ./aux/bench/scaling.sh --sizes "1x1 1x2 2x1" --modes strong \
+        --out "log/scaling_${strategy,,}" "$script" "${arguments[@]}" --steps 60 --warmup-steps 10 --log-every 10 \
+        --batch-size 64 --dropout 0 --precision fp32
+    cp "log/scaling_${strategy,,}/scaling.json" "$figures/scaling_${strategy,,}.json"
+    python aux/bench/predict_scaling.py --measured "$figures"/allreduce_*.json --strategy "$strategy" "${group[@]}" \
+        --parameters 804096 --layers 4 --width 128 --tokens 4096 \
+        --check "$figures/scaling_${strategy,,}.json" --json "$figures/prediction_${strategy,,}.json"
+done
 
 ./local/cluster/namespaces.sh down                   # the next one is as large as its largest number of ranks needs
 # shellcheck disable=SC2086  # several numbers

@@ -3,7 +3,7 @@
     python aux/figures/draw_scaling.py
     python aux/figures/draw_scaling.py --folder log/scaling --page log/scaling/page.md  # yours, in a copy of the page
 
-scaling.json and allreduce*.json make scaling.svg, growth.json makes growth.svg; all of them, and prediction.json, make
+scaling.json and allreduce*.json make scaling.svg, growth.json makes growth.svg; all of them, and prediction*.json, make
 a table each. What is not there is left out.
 """
 
@@ -37,7 +37,7 @@ def parse_arguments() -> Namespace:
 
 
 def main(args: Namespace):
-    names = ("scaling.json", "growth.json", "prediction.json", "allreduce*.json")
+    names = ("scaling.json", "growth.json", "prediction*.json", "allreduce*.json")
     found = {path.stem: read_json(path) for name in names for path in sorted(args.folder.glob(name))}
     reduces = {name: values for name, values in found.items() if name.startswith("allreduce") and with_fit(values)}
     parts = []
@@ -45,7 +45,7 @@ def main(args: Namespace):
         draw_scaling(found["scaling"], list(reduces.values()), args.folder / "scaling.svg")
         parts.append(scaling_part(found["scaling"], args))
     parts += [reduce_part(reduces)] if reduces else []
-    parts += [prediction_part(found["prediction"])] if "prediction" in found else []
+    parts += [prediction_part(values) for name, values in found.items() if name.startswith("prediction")]
     if "growth" in found:
         draw_growth(found["growth"]["sizes"], args.folder / "growth.svg")
         parts.append(growth_part(found["growth"], args))
@@ -91,7 +91,7 @@ def draw_scaling(found: dict, reduces: list[dict], path: Path):
             if run["mode"] == mode:
                 best[count] = max(best.get(count, 0), run["speed_up"])
         axes.plot(*zip(*sorted(best.items()), strict=True), **style.line(number, len(best)), label=f"{mode} scaling")
-    log_axes(axes, ranks, f"{found['unit']} per second relative to one rank;\nthe best of layouts as 1 x 2 and 2 x 1")
+    log_axes(axes, ranks, f"{found['unit']} per second relative to one rank;\nof two layouts (1 x 2, 2 x 1) the faster")
     axes.set_yscale("log", base=2)
     axes.set_yticks(marks := [2**i for i in range(ranks[-1].bit_length())], [f"{mark}" for mark in marks])
     axes.yaxis.set_minor_locator(NullLocator())

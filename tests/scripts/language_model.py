@@ -7,6 +7,7 @@ weights and OUT_DIR/dense.pt, what each rank holds in bytes, the types between b
 the collectives of a step with their bytes, and the kernels of its optimizer.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -122,13 +123,13 @@ def train(
         block.register_forward_hook(lambda _, inputs, output: types.update(str(x.dtype) for x in (*inputs, output)))
         block.register_forward_hook(lambda *_: autocast.add(torch.is_autocast_enabled("cpu")))
     windows = characters.windows(data_dir, "train", args.context)
-    losses, norms = [], []
+    losses, norms, collectives = [], [], Collectives()
     for step in range(steps):
         if args.dropout:
             place = script.dropout_place(args, mesh) if dropout_place is None else dropout_place
             torch.manual_seed(seed_from(args.seed, step, place))
         batch = characters.random_batch(args, windows, step, *script.data_place(mesh), CPU)
-        with Collectives() as collectives:
+        with collectives if step == steps - 1 else contextlib.nullcontext():  # the last step's: counting is slow
             loss, norm = script.train_step(args, step, model, optimizer, batch)
         dist.all_reduce(loss)
         losses.append(loss.item() / dist.get_world_size())
@@ -233,10 +234,11 @@ def train_by_hand(data_dir: str, dense: dict) -> dict:
     model = tensor_parallel_by_hand.split_by_hand(initialize(model, CPU, args.seed), rank, world_size)
     optimizer = make_optimizer(args, model)
     windows, losses, norms = characters.windows(data_dir, "train", args.context), [], []
+    collectives = Collectives()
     split_weights = {name: x for name, x in model.named_parameters() if x.shape != dense[name].shape}
     for step in range(args.steps):
         batch = characters.random_batch(args, windows, step, 0, 1, CPU)
-        with Collectives() as collectives:
+        with collectives if step == args.steps - 1 else contextlib.nullcontext():
             loss = tensor_parallel_by_hand.split_loss(model, model(batch[:, :-1]), batch[:, 1:])
             loss.backward()
         squares = [sum(x.grad.square().sum() for x in split_weights.values())]
