@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, at_once, environment, run
+from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, at_once, cells, environment, run
 from test_plain_scripts import DDP, TAKEN
 from write_diffs import DIFF, hunks_by_block, with_diffs
 
@@ -191,8 +191,9 @@ def test_chapter_of_slurm(clone):
         run(NAMESPACES, "down", env=environment(**variables))
 
 
-def test_chapters_of_launchers(clone, cluster):
-    """The three ways; every job of them trains, or finds all ranks."""
+@pytest.mark.parametrize("numbers", cells([((6,),), ((5, 7),)], ((6,),)), ids=["way 2", "ways 1 and 3"])
+def test_chapters_of_launchers(numbers, clone, cluster):
+    """Every job of theirs trains, or finds all ranks."""
 
     def scenario(number: int, folder: Path):
         printed = "".join(try_chapter(number, folder, prefix=(NAMESPACES, "exec"), **cluster.environment))
@@ -202,7 +203,7 @@ def test_chapters_of_launchers(clone, cluster):
         assert any(re.search(r"^epoch=1 test_loss=\S+ .*\nFinished: epoch=1, ", log, re.M) for log in logs), ended
         assert [job.state for job in ended if " tasks, but " not in job.log] == ["COMPLETED"] * len(logs), ended
 
-    at_once(scenario, [(number, clone) for number in (5, 6, 7)])
+    at_once(scenario, [(number, clone) for number in numbers])
 
 
 @pytest.mark.matrix
