@@ -19,7 +19,7 @@ if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # nodes wit
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")               # a line each
 MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # the first line of hosts: rank 0's node
 # MASTER_ADDR=${hosts%%$'\n'*}i                      # EDIT: if node-1 has the name node-1i on the fast network
-MASTER_PORT=${MASTER_PORT:-$((61000 + SLURM_JOB_ID % 4536))}         # by job id; Linux's temporary ports end at 60999
+MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # by job id (10#: decimal), above Linux's ports
 
 cpus=${SLURM_JOB_CPUS_PER_NODE:-1}                                   # 16(x4),8: 16 CPUs on each of 4 nodes, 8 on a 5th
 CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # salloc does not set it: the first number of cpus

@@ -267,7 +267,7 @@ def addresses(script: Script) -> Findings:
     port = r"(?:MASTER_PORT=[\"']?(?:\$\{\w+:-)?|--(?:master|main_process)[-_]port[ =]|--rdzv[-_]endpoint[ =]\S+:)(\d+)"
     for command in script.body:
         if found := re.search(port, command.text):
-            how = "MASTER_PORT=$((61000 + SLURM_JOB_ID % 4536))"
+            how = "MASTER_PORT=$((61000 + 10#$SLURM_JOB_ID % 4536))"
             yield command.line, f"port {found[1]} hard-coded, and two jobs on a node disturb each other: {how}"
         text = script.expanded(command)
         address = re.search(r"(?:MASTER_ADDR=|--(?:master[-_]addr|rdzv[-_]endpoint)[ =])(.*)", text, re.S)

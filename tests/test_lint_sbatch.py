@@ -122,7 +122,7 @@ CASES = {
         "export CUDA_VISIBLE_DEVICES=0,1,2,3  # MISTAKE",
         "echo CUDA_VISIBLE_DEVICES=0\nexport CUDA_VISIBLE_DEVICES=\n# CUDA_VISIBLE_DEVICES=0",
     ),
-    "port": ("port 29500", "export MASTER_PORT=29500  # MISTAKE", "MASTER_PORT=$((61000 + SLURM_JOB_ID % 4536))"),
+    "port": ("port 29500", "export MASTER_PORT=29500  # MISTAKE", "MASTER_PORT=$((61000 + 10#$SLURM_JOB_ID % 4536))"),
     "port by default": (
         "port 29500",
         "MASTER_PORT=${MASTER_PORT:-29500}  # MISTAKE",

@@ -5,5 +5,5 @@
 #SBATCH --output=%x.out
 # Without srun one process starts, on the first node.
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export MASTER_ADDR=${hosts%%$'\n'*} MASTER_PORT=$((61000 + SLURM_JOB_ID % 4536))
+export MASTER_ADDR=${hosts%%$'\n'*} MASTER_PORT=$((61000 + 10#$SLURM_JOB_ID % 4536))
 python docs/failures/all_reduce.py
