@@ -147,7 +147,7 @@ def submit_script(resources: dict[str, str | int | None], submit_args: Namespace
     options = {name: value for name, value in (resources | typed).items() if value is not None}
     for fault in filter(None, (slurmfile.option_fault(name.replace("_", "-")) for name in options)):
         slurmfile.fail(f"@task: {fault}")
-    for name in {"nodes", "ntasks", "ntasks_per_node"} & options.keys():
+    for name in sorted({"nodes", "ntasks", "ntasks_per_node"} & options.keys()):
         if not str(options[name]).isdecimal():
             slurmfile.fail(f"@task: {name} is {options[name]!r}: write a whole number")
         options[name] = int(options[name])

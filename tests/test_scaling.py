@@ -266,6 +266,7 @@ def test_figures_and_page(tmp_path):
     rows.append(rows[-1] | {"ranks": 512, "start": None})  # left out: too little memory
     predicted = {"command": "predict_scaling.py", "table": [["nodes", "error"], ["1", "+3%"]]}
     files = {"scaling": found, "allreduce_2x1": reduced, "growth": found | {"sizes": rows}, "prediction": predicted}
+    files["prediction_tp"] = predicted | {"table": [["nodes", "error"], ["2", "+5%"]]}
     for name, values in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
     page = tmp_path / "page.md"
@@ -276,6 +277,7 @@ def test_figures_and_page(tmp_path):
         "| strong | 1 x 2 | 180 | 1.80 | 90% |",
         "| across nodes, gloo | 2 | 10.0 | 1.00 | 20%, 30% |",
         "| 1 | +3% |",
+        "| 2 | +5% |",
     ):
         assert row in text
     assert "| 512 | 8 |  | 0.10 |" in text

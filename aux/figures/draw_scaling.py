@@ -91,7 +91,7 @@ def draw_scaling(found: dict, reduces: list[dict], path: Path):
             if run["mode"] == mode:
                 best[count] = max(best.get(count, 0), run["speed_up"])
         axes.plot(*zip(*sorted(best.items()), strict=True), **style.line(number, len(best)), label=f"{mode} scaling")
-    log_axes(axes, ranks, f"{found['unit']} per second relative to one rank;\nof two layouts (1 x 2, 2 x 1) the faster")
+    log_axes(axes, ranks, f"{found['unit']} per second relative to one rank;\nthe fastest layout of so many ranks")
     axes.set_yscale("log", base=2)
     axes.set_yticks(marks := [2**i for i in range(ranks[-1].bit_length())], [f"{mark}" for mark in marks])
     axes.yaxis.set_minor_locator(NullLocator())
