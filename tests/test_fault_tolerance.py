@@ -460,6 +460,7 @@ def test_asked_to_stop_beside_a_stopped_rank(cases, cluster, data, tmp_path):
         trial = Trial(cluster, way, script, data, tmp_path / way)
         node = trial.train_a_little()[1]
         os.kill(trial.rank(node), signal.SIGSTOP)
+        time.sleep(2)  # five steps: by now all others wait for it in a collective
         trial.signal("--signal=USR1")
         silent = (
             rf"^\[Rank (\d) on {node}\] asked to stop, but rank (\d) on this node has given no sign of life for 10 s"

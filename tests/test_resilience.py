@@ -701,6 +701,27 @@ def test_asked_to_stop_beside_a_silent_rank(monkeypatch, capfd):
     assert ended == [1, 1] and capfd.readouterr().err == ""
 
 
+def test_a_request_that_the_main_thread_does_not_notice():
+    """It waits in C, as in a collective, where Python runs no handler: another thread knows of the signal."""
+    code = (
+        "import ctypes, os, signal, threading, time\n"
+        "from resilience import stop_request\n"
+        "stop_request.listen()\n"
+        "def watch():\n"
+        "    assert not stop_request.came()\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "    while not stop_request.came():\n"
+        "        time.sleep(0.01)\n"
+        "    print(stop_request.received, stop_request.came(), flush=True)\n"
+        "    os._exit(0)\n"
+        "threading.Timer(0.5, watch).start()\n"
+        "lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)\n"
+        "lock(mutex) or lock(mutex)  # for ever: it is locked already\n"
+    )
+    done = run(sys.executable, "-c", code, env=environment(PYTHONPATH=REPOSITORY / "distributed"), timeout=20)
+    assert done.stdout == "0 True\n", done.stderr
+
+
 NAMES = {
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA A100-PCIE-40GB": 312e12,

@@ -190,7 +190,7 @@ class Datagrams:
                 if sender in self.others:
                     self.missed[self.others[sender]] = 0
         silent = [other for other, missed in self.missed.items() if missed >= SILENT]
-        if silent and stop_request.received and not finished:
+        if silent and not finished and stop_request.came():
             gone = f"rank {silent[0]} on this node has given no sign of life for {SILENT} s"
             if not failure_named():  # else another rank has told already
                 report(self.rank, f"asked to stop, but {gone}: without it this rank cannot save, and ends")

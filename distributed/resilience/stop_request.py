@@ -3,20 +3,37 @@
 Slurm sends SIGUSR1 ahead of the time limit (the launchers' --signal), and SIGTERM at preemption and at the time limit.
 A person sends SIGINT by ctrl-C. The handler sets a flag and no more, for it may run in the middle of anything. All
 ranks act on the flag together, between two steps: see Checkpoints.due.
+
+Python runs handlers in the main thread, and not while that waits in a collective. Other threads ask `came`.
 """
 
+import contextlib
 import os
 import signal
 import time
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 received, received_at = 0, 0.0  # the first signal that asked this process to stop, and when
+arrivals, seen = -1, False  # a pipe with the number of each signal, and whether one of SIGNALS was in it
 
 
 def listen():
     """From now on these signals are requests to stop."""
+    global arrivals
     for number in SIGNALS:
         signal.signal(number, record)
+    arrivals, numbers = os.pipe()
+    for end in (arrivals, numbers):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(numbers, warn_on_full_buffer=False)  # written at once, whatever the main thread does
+
+
+def came() -> bool:
+    """Whether this process has been asked to stop, though its main thread may not have noticed."""
+    global seen
+    with contextlib.suppress(OSError):  # nothing new, or nobody listens
+        seen |= any(number in SIGNALS for number in os.read(arrivals, 4096))
+    return seen or received > 0
 
 
 def record(number: int, frame: object):
