@@ -248,6 +248,35 @@ def test_a_gate_is_that_of_the_cpu(tiles, monkeypatch):
         assert gates == {"fp32": (leasts[2], count == 1), "bf16": (leasts[0 if tiles else 1], count == 1)}
 
 
+def test_a_loss_that_is_worse_is_missed(monkeypatch):
+    """However fast the steps were; and what a CPU cannot compute keeps its row."""
+    text, losses = load("language_model"), {"theirs": 2.0, "ours": 2.06}
+    monkeypatch.setattr(text, "parse", lambda *_: Namespace(precision="fp32", batch_size=1, context=1))
+    for side in losses:
+        monkeypatch.setattr(text, side, lambda args, side=side: Namespace(model=side))
+    monkeypatch.setattr(text, "loss_of", lambda args, side: losses[side])
+    monkeypatch.setattr(text.torch, "set_num_threads", lambda count: None)
+    turns = {"theirs": [(9.0, 9.0)], "fp32": [(1.0, 1.0)]}
+    monkeypatch.setattr(rows, "take_turns", lambda *_: (turns, [0.0]))
+    fp32, bf16 = text.compare(Namespace(data_dir=None, rounds=1, seconds=1), "nanoGPT's CPU settings", 1, False)
+    assert fp32.verdict() == "missed" and fp32.sentence().endswith("loss 2.060, theirs 2.000")
+    assert bf16.verdict() == "no fast bfloat16 on this CPU" and bf16.name.endswith("bf16")
+    losses["ours"] = 2.04
+    fp32, _ = text.compare(Namespace(data_dir=None, rounds=1, seconds=1), "nanoGPT's CPU settings", 1, False)
+    assert fp32.verdict() == "passed"
+    monkeypatch.setattr(text.os, "sched_getaffinity", lambda _: {0})
+    found = text.compare(None, "nanoGPT's CPU settings", 2, False)
+    assert [one.verdict() for one in found] == ["one CPU"] * 2
+
+
+def test_both_sides_begin_with_the_same_numbers(text):
+    """The other side's attention, too, which is another class."""
+    bench = load("language_model")
+    args = bench.parse(text, "--size", "cpu", "--precision", "fp32")
+    ours, theirs = (side(args).model.state_dict() for side in (bench.ours, bench.theirs))
+    assert [*ours] == [*theirs] and all(bench.torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_bfloat16_is_judged_without_tiles(bench, monkeypatch):
     def training(data_dir, precision, rounds, steps):
         return row([1], [3], quality="accuracy 0.9", notes={"accuracy": 0.9})
@@ -287,6 +316,19 @@ def test_whole_trainings_are_judged(monkeypatch):
     monkeypatch.setattr(text.characters, "read_vocabulary", lambda folder: {"source": "another"})
     text.judge_loss(Namespace(data_dir="x"), other := [row([1], [3])], 9)
     assert other[0].verdict() == "passed"
+
+
+def test_the_ratios_with_tiles():
+    """Those that the page names are in the raw data; and what it says of a gate is so."""
+    module = load("all")
+    measured = json.loads((REPOSITORY / "docs/benchmarks_amx.json").read_text())
+    found = {one.name: one for one in module.rows_of(measured)}
+    bullet = next(part for part in module.PAGE.read_text().split("\n- ") if part.startswith("With AMX tiles, "))
+    assert "amx_bf16" in measured["extensions"] and measured["date"] in bullet
+    steps = [one for name, one in found.items() if name.endswith("bf16")]
+    missed = found["images alone, train_ddp.py"]
+    assert [f"{one.ratio():.2f}" for one in (*steps, missed)] == re.findall(r"\b\d+\.\d\d\b(?! million)", bullet)
+    assert [one.verdict() for one in (*steps, missed)] == ["passed"] * 5 + ["missed"]
 
 
 KINDS = ("fp32", "bf16")

@@ -121,6 +121,29 @@ def test_prediction_is_held_against_what_was_measured(monkeypatch, tmp_path):
     assert rows[2]["tokens per second, predicted"] == f"{2000 / 1.0402:,.0f}"  # twice the tokens in a step
 
 
+@pytest.mark.parametrize(
+    ("strategy", "options", "most", "least"),
+    [
+        # Two units of 2 MB, each (0.01 + 1 MB / 1 GB/s = 1) ms, gathered 3 times and scattered twice; at least 2 show
+        ("FSDP", [], 500 + 5 * 1.01, 500 + 2 * 1.01),
+        # 6 all-reduces of 1,000 tokens x 100 x 4 bytes, 2 x (0.01 + 0.2) ms each, all of which show
+        ("TP", ["--tensor-parallel", "2"], 500 + 6 * 0.42, 500 + 6 * 0.42),
+    ],
+)
+def test_prediction_of_another_strategy_is_held(strategy, options, most, least, monkeypatch, tmp_path):
+    """Against its script's jobs: two ranks of a node, where one rank needs 1 s for a step of 1,000 tokens."""
+    runs = [("strong", 1, 1, 1000), ("strong", 1, 2, 1e6 / most / 1.25)]
+    path = scaling_json(tmp_path / "scaling.json", *runs)
+    [row] = predicted(monkeypatch, *NETWORK, "--check", str(path), "--strategy", strategy, *options)
+    both = [f"{1e6 / step:,.0f}" for step in (most, least)]
+    assert row["tokens per second, predicted"] == " to ".join(dict.fromkeys(both)), row
+    assert row["error"].startswith("+25%") and row["nodes x ranks"] == "1 x 2", row
+    few = ["--parameters", "1e6", "--tokens", "1000", *NETWORK, "--strategy", strategy, "--check", str(path)]
+    missing = "--layers and --width" if strategy == "TP" else "--layers"
+    done = run(*PREDICT, *few)
+    assert done.returncode == 2 and f": --strategy {strategy} needs {missing} (" in done.stderr, done.stderr
+
+
 ONE = ["--step-seconds", "1"]
 
 
@@ -257,7 +280,7 @@ def draw(folder: Path, page: Path):
 def test_figures_and_page(tmp_path):
     """Drawn from small data; what is around the block stays; twice is the same; a page without the block is refused."""
     sizes = [{"bytes": size, "seconds": 1e-4, "busbw": size * 1e4} for size in (8, 512, 32768)]
-    reduced = {"backend": "gloo", "groups": [GROUP | {"sizes": sizes}]}
+    reduced = {"date": "2026-01-31", "device": "some CPU", "backend": "gloo", "groups": [GROUP | {"sizes": sizes}]}
     for mode, size, rate in (("strong", "1x1", 100), ("strong", "1x2", 180), ("weak", "1x2", 190)):
         write_log(tmp_path, f"{mode}-{size}-1", ((1, rate), (2, rate)))
     unit, runs = read_scaling.read_runs(tmp_path)
@@ -358,10 +381,11 @@ def test_all_reduce_across_nodes(way, cluster, tmp_path):
 
 
 @pytest.mark.matrix
-def test_scaling_by_jobs(cluster, tiny, tmp_path):
+@pytest.mark.parametrize("way", ["srun", "torchrun"])
+def test_scaling_by_jobs(way, cluster, tiny, tmp_path):
     """Strong and weak on 1, 2 and 4 ranks: equal losses, more images in a step of weak scaling, nothing left behind."""
     before = {path.name for path in (REPOSITORY / "checkpoints").glob("*")}
-    options = ["--sizes", "1x1 1x2 2x2", "--rounds", "1", "--out", tmp_path]
+    options = ["--sizes", "1x1 1x2 2x2", "--rounds", "1", "--out", tmp_path, "--launcher", LAUNCHERS[way]]
     script = ["distributed/train_ddp.py", "--data-dir", tiny, "--batch-size", "60", "--dropout", "0"]
     command = ["./aux/bench/scaling.sh", *options, *script, "--epochs", "2", "--log-every", "1"]
     done = cluster.exec(*command, timeout=400)

@@ -96,6 +96,7 @@ def measure(args: Namespace) -> dict:
     typed = ["DATA_DIR=..."] * (str(args.mnist_dir) != MNIST_DIR) + ["TEXT_DIR=..."] * (str(args.text_dir) != TEXT_DIR)
     typed += [f"ARGS='--only {args.only}'"] * bool(args.only)
     run |= {"command": " ".join(["make bench", *typed]), "failed": []}
+    run["data"] = {name: checksums(Path(folder)) for name, folder in folders.items()}
     start = time.monotonic()
     for name, words in BENCHES.items():
         if args.only in (None, name):
@@ -112,6 +113,11 @@ def measure(args: Namespace) -> dict:
                 run["failed"].append(name)
     run["load_after"], run["minutes"] = round(os.getloadavg()[0], 1), round((time.monotonic() - start) / 60, 1)
     return run | {"rows": found}
+
+
+def checksums(folder: Path) -> str:
+    """Of the files that aux/prepare_data.py has written there; "" where there are none."""
+    return "".join(path.read_text() for path in sorted(folder.rglob("SHA256SUMS")))
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import datetime
 import json
 import math
 import os
-import platform
 import re
 import statistics
 import sys
@@ -24,8 +23,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 from predict_scaling import bus_bandwidth, fit
+from read_scaling import machine
 from resilience.arguments import ArgumentParser, device_name, number, whole_number
-from resilience.job import write_whole
+from resilience.job import write_atomically
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -159,12 +159,12 @@ def main(args: Namespace):
     }
     fault = None
     if place.rank == 0:
-        device = torch.cuda.get_device_name() if place.device.type == "cuda" else platform.machine()
+        device = torch.cuda.get_device_name() if place.device.type == "cuda" else machine()
         found = {"date": datetime.date.today().isoformat(), "backend": backend_of(place.device), "device": device}
         found |= {"torch": torch.__version__, "nodes": len(nodes), "ranks_per_node": len(nodes[0])}
         try:
             found["groups"] = [report(name, *measured) for name, measured in seconds.items()]
-            write_whole(args.json, json.dumps(found, indent=1) + "\n")
+            write_atomically(args.json, json.dumps(found, indent=1) + "\n")
             print(f"Written: {args.json}")
         except OSError as error:
             fault = f"cannot write {args.json}: {error.strerror}"

@@ -54,6 +54,7 @@ if __name__ == "__main__":
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 import characters
 import language_model
@@ -180,8 +181,10 @@ def measure_saves(options: Namespace, scratch: Path, place: Place) -> list[Row]:
                 checkpoints.end_writing()
                 more = rows.since(start)
                 seconds[kind].append((wall + more[0], cpu + more[1]))
-    written = weights_in(checkpoints.folder, args, place)
-    good = all(torch.equal(whole(a), whole(b)) for a, b in zip(written, model.parameters(), strict=True))
+    other = dict(zip(parts, training(Namespace(**vars(args) | {"seed": args.seed + 1}), place), strict=True))
+    load(newest(checkpoints.folder, place)[0], **other)
+    good = equal(state_of(**other), state_of(**parts))
+    good &= equal(torch.load(scratch / f"{place.rank}.pt"), {name: part.state_dict() for name, part in parts.items()})
     quality = "what is read back is what was saved" if good else "what is read back is SOMETHING ELSE"
     name, mine = f"steps wait for a checkpoint of {size / 1e6:.0f} MB", seconds["asynchronously"][1:]
     others = [kind for kind in kinds if kind != "asynchronously" and (kind != "torch.save" or place.world_size == 1)]
@@ -189,16 +192,14 @@ def measure_saves(options: Namespace, scratch: Path, place: Place) -> list[Row]:
     return [Row(name, *side, quality=quality, good=good, busy=busy[1:]) for side in sides]
 
 
-def weights_in(folder: Path, args: Namespace, place: Place) -> list[torch.Tensor]:
-    """Those of the newest checkpoint, read into another model."""
-    other, optimizer = training(Namespace(**vars(args) | {"seed": args.seed + 1}), place)
-    path, _ = newest(folder, place)
-    load(path, other, optimizer)
-    return list(other.parameters())
+def equal(state: dict, other: dict) -> bool:
+    """Whether all tensors of two states are equal, those of the model and of the optimizer."""
+    sides = [[whole(leaf) for leaf in tree_leaves(side) if isinstance(leaf, torch.Tensor)] for side in (state, other)]
+    return len(sides[0]) == len(sides[1]) > 0 and all(map(torch.equal, *sides))
 
 
-def whole(weight: torch.Tensor) -> torch.Tensor:
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def main(options: Namespace):

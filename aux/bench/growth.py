@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 from read_scaling import growth_table, machine
 from resilience.arguments import ArgumentParser, whole_number
-from resilience.job import write_whole
+from resilience.job import write_atomically
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS_PER_NODE = 8
@@ -247,7 +247,7 @@ def main(args: Namespace):
         namespaces("up", "--nodes", max(args.ranks) // RANKS_PER_NODE, "--cpus", RANKS_PER_NODE, "--gpus", 0)
         for ranks in sorted(set(args.ranks)):
             found["sizes"].append(measure(args, ranks))
-            write_whole(args.out / "growth.json", json.dumps(found, indent=1) + "\n")
+            write_atomically(args.out / "growth.json", json.dumps(found, indent=1) + "\n")
     except KeyboardInterrupt:
         sys.exit(130)
     finally:

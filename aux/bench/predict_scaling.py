@@ -27,7 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 from resilience.arguments import ArgumentParser, number, whole_number
-from resilience.job import write_whole
+from resilience.job import write_atomically
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -294,7 +294,7 @@ def main(args: Namespace):
         print("| " + " | ".join(row) + " |")
     if args.json:
         try:
-            write_whole(args.json, json.dumps({"command": shlex.join(sys.argv), "table": table}, indent=1) + "\n")
+            write_atomically(args.json, json.dumps({"command": shlex.join(sys.argv), "table": table}, indent=1) + "\n")
         except OSError as error:
             stop(f"cannot write {args.json}: {error.strerror}")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 from resilience.arguments import ArgumentParser
-from resilience.job import write_whole
+from resilience.job import write_atomically
 
 EQUAL = 0.01  # losses that differ by less, on the average of the log lines, are those of the same training
 
@@ -116,14 +116,15 @@ def growth_table(sizes: list[dict]) -> str:
 
 def machine() -> str:
     """The processor of this machine, and how many CPUs it has."""
-    found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    info = Path("/proc/cpuinfo")  # of Linux
+    found = re.search(r"^model name\s*: (.+)$", info.read_text() if info.exists() else "", re.M)
     return f"{found[1] if found else os.uname().machine}, {os.cpu_count()} CPUs"
 
 
 def main(args: Namespace):
     unit, runs = read_runs(args.folder)
     found = {"date": datetime.date.today().isoformat(), "machine": machine(), "command": args.command, "unit": unit}
-    write_whole(args.folder / "scaling.json", json.dumps(found | {"runs": runs}, indent=1) + "\n")
+    write_atomically(args.folder / "scaling.json", json.dumps(found | {"runs": runs}, indent=1) + "\n")
     print(f"{table(unit, runs)}\nWritten: {args.folder / 'scaling.json'}")
     for run in runs:
         if (run["difference"] or 0) > EQUAL:

@@ -9,6 +9,8 @@ imitated by aux/bench/slow_files.c: each call that names a file takes --delay lo
 no other one's cache. What is imported is a copy of this Python's virtual environment; it takes four times its size.
 """
 
+import datetime
+import json
 import os
 import re
 import subprocess
@@ -21,7 +23,9 @@ from statistics import median
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "distributed"))
 
+from read_scaling import machine
 from resilience.arguments import ArgumentParser, whole_number
+from resilience.job import write_atomically
 
 NAMESPACES = REPOSITORY / "local/cluster/namespaces.sh"
 JOB = """#!/bin/bash -p
@@ -41,6 +45,7 @@ def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=whole_number(1), default=3, help="turns of both jobs; the medians are shown")
     parser.add_argument("--delay", type=whole_number(1), default=1000, help="microseconds to name a file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds of every turn there")
     args = parser.parse_args()
     if os.geteuid() != 0 or sys.prefix == sys.base_prefix:
         parser.error("takes root, for the cluster, and the Python of a virtual environment: .venv/bin/python")
@@ -107,6 +112,11 @@ def main(args: Namespace):
     print(f"import torch from the slow file system: {slow:.1f} s")
     print(f"from the nodes' own disks: {copy:.1f} s to copy, {fast:.1f} s to import")
     print(f"{slow / (copy + fast):.2f} times as fast, and {slow / fast:.1f} times where the job imports it again")
+    if args.json:
+        found = {"date": datetime.date.today().isoformat(), "machine": machine(), "microseconds": args.delay}
+        found["packing"] = packing
+        found["turns"] = [{"import": shared, "copy": copy, "import again": own} for (_, shared), (copy, own) in turns]
+        write_atomically(args.json, json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -180,7 +180,8 @@ def reduce_part(reduces: dict[str, dict]) -> str:
             row = [f"{group['name']}, {measured['backend']}", f"{group['ranks']}", f"{group['latency'] * 1e6:.1f}"]
             row += [f"{group['bandwidth'] / 1e9:.2f}", f"{errors[len(errors) // 2]:.0%}, {errors[-1]:.0%}"]
             lines.append("| " + " | ".join(row) + " |")
-    return "`aux/bench/allreduce.py`, fitted:\n\n" + "\n".join(lines) + "\n"
+    where = dict.fromkeys(f"{measured['date']}, {measured['device']}" for measured in reduces.values())
+    return f"`aux/bench/allreduce.py`, {'; '.join(where)}, fitted:\n\n" + "\n".join(lines) + "\n"
 
 
 def prediction_part(found: dict) -> str:
