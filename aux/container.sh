@@ -102,7 +102,7 @@ for name in $(compgen -e); do
         MASTER_ADDR | MASTER_PORT | WORLD_SIZE | NNODES | NPROC_PER_NODE | CPUS_PER_NODE | OMP_NUM_THREADS) ;;
         SLURM_* | SLURMD_NODENAME | NCCL_* | GLOO_* | TORCH_* | PYTORCH_* | TRAIN_DEVICE | DEBUG | LOGLEVEL) ;;
         CUDA_VISIBLE_DEVICES | CUDA_DEVICE_* | CUDA_LAUNCH_BLOCKING) ;;    # not CUDA_HOME: the image has its own
-        JOB_OUTCOME | JOB_FAILURE | JOB_STEP_BEFORE | PYTHONUNBUFFERED | PYTHONFAULTHANDLER) ;;
+        JOB_OUTCOME | JOB_FAILURE | JOB_SAVED_STEP | PYTHONUNBUFFERED | PYTHONFAULTHANDLER) ;;
         *) [[ ",${CONTAINER_ENV:-}," == *",$name,"* ]] || continue ;;
     esac
     options+=(--env "$name")

@@ -59,7 +59,7 @@ start_job() {                                        # what starts the ranks, sc
     [[ "$SLURM_RESTART_COUNT" != 0 ]] || rm --recursive --force "$log"/{outcome,failure,ranks}-*     # another cluster's job of this number
     before=$(cat "$log"/outcome-* 2>/dev/null | sort --key=2n | tail --lines=1) || true
     [[ "$before" != finished* ]] || { echo "Finished at step ${before#* } before it was requeued: nothing to do"; exit 0; }
-    export JOB_STEP_BEFORE="${before#* }"
+    export JOB_SAVED_STEP="${before#* }"
 
     [[ "${DEBUG:-0}" != 1 ]] ||
         env | grep -E '^((SLURM|NCCL|CUDA|OMP)_|(NNODES|NPROC_PER_NODE|WORLD_SIZE|MASTER_(ADDR|PORT))=)' | grep -v ^SLURM_JWT= | sort
@@ -75,7 +75,7 @@ start_job() {                                        # what starts the ranks, sc
 }
 
 # --- when they have ended ---------------------------------------------------------------------------------------------
-# Rank 0 leaves in JOB_OUTCOME what became of the job, "finished STEP" or "stopped STEP"; run_task.sh leaves in
+# Rank 0 writes the job's outcome to JOB_OUTCOME, "finished STEP" or "stopped STEP"; run_task.sh writes to
 # JOB_FAILURE which rank failed first. srun's status alone tells neither.
 finish_job() {                                       # srun's status, script and arguments
     local status=$1 outcome='' step='' failure="srun ended with status $1"
@@ -104,13 +104,13 @@ requeue_preempted() {                                # before its ranks listened
 }
 
 requeue_job() {                                      # step, script and arguments
-    local shown reason='' step=$1 before=${JOB_STEP_BEFORE:--1} again=(--resume)
+    local shown reason='' step=$1 before=${JOB_SAVED_STEP:--1} again=(--resume)
     shown=$(show_job)
     [[ " $* " == *" --checkpoint-dir"* ]] || again+=(--checkpoint-dir "checkpoints/$SLURM_JOB_ID")
     if [[ -z "$shown" ]]; then reason="slurmctld does not answer"
     elif [[ "$shown" != *" Restarts=$SLURM_RESTART_COUNT "* ]]; then echo "Stopped after step $step, saved, Slurm requeues it"; exit 0
     elif [[ ! "$shown" =~ JobState=(RUNNING|SIGNALING) ]]; then reason="Slurm is ending it"
-    elif ((step <= before)); then reason="it got no further than when it was requeued before"
+    elif ((step <= before)); then reason="it made no progress since it was requeued before"
     elif ((SLURM_RESTART_COUNT >= max_restarts)); then reason="it has been requeued $SLURM_RESTART_COUNT times"
     elif reason=$(scontrol requeue "$job" 2>&1); then echo "Stopped after step $step, saved, requeued"; exit 0
     fi

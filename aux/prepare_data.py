@@ -49,7 +49,7 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 SHAKESPEARE, PYTHON_DOCUMENTATION = "Tiny Shakespeare", "Python documentation (synthetic)"
 
 
-def write_whole(files: dict[Path, bytes], outdated: Path | None = None) -> None:
+def write_atomically(files: dict[Path, bytes], outdated: Path | None = None) -> None:
     """Write all `files` or none: under temporary names beside them, flushed to disk, and only then renamed, in order.
 
     `outdated`, a file that would vouch for a mix of old and new, is removed just before the first is renamed.
@@ -248,7 +248,7 @@ def prepare_mnist(folder: Path, synthetic: bool) -> str:
         files = {raw / name: contents[f"{name}.gz"] for name in lacking}
     if lacking:
         four = {raw / name: files.get(raw / name) or (raw / name).read_bytes() for name in MNIST_SHA256}
-        write_whole(files | {raw / "SHA256SUMS": checksums(four)}, outdated=raw / "SHA256SUMS")
+        write_atomically(files | {raw / "SHA256SUMS": checksums(four)}, outdated=raw / "SHA256SUMS")
         for name in lacking:
             (raw / f"{name}.gz.part").unlink(missing_ok=True)
     source = "synthetic digits" if synthetic else "MNIST, checksums right"
@@ -317,7 +317,7 @@ def prepare_shakespeare(folder: Path, synthetic: bool, text: Path | None) -> str
         vocabulary, train, val = encode(data, source)
         last, state = folder / "vocabulary.json", "written"  # the last file says that the set is complete
         files = {folder / "train.bin": train, folder / "val.bin": val, last: json.dumps(vocabulary).encode()}
-        write_whole({folder / "SHA256SUMS": checksums(files)} | files, last)
+        write_atomically({folder / "SHA256SUMS": checksums(files)} | files, last)
         (folder / "input.txt.part").unlink(missing_ok=True)
     counts = f"{vocabulary['train_tokens']:,} training and {vocabulary['val_tokens']:,} validation characters"
     return f"{folder}: {counts}, {len(vocabulary['characters']):,} different ones, {vocabulary['source']}, {state}"

@@ -2,7 +2,7 @@
 
 torchrun.sh calls it with torchrun's arguments. torchrun itself ends with status 1, whatever the rank's was, and with a
 page of its own below the rank's last output. And it starts no rank before all nodes are there: here they are started at
-once, so that rank 0 can name those that have not come.
+once, so that rank 0 can name those that did not join.
 """
 
 import contextlib

@@ -13,6 +13,6 @@ who=${RANK:+rank $RANK}
 how="ended with status $status"
 ((status <= 128)) || how="was killed by SIG$(kill -l "$status" 2>/dev/null || echo "$((status - 128))")"
 # The first to fail writes; set -C: what is there is kept. Where several ranks have one parent, it has written before.
-(set -C && echo "$status ${who:-what starts the ranks} on $host $how" >"${JOB_FAILURE:-/dev/null}") 2>/dev/null
+(set -C && echo "$status ${who:-the process that starts the ranks} on $host $how" >"${JOB_FAILURE:-/dev/null}") 2>/dev/null
 sleep 1                                              # srun ends the step at once, and what it has not read is lost
 exit "$status"

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from language_model_arguments import LanguageModelParser, divisors
 from resilience import stop_request
-from resilience.arguments import uneven, whole_number
+from resilience.arguments import indivisible, whole_number
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def bad_sizes(args: Namespace, rank: int, local_rank: int, world_size: int) -> s
     if args.hybrid is not None and local_rank < rank % copy:
         return f"--hybrid: {copy} neighbouring ranks are not all on this node; use as many ranks on every node"
     share = f"{world_size} ranks x --accumulation {args.accumulation}"
-    return uneven("--batch-size", args.batch_size, world_size * args.accumulation, share)
+    return indivisible("--batch-size", args.batch_size, world_size * args.accumulation, share)
 
 
 def step_zero_columns(args: Namespace) -> dict[str, str]:

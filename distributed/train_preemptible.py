@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from resilience import stop_request
-from resilience.arguments import ArgumentParser, device_name, number, uneven, whole_number
+from resilience.arguments import ArgumentParser, device_name, indivisible, number, whole_number
 
 stop_request.listen()  # before the slow imports: Slurm may ask at any time
 
@@ -57,7 +57,7 @@ args = parser.parse_args()
 _, _, _, world_size = find_ranks()
 if args.batch_size_per_rank is not None:
     args.batch_size = args.batch_size_per_rank * world_size
-fault = uneven("--batch-size", args.batch_size, world_size, f"{world_size} ranks") or Checkpoints.conflict(args)
+fault = indivisible("--batch-size", args.batch_size, world_size, f"{world_size} ranks") or Checkpoints.conflict(args)
 place = init_process_group(args, fault)  # any rank's fault stops all of them, with one sentence
 rank, device = place.rank, place.device
 

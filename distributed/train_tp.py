@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 from language_model_arguments import LanguageModelParser, divisors
 from resilience import stop_request
-from resilience.arguments import uneven, whole_number
+from resilience.arguments import indivisible, whole_number
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -110,14 +110,14 @@ def bad_sizes(args: Namespace, rank: int, local_rank: int, world_size: int) -> s
         parts = f"{world_size} ranks and --heads {args.heads}"
         return f"--tensor-parallel {size} does not divide both {parts}: {divisors(common)} would do"
     if args.sequence_parallel and args.context % size:
-        return uneven("--context", args.context, size, f"--tensor-parallel {size}")
+        return indivisible("--context", args.context, size, f"--tensor-parallel {size}")
     if local_rank < rank % size and not args.across_nodes:
         return (
             f"--tensor-parallel {size}: ranks {rank - rank % size} to {rank - rank % size + size - 1} are not all on "
             f"this node; choose a divisor of every node's number of ranks, or say --across-nodes if slow is meant"
         )
     share = f"{world_size // size} replicas x --accumulation {args.accumulation}"
-    return uneven("--batch-size", args.batch_size, world_size // size * args.accumulation, share)
+    return indivisible("--batch-size", args.batch_size, world_size // size * args.accumulation, share)
 
 
 def step_zero_columns(args: Namespace) -> dict[str, str]:

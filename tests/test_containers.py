@@ -8,13 +8,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, Cluster, Job, environment, read_metrics, run
+from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, Cluster, Job, environment, read_metrics, run, wait_for
 from test_launchers import NASTY
 from test_readme import CHAPTERS, steps, try_block
 
@@ -123,13 +122,6 @@ def seen(clone: Path, job: Job) -> list[dict]:
     return sorted(found, key=lambda one: one["variables"][0])
 
 
-def wait_for(condition, seconds: float = 60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} seconds"
-        time.sleep(0.1)
-
-
 def test_a_strangers_script(cluster, site):
     """Ten lines of torch that read RANK, LOCAL_RANK and the like run in the container as under the other launchers."""
     clone = site.clone("stranger")
@@ -183,7 +175,7 @@ def test_what_is_inside(cluster, site):
         assert {name: inside.get(name) for name in named} == named
         assert inside["SLURM_JOB_ID"] == str(job.id) and inside["SLURM_NODEID"] == str(index)
         assert inside["CUDA_VISIBLE_DEVICES"] == "0" and inside["PYTHONUNBUFFERED"] == "1"
-        assert {"JOB_OUTCOME", "JOB_FAILURE", "JOB_STEP_BEFORE"} <= set(inside), "between the launcher and the ranks"
+        assert {"JOB_OUTCOME", "JOB_FAILURE", "JOB_SAVED_STEP"} <= set(inside), "between the launcher and the ranks"
         assert inside["MASTER_ADDR"] == "node-1" and int(inside["MASTER_PORT"]) == 61000 + job.id % 4536, "env.sh's"
         sizes = {"NNODES": "2", "NPROC_PER_NODE": "1", "CPUS_PER_NODE": "2", "OMP_NUM_THREADS": "2"}
         assert {name: inside.get(name) for name in sizes} == sizes and inside["SLURM_RESTART_COUNT"] == "0"

@@ -271,7 +271,7 @@ def test_stop_save_and_resume(device, train, on_cpu, request, tmp_path, script):
                 process.send_signal(signal.SIGUSR1)
         overdue.cancel()
     assert process.returncode == 0, printed
-    [stopped] = re.findall(r"^Stopped after step (\d+): --resume goes on$", printed, re.M)
+    [stopped] = re.findall(r"^Stopped after step (\d+): continue with --resume$", printed, re.M)
     assert 2 <= int(stopped) < STEPS
     log = train(script, device, *flags, "--resume", form="torchrun", folder=folder)
     devices(log, device)

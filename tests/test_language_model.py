@@ -305,7 +305,7 @@ def test_damaged_checkpoint_is_passed_over(trained, text, tmp_path):
     assert done.returncode == 0, done.stderr
     assert re.search(r"warning: checkpoint .*_20 is damaged and skipped: __2_0.distcp in it is not", done.stderr)
     assert "Resumed after step 10" in done.stdout
-    (tmp_path / "checkpoint_step_20" / "whole.json").write_text("{")
+    (tmp_path / "checkpoint_step_20" / "manifest.json").write_text("{")
     (tmp_path / "checkpoint_step_10" / "__0_0.distcp").unlink()
     done = train("train_fsdp.py", 1, text, tmp_path, "--sample", 5)
     assert done.returncode == 1
@@ -384,7 +384,7 @@ def test_a_padded_vocabulary(text, tmp_path):
         assert done.returncode == 0, done.stderr
     split, alone = (read_metrics(tmp_path / script) for script in ("train_tp.py", "train_fsdp.py"))
     assert split == pytest.approx(alone, abs=3e-6)
-    whole = json.loads((tmp_path / "train_tp.py/checkpoint_step_10/whole.json").read_text().splitlines()[0])
+    whole = json.loads((tmp_path / "train_tp.py/checkpoint_step_10/manifest.json").read_text().splitlines()[0])
     assert whole["sizes"]["vocabulary"] % 64 == 0
     assert 0 < whole["sizes"]["vocabulary"] - len(whole["characters"]) < 64
     done = train("train_fsdp.py", 1, text, tmp_path / "train_tp.py", "--sample", 300)

@@ -142,7 +142,7 @@ def test_ranks_that_never_come_are_named(tiny, tmp_path):
     world, start = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": free_port()}, time.monotonic()
     with start_rank(0, *options, **world) as first, start_rank(3, *options, **world, SLURMD_NODENAME="n2") as other:
         said = [rank.communicate(timeout=60)[1] for rank in (first, other)]
-    named = r"\[Rank 0 on (\S+)\] 2 of 4 ranks have not come within 0:00:08: rank 1 on \1, rank 2 on n2\n"
+    named = r"\[Rank 0 on (\S+)\] 2 of 4 ranks did not join within 0:00:08: rank 1 on \1, rank 2 on n2\n"
     assert re.fullmatch(named, said[0]) and said[1] == "", said
     assert first.returncode == other.returncode == 1 and time.monotonic() - start < 30
 
@@ -170,7 +170,7 @@ def test_a_node_whose_torchrun_never_comes(tiny, tmp_path):
     job |= {"JOB_FAILURE": "/dev/null", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     options = ("--data-dir", tiny, "--init-timeout", 6, "--checkpoint-dir", tmp_path, "--batch-size", 20)
     done = run("./torchrun.sh", "distributed/train_preemptible.py", *options, env=environment(**job), timeout=60)
-    assert re.fullmatch(r"\[Rank 0 on \S+\] 2 of 4 ranks have not come within 0:00:06: rank 2, rank 3\n", done.stderr)
+    assert re.fullmatch(r"\[Rank 0 on \S+\] 2 of 4 ranks did not join within 0:00:06: rank 2, rank 3\n", done.stderr)
     assert done.returncode == 1
 
 
@@ -205,11 +205,9 @@ def test_ranks_that_cannot_connect(tiny, tmp_path):
     ):
         said = [rank.communicate(timeout=60)[1] for rank in (first, second)]
     both = "".join(said)
-    sentence = (
-        r"\[Rank \d on n\d\] all ranks are there, but their first all-reduce has not come through within 0:00:05. "
-    )
+    sentence = r"\[Rank \d on n\d\] all ranks joined, but their first all-reduce did not finish within 0:00:05. "
     sentence += r"The interface is lo on n1, n2: GLOO_SOCKET_IFNAME in env.sh chooses .*\n"
-    assert len(re.findall(sentence, both)) == both.count("all ranks are there") == 1 and "Traceback" not in both, both
+    assert len(re.findall(sentence, both)) == both.count("all ranks joined") == 1 and "Traceback" not in both, both
     assert first.returncode == second.returncode == 1
     assert both.count("no step for 2 s. First to look at: rank 0 on n1 (step None), rank 1 on n2") == 1, both
     assert {path.name for path in (tmp_path / "log/7/ranks-0").iterdir()} == {"0", "1"}, "heartbeats begin before it"
@@ -322,7 +320,7 @@ def test_ranks_of_nodes(monkeypatch):
 
 @pytest.mark.parametrize(("device", "debug"), [("cuda:0", ""), ("cuda:0", "INFO"), ("cpu", "")])
 def test_the_order_of_the_start(device, debug, monkeypatch):
-    """Before NCCL connects, what it prints is shortened, unless all is to be seen; and signs of life have begun."""
+    """Before NCCL connects, what it prints is shortened, unless all is to be seen; and heartbeats have begun."""
     order = []
     monkeypatch.setattr(place, "find_ranks", lambda: ("mp", 1, 1, 2))
     monkeypatch.setattr(place, "choose_device", lambda *_: (torch.device(device), None))
@@ -617,14 +615,14 @@ def test_a_step_that_takes_long_is_written_at_once(signs, monkeypatch, capfd):
         if second in (129, 130):
             assert read_stands(files[2]) == (second == 130)
     said = capfd.readouterr().err.splitlines()
-    gone = r"\[Rank 2 on \S+\] rank 1 on \S+ has given no sign of life for \d\d s; its last step is 99"
+    gone = r"\[Rank 2 on \S+\] rank 1 on \S+ has sent no heartbeat for \d\d s; its last step is 99"
     assert re.fullmatch(gone, said[2])
     assert re.fullmatch(r"\[Rank 0 on \S+\] no step for 60 s. First to look at: rank 1 on \S+ \(step 99\), in", said[0])
     assert len(said) == 3, said
 
 
 def read_stands(files: heartbeat.Files) -> bool:
-    return heartbeat.read(files.folder / str(files.rank))["stands"]
+    return heartbeat.read(files.folder / str(files.rank))["stalled"]
 
 
 def test_a_save_is_no_step_that_takes_long(signs, monkeypatch, capfd):
@@ -645,7 +643,8 @@ def test_a_save_is_no_step_that_takes_long(signs, monkeypatch, capfd):
 def sign(rank: int, step: int, waits: bool, **other: object) -> dict:
     """A heartbeat as of now, of a rank that has stood still for two minutes."""
     known = {"rank": rank, "host": f"n{rank // 2}", "step": step, "time": time.time(), "stack": ["f"], "frame": "f"}
-    return known | {"waits": waits, "of": 6, "still": 120.0, "stands": True, "every": 2} | other
+    known |= {"in_collective": waits, "world_size": 6, "seconds_in_step": 120.0, "stalled": True, "interval": 2}
+    return known | other
 
 
 @pytest.mark.parametrize(
@@ -694,7 +693,7 @@ def test_asked_to_stop_beside_a_silent_rank(monkeypatch, capfd):
     monkeypatch.setattr(heartbeat, "finished", False)
     ranks[0].beat()
     assert ended == [1]
-    gone = "asked to stop, but rank 3 on this node has given no sign of life for 10 s: without it this rank cannot save"
+    gone = "asked to stop, but rank 3 on this node has sent no heartbeat for 10 s: without it this rank cannot save"
     assert f"[Rank 2 on {heartbeat.HOST}] {gone}" in capfd.readouterr().err
     monkeypatch.setenv("JOB_FAILURE", __file__)  # another rank has been named: this one may have been suspended
     ranks[0].beat()
@@ -778,12 +777,12 @@ def test_how_a_sharded_checkpoint_is_written(tmp_path, monkeypatch):
 
 def test_a_rank_reads_its_own_file_of_a_sharded_checkpoint(tmp_path):
     """Of a checkpoint of twelve ranks, on fewer, as many and more of them: every file once, whoever has written it."""
-    for name in (".metadata", "whole.json", *(f"__{rank}_{part}.distcp" for rank in range(12) for part in range(2))):
+    for name in (".metadata", "manifest.json", *(f"__{rank}_{part}.distcp" for rank in range(12) for part in range(2))):
         (tmp_path / name).write_text(name)
     for world_size in (1, 5, 12, 16):
         shares = [measure_files(tmp_path, rank, world_size) for rank in range(world_size)]
         assert sorted(name for share in shares for name in share) == sorted(
-            path.name for path in tmp_path.iterdir() if path.name != "whole.json"
+            path.name for path in tmp_path.iterdir() if path.name != "manifest.json"
         )
         for rank, share in enumerate(shares):
             assert world_size < 12 or share.keys() - {".metadata"} == {

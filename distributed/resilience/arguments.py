@@ -139,7 +139,7 @@ def interval(text: str) -> tuple[float, str]:
     return every
 
 
-def uneven(flag: str, value: int, parts: int, what: str) -> str | None:
+def indivisible(flag: str, value: int, parts: int, what: str) -> str | None:
     """One sentence when `value` does not divide by `parts` (in words: `what`), with the nearest that do; or None."""
     if value % parts == 0:
         return None

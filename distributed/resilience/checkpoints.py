@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from . import heartbeat, stop_request
-from .job import HOST, JOB, RESTART_COUNT, write_whole
+from .job import HOST, JOB, RESTART_COUNT, write_atomically
 from .place import Place, stop
 
 
@@ -122,10 +122,10 @@ class Checkpoints:
         done = self.step >= self.total_steps
         if path := os.environ.get("JOB_OUTCOME"):
             try:
-                write_whole(Path(path), f"{'finished' if done else 'stopped'} {self.step}\n")
+                write_atomically(Path(path), f"{'finished' if done else 'stopped'} {self.step}\n")
             except OSError as error:
-                stop(f"step {self.step} is saved, but {path} cannot be written ({error.strerror}): --resume goes on")
-        print(f"Finished: {result}" if done else f"Stopped after step {self.step}: --resume goes on", flush=True)
+                stop(f"step {self.step} is saved, but {path} cannot be written ({error.strerror}): say --resume")
+        print(f"Finished: {result}" if done else f"Stopped after step {self.step}: continue with --resume", flush=True)
 
     # Another format overrides these two.
 
@@ -143,7 +143,7 @@ class Checkpoints:
         if path is None:
             return None
         try:
-            if content_of(path) != content:
+            if fingerprint(path) != content:
                 raise OSError("it is another file")
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:  # as of a checkpoint that is damaged: one of half a dozen kinds
@@ -156,12 +156,12 @@ class Checkpoints:
         return state
 
     def choose(self) -> tuple[Path | None, int | None, str | None]:
-        """The newest whole checkpoint, its content_of, and what is wrong with it in one sentence. By rank 0 alone."""
+        """The newest whole checkpoint, its fingerprint, and what is wrong with it in one sentence. By rank 0 alone."""
         try:
             if (found := newest(self.folder)) is None:
                 return None, None, None
             path, state = found
-            return path, content_of(path), self.other_run(state["run"])
+            return path, fingerprint(path), self.other_run(state["run"])
         except OSError as error:
             return None, None, str(error)
 
@@ -206,7 +206,7 @@ def conflicting(folder: Path, resume: bool, suffix: str) -> str | None:
     if not usable:
         return f"{nearest} cannot be written: choose another --checkpoint-dir"
     if foreign := next((path for path in found if path.suffix != suffix), None):
-        return f"{foreign} is of a script that saves otherwise: choose another --checkpoint-dir"
+        return f"{foreign} was written in another format: choose another --checkpoint-dir"
     if resume or not found:
         return None
     return f"{found[0]} is of an earlier run: continue that one with --resume, or choose another --checkpoint-dir"
@@ -216,13 +216,13 @@ def missing(folder: Path) -> str | None:
     """One sentence when `folder` must have had a checkpoint, but none is whole; or None: then a run may begin."""
     if damaged := list(folder.glob("damaged_*")):
         return f"{folder} has {len(damaged)} damaged checkpoints and no whole one: choose another --checkpoint-dir"
-    if step := os.environ.get("JOB_STEP_BEFORE"):
+    if step := os.environ.get("JOB_SAVED_STEP"):
         return f"step {step} was saved before the job was requeued, but {folder} has no checkpoint any more"
     return None
 
 
 def prune(folder: Path, step: int, keep: int):
-    """Removes all but the newest `keep` of the checkpoints up to this step. Those beyond are nothing to count on."""
+    """Removes all but the newest `keep` of the checkpoints up to this step. Later ones may be of an abandoned run."""
     for old in [path for path in find(folder) if step_of(path) <= step][keep:]:
         remove(old)
 
@@ -250,7 +250,7 @@ def claim(folder: Path) -> str | None:
     if start and start[1] == JOB and int(start[2]) > int(RESTART_COUNT):
         return f"{folder} belongs to a later start of this job: this one has been superseded, and ends"
     try:
-        write_whole(folder / "owner", token())
+        write_atomically(folder / "owner", token())
     except OSError as error:
         return f"{folder} cannot be written ({error.strerror}): nothing could be saved"
     for path in folder.glob(".checkpoint_step_*.tmp"):  # of starts that were killed while they saved
@@ -335,7 +335,7 @@ def newest(folder: Path) -> tuple[Path, dict] | None:
     return None
 
 
-def content_of(path: Path) -> int:
+def fingerprint(path: Path) -> int:
     """What tells a checkpoint from another one: a checksum over the checksums in it, which are all that is read."""
     with zipfile.ZipFile(path) as archive:
         return zlib.crc32(repr([(part.filename, part.CRC) for part in archive.infolist()]).encode())

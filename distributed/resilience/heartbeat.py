@@ -90,22 +90,23 @@ class Files:
         if late == 2 > before:
             self.report_stuck(half)
 
-    def write(self, still: float, interval: float, stands: bool):
-        stack, frame, waits = main_stack()
-        sign = {"rank": self.rank, "host": HOST, "step": step, "time": time.time(), "stack": stack, "frame": frame}
-        sign |= {"waits": waits, "of": self.world_size, "still": still, "stands": stands, "every": interval}  # seconds
+    def write(self, still: float, interval: float, stalled: bool):
+        stack, frame, in_collective = main_stack()
+        beat = {"rank": self.rank, "world_size": self.world_size, "host": HOST, "time": time.time(), "step": step}
+        beat |= {"stack": stack, "frame": frame, "in_collective": in_collective, "stalled": stalled}
+        beat |= {"seconds_in_step": still, "interval": interval}
         with contextlib.suppress(OSError):  # a full disk; the line is as long as the one that it overwrites
-            os.pwrite(self.file, json.dumps(sign).encode().ljust(LINE), 0)
+            os.pwrite(self.file, json.dumps(beat).encode().ljust(LINE), 0)
 
     def report_stuck(self, seconds: float):
         """A neighbour that is alive stands still, too, and has written that when a quarter of the timeout was over."""
         other = read(self.folder / str((self.rank - 1) % self.world_size))
         if other and (age := time.time() - other["time"]) > timeout / 3:
             who, last = f"rank {other['rank']} on {other['host']}", other["step"]
-            report(self.rank, f"{who} has given no sign of life for {age:.0f} s; its last step is {last}")
+            report(self.rank, f"{who} has sent no heartbeat for {age:.0f} s; its last step is {last}")
         if self.rank == 0:
-            signs = [read(self.folder / str(other)) for other in range(self.world_size)]
-            report(self.rank, describe_stuck(signs, seconds))
+            beats = [read(self.folder / str(other)) for other in range(self.world_size)]
+            report(self.rank, describe_stuck(beats, seconds))
 
 
 def read(path: Path) -> dict | None:
@@ -141,23 +142,23 @@ def of_a_library(path: str) -> bool:
     return path.startswith((library, "<")) or "/site-packages/" in path or "/dist-packages/" in path
 
 
-def behind(sign: dict) -> tuple[float, bool]:
+def behind(beat: dict) -> tuple[float, bool]:
     """The key by which the ranks that others wait for come first.
 
     NCCL is asynchronous: others get some steps further before they wait, and then not always inside torch.distributed.
     So the lowest step counts, and at the same step who is in no collective.
     """
-    return -1 if sign["step"] is None else sign["step"], sign["waits"]
+    return -1 if beat["step"] is None else beat["step"], beat["in_collective"]
 
 
-def describe_stuck(signs: list[dict | None], seconds: float) -> str:
+def describe_stuck(beats: list[dict | None], seconds: float) -> str:
     """Who keeps the others waiting: those that are behind, or else the fewest that are at one place."""
     places = defaultdict(list)
-    for sign in filter(None, signs):
-        places[behind(sign), tuple(sign["stack"])].append(sign)
+    for beat in filter(None, beats):
+        places[behind(beat), tuple(beat["stack"])].append(beat)
     groups = sorted(places.items(), key=lambda group: (group[0][0], len(group[1])))
     (_, stack), stuck = groups[0]
-    ranks = ", ".join(f"rank {sign['rank']} on {sign['host']} (step {sign['step']})" for sign in stuck[:4])
+    ranks = ", ".join(f"rank {beat['rank']} on {beat['host']} (step {beat['step']})" for beat in stuck[:4])
     more = f" and {len(stuck) - 4} more" if len(stuck) > 4 else ""
     return f"no step for {seconds:.0f} s. First to look at: {ranks}{more}, in\n    " + "\n    ".join(stack)
 
@@ -191,7 +192,7 @@ class Datagrams:
                     self.missed[self.others[sender]] = 0
         silent = [other for other, missed in self.missed.items() if missed >= SILENT]
         if silent and not finished and stop_request.came():
-            gone = f"rank {silent[0]} on this node has given no sign of life for {SILENT} s"
+            gone = f"rank {silent[0]} on this node has sent no heartbeat for {SILENT} s"
             if not failure_named():  # else another rank has told already
                 report(self.rank, f"asked to stop, but {gone}: without it this rank cannot save, and ends")
             os._exit(1)

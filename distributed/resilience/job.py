@@ -14,7 +14,7 @@ def failure_named() -> bool:
     return os.path.exists(os.environ.get("JOB_FAILURE", ""))
 
 
-def write_whole(path: Path, text: str):
+def write_atomically(path: Path, text: str):
     """Writes a small file atomically: a reader finds the whole text, or what was there before. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

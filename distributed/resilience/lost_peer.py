@@ -11,7 +11,7 @@ PARTS = "Watchdog caught collective operation timeout|remote process exited or t
 PARTS += "|Connection closed by remote peer"
 
 
-def copy_until_a_peer_is_lost(rank: str, host: str):
+def filter_peer_errors(rank: str, host: str):
     for line in sys.stdin:
         if found := re.search(rf"(?:{PARTS}).{{,200}}", line):
             matters = "the error that matters is another rank's"
@@ -26,4 +26,4 @@ def copy_until_a_peer_is_lost(rank: str, host: str):
 
 if __name__ == "__main__":
     sys.stdin.reconfigure(errors="replace")
-    copy_until_a_peer_is_lost(*sys.argv[1:])
+    filter_peer_errors(*sys.argv[1:])

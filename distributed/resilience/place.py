@@ -34,9 +34,9 @@ from . import heartbeat, stop_request
 from .job import HOST, JOB, RESTART_COUNT, failure_named
 
 # Parts of gloo's and NCCL's errors on the ranks whose peer has ended, or has not come to a collective in time
-PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
-PEER_IS_GONE += ("Timed out waiting", "remote process exited or there was a network error")
-CANNOT_CONNECT = (*PEER_IS_GONE, "connectFullMesh", "interface", "timeout", "Unable to find", "Unable to bind")
+PEER_FAILED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+PEER_FAILED += ("Timed out waiting", "remote process exited or there was a network error")
+CANNOT_CONNECT = (*PEER_FAILED, "connectFullMesh", "interface", "timeout", "Unable to find", "Unable to bind")
 AGENT_PREFIX = f"/worker/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"  # in the store of torchrun's agent
 
 
@@ -181,10 +181,10 @@ def set_up_output(rank: int):
         if kind is KeyboardInterrupt:
             os._exit(130)  # ctrl-C: no news to whoever typed it
         stderr = sys.__stderr__  # init_process_group wraps this hook, and keeps what it writes to sys.stderr for later
-        if isinstance(error, RuntimeError | dist.DistError) and any(part in str(error) for part in PEER_IS_GONE):
+        if isinstance(error, RuntimeError | dist.DistError) and any(part in str(error) for part in PEER_FAILED):
             lost = f"[Rank {rank} on {HOST}] lost a peer; the error that matters is another rank's\n"
             os.write(2, lost.encode())  # by way of lost_peer.py, if that runs, which may have told already
-            wait_for_culprit()
+            wait_for_first_failure()
         else:
             print(f"[Rank {rank} on {HOST}] failed:", file=stderr)
             traceback.print_exception(kind, error, trace, file=stderr)
@@ -208,7 +208,7 @@ def shorten_lost_peers(rank: int):
     os.environ.setdefault("NCCL_DEBUG_FILE", "/dev/stderr")  # its warnings go to standard output by default
 
 
-def wait_for_culprit():
+def wait_for_first_failure():
     """At most 5 s, so that the rank that failed ends first: the job's last line names the first, and has its status.
 
     torchrun and the spawner end the other ranks of their node with SIGTERM before they name the rank in JOB_FAILURE.
@@ -225,7 +225,7 @@ def stop(sentence: str, rank: int = 0, prints: bool = True):
     if prints:
         print(f"[Rank {rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)
     else:
-        wait_for_culprit()  # a rank that ends ends the job
+        wait_for_first_failure()  # a rank that ends ends the job
     end()
 
 
@@ -405,7 +405,7 @@ def step_zero(place: Place, timeout: datetime.timedelta, columns: dict, fault: s
         if store.get("step 0/verdict"):
             store.add("step 0/ended", 1)
             if not fault:
-                wait_for_culprit()
+                wait_for_first_failure()
             end()
         return
     keys = [f"step 0/{other}" for other in range(world_size)]
@@ -430,12 +430,12 @@ def step_zero(place: Place, timeout: datetime.timedelta, columns: dict, fault: s
         while store.add("step 0/ended", 0) < len(come) - 1 and time.monotonic() < deadline:
             time.sleep(0.01)
         if not fault and any(known["fault"] for known in come):
-            wait_for_culprit()
+            wait_for_first_failure()
         end()
 
 
 def name_missing(place: Place, ranks: list[dict | None], timeout: datetime.timedelta) -> str:
-    """One sentence with the ranks that have not come; their hosts from Slurm, or from others of the same node."""
+    """One sentence with the ranks that did not join; their hosts from Slurm, or from others of the same node."""
     nodes, hosts = ranks_of_nodes(place.launcher, place.world_size), hosts_of_step()
     hosts = hosts if len(hosts) == len(nodes) else [""] * len(nodes)
     missing = []
@@ -443,7 +443,7 @@ def name_missing(place: Place, ranks: list[dict | None], timeout: datetime.timed
         host = next((known["host"] for rank in node if (known := ranks[rank])), host)
         missing += [f"rank {rank}" + f" on {host}" * bool(host) for rank in node if not ranks[rank]]
     named = ", ".join(missing[:8]) + ", ..." * (len(missing) > 8)
-    return f"[Rank 0 on {HOST}] {len(missing)} of {place.world_size} ranks have not come within {timeout}: {named}"
+    return f"[Rank 0 on {HOST}] {len(missing)} of {place.world_size} ranks did not join within {timeout}: {named}"
 
 
 def first_fault(ranks: list[dict]) -> str:
@@ -479,7 +479,7 @@ def connect(place: Place, timeout: datetime.timedelta):
     NCCL connects in its first collective, where its watchdog does not see it: with a wrong interface or a firewall that
     would hang for ever. The sentence comes from the first rank that has waited long enough.
     """
-    backend, lost = backend_of(place.device), f"their first all-reduce has not come through within {timeout}"
+    backend, lost = backend_of(place.device), f"their first all-reduce did not finish within {timeout}"
     timer = threading.Timer(timeout.total_seconds(), report_not_connected, (place, lost, backend))
     timer.daemon = True
     timer.start()
@@ -525,7 +525,7 @@ def report_not_connected(place: Place, lost: str, backend: str):
             used = ", ".join(f"{name} on {', '.join(some[:3])}{more[name]}" for name, some in hosts.items())
             variable = f"{backend.upper()}_SOCKET_IFNAME"
             hint = f"{variable} in env.sh chooses one by which all nodes reach each other; or a firewall is in between"
-            sentence = f"all ranks are there, but {lost}. The interface is {used}: {hint}"
+            sentence = f"all ranks joined, but {lost}. The interface is {used}: {hint}"
             print(f"[Rank {place.rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)
             store.set("printed", "")
         deadline = time.monotonic() + 5  # rank 0, the store's host, goes last: when all have come, and one has printed
@@ -534,7 +534,7 @@ def report_not_connected(place: Place, lost: str, backend: str):
                 break
             time.sleep(0.01)
     if not first:
-        wait_for_culprit()
+        wait_for_first_failure()
     end()
 
 

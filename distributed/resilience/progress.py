@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from .job import write_whole
+from .job import write_atomically
 from .place import Place
 
 
@@ -64,7 +64,7 @@ class Progress:
             for line in path.read_text(errors="replace").splitlines():
                 with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line, or a hole: a node has crashed
                     kept += [line + "\n"] if json.loads(line)["step"] <= first_step else []
-            write_whole(path, "".join(kept))
+            write_atomically(path, "".join(kept))
         return path.open("a", buffering=1)
 
     def add(self, step: int, loss: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder checkpoint_step_N. The tensors in it are stored by name and by place in the whole tensor, not
 by rank: it can be read on any number of ranks and under any split. The folder gets its name only when all of it is
-written, and whole.json in it has the length and checksum of each file, so that damage is noticed before it is read.
+written, and manifest.json in it has the length and checksum of each file, so that damage is noticed before it is read.
 
 A large one is copied into the CPU's memory, which is kept for the next one, and a thread writes it while the steps go
 on. It gets its name after a later step, once every rank has written its part, and at the latest before the next save
@@ -138,7 +138,7 @@ class ShardedCheckpoints(Checkpoints):
 
         def finish():
             whole = json.dumps(metadata | {"files": files})
-            with (temporary / "whole.json").open("w") as file:
+            with (temporary / "manifest.json").open("w") as file:
                 file.write(f"{whole}\n{zlib.crc32(whole.encode())}\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -167,7 +167,7 @@ class ShardedCheckpoints(Checkpoints):
 def newest(folder: Path, place: Place) -> tuple[Path, dict] | None:
     """The newest whole checkpoint and its metadata; damaged ones are named on stderr and quarantined. By all ranks."""
     rank, world_size = place.rank, place.world_size
-    candidates = [find(folder) if rank == 0 else None]  # rank 0 looks for all: file systems lag
+    candidates = [find(folder) if rank == 0 else None]  # rank 0 looks for all: other nodes may see an older folder
     if world_size > 1:
         dist.broadcast_object_list(candidates, src=0)
     for path in candidates[0]:
@@ -227,15 +227,15 @@ def on_all_ranks(work: Callable[[], Any] | None, world_size: int) -> list:
 
 
 def read_metadata(path: Path) -> dict:
-    """What whole.json in a checkpoint holds. Raises OSError when that is not what was written."""
-    whole, _, checksum = (path / "whole.json").read_text(errors="replace").rstrip("\n").partition("\n")
+    """What manifest.json in a checkpoint holds. Raises OSError when that is not what was written."""
+    whole, _, checksum = (path / "manifest.json").read_text(errors="replace").rstrip("\n").partition("\n")
     if checksum == str(zlib.crc32(whole.encode())) and (metadata := json.loads(whole))["step"] == step_of(path):
         return metadata
-    raise OSError("its whole.json is not the file that was written")
+    raise OSError("its manifest.json is not the file that was written")
 
 
 def measure_files(folder: Path, rank: int, world_size: int) -> dict[str, list[int]]:
-    """Length and CRC-32 of this rank's share of all files but whole.json.
+    """Length and CRC-32 of this rank's share of all files but manifest.json.
 
     The files are named after the ranks that wrote them: __RANK_NUMBER.distcp. Each rank reads its own, which it has
     just written, or will need to load its part of the model; another rank's would come over the network first.
@@ -243,7 +243,7 @@ def measure_files(folder: Path, rank: int, world_size: int) -> dict[str, list[in
     mine = {}
     for path in folder.iterdir():
         writer = re.match(r"__(\d+)_", path.name)
-        if path.name == "whole.json" or (int(writer[1]) if writer else 0) % world_size != rank:
+        if path.name == "manifest.json" or (int(writer[1]) if writer else 0) % world_size != rank:
             continue
         length = checksum = 0
         with path.open("rb") as file:
