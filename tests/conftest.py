@@ -89,6 +89,14 @@ def run(*command: object, timeout: float = 120, **options) -> subprocess.Complet
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def wait_for(condition: Callable[[], object], seconds: float = 90):
+    """Until it holds; the test fails when that takes longer."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} seconds"
+        time.sleep(0.1)
+
+
 MATRIX: list[tuple] = []
 
 

@@ -92,7 +92,7 @@ def test_a_launcher_has_one_literal_srun():
 LINES = {  # at most
     "env.sh": 50,
     "torchrun.sh": 40,
-    "local/train_single.py": 130,
+    "local/train_single.py": 131,
     "distributed/train_ddp.py": 170,
     "distributed/train_fast.py": 195,
     "distributed/train_preemptible.py": 160,
@@ -158,11 +158,19 @@ def test_docker_ignores_what_git_ignores():
 def test_what_lets_srun_read_the_last_lines_stands_once():
     scripts = [path for path in TRACKED if path.endswith((".sh", ".py")) and not path.startswith(("tests/", "local/"))]
     waits = [path for path in scripts if re.search(r"^sleep 1\b", (REPOSITORY / path).read_text(), re.M)]
-    assert (
-        waits == ["aux/run_task.sh"] and "# source /etc/profile && module load" in (REPOSITORY / "env.sh").read_text()
-    )
+    assert waits == ["aux/run_task.sh"]
     for launcher in WAYS:
         assert (REPOSITORY / launcher).read_text().count("./aux/run_task.sh ") == 1, launcher
+
+
+@pytest.mark.parametrize("profile", ["true", "false"])
+def test_modules_are_loaded(profile, tmp_path):
+    """By env.sh's line, also where a site's /etc/profile ends with a status other than 0."""
+    [line] = re.findall(r"^# (source /etc/profile .*?) +# EDIT", (REPOSITORY / "env.sh").read_text(), re.M)
+    (tmp_path / "profile").write_text(f'module() {{ echo "$@"; }}\n{profile}\n')
+    line = line.replace("/etc/profile", str(tmp_path / "profile"))
+    done = run("bash", "-c", f"set -eo pipefail\n{line}\necho then the job")
+    assert done.stdout == "load cuda/12.8\nthen the job\n" and done.returncode == 0, done.stderr
 
 
 def test_in_the_background():

@@ -341,15 +341,18 @@ def test_task_here(laptop, task_by_hand):
     assert first[0] != pytest.approx(first[1], rel=1e-3), "of other weights"
 
 
+CANNOT_TRAIN = [
+    (["--batch-size", 33], "--batch-size 33 does not divide by 2 ranks"),
+    (["--batch-size", 3000], "--batch-size 3000 is more than the 300 training images"),
+    (["--data-dir", "nowhere"], "no MNIST data at nowhere/"),
+    (["--learning-rate", 1e6, "--log-every", 1], "the loss is "),
+    (["--device", "cuda"], "has no GPU: torch sees 0"),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [
-        (["--batch-size", 33], "--batch-size 33 does not divide by 2 ranks"),
-        (["--batch-size", 3000], "--batch-size 3000 is more than the 300 training images"),
-        (["--data-dir", "nowhere"], "no MNIST data at nowhere/"),
-        (["--learning-rate", 1e6, "--log-every", 1], "the loss is "),
-        (["--device", "cuda"], "has no GPU: torch sees 0"),
-    ],
+    cells(CANNOT_TRAIN, CANNOT_TRAIN[0], *CANNOT_TRAIN[3:]),
     ids=lambda value: None if isinstance(value, list) else value,
 )
 def test_a_task_that_cannot_train(laptop, arguments, sentence):

@@ -1,9 +1,9 @@
 """Runs a train script (argv[1]) with its arguments as it stands; then every rank prints what it has cost, in JSON.
 
 The hook is what train_ddp.py ends with: destroy_process_group. A line COUNTERS has how many files this process has
-opened (tests/scripts/opened counts them), the processes of this session in a training step, the kernels of the
-optimizer's last step, and bytes of memory: those that this rank has written to and shares with no other process, and
-the most that it had at any time, its share of files included.
+opened and how often it has named one to the file system (tests/scripts/opened counts both), the processes of this
+session in a training step, the kernels of the optimizer's last step, and bytes of memory: those that this rank has
+written to and shares with no other process, and the most that it had at any time, its share of files included.
 """
 
 import json
@@ -56,7 +56,9 @@ def destroy_process_group():
     written = re.search(r"^Private_Dirty: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)
     # Without this program's own look at processes; a module is one file, whether or not it had to be compiled.
     files = {re.sub(r"__pycache__/(\w+)\..*", r"\1.py", name) for name in sys.opened if not name.startswith("/proc/")}
-    counters.update(files=len(files), torchvision=any("/torchvision/" in name for name in files))
+    counters.update(
+        files=len(files), operations=sys.operations, torchvision=any("/torchvision/" in name for name in files)
+    )
     most = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
     counters["peak"] = 1024 * int(most[1])
     counters.update(kernels=dict(counters["kernels"].counts), memory=1024 * int(written[1]))
