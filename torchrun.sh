@@ -1,17 +1,17 @@
 #!/bin/bash -p
 # Start this machine's ranks with torchrun: as one node of a job (way 2), or by hand on one machine, without Slurm.
-# The only file that spells torchrun's flags.
+# The only file that sets torchrun's options.
 #
 # Usage: ./torchrun.sh distributed/train_ddp.py --epochs 3
 #        NPROC_PER_NODE=4 ./torchrun.sh distributed/train_ddp.py        (default: one rank per GPU, two without GPUs)
 set -euo pipefail
-trap '' USR1                                         # torchrun would die of it; ranks that save when it comes listen for it
+trap '' USR1                                         # it would end torchrun; scripts that save when it comes handle it
 here=$(dirname "${BASH_SOURCE[0]}")
 die() { echo "torchrun.sh on ${SLURMD_NODENAME:-$HOSTNAME}: ${*//[[:cntrl:]]/ }" >&2; exit 1; }
 
 if (($# == 0)); then set -- distributed/train_ddp.py; fi
 [[ ! "$1" =~ ^[0-9]+$ ]] ||
-    die "'$1' is no train script: Slurm tells node ranks and addresses here: sbatch launch_slurm_with_torchrun.sh SCRIPT"
+    die "'$1' is no train script: the launcher sets node rank and address: sbatch launch_slurm_with_torchrun.sh SCRIPT"
 [[ -f "$1" ]] || die "no such train script: $1 (in $PWD)"
 
 # shellcheck source=/dev/null

@@ -47,7 +47,7 @@ import torch.multiprocessing as mp
 def run_rank(local_rank: int, node_rank: int, nnodes: int, nproc_per_node: int, command: list[str]):
     """One rank, in a process of its own: the environment torchrun would give it, then the script."""
     os.environ.update(
-        SPAWN_RANKS="1",  # the mark by which a script knows that RANK is for it, and not Slurm's SLURM_PROCID
+        SPAWN_RANKS="1",  # set by this spawner alone: scripts take RANK, and not SLURM_PROCID
         RANK=str(node_rank * nproc_per_node + local_rank),
         LOCAL_RANK=str(local_rank),
         WORLD_SIZE=str(nnodes * nproc_per_node),

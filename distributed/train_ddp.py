@@ -24,15 +24,15 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 import mnist  # EDIT: your data
 
 # --- arguments --------------------------------------------------------------------------------------------------------
-# rank: this process among all world_size, local_rank: among those of its node; both from 0. Set by launcher, or Slurm.
+# rank: number of this process, of world_size; local_rank: its number on its node; from 0. Set by launcher, or Slurm.
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
-distributed = "RANK" in os.environ or world_size > 1  # a launcher (sets RANK, even for one rank), or srun alone
+distributed = "RANK" in os.environ or world_size > 1  # by a launcher (even one rank), or several by srun
 
 
 def stop(sentence: str):
-    time.sleep(5 if rank > 0 else 0)  # says it once: rank 0 prints and ends, the launcher ends the others
+    time.sleep(5 if rank > 0 else 0)  # to read it once: rank 0 prints and ends, then the launcher ends all others
     sys.stderr.write(f"[Rank {rank} on {os.uname().nodename}] {sentence}\n")
     os._exit(1)  # not sys.exit, which could wait for the other ranks
 
@@ -40,7 +40,7 @@ def stop(sentence: str):
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.error = stop  # argparse's errors, too
 parser.add_argument("--epochs", type=int, default=3, help="passes over the training images")
-batch = parser.add_mutually_exclusive_group()  # one of the two. "64": argparse tests `value is default`, and 64 is 64
+batch = parser.add_mutually_exclusive_group()  # not both; with default 64, argparse would allow --batch-size 64 as well
 batch.add_argument("--batch-size", type=int, default="64", help="images per step, in all")
 batch.add_argument("--batch-size-per-rank", dest="batch_size", type=lambda n: int(n) * world_size, help="or per rank")
 parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
@@ -64,20 +64,20 @@ if args.device == "auto":
     mps = torch.backends.mps.is_available() and not distributed
     args.device = "cuda" if torch.cuda.is_available() else ("mps" if mps else "cpu")
 device = torch.device(args.device)
-if args.device == "cuda":  # GPU number local_rank; but number 0 (the % below) if Slurm shows this rank one GPU alone
-    device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))  # max: without a GPU % 0 would fail
+if args.device == "cuda":  # GPU number local_rank; but number 0 if Slurm shows this rank one GPU alone
+    device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
     torch.cuda.set_device(device)
-if distributed:  # nccl sends between GPUs, gloo between CPUs
+if distributed:  # all ranks meet here; nccl sends between GPUs, gloo between CPUs
     if args.device == "mps":
         stop("--device mps is for one process without a launcher: gloo does not know it")
-    if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):  # the rendezvous: rank 0's node
+    if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):  # the rendezvous: where they meet
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
     sys.excepthook = lambda *e, old=sys.excepthook: (old(*e), time.sleep(1), os._exit(1))  # prints before peers fail
-    dist.all_reduce(torch.zeros(1, device=device))  # opens the connections: a missing rank is noticed here
+    dist.all_reduce(torch.zeros(1, device=device))  # a sum over all ranks: a missing one is noticed here
 place = f"{os.uname().nodename} | world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
-print = print if rank == 0 else (lambda *args, **kwargs: None)  # from here on only rank 0 prints
+log = print if rank == 0 else (lambda *args, **kwargs: None)  # only rank 0 logs
 
 # --- data -------------------------------------------------------------------------------------------------------------
 try:  # EDIT: your data; two TensorDatasets of images (n, 1, 28, 28) float32 and labels (n,) int64
@@ -88,9 +88,9 @@ except ValueError as error:
 if args.batch_size > len(train_set) or args.batch_size % world_size:
     stop(f"--batch-size {args.batch_size} must divide by {world_size} ranks, and be at most {len(train_set)} images")
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, in equal shares
-# batch_size=None: each list is one train_set[list]. EDIT: yours takes one index: batch_sampler=batches, no batch_size
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)  # this rank's indices, a list per step
 test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # each image on one rank
+# The loaders take train_set[list]. EDIT: if yours takes one index: batch_sampler=batches, no sampler, no batch_size
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")  # EDIT
 test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)  # EDIT
 
@@ -100,7 +100,7 @@ convolutions = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3
 linears = nn.Sequential(nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10))
 model = nn.Sequential(convolutions, nn.Dropout(args.dropout), nn.Flatten(), linears)  # EDIT: your model, three lines
 model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else None)  # faster convolutions
-ddp = nn.parallel.DistributedDataParallel(model) if distributed else model  # averages gradients; the test uses model
+ddp = nn.parallel.DistributedDataParallel(model) if distributed else model  # backward() averages over all ranks
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=device.type != "mps")
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
@@ -115,9 +115,9 @@ if epochs_done:
     for name, part in state.items():
         part.load_state_dict(saved[name])  # the optimizer's has the learning rate: --learning-rate is ignored
 folder.mkdir(parents=True, exist_ok=True)
-print(f"Data: {source}. Checkpoints: {folder}", flush=True)
+log(f"Data: {source}. Checkpoints: {folder}", flush=True)
 if args.resume:
-    print(f"Resumed after epoch {epochs_done}" if epochs_done else f"No checkpoint in {folder}", flush=True)
+    log(f"Resumed after epoch {epochs_done}" if epochs_done else f"No checkpoint in {folder}", flush=True)
 
 # --- training ---------------------------------------------------------------------------------------------------------
 for epoch in range(epochs_done + 1, args.epochs + 1):
@@ -136,13 +136,13 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
         if step % args.log_every == 0 or step == len(train_loader):
             mean = torch.stack(losses).mean()
             if distributed:
-                dist.all_reduce(mean.div_(world_size))  # both change mean itself: now it is the mean over all ranks
+                dist.all_reduce(mean.div_(world_size))  # divides, then sums over all ranks, both in place
             mean = mean.item()  # waits for the GPU: only then read the clock
             seconds = (time.perf_counter() - start) / len(losses)  # of one step
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
             time_left = datetime.timedelta(seconds=round(seconds * steps_left))
             progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={time_left}"
-            print(f"epoch={epoch} step={step}/{len(train_loader)} loss={mean:.6f} {progress}", flush=True)
+            log(f"epoch={epoch} step={step}/{len(train_loader)} loss={mean:.6f} {progress}", flush=True)
             if not math.isfinite(mean):
                 stop(f"the loss is {mean:.6f}: try a lower --learning-rate")
             losses, start = [], time.perf_counter()
@@ -157,12 +157,12 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     if distributed:
         dist.all_reduce(sums)
     test_loss, accuracy = (sums / len(test_set)).tolist()
-    print(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}", flush=True)
+    log(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}", flush=True)
     if rank == 0:
         torch.save({name: part.state_dict() for name, part in state.items()}, folder / "unfinished")
         os.replace(folder / "unfinished", folder / f"checkpoint_epoch_{epoch}.pt")  # whole, or not there
 
-print(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
+log(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
 if distributed:
     dist.barrier(device_ids=[device.index] if args.device == "cuda" else None)  # all wait till rank 0 has saved
     dist.destroy_process_group()

@@ -49,6 +49,7 @@ if args.device == "auto":
     mps = torch.backends.mps.is_available()
     args.device = "cuda" if torch.cuda.is_available() else ("mps" if mps else "cpu")
 device = torch.device(args.device)
+log = print
 
 # --- data -------------------------------------------------------------------------------------------------------------
 try:  # EDIT: your data; two TensorDatasets of images (n, 1, 28, 28) float32 and labels (n,) int64
@@ -59,9 +60,9 @@ except ValueError as error:
 if args.batch_size > len(train_set):
     stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
 sampler = RandomSampler(train_set, generator=torch.Generator())
-# batch_size=None: each list is one train_set[list]. EDIT: yours takes one index: batch_sampler=batches, no batch_size
 batches = BatchSampler(sampler, args.batch_size, drop_last=True)
 test_batches = BatchSampler(range(len(test_set)), 1000, drop_last=False)
+# The loaders take train_set[list]. EDIT: if yours takes one index: batch_sampler=batches, no sampler, no batch_size
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")  # EDIT
 test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)  # EDIT
 
@@ -85,9 +86,9 @@ if epochs_done:
     for name, part in state.items():
         part.load_state_dict(saved[name])  # the optimizer's has the learning rate: --learning-rate is ignored
 folder.mkdir(parents=True, exist_ok=True)
-print(f"Data: {source}. Checkpoints: {folder}", flush=True)
+log(f"Data: {source}. Checkpoints: {folder}", flush=True)
 if args.resume:
-    print(f"Resumed after epoch {epochs_done}" if epochs_done else f"No checkpoint in {folder}", flush=True)
+    log(f"Resumed after epoch {epochs_done}" if epochs_done else f"No checkpoint in {folder}", flush=True)
 
 # --- training ---------------------------------------------------------------------------------------------------------
 for epoch in range(epochs_done + 1, args.epochs + 1):
@@ -110,7 +111,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
             time_left = datetime.timedelta(seconds=round(seconds * steps_left))
             progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={time_left}"
-            print(f"epoch={epoch} step={step}/{len(train_loader)} loss={mean:.6f} {progress}", flush=True)
+            log(f"epoch={epoch} step={step}/{len(train_loader)} loss={mean:.6f} {progress}", flush=True)
             if not math.isfinite(mean):
                 stop(f"the loss is {mean:.6f}: try a lower --learning-rate")
             losses, start = [], time.perf_counter()
@@ -123,8 +124,8 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             sums[0] += nn.functional.cross_entropy(logits, labels, reduction="sum")
             sums[1] += (logits.argmax(1) == labels).sum()
     test_loss, accuracy = (sums / len(test_set)).tolist()
-    print(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}", flush=True)
+    log(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}", flush=True)
     torch.save({name: part.state_dict() for name, part in state.items()}, folder / "unfinished")
     os.replace(folder / "unfinished", folder / f"checkpoint_epoch_{epoch}.pt")  # whole, or not there
 
-print(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
+log(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
