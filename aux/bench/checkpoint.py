@@ -184,7 +184,8 @@ def measure_saves(options: Namespace, scratch: Path, place: Place) -> list[Row]:
     other = dict(zip(parts, training(Namespace(**vars(args) | {"seed": args.seed + 1}), place), strict=True))
     load(newest(checkpoints.folder, place)[0], **other)
     good = equal(state_of(**other), state_of(**parts))
-    good &= equal(torch.load(scratch / f"{place.rank}.pt"), {name: part.state_dict() for name, part in parts.items()})
+    plain = torch.load(scratch / f"{place.rank}.pt", weights_only=True)
+    good &= equal(plain, {name: part.state_dict() for name, part in parts.items()})
     quality = "what is read back is what was saved" if good else "what is read back is SOMETHING ELSE"
     name, mine = f"steps wait for a checkpoint of {size / 1e6:.0f} MB", seconds["asynchronously"][1:]
     others = [kind for kind in kinds if kind != "asynchronously" and (kind != "torch.save" or place.world_size == 1)]
