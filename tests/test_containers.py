@@ -187,6 +187,7 @@ def test_what_is_inside(cluster, site):
     assert not (clone / "canary").exists()
 
 
+@pytest.mark.matrix
 def test_chapter_has_the_losses_of_way_2(cluster, site, tiny, tmp_path):
     """Chapter 8: import the default image, train in it, with a line in the log for every step; nodes without Enroot."""
     (language, commands, shown), without_enroot = steps(CHAPTERS[8])

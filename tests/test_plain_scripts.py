@@ -380,7 +380,7 @@ def test_ctrl_c_ends_all_ranks(tiny, tmp_path):
 # --- the end of a run -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("times", [8, pytest.param(100, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("times", [4, pytest.param(100, marks=pytest.mark.matrix)])
 def test_the_end_of_two_local_ranks(times, tiny, tmp_path):
     """On gloo: all runs end with status 0."""
     place = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 20000 + os.getpid() % 10000}

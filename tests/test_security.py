@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, REPOSITORY, environment, run
+from conftest import LAUNCHERS, REPOSITORY, cells, environment, run
 
 TRACKED = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True).stdout.split()
 SECRET = "canary-3f1d9c"  # no part of any other text
@@ -78,7 +78,7 @@ def test_counts_from_the_environment_are_numbers_or_refused(value, tmp_path):
     assert len(done.stderr.splitlines()) == 1 and "not a number of ranks" in done.stderr
 
 
-@pytest.mark.parametrize("way", LAUNCHERS)
+@pytest.mark.parametrize("way", cells([(way,) for way in LAUNCHERS], ("torchrun",)))
 def test_no_secret_in_log_script_or_command_line(way, cluster, tmp_path):
     """Not even with DEBUG=1, which prints many of the variables."""
     secrets = {"SECRET_TOKEN": SECRET, "WANDB_API_KEY": SECRET}
