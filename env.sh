@@ -19,10 +19,10 @@ if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # nodes wit
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")               # of node-[1-2]: node-1, node-2, a line each
 MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # up to the first newline, $'\n': rank 0's node
 # MASTER_ADDR=${hosts%%$'\n'*}i                      # EDIT: appends i, where node-1 is node-1i on the fast network
-MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # above 61000 Linux gives out none; 10#: decimal
+MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # by job id; Linux gives out none above 61000; 10#: decimal
 
 cpus=${SLURM_JOB_CPUS_PER_NODE:-1}                                   # 16(x4),8: 16 CPUs on each of 4 nodes, 8 on a 5th
-CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # without it (salloc): cpus up to its first ( or ,
+CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # not set in salloc: then cpus up to its first ( or ,
 if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks)); fi  # --cpus-per-task wins
 CPUS_PER_RANK=$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))    # an equal share, at least 1
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS_PER_RANK}                   # CPU threads of torch in each rank
@@ -34,7 +34,7 @@ set +u                                               # unset variables are no er
 # shellcheck source=/dev/null  # for the linter: it need not look into activate
 if [[ -d .venv ]]; then source .venv/bin/activate; fi    # EDIT: your virtual environment; or conda, the next line:
 # source "$(conda info --base)/etc/profile.d/conda.sh" && conda activate NAME
-# PATH=$(./aux/stage_environment.sh .venv /tmp)/bin:$PATH    # EDIT: imports are slow? Copies .venv to each /tmp
+# PATH=$(./aux/stage_environment.sh .venv /tmp)/bin:$PATH    # EDIT: imports are slow? Copies .venv to /tmp; prints where
 set -u
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # EDIT: if NCCL (GPUs) or gloo (CPUs) takes a wrong network
 # export NCCL_IB_DISABLE=1                           # EDIT: no InfiniBand, or a broken one: use TCP

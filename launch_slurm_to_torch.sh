@@ -7,7 +7,7 @@
 #SBATCH --output=%x_%j.out         # the log: this file's name, the job's id
 #SBATCH --requeue                  # after a preemption or a lost node Slurm starts the job again
 #SBATCH --open-mode=append         # and it goes on in its log
-#SBATCH --signal=USR1@120          # EDIT: 120 s before the end; run_task.sh has all but scripts that save ignore it
+#SBATCH --signal=USR1@120          # EDIT: 120 s before the end; run_task.sh makes scripts ignore it that do not save
 ##SBATCH --mem=0                   # EDIT: all memory of each node; take one # away where a site's default is small
 # Way 1: srun starts every rank. env.sh sets WORLD_SIZE, MASTER_ADDR and MASTER_PORT; each task its RANK and LOCAL_RANK.
 #
@@ -19,22 +19,22 @@ source ./env.sh                    # and aux/job.sh: die (print and exit), start
 command -v python >/dev/null || die "no python on $HOSTNAME: make a .venv here, or edit env.sh"
 
 if (($# == 0)); then set -- distributed/train_ddp.py; fi    # no train script given: "$@" becomes this one
-((WORLD_SIZE == ${SLURM_NTASKS:-$WORLD_SIZE})) ||    # a task for each rank? ${A:-B}: B if A is not set, as in salloc
+((WORLD_SIZE == ${SLURM_NTASKS:-$WORLD_SIZE})) ||    # a task for each rank? ${A:-B}: B if A is not set: not checked
     die "$SLURM_NTASKS tasks, but $NNODES nodes x $NPROC_PER_NODE ranks: a rank is a task, add --ntasks-per-node=$NPROC_PER_NODE"
 start_job "Way 1, srun starts every rank" "$@"    # last checks, and a line in the log
 
 # --ntasks            a task for each rank
 # --kill-on-bad-exit  a task that fails ends the step, all that this srun has started, at once
 # --wait              EDIT: seconds that the others still have when the first task has ended well
-# --distribution      block:block: fill a node, then the next; in a node fill a CPU socket, then the next
+# --distribution      block:block: ranks in a row are near: fill a node, then the next; in it a CPU socket, then the next
 # --cpus-per-task     again, since srun of Slurm 22.05 and 23.02 does not take it over from sbatch
-# RANK                by node (SLURM_NODEID): rank 0 has to be on the first, MASTER_ADDR; task 0 (SLURM_PROCID) need not
+# RANK                by node: rank 0 has to be on the first, MASTER_ADDR. Slurm may sort tasks by switch: task 0 elsewhere
 # bash --norc -p      reads no ~/.bashrc, and (-p, as in line 1) takes no functions that your shell has exported
 # shellcheck disable=SC2016  # for a linter: in '...' each task's bash, not this one, fills in the variables
 srun --ntasks="$WORLD_SIZE" --kill-on-bad-exit=1 --wait=300 --distribution=block:block \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-$CPUS_PER_RANK}" bash --norc -pc '
         export LOCAL_RANK=$SLURM_LOCALID RANK=$((SLURM_NODEID * NPROC_PER_NODE + SLURM_LOCALID))
-        if [[ "$SLURM_STEP_TASKS_PER_NODE" == *,* ]]; then RANK=$SLURM_PROCID; fi    # unequal nodes: 4,3,4
+        if [[ "$SLURM_STEP_TASKS_PER_NODE" == *,* ]]; then RANK=$SLURM_PROCID; fi    # unequal nodes (4,3,4; equal: 4(x3))
         exec ./aux/run_task.sh python "$@"    # runs python, and notes who fails first
     ' - "$@" || status=$?    # - is the $0 of bash -c. After || a failed srun does not end this script
 finish_job "${status:-0}" "$@"     # requeues a job whose script saved and stopped; else exits with srun's status

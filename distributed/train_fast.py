@@ -33,11 +33,11 @@ import mnist  # EDIT: your data
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
-distributed = "RANK" in os.environ or world_size > 1  # by a launcher (even one rank), or several by srun
+distributed = "RANK" in os.environ or world_size > 1  # RANK: by a launcher, even one rank; else several by srun
 
 
 def stop(sentence: str):
-    time.sleep(5 if rank > 0 else 0)  # to read it once: rank 0 prints and ends, then the launcher ends all others
+    time.sleep(5 if rank > 0 else 0)  # it is shown once: rank 0 prints it and ends, then the launcher ends all others
     sys.stderr.write(f"[Rank {rank} on {os.uname().nodename}] {sentence}\n")
     os._exit(1)  # not sys.exit, which could wait for the other ranks
 
@@ -79,7 +79,7 @@ if distributed:  # all ranks meet here; nccl sends between GPUs, gloo between CP
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
     sys.excepthook = lambda *e, old=sys.excepthook: (old(*e), time.sleep(1), os._exit(1))  # prints before peers fail
-    dist.all_reduce(torch.zeros(1, device=device))  # a sum over all ranks: a missing one is noticed here
+    dist.all_reduce(torch.zeros(1, device=device))  # the first data sent: a rank out of reach is noticed here
 place = f"{os.uname().nodename} | world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
 log = print if rank == 0 else (lambda *args, **kwargs: None)  # only rank 0 logs
@@ -95,7 +95,7 @@ if args.batch_size > len(train_set) or args.batch_size % world_size:
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, in equal shares
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)  # this rank's indices, a list per step
 test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # each image on one rank
-# The loaders take train_set[list]. EDIT: if yours takes one index: batch_sampler=batches, no sampler, no batch_size
+# A batch is train_set[list of indices]. EDIT: for a data set of single indices: batch_sampler=batches in place of both
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")  # EDIT
 test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)  # EDIT
 

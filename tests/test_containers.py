@@ -132,6 +132,19 @@ def test_a_strangers_script(cluster, site):
 
 
 @pytest.mark.matrix
+def test_all_reduce_in_containers(cluster, site):
+    """As under the other launchers (test_scaling.py); a relative file lands in the repository, which is mounted."""
+    clone = site.clone("allreduce", container="allreduce")
+    small = ["--largest", "4K", "--factor", 8, "--rounds", 1, "--seconds", 0, "--json", "allreduce.json"]
+    job = sbatch(cluster, site, clone, "aux/bench/allreduce.py", "--device", "cpu", *small)
+    assert job.state == "COMPLETED", job.log
+    (group,) = json.loads((clone / "allreduce.json").read_text())["groups"]
+    assert (group["name"], group["ranks"]) == ("across nodes", 2) and len(group["sizes"]) == 4
+    for row in group["sizes"]:
+        assert row["busbw"] == pytest.approx(row["bytes"] / row["seconds"])  # 2 (n - 1) / n is 1 for two ranks
+
+
+@pytest.mark.matrix
 def test_benchmark_of_launches(site, tmp_path):
     """aux/bench/launch.py has rows of way 4 where there are Enroot and an image."""
     clone = site.clone("bench")

@@ -322,20 +322,28 @@ def test_without_tensorboard_it_is_one_sentence(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith(said)
 
 
-@pytest.mark.matrix  # imports tensorboard, twice
-def test_tensorboard_has_what_metrics_has(tiny, tmp_path):
+@pytest.mark.matrix  # imports tensorboard, four times
+@pytest.mark.parametrize("script", ["train_preemptible.py", "train_fsdp.py"])
+def test_tensorboard_has_what_metrics_has(script, tiny, text, tmp_path):
     """After a resume from an earlier step, too: what came later is not there twice."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train = ["./torchrun.sh", "distributed/train_preemptible.py", "--data-dir", tiny, "--checkpoint-dir", tmp_path]
-    train += ["--batch-size", 60, "--log-every", 1, "--tensorboard", "--device", "cpu"]
-    for options in (["--epochs", 2, "--checkpoint-every", 5], ["--epochs", 2, "--resume"]):
+    train = ["./torchrun.sh", f"distributed/{script}", "--checkpoint-dir", tmp_path]
+    train += ["--log-every", 1, "--checkpoint-every", 5, "--tensorboard", "--device", "cpu"]
+    if script == "train_preemptible.py":
+        train += ["--data-dir", tiny, "--batch-size", 60, "--epochs", 2]
+        names, checkpoints = ("loss", "test_accuracy", "images_per_second"), "*.pt"
+    else:
+        train += ["--data-dir", text, "--batch-size", 8, "--steps", 10, "--eval-every", 5, "--eval-windows", 50]
+        train += ["--layers", 1, "--heads", 2, "--width", 16, "--context", 16]
+        names, checkpoints = ("loss", "val_loss", "tokens_per_second"), "checkpoint_step_*"
+    for options in ([], ["--resume"]):
         done = run(*train, *options, env=environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, VIRTUAL_ENV=sys.prefix))
         assert done.returncode == 0, done.stderr
-        newest = max(tmp_path.glob("*.pt"), key=lambda path: int(path.stem.split("_")[-1]))
-        newest.unlink()  # the second start resumes after step 5
+        newest = max(tmp_path.glob(checkpoints), key=lambda path: int(path.stem.split("_")[-1]))
+        shutil.rmtree(newest) if newest.is_dir() else newest.unlink()  # the second start resumes after step 5
         board = EventAccumulator(str(tmp_path / "tensorboard"))
         board.Reload()
-        for name in ("loss", "test_accuracy", "images_per_second"):
+        for name in names:
             found = [(event.step, pytest.approx(event.value, rel=1e-6)) for event in board.Scalars(name)]
             assert found == [(event["step"], event[name]) for event in read_metrics(tmp_path) if name in event]
