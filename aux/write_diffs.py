@@ -1,19 +1,21 @@
-"""Write the diffs of the documents anew: each is what the `git diff --no-index` in the sentence above it says.
+"""Write the diffs and excerpts of the documents anew: each is what the command above it prints.
 
     python aux/write_diffs.py README.md docs/*.md         # changes the files, prints their names
 
 The sentence ends with a colon. "`git diff --no-index -U0 OLD NEW`:" shows all. "`git diff --no-index -U0 OLD NEW`, the
 blocks data, model:" shows these, "the block model:" one, by the names on their rulers. Above the first ruler are
-docstring and imports.
+docstring and imports. An excerpt is the block below a block of one command, `sed -n '...' FILE`.
 """
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DIFF = re.compile(r"`(git diff --no-index [^`]+)`([^`]*:\s*\n\n```diff\n)(.*?)(^```$)", re.M | re.S)
+EXCERPT = re.compile(r"(^```bash\n(sed -n '[^\n]+)\n```\n\n```\n)(.*?)(^```$)", re.M | re.S)
 
 
 def blocks_of(hunks: list[str], path: str) -> list[str]:
@@ -38,7 +40,7 @@ def hunks_by_block(command: str) -> list[tuple[str, str]]:
 
 
 def with_diffs(text: str) -> str:
-    """The document, every diff in it as it is now."""
+    """The document, every diff and excerpt in it as it is now."""
 
     def fresh(found: re.Match) -> str:
         command, sentence = found[1], found[2]
@@ -47,7 +49,11 @@ def with_diffs(text: str) -> str:
         hunks = [hunk for block, hunk in hunks_by_block(command) if wanted is None or block in wanted]
         return f"`{command}`{sentence}{''.join(hunks)}```"
 
-    return DIFF.sub(fresh, text)
+    def excerpt(found: re.Match) -> str:
+        done = subprocess.run(shlex.split(found[2]), cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        return f"{found[1]}{done.stdout}```"
+
+    return EXCERPT.sub(excerpt, DIFF.sub(fresh, text))
 
 
 if __name__ == "__main__":
