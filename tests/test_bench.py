@@ -5,7 +5,9 @@ import json
 import math
 import re
 import sys
+import sysconfig
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
@@ -277,6 +279,15 @@ def test_both_sides_begin_with_the_same_numbers(text):
     assert [*ours] == [*theirs] and all(bench.torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_both_sides_train_on_the_same_text(text):
+    bench = load("language_model")
+    args = bench.parse(text, "--size", "cpu", "--precision", "fp32")
+    windows, batch = bench.characters.windows(text, "train", args.context), bench.theirs(args).batch
+    for step in (0, 7):
+        ours, (x, y) = bench.characters.random_batch(args, windows, step, 0, 1, bench.CPU), batch(step)
+        assert bench.torch.equal(ours[:, :-1], x) and bench.torch.equal(ours[:, 1:], y)
+
+
 def test_bfloat16_is_judged_without_tiles(bench, monkeypatch):
     def training(data_dir, precision, rounds, steps):
         return row([1], [3], quality="accuracy 0.9", notes={"accuracy": 0.9})
@@ -431,6 +442,23 @@ def test_benchmarks_of_text(script, flags, count, text, tmp_path):
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(found) == count and all(one["good"] and one["ours"] for one in found), done.stdout
+
+
+@pytest.mark.matrix
+def test_benchmark_of_frameworks(tmp_path):
+    """With the packages themselves, in an environment that has them besides this one's."""
+    assert run(sys.executable, "-m", "venv", tmp_path / "venv").returncode == 0
+    python, here = tmp_path / "venv/bin/python", sysconfig.get_path("purelib")
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip()
+    Path(site, "here.pth").write_text(f"{here}\n")
+    install = [python, "-m", "pip", "install", "--quiet", "--requirement", "requirements-bench.txt"]
+    installed = run(*install, timeout=600)
+    assert installed.returncode == 0, installed.stderr
+    done = run(python, "aux/bench/overhead.py", "--rounds", 1, env=named(tmp_path / "rows"), timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [one["other"] for one in found] == ["Accelerate", "Lightning", "HF Trainer"]
+    assert all(one["good"] and one["ours"] and not one["missing"] for one in found), done.stdout
 
 
 @pytest.mark.matrix

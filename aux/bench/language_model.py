@@ -6,10 +6,11 @@
     python aux/bench/language_model.py --check       # status 1 when a ratio is less than the one stated below
 
 The other side: slices of a memory-mapped file stacked for every batch, the loss read at every step, AdamW without
-fused kernels, float32. Both sides take turns, on equally many threads: rows.py says what the columns are. Judged are
-the precision that train_fsdp.py chooses on this CPU, and float32. What the model has learnt is judged by its loss over
-the whole validation split after a whole training, the mean of three seeds, and after the turns by that of both sides.
-Batches alone are compared with those of a Dataset that encodes one sample at a time, as minGPT's examples do.
+fused kernels, float32. Both sides take turns, on equally many threads, with the same sequences of the text in each
+step: rows.py says what the columns are. Judged are the precision that train_fsdp.py chooses on this CPU, and float32.
+What the model has learnt is judged by its loss over the whole validation split after a whole training, the mean of
+three seeds, and after the turns by that of both sides. Batches alone are compared with those of a Dataset that encodes
+one sample at a time, as minGPT's examples do.
 """
 
 import os
@@ -52,6 +53,7 @@ import characters
 import train_fsdp
 from char_transformer import Attention, CharTransformer, attend
 from language_model import choose_precision, initialize, learning_rate, make_model, make_optimizer, metadata_of
+from resilience.checkpoints import seed_from
 from resilience.place import Place
 
 CPU = torch.device("cpu")
@@ -123,9 +125,10 @@ def theirs(args) -> Callable[[int], None]:
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99))
     dtype = characters.read_vocabulary(args.data_dir)["dtype"]
 
-    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
         data = np.memmap(args.data_dir / "train.bin", dtype=dtype, mode="r")  # anew each time, as nanoGPT does
-        starts = torch.randint(len(data) - args.context, (args.batch_size,))
+        generator = torch.Generator().manual_seed(seed_from(args.seed, number))  # the sequences of ours
+        starts = torch.randint(len(data) - args.context, (args.batch_size,), generator=generator)
         x = torch.stack([torch.from_numpy(data[i : i + args.context].astype(np.int64)) for i in starts])
         y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + args.context].astype(np.int64)) for i in starts])
         return x, y
@@ -133,7 +136,7 @@ def theirs(args) -> Callable[[int], None]:
     def step(number: int):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, number)
-        x, y = batch()
+        x, y = batch(number)
         logits = model(x)
         loss = F.cross_entropy(logits.view(-1, logits.size(-1)), y.view(-1))
         loss.backward()
@@ -142,7 +145,7 @@ def theirs(args) -> Callable[[int], None]:
         optimizer.zero_grad(set_to_none=True)
         loss.item()
 
-    step.model = model
+    step.model, step.batch = model, batch
     return step
 
 
