@@ -19,6 +19,7 @@ import math
 import os
 import sys
 import time
+import timeit
 from pathlib import Path
 
 import torch
@@ -111,9 +112,11 @@ ddp = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False) if dis
 weights = {"nesterov": True, "weight_decay": 5e-4, "fused": device.type != "mps"}
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, **weights)
 if args.precision == "auto":
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.8 and older have no such function
-    fast = device.type == "cpu" and (capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
-    fast = fast or (device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
+    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":  # a product in each: some CPUs with instructions for bfloat16 are slower with them
+        matrices = [torch.ones(512, 512, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+        fp32, bf16 = (min(timeit.repeat("x @ x", globals={"x": x}, number=1, repeat=10)) for x in matrices)
+        fast = bf16 < 0.8 * fp32
     args.precision = "bf16" if fast else "fp32"
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 

@@ -41,6 +41,8 @@ def test_promised_speed():
     # Missed on some CPUs: with tiles 33 was seen, without them 2.02, in rounds of 1.78 to 2.36
     known = {"images alone, train_ddp.py": 25}
     known |= {"MNIST step, bf16": 1.5} if "no bfloat16 tiles" in done.stdout else {}
+    # On an Intel Xeon whose tiles were turned off 18.9, in float32, which is the faster one there
+    known |= {"MNIST to 99 %, synthetic digits": 15} if "no fast bfloat16" in done.stdout else {}
     assert len(missed) == said.count("; ") + bool(said), done.stderr
     assert all(float(ratio) >= known.get(name, math.inf) for name, ratio in missed.items()), done.stderr
     assert done.stdout.count("| passed |") >= 3  # loading and a step always; by the clock unless CPUs are kept busy
@@ -294,9 +296,13 @@ def test_bfloat16_is_judged_without_tiles(bench, monkeypatch):
 
     monkeypatch.setattr(bench, "training", training)
     monkeypatch.setattr(bench.torch.cpu, "get_capabilities", dict, raising=False)
+    monkeypatch.setattr(bench, "bfloat16_is_faster", lambda: True)
     fp32, bf16 = bench.measure(Namespace(only="step", rounds=1, steps=1), None)
     assert fp32.quality == "accuracy 0.9" and bf16.quality == "accuracy 0.9, no bfloat16 tiles"
     assert bf16.verdict() == "passed"
+    monkeypatch.setattr(bench, "bfloat16_is_faster", lambda: False)
+    _, bf16 = bench.measure(Namespace(only="step", rounds=1, steps=1), None)
+    assert bf16.verdict() == "no fast bfloat16 on this CPU" and bf16.least == 2
 
 
 def test_rows_of_a_gpu(tmp_path, monkeypatch):

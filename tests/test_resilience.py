@@ -292,6 +292,20 @@ def test_prepare_names_the_groups_of_the_mesh(device, precisions, monkeypatch):
     assert ranks.groups == ["data's", "tensor's"] and seen == precisions
 
 
+@pytest.mark.parametrize(("bf16", "chosen"), [(0.5, "bf16"), (2.0, "fp32")])
+def test_a_cpu_is_measured(bf16, chosen, monkeypatch):
+    """Of two with the same instructions one is twice as fast in bfloat16, the other half as fast; auto alone asks."""
+    import language_model
+
+    def repeat(statement, globals, **_):
+        return [9.0, bf16 if globals["x"].dtype == torch.bfloat16 else 1.0]
+
+    monkeypatch.setattr(language_model.timeit, "repeat", repeat)
+    ranks = SimpleNamespace(device=torch.device("cpu"), world_size=1, all_reduced=list)
+    given = {wanted: language_model.choose_precision(Namespace(precision=wanted), ranks) for wanted in ("auto", "fp32")}
+    assert given == {"auto": chosen, "fp32": "fp32"}
+
+
 def test_sizes_are_compared_where_checksums_are_not(text, tiny, tmp_path):
     """Local rank 0 of a node reads every file whole; the others look at the lengths."""
     import characters
