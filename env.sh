@@ -10,7 +10,7 @@ source aux/job.sh                        # no need to read it: it has is_uneven,
 # --- world size: nodes x ranks per node -------------------------------------------------------------------------------
 NNODES=$SLURM_JOB_NUM_NODES
 gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}                # --gpus-per-node, or else the GPUs granted, or 0
-gpus=${gpus##*:}                                                     # all after the colon: a100:4 is 4
+gpus=${gpus##*:}                                                     # cuts the type before a colon: a100:4 becomes 4
 tasks=${SLURM_NTASKS_PER_NODE:-1}
 NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : tasks))}       # a rank per GPU; without GPUs, per task
 WORLD_SIZE=$((NNODES * NPROC_PER_NODE))                              # for launch_slurm_to_torch.sh; torchrun sets its own
@@ -19,7 +19,7 @@ if is_uneven; then WORLD_SIZE=$SLURM_NTASKS; fi                      # nodes wit
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")               # of node-[1-2]: node-1, node-2, a line each
 MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}                         # up to the first newline, $'\n': rank 0's node
 # MASTER_ADDR=${hosts%%$'\n'*}i                      # EDIT: appends i, where node-1 is node-1i on the fast network
-MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # by job id; Linux gives out none above 61000; 10#: decimal
+MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}     # by job id; Linux gives none above 60999 to others; 10#: decimal
 
 cpus=${SLURM_JOB_CPUS_PER_NODE:-1}                                   # 16(x4),8: 16 CPUs on each of 4 nodes, 8 on a 5th
 CPUS_PER_NODE=${SLURM_CPUS_ON_NODE:-${cpus%%[(,]*}}                  # not set in salloc: then cpus up to its first ( or ,

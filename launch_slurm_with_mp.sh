@@ -7,8 +7,8 @@
 #SBATCH --output=%x_%j.out         # the log: this file's name, the job's id
 #SBATCH --requeue                  # after a preemption or a lost node Slurm starts the job again
 #SBATCH --open-mode=append         # and it goes on in its log
-#SBATCH --signal=USR1@120          # EDIT: 120 s before the end; run_task.sh makes scripts ignore it that do not save
-##SBATCH --mem=0                   # EDIT: all memory of each node; take one # away where a site's default is small
+#SBATCH --signal=USR1@120          # EDIT: 120 s before the end: save and stop. Scripts without a handler ignore it (run_task.sh)
+##SBATCH --mem=0                   # EDIT: where the site's default is too small: with one # less this asks for all memory of each node
 # Way 3: srun starts one spawner per node; it sets RANK, LOCAL_RANK and WORLD_SIZE, env.sh the other two.
 #
 # Usage: sbatch [sbatch options] launch_slurm_with_mp.sh [train script] [its arguments]

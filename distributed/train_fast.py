@@ -34,7 +34,7 @@ import mnist  # EDIT: your data
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
-distributed = "RANK" in os.environ or world_size > 1  # RANK: by a launcher, even one rank; else several by srun
+distributed = "RANK" in os.environ or world_size > 1  # a launcher sets RANK, a bare srun does not
 
 
 def stop(sentence: str):
@@ -96,7 +96,7 @@ if args.batch_size > len(train_set) or args.batch_size % world_size:
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, in equal shares
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)  # this rank's indices, a list per step
 test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # each image on one rank
-# A batch is train_set[list of indices]. EDIT: for a data set of single indices: batch_sampler=batches in place of both
+# A batch is train_set[list of indices]. EDIT: if yours takes single indices: batch_sampler=batches in place of both
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")  # EDIT
 test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)  # EDIT
 

@@ -62,7 +62,7 @@ if args.batch_size > len(train_set):
 sampler = RandomSampler(train_set, generator=torch.Generator())
 batches = BatchSampler(sampler, args.batch_size, drop_last=True)
 test_batches = BatchSampler(range(len(test_set)), 1000, drop_last=False)
-# A batch is train_set[list of indices]. EDIT: for a data set of single indices: batch_sampler=batches in place of both
+# A batch is train_set[list of indices]. EDIT: if yours takes single indices: batch_sampler=batches in place of both
 train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")  # EDIT
 test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)  # EDIT
 

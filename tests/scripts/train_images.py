@@ -28,7 +28,7 @@ from torchvision_on_cpu import torchvision  # EDIT: your data
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
-distributed = "RANK" in os.environ or world_size > 1  # RANK: by a launcher, even one rank; else several by srun
+distributed = "RANK" in os.environ or world_size > 1  # a launcher sets RANK, a bare srun does not
 
 
 def stop(sentence: str):
@@ -40,7 +40,7 @@ def stop(sentence: str):
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.error = stop  # argparse's errors, too
 parser.add_argument("--epochs", type=int, default=3, help="passes over the training images")
-batch = parser.add_mutually_exclusive_group()  # not both; with default 64, argparse would allow --batch-size 64 as well
+batch = parser.add_mutually_exclusive_group()  # not both; with 64 for "64" argparse lets --batch-size 64 pass
 batch.add_argument("--batch-size", type=int, default="64", help="images per step, in all")
 batch.add_argument("--batch-size-per-rank", dest="batch_size", type=lambda n: int(n) * world_size, help="or per rank")
 parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
@@ -93,7 +93,7 @@ if args.batch_size > len(train_set) or args.batch_size % world_size:
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, in equal shares
 batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)  # this rank's indices, a list per step
 test_batches = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # each image on one rank
-# A batch is train_set[list of indices]. EDIT: for a data set of single indices: batch_sampler=batches in place of both
+# A batch is train_set[list of indices]. EDIT: if yours takes single indices: batch_sampler=batches in place of both
 train_loader = DataLoader(train_set, batch_sampler=batches, num_workers=2, multiprocessing_context="fork")
 test_loader = DataLoader(test_set, batch_sampler=test_batches)
 
