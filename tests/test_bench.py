@@ -447,7 +447,8 @@ def test_benchmarks_of_text(script, flags, count, text, tmp_path):
     done = run(sys.executable, f"aux/bench/{script}", "--data-dir", text, *flags, env=named(file), timeout=600)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(found) == count and all(one["good"] and one["ours"] for one in found), done.stdout
+    assert len(found) == count and all(one["good"] for one in found), done.stdout
+    assert all(one["ours"] or one["missing"] == "no fast bfloat16 on this CPU" for one in found), done.stdout
 
 
 @pytest.mark.matrix
