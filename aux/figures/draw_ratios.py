@@ -66,8 +66,8 @@ def main(args: Namespace):
         measured = [Row(**{name: value for name, value in row.items() if name != "load"}) for row in found]
     except (OSError, ValueError, KeyError, TypeError) as error:
         stop(f"{args.raw} is not raw data of make bench ({error!r})")
-    rows = {(row.name, row.other): row for row in measured if not row.missing}
-    if not any(row in rows for bars in BARS.values() for row in bars):
+    rows = {(row.name, row.other): row for row in measured}
+    if all(row not in rows or rows[row].missing for bars in BARS.values() for row in bars):
         stop(f"{args.raw} has none of the rows that are drawn here")
     draw(rows, args.folder / "ratios.svg")
     style.fill(args.page, BEGIN, table(rows))
@@ -84,7 +84,7 @@ def faster(row: Row) -> float:
 
 def draw(rows: dict[tuple, Row], path: Path):
     """A bar for each row, from 1 on, on a logarithmic scale; groups below each other, each with its name above it."""
-    shown = {group: [row for row in bars if row in rows] for group, bars in BARS.items()}
+    shown = {group: [row for row in bars if row in rows and not rows[row].missing] for group, bars in BARS.items()}
     shown = {group: bars for group, bars in shown.items() if bars}
     names = []
     figure, [[axes]] = style.subplots(1, 1, 7, 0.8 + 0.2 * (len(shown) + sum(map(len, shown.values()))))
@@ -115,11 +115,11 @@ def table(rows: dict[tuple, Row]) -> str:
     lines = ["| what was changed | | row; its other side | times as fast | verdict |", "|---|---|---|---|---|"]
     for group, bars in BARS.items():
         for number, (row, words) in enumerate(bars.items()):
-            times, verdict = "", "not measured"
-            if row in rows:
+            times, verdict = "", rows[row].verdict() if row in rows else "not measured"
+            if row in rows and not rows[row].missing:
                 found = rows[row]
                 share = f" ({found.ratio():.2f} of {found.ideal:g})" if found.ideal != 1 else ""
-                times, verdict = f"{faster(found):.2f}{share}", found.verdict()
+                times = f"{faster(found):.2f}{share}"
             what = group if number == 0 else ""
             lines.append(f"| {what} | {words} | {row[0]}; {row[1]} | {times} | {verdict} |")
     return "\n".join(lines) + "\n"
