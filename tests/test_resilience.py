@@ -17,6 +17,7 @@ import zlib
 from argparse import Namespace
 from collections import Counter
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -784,9 +785,34 @@ def test_how_a_sharded_checkpoint_is_written(tmp_path, monkeypatch):
     for step, count in ((1, 24_999_999), (2, 25_000_000), (3, 25_000_000)):
         assert checkpoints.write(step, {"model": torch.empty(count, device="meta")}, {})
     checkpoints.end_writing()
+    checkpoints.end_removing()
     assert saved == ["at once", "gloo's", "gloo's"]
     assert groups == [{"backend": "gloo", "timeout": datetime.timedelta(seconds=7200)}]
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint_step_2", "checkpoint_step_3"}
+
+
+def test_old_checkpoints_are_removed_while_the_steps_go_on(tmp_path, monkeypatch):
+    """The next save waits for it, and so does the run's end."""
+    prune, held = sharded_checkpoints.prune, threading.Event()
+    monkeypatch.setattr(sharded_checkpoints, "prune", lambda *args: held.wait(20) and prune(*args))
+    monkeypatch.setattr(sharded_checkpoints, "state_of", lambda **parts: parts)
+    monkeypatch.setattr(sharded_checkpoints.dcp, "save", lambda state, checkpoint_id: None)
+    alone = place.Place(0, 0, 1, torch.device("cpu"), None, "none")
+    checkpoints = ShardedCheckpoints(Namespace(**SAVING, checkpoint_dir=tmp_path), alone, {}, 9)
+    held.set()
+    for step in (1, 2, 3):
+        if step == 3:
+            checkpoints.end_removing()
+            held.clear()
+        checkpoints.save(step, {"model": torch.empty(1)})
+    assert {path.name for path in tmp_path.iterdir()} == {f"checkpoint_step_{step}" for step in (1, 2, 3)}
+    save = partial(checkpoints.save, 4, {"model": torch.empty(1)})
+    for step, work in ((1, save), (2, partial(checkpoints.finish, ""))):
+        held.clear()
+        threading.Timer(0.2, held.set).start()
+        work()
+        assert not (tmp_path / f"checkpoint_step_{step}").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint_step_3", "checkpoint_step_4"}
 
 
 def test_a_rank_reads_its_own_file_of_a_sharded_checkpoint(tmp_path):

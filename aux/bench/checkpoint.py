@@ -180,6 +180,7 @@ def measure_saves(options: Namespace, scratch: Path, place: Place) -> list[Row]:
                 start = rows.now()
                 checkpoints.end_writing()
                 more = rows.since(start)
+                checkpoints.end_removing()  # beside the steps, too
                 seconds[kind].append((wall + more[0], cpu + more[1]))
     other = dict(zip(parts, training(Namespace(**vars(args) | {"seed": args.seed + 1}), place), strict=True))
     load(newest(checkpoints.folder, place)[0], **other)

@@ -6,7 +6,7 @@ written, and manifest.json in it has the length and checksum of each file, so th
 
 A large one is copied into the CPU's memory, which is kept for the next one, and a thread writes it while the steps go
 on. It gets its name after a later step, once every rank has written its part, and at the latest before the next save
-and at the run's end.
+and at the run's end. The same thread removes what is no longer kept.
 
 Beware: the format's index (.metadata) is a Python pickle. Load only checkpoints from someone you trust.
 """
@@ -69,6 +69,7 @@ class ShardedCheckpoints(Checkpoints):
             dist.distributed_c10d._set_pg_timeout(self.timeout, group)
             self.options["process_group"] = group
         self.writing: tuple[int, dict, Future] | None = None  # step, metadata, and what measure_files will return
+        self.removing: Future | None = None  # on rank 0
 
     def load(self, parts: dict[str, Any]) -> dict | None:
         found = newest(self.folder, self.place)
@@ -95,10 +96,12 @@ class ShardedCheckpoints(Checkpoints):
     def finish(self, result: str):
         with self.place.longer_timeout(self.args.save_timeout):
             self.end_writing()
+            self.end_removing()
         super().finish(result)
 
     def write(self, step: int, parts: dict[str, Any], values: dict) -> bool:
         self.end_writing()
+        self.end_removing()  # there may be no room for one more
         rank, world_size, temporary = self.place.rank, self.place.world_size, self.temporary(step)
 
         def prepare():
@@ -132,6 +135,11 @@ class ShardedCheckpoints(Checkpoints):
             (step, metadata, files), self.writing = self.writing, None
             self.failed = not self.publish(step, metadata, files.result)
 
+    def end_removing(self):
+        """Waits until the checkpoints that are no longer kept are removed."""
+        if self.removing:
+            self.removing.result()
+
     def publish(self, step: int, metadata: dict, save: Callable[[], dict]) -> bool:
         """Saves, and gives the checkpoint its name if it is whole on every rank: one may have failed to write its."""
         rank, world_size, temporary = self.place.rank, self.place.world_size, self.temporary(step)
@@ -150,7 +158,7 @@ class ShardedCheckpoints(Checkpoints):
         except OSError as error:
             return self.not_written(step, error)
         if rank == 0:
-            prune(self.folder, step, self.args.keep_checkpoints)
+            self.removing = self.thread.submit(prune, self.folder, step, self.args.keep_checkpoints)
         return True
 
     def temporary(self, step: int) -> Path:
