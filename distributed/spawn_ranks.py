@@ -7,13 +7,16 @@ What torchrun does, in one readable file: every rank gets RANK, LOCAL_RANK, WORL
 runs the script as __main__. The first rank that fails ends the others; its exit code becomes this program's.
 """
 
+import atexit
 import contextlib
+import ctypes
 import logging
 import os
 import runpy
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 
 HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -34,11 +37,9 @@ def parse_arguments() -> list[str]:
 
 if __name__ == "__main__":
     command = parse_arguments()  # before torch: a typing mistake costs no second
-    # Slurm signals every process of a step, and what it means is for the ranks to decide. They inherit what is ignored,
-    # until they listen: SIGUSR1 would end them. A handler, they do not.
+    # Slurm signals every process of a step, and what it means is for the ranks to decide. They inherit that SIGUSR1 is
+    # ignored, until they listen: it would end them.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: None)
 
 import torch
 import torch.multiprocessing as mp
@@ -55,14 +56,22 @@ def run_rank(local_rank: int, node_rank: int, nnodes: int, nproc_per_node: int, 
         GROUP_RANK=str(node_rank),
         GROUP_WORLD_SIZE=str(nnodes),
     )
+    if "numpy.random" in sys.modules:  # numpy 1 comes with torch: forked ranks would draw the same numbers
+        sys.modules["numpy.random"].seed()
     mp.set_start_method(None, force=True)  # loader workers start as they do elsewhere: spawn would run the script again
     sys.argv = command
     sys.path[0] = str(Path(command[0]).resolve().parent)  # as `python script.py` has it
     try:
         runpy.run_path(command[0], run_name="__main__")
+    except KeyboardInterrupt:
+        sys.exit(130)  # torch would end the rank with status 0
     except Exception:
         sys.excepthook(*sys.exc_info())  # here, once and in the script's own way; the parent needs the exit code alone
         sys.exit(1)
+    finally:  # what Python does at its end, and in a forked process does not, before 3.13
+        threading._shutdown()  # waits for threads that are no daemons
+        atexit._run_exitfuncs()
+        ctypes.CDLL(None).fflush(None)  # lines that are still in C's buffers, as NCCL's
 
 
 def free_port() -> int:
@@ -74,17 +83,26 @@ def free_port() -> int:
 def main(command: list[str]) -> int:
     """Spawns the ranks and waits for all of them. Returns 0, or the exit code of the rank that failed first."""
     in_job = "NNODES" in os.environ  # env.sh has been read
-    nnodes = int(os.environ["NNODES"]) if in_job else 1
-    node_rank = int(os.environ["SLURM_NODEID"]) if in_job else 0
-    nproc_per_node = int(os.environ.get("NPROC_PER_NODE") or torch.cuda.device_count() or 2)
-    if not in_job:
+    if in_job:
+        nnodes, node_rank = int(os.environ["NNODES"]), int(os.environ["SLURM_NODEID"])
+        nproc_per_node = int(os.environ["NPROC_PER_NODE"])
+    else:
+        nnodes, node_rank = 1, 0
+        nproc_per_node = int(os.environ.get("NPROC_PER_NODE") or torch.cuda.device_count() or 2)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free_port())
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpus // nproc_per_node)))
 
+    # Forked ranks have the torch that this process has imported. By hand it may have asked CUDA for the number of GPUs,
+    # and what is forked after that can use none.
+    method, values = "fork" if in_job else "spawn", (node_rank, nnodes, nproc_per_node, command)
+    ranks = mp.start_processes(run_rank, values, nprocs=nproc_per_node, join=False, start_method=method)
     logging.disable()  # of this process alone: torch names every rank that it ends
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: None)  # it ends after its ranks, which may be saving
     try:
-        mp.spawn(run_rank, (node_rank, nnodes, nproc_per_node, command), nprocs=nproc_per_node)
+        while not ranks.join():
+            pass
     except mp.ProcessExitedException as failure:
         rank = node_rank * nproc_per_node + failure.error_index
         return report(rank, failure.exit_code, failure.signal_name)

@@ -51,14 +51,32 @@ def processes(job: int, name: str, node: str = "") -> Iterator[int]:
             yield process
 
 
-def kill_one(job: int, moments: random.Random, *names: str):
-    found = [process for name in names for process in processes(job, name)]
+def parent(process: int) -> int:
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return 0  # it has ended meanwhile
+
+
+def starters(job: int) -> set[int]:
+    """What starts the ranks of each node: torchrun, or the spawner. Its ranks, forked, have its command line."""
+    found = {process for name in ("quiet_torchrun.py", "spawn_ranks.py") for process in processes(job, name)}
+    return {process for process in found if parent(process) not in found}
+
+
+def ranks(job: int, name: str = "train_", node: str = "") -> list[int]:
+    """The ranks of a script, of a job on one node or any."""
+    others = starters(job)
+    return [process for process in processes(job, name, node) if process not in others]
+
+
+def kill_one(moments: random.Random, found: list[int]):
     if found:
         os.kill(moments.choice(found), signal.SIGKILL)
 
 
 def stop_a_rank_for_a_while(job: int, moments: random.Random):
-    found = list(processes(job, "train_"))
+    found = ranks(job)
     if found:
         victim = moments.choice(found)
         os.kill(victim, signal.SIGSTOP)
@@ -80,10 +98,8 @@ FAULTS: dict[str, Callable[[int, random.Random], object]] = {
     "SIGUSR1 to all": lambda job, moments: slurm("scancel", "--full", "--signal=USR1", job),
     "SIGTERM to the ranks": lambda job, moments: slurm("scancel", "--signal=TERM", job),
     "scontrol requeue": lambda job, moments: slurm("scontrol", "requeue", job),
-    "kill -9 of a rank": lambda job, moments: kill_one(job, moments, "spawn_main", "-u\0", "train_"),
-    "kill -9 of torchrun or the spawner on one node": lambda job, moments: kill_one(
-        job, moments, "quiet_torchrun.py", "spawn_ranks.py"
-    ),
+    "kill -9 of a rank": lambda job, moments: kill_one(moments, ranks(job)),
+    "kill -9 of torchrun or the spawner on one node": lambda job, moments: kill_one(moments, sorted(starters(job))),
     "a rank stopped for 2 s": stop_a_rank_for_a_while,
     "the link of a node down for 2 s": cut_a_link_for_a_while,
 }

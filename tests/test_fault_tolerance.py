@@ -39,8 +39,7 @@ BY_HAND = {
     "torchrun": ["./torchrun.sh"],
     "mp": [sys.executable, "distributed/spawn_ranks.py"],
 }
-RANKS = {"srun": "slowly.py", "torchrun": "-u\0tests/scripts/slowly.py", "mp": "spawn_main"}  # in command lines
-PYTHONS = {"srun": 2, "torchrun": 3, "mp": 4}  # of a node: two ranks, torchrun, spawner and its resource tracker
+PYTHONS = {"srun": 2, "torchrun": 3, "mp": 3}  # of a node: two ranks, and what starts them
 DIAGONAL = [("srun", "train_preemptible.py"), ("torchrun", "train_fsdp.py"), ("mp", "train_tp.py")]
 GROUPS = ["at-once", "at-once-1", "at-once-2", "at-once-3"]  # cases whose jobs run side by side
 OTHERS = [[(way, [*SCRIPTS][(i + k) % 3]) for i, way in enumerate(LAUNCHERS)] for k in (1, 2)]
@@ -170,7 +169,7 @@ class Trial:
 
     def rank(self, node: str) -> int:
         """A rank's process."""
-        return self.process(node, RANKS[self.way])
+        return chaos.ranks(self.job, "slowly.py", node)[0]
 
     def ends(self, timeout: float = 90) -> Job:
         """Its end, with no process left 30 s later."""
@@ -232,7 +231,7 @@ def test_usr1_before_the_ranks_listen(cases, cluster, data, uninterrupted, tmp_p
         trial = Trial(cluster, way, script, data, tmp_path / way, LATE=10)
         trial.wait_for("^Way")
         deadline = time.monotonic() + 30
-        while len(list(chaos.processes(trial.job, RANKS[way]))) < 4:
+        while len(chaos.ranks(trial.job, "slowly.py")) < 4:
             assert time.monotonic() < deadline, trial.log
             time.sleep(0.2)
         trial.signal("--signal=USR1")
@@ -316,10 +315,11 @@ def test_preemption(preempt, cluster, data, uninterrupted, tmp_path):
 
 
 @pytest.mark.matrix
-def test_preemption_before_the_first_step(preempt, cluster, data, tmp_path):
-    """A torchrun that is still being imported dies of that SIGTERM. Slurm would not requeue what has failed then."""
-    trial = Trial(cluster, "torchrun", "train_preemptible.py", data, tmp_path, "--max-steps", 2)
-    trial.wait_for("^Way 2")
+@pytest.mark.parametrize("way", ["torchrun", "mp"])
+def test_preemption_before_the_first_step(way, preempt, cluster, data, tmp_path):
+    """torchrun and the spawner die of that SIGTERM while they import torch. Slurm would not requeue what has failed."""
+    trial = Trial(cluster, way, "train_preemptible.py", data, tmp_path, "--max-steps", 2)
+    trial.wait_for("^Way")
     preempt(cluster.show(trial.job)["NodeList"])
     trial.wait_for("^Preempted before it could save, requeued$", 20)
     assert "Step 0" not in trial.log

@@ -81,9 +81,12 @@ def command_of(script: str, data: Path, folder: Path, device: str, form: str, *f
     command += ["--data-dir", data, *([] if script == TASK else ["--checkpoint-dir", folder])]
     command += ["--device", device, *flags]
     variables = {"NVIDIA_TF32_OVERRIDE": 0, "OMP_NUM_THREADS": 1, "TORCHDYNAMO_DISABLE": int("--compile" not in flags)}
+    if form in ("mp", "environment"):
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    if form == "mp":  # as in a job, where the ranks are forked
+        variables |= {"NNODES": 1, "SLURM_NODEID": 0}
     if form == "environment":
-        variables |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-        variables |= {"MASTER_PORT": free_port()}
+        variables |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
     return [str(part) for part in command], variables
 
 
