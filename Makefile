@@ -55,7 +55,7 @@ test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 4 GB of memory
 test-gpu: .venv/tests  ## every script on this machine's GPUs, NCCL with one rank (a dry run: ARGS="--device cpu")
 	.venv/bin/python -m pytest tests/test_gpu.py -m gpu $(ARGS)
 
-bench: .venv/ready data text  ## the speed beside that of others, as ratios: 20 quiet minutes (docs/benchmarks.md; ARGS="--only launch")
+bench: .venv/ready data text  ## the speed beside that of others, as ratios: 40 quiet minutes (docs/benchmarks.md; ARGS="--only launch")
 	.venv/bin/python aux/bench/all.py --mnist-dir $(DATA_DIR) --text-dir $(TEXT_DIR) $(ARGS)
 
 scaling: .venv/tests data text slurm  ## the figures of docs/scaling.md, up to 4,096 ranks (root; 8 GB of memory, 48 GB for their start-up; an hour)

@@ -88,6 +88,29 @@ def test_turns(monkeypatch):
     assert taken == {"a": [(0.5, 0)] * 2, "b": [(0.5, 0)] * 2}
 
 
+def test_parts_of_a_step():
+    import torch
+
+    matrix, weight = torch.ones(256, 256), torch.ones(256, 256, requires_grad=True)
+    found = rows.parts_of(lambda: torch.nn.functional.gelu(matrix @ weight).sum().backward(), "ours")
+    assert {*found} == {"ours, products", "ours, GELU"} and 0 < sum(found.values()) < 1
+
+
+def test_what_compiling_brings(monkeypatch, capsys):
+    """The last lines of language_model.py, which make bench leaves out: it takes a C++ compiler."""
+    text, quick = load("language_model"), row([1], [3])
+    monkeypatch.setattr(text.characters, "missing_data", lambda *_: None)
+    monkeypatch.setattr(text.torch, "set_num_threads", lambda count: None)
+    for name, found in {"compare": [quick], "loading": quick, "parse": None, "ours": None}.items():
+        monkeypatch.setattr(text, name, lambda *_, found=found: found)
+    monkeypatch.setattr(text, "time_of_first_step", lambda step: 10.0)
+    for compiled, says in ((0.01, "2.00 times as fast,\nafter a first step of 10.0 s: pays"), (0.03, "never")):
+        taken = {"plain": [(0.02, 0.02)], "compiled": [(compiled, compiled)]}
+        monkeypatch.setattr(rows, "take_turns", lambda *_, taken=taken: (taken, [0.0]))
+        text.main(Namespace(data_dir=None, skip_training=True, skip_compile=False, check=True, rounds=1, seconds=1))
+        assert says in capsys.readouterr().out
+
+
 # --- make bench -------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +273,7 @@ def test_a_gate_is_that_of_the_cpu(tiles, monkeypatch):
     monkeypatch.setattr(text, "loss_of", lambda *_: 2.0)
     monkeypatch.setattr(text.torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(rows, "take_turns", lambda sides, *_: ({name: [(1.0, 1.0)] for name in sides}, [0.0]))
+    monkeypatch.setattr(rows, "parts_of", lambda steps, side: {f"{side}, products": 0.5})
     for (size, count), leasts in text.LEASTS.items():
         found = text.compare(Namespace(data_dir=None, rounds=1, seconds=1), size, count, tiles)
         gates = {one.name[-4:]: (one.least, one.by_cpu) for one in found}
@@ -266,7 +290,9 @@ def test_a_loss_that_is_worse_is_missed(monkeypatch):
     monkeypatch.setattr(text.torch, "set_num_threads", lambda count: None)
     turns = {"theirs": [(9.0, 9.0)], "fp32": [(1.0, 1.0)]}
     monkeypatch.setattr(rows, "take_turns", lambda *_: (turns, [0.0]))
+    monkeypatch.setattr(rows, "parts_of", lambda steps, side: {f"{side}, products": 0.5})
     fp32, bf16 = text.compare(Namespace(data_dir=None, rounds=1, seconds=1), "nanoGPT's CPU settings", 1, False)
+    assert fp32.notes == {"tokens_a_step": 1, "theirs, products": 0.5, "fp32, products": 0.5}
     assert fp32.verdict() == "missed" and fp32.sentence().endswith("loss 2.060, theirs 2.000")
     assert bf16.verdict() == "no fast bfloat16 on this CPU" and bf16.name.endswith("bf16")
     losses["ours"] = 2.04
@@ -330,12 +356,13 @@ def test_whole_trainings_are_judged(monkeypatch):
     """Where the text is Tiny Shakespeare."""
     text, found = load("language_model"), [row([1], [3])]
     monkeypatch.setattr(text.characters, "read_vocabulary", lambda folder: {"source": "Tiny Shakespeare"})
-    text.judge_loss(Namespace(data_dir="x"), found, 1.90)
-    assert found[0].verdict() == "passed"
-    text.judge_loss(Namespace(data_dir="x"), found, 1.91)
+    text.judge_losses(Namespace(data_dir="x"), found, {"ours": [1.88, 1.91], "theirs": [1.7, 1.9]})
+    assert found[0].verdict() == "passed" and found[0].notes["ours, seed 1"] == 1.91
+    assert found[0].quality.endswith("whole trainings: loss 1.895, at most 1.90, theirs 1.800")
+    text.judge_losses(Namespace(data_dir="x"), found, {"ours": [1.90, 1.91], "theirs": [1.7, 1.9]})
     assert found[0].verdict() == "missed"
     monkeypatch.setattr(text.characters, "read_vocabulary", lambda folder: {"source": "another"})
-    text.judge_loss(Namespace(data_dir="x"), other := [row([1], [3])], 9)
+    text.judge_losses(Namespace(data_dir="x"), other := [row([1], [3])], {"ours": [9], "theirs": [9]})
     assert other[0].verdict() == "passed"
 
 
@@ -500,7 +527,7 @@ def test_benchmark_of_launches(tmp_path):
     found = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [one["missing"] for one in found] == ([""] * 3 + ["no Enroot or no image here"]) * 2, found
     launched = [one for one in found if not one["missing"]]
-    assert all(one["ours"][0][0] > 0.5 and one["ours"][0][1] > 0.5 for one in launched), found
+    assert all(one["ours"][0][0] > 0.5 and not one["ours"][0][1] for one in launched), found
 
 
 @pytest.mark.matrix

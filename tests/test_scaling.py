@@ -196,7 +196,7 @@ def test_logs_become_runs(tmp_path):
     for number, rate in enumerate((100, 110, 90), start=1):  # the first line of a log is not counted
         write_log(tmp_path, f"strong-1x1-{number}", ((1, 5), (2, rate), (3, rate)))
         write_log(tmp_path, f"strong-2x2-{number}", ((1, 5), (2, 2 * rate), (3, 2 * rate)), loss=1.005)
-        write_log(tmp_path, f"weak-2x2-{number}", ((1, 5), (2, "4e+02")), loss=3.0)
+        write_log(tmp_path, f"weak-2x2-{number}", ((1, 5), (2, "4e+02"), (3, 400)), loss=3.0)
     unit, runs = read_scaling.read_runs(tmp_path)
     assert unit == "images" and [run["mode"] for run in runs] == ["strong", "strong", "weak"]
     assert [run["rate"] for run in runs] == [100, 200, 400] and runs[0]["rates"] == [100, 110, 90]
@@ -209,8 +209,8 @@ def test_logs_become_runs(tmp_path):
 
 def test_other_losses_are_no_scaling(tmp_path):
     """The figures are written, and the status is 1."""
-    write_log(tmp_path, "strong-1x1-1", ((1, 100), (2, 100)))
-    write_log(tmp_path, "strong-1x2-1", ((1, 200), (2, 200)), loss=1.1)
+    write_log(tmp_path, "strong-1x1-1", ((1, 100), (2, 100), (3, 100)))
+    write_log(tmp_path, "strong-1x2-1", ((1, 200), (2, 200), (3, 200)), loss=1.1)
     done = run(sys.executable, "aux/bench/read_scaling.py", tmp_path)
     assert done.returncode == 1 and "200" in done.stdout and (tmp_path / "scaling.json").exists()
     assert re.fullmatch(r"scaling.sh: on 2 ranks the losses differ by 8.6%: .*\(--dropout 0\?\)\n", done.stderr)
@@ -218,12 +218,13 @@ def test_other_losses_are_no_scaling(tmp_path):
 
 def test_logs_that_cannot_be_compared(tmp_path):
     def two_units():
-        write_log(tmp_path, "strong-1x1-1", ((1, 1),))
-        write_log(tmp_path, "weak-1x2-1", ((1, 1),), unit="tokens")
+        write_log(tmp_path, "strong-1x1-1", ((1, 1), (2, 1), (3, 1)))
+        write_log(tmp_path, "weak-1x2-1", ((1, 1), (2, 1), (3, 1)), unit="tokens")
 
     for prepare, says in (
         (lambda: None, "no logs in"),
         (lambda: (tmp_path / "strong-1x1-1.out").write_text("VERDICT\n"), "has no log lines with loss="),
+        (lambda: write_log(tmp_path, "strong-1x1-1", ((1, 5), (2, 9))), "has 2 lines with a throughput, and 3 are"),
         (two_units, "units"),
     ):
         prepare()

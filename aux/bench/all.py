@@ -1,6 +1,6 @@
 """All benchmarks with a promise, in one table: what `make bench` runs.
 
-    python aux/bench/all.py                     # some 20 minutes on two quiet cores: leave the machine alone meanwhile
+    python aux/bench/all.py                     # some 40 minutes on two quiet cores: leave the machine alone meanwhile
     python aux/bench/all.py --only launch       # one of them
     python aux/bench/all.py --check             # status 1 when a row is missed
     python aux/bench/all.py --publish           # ... and its table and raw data into docs/
@@ -10,6 +10,7 @@ Each runs in a process of its own and prints its rows as it goes; rows.py says w
 round of every row, go to log/benchmarks.json: date, commit, machine, versions and load with them.
 """
 
+import hashlib
 import json
 import os
 import platform
@@ -116,8 +117,9 @@ def measure(args: Namespace) -> dict:
 
 
 def checksums(folder: Path) -> str:
-    """Of the files that aux/prepare_data.py has written there; "" where there are none."""
-    return "".join(path.read_text() for path in sorted(folder.rglob("SHA256SUMS")))
+    """Of the files in it, as sha256sum prints them; "" where there are none."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "SHA256SUMS"]
+    return "".join(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(folder)}\n" for file in files)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

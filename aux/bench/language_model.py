@@ -8,8 +8,8 @@
 The other side: slices of a memory-mapped file stacked for every batch, the loss read at every step, AdamW without
 fused kernels, float32. Both sides take turns, on equally many threads, with the same sequences of the text in each
 step: rows.py says what the columns are. Judged are the precision that train_fsdp.py chooses on this CPU, and float32.
-What the model has learnt is judged by its loss over the whole validation split after a whole training, the mean of
-three seeds, and after the turns by that of both sides. Batches alone are compared with those of a Dataset that encodes
+What the model has learnt is judged by its loss over the whole validation split after whole trainings, the mean of three
+seeds, and after the turns by that of both sides. Batches alone are compared with those of a Dataset that encodes
 one sample at a time, as minGPT's examples do.
 """
 
@@ -18,8 +18,9 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
@@ -191,22 +192,29 @@ def time_of_first_step(step: Callable[[int], None]) -> float:
     return time.perf_counter() - start
 
 
+def run_steps(step: Callable[[int], None]):
+    for index in range(5):
+        step(index)
+
+
 @torch.no_grad()
 def loss_of(args: Namespace, model) -> float:
     """Over the whole validation split, in nats per character."""
     return train_fsdp.evaluate(args, ALONE, model, characters.fixed_batches(args, 0, 1, CPU))
 
 
-def mean_loss(options: Namespace) -> float:
-    """Of whole trainings at nanoGPT's CPU settings, in the precision that train_fsdp.py chooses."""
-    losses = []
+def whole_trainings(options: Namespace) -> dict[str, list[float]]:
+    """The losses of SEEDS at nanoGPT's CPU settings: ours in the precision that train_fsdp.py chooses, and theirs."""
+    losses = {"ours": [], "theirs": []}
     for seed in SEEDS:
-        args = parse(options.data_dir, "--size", "cpu", "--eval-windows", "0", "--seed", str(seed))
-        step = ours(args)
-        for index in range(args.steps):
-            step(index)
-        losses.append(loss_of(args, step.model))
-    return sum(losses) / len(losses)
+        flags = ["--size", "cpu", "--eval-windows", "0", "--seed", str(seed)]
+        chosen, fp32 = parse(options.data_dir, *flags), parse(options.data_dir, *flags, "--precision", "fp32")
+        for name, side, args in (("ours", ours, chosen), ("theirs", theirs, fp32)):
+            step = side(args)
+            for index in range(args.steps):
+                step(index)
+            losses[name].append(loss_of(args, step.model))
+    return losses
 
 
 def compare(options: Namespace, size: str, count: int, tiles: bool) -> list[Row]:
@@ -222,6 +230,7 @@ def compare(options: Namespace, size: str, count: int, tiles: bool) -> list[Row]
     taken, busy = rows.take_turns(sides, options.rounds, options.seconds)
     few = Namespace(**vars(fp32) | {"eval_windows": 40})
     losses = {name: loss_of(few, step.model) for name, step in sides.items()}
+    parts = {name: rows.parts_of(partial(run_steps, step), name) for name, step in sides.items()}
     found = []
     for kind, least in leasts.items():
         if kind not in taken:
@@ -230,18 +239,20 @@ def compare(options: Namespace, size: str, count: int, tiles: bool) -> list[Row]
         row = Row(names[kind], NANOGPT, least, taken[kind], taken["theirs"], by_cpu=count == 1, busy=busy)
         row.good = losses[kind] < losses["theirs"] + 0.05
         row.quality = f"loss {losses[kind]:.3f}, theirs {losses['theirs']:.3f}"
-        row.notes = {"tokens_a_step": chosen.batch_size * chosen.context}
+        row.notes = {"tokens_a_step": chosen.batch_size * chosen.context} | parts["theirs"] | parts[kind]
         found.append(row)
     return found
 
 
-def judge_loss(options: Namespace, found: list[Row], loss: float):
-    """Adds the whole trainings' gate to the rows of nanoGPT's CPU settings."""
+def judge_losses(options: Namespace, found: list[Row], losses: dict[str, list[float]]):
+    """Adds the whole trainings' gate to the rows of nanoGPT's CPU settings: it is on the mean of ours."""
     real = characters.read_vocabulary(options.data_dir)["source"] == "Tiny Shakespeare"
+    mine, others = (mean(losses[side]) for side in ("ours", "theirs"))
     for row in found:
         limit = f", at most {HIGHEST_LOSS:.2f}" if real else " (of another text, not judged)"
-        row.quality += f"; whole training: loss {loss:.3f}{limit}"
-        row.good &= not real or loss <= HIGHEST_LOSS
+        row.quality += f"; whole trainings: loss {mine:.3f}{limit}, theirs {others:.3f}"
+        row.good &= not real or mine <= HIGHEST_LOSS
+        row.notes |= {f"{side}, seed {seed}": loss for side in losses for seed, loss in enumerate(losses[side])}
 
 
 def main(options: Namespace):
@@ -250,14 +261,14 @@ def main(options: Namespace):
     threads = min(2, len(os.sched_getaffinity(0)))
     tiles = getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)
     torch.set_num_threads(threads)
-    loss = None if options.skip_training else mean_loss(options)
+    losses = None if options.skip_training else whole_trainings(options)
     rows.print_heads()
     missed = []
     for size in SIZES:
         for count in (1, 2):
             found = compare(options, size, count, tiles)
-            if loss is not None and size == "nanoGPT's CPU settings":
-                judge_loss(options, found, loss)
+            if losses and size == "nanoGPT's CPU settings":
+                judge_losses(options, found, losses)
             missed += [rows.report(row) for row in found]
     torch.set_num_threads(1)
     missed.append(rows.report(loading(options)))
@@ -271,7 +282,7 @@ def main(options: Namespace):
         taken, _ = rows.take_turns(sides, options.rounds, options.seconds)
         plain, compiled = (median(wall for wall, _ in taken[name]) for name in sides)
         pays = f"pays after {warm_up / (plain - compiled):,.0f} steps" if plain > compiled else "never pays here"
-        print(f"\n--compile, nanoGPT's CPU settings, {threads[-1]} threads: {plain / compiled:.2f} times as fast,")
+        print(f"\n--compile, nanoGPT's CPU settings, {threads} threads: {plain / compiled:.2f} times as fast,")
         print(f"after a first step of {warm_up:.1f} s: {pays}.", flush=True)
     if options.check and any(missed):
         sys.exit("language_model.py: " + "; ".join(filter(None, missed)))

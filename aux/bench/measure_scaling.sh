@@ -20,7 +20,8 @@ for size in 1x2 2x1; do                              # inside a node, across nod
         aux/bench/allreduce.py --json "$figures/allreduce_$size.json"
 done
 ./local/cluster/namespaces.sh exec ./aux/bench/scaling.sh --sizes "1x1 1x2 2x1 2x2" \
-    distributed/train_ddp.py --epochs 1 --batch-size 64 --dropout 0 --learning-rate 0.001   # more, and rounding grows
+    distributed/train_ddp.py --epochs 1 --batch-size 64 --dropout 0 --log-every 10 \
+    --learning-rate 0.001                            # a higher one, and rounding grows
 cp log/scaling/scaling.json "$figures"
 python aux/bench/predict_scaling.py --measured "$figures"/allreduce_*.json --parameters 1199882 --tokens 64 \
     --check "$figures/scaling.json" --json "$figures/prediction.json"

@@ -6,7 +6,8 @@
 
 Both at nanoGPT's CPU settings with 64 sequences a step over all ranks, in float32. Two processes take turns: rank 0
 alone, both with DistributedDataParallel, both with tensor_parallel_by_hand.py, and both with parallelize_module and
-the plan of train_tp.py. The gate is the loss after as many steps: it is the same in all four.
+the plan of train_tp.py. The gate is the loss after as many steps: it is the same in all four. Noted besides: how much
+longer rank 0's step takes beside rank 1, which trains the same on its own, and what a step spends its time on.
 """
 
 import os
@@ -14,7 +15,9 @@ import subprocess
 import sys
 from argparse import SUPPRESS, Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "distributed")]
@@ -74,7 +77,7 @@ def loss_by_hand(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) 
 
 
 class Side:
-    """Steps of one of the four: its model, which part of the batch this rank has, and the loss of that."""
+    """Steps of one of the ways: its model, which part of the batch this rank has, and the loss of that."""
 
     def __init__(self, args: Namespace, model: nn.Module, loss_of: Callable, parts: int = 1, dtensor: bool = False):
         self.args, self.model, self.loss_of, self.dtensor = args, model, loss_of, dtensor
@@ -103,6 +106,7 @@ def make_sides(args: Namespace) -> dict[str, Side]:
         "ddp": Side(args, DistributedDataParallel(make_model(args)), plain_loss, parts=2),
         "by hand": Side(args, by_hand, loss_by_hand),
         "dtensor": Side(args, dtensor, plain_loss, dtensor=True),
+        "beside": Side(args, make_model(args), plain_loss),  # last: a rank that is early waits in the others
     }
 
 
@@ -140,11 +144,13 @@ def run_rank(options: Namespace):
     both = cpu.clone()
     dist.all_reduce(both)
     losses = {name: average(side.loss) for name, side in sides.items() if name != "one"}
+    parts = {name: rows.parts_of(partial(run_steps, sides[name]), name) for name in ("by hand", "dtensor")}
     if rank == 0:
         losses["one"] = sides["one"].loss.item()
         wall = torch.tensor([[wall for wall, _ in times] for times in taken.values()], dtype=torch.float64)
         others = torch.tensor(busy) - (both - cpu).sum(0) / wall.sum(0)  # rank 1 is no other program
         taken = {name: torch.stack(times, 1).tolist() for name, *times in zip(taken, wall, both, strict=True)}
+        beside = median(b / a for (a, _), (b, _) in zip(taken["one"], taken["beside"], strict=True))
         rows.print_heads()
         rounds = [
             ("two ranks, DistributedDataParallel", "one rank, as a share of 2", "ddp", "one", 2.0),
@@ -154,6 +160,7 @@ def run_rank(options: Namespace):
             good = abs(losses[mine] - losses[theirs]) < 0.02 * losses[theirs]
             quality = f"loss {losses[mine]:.3f}, theirs {losses[theirs]:.3f}"
             row = Row(name, other, LEASTS[name], taken[mine], taken[theirs], ideal, quality, good, busy=others.tolist())
+            row.notes = {"beside another rank": beside} | parts.get(mine, {}) | parts.get(theirs, {})
             missed.append(rows.report(row))
         if any(missed) and options.check:
             print("ranks.py: " + "; ".join(filter(None, missed)), file=sys.stderr, flush=True)
@@ -161,6 +168,11 @@ def run_rank(options: Namespace):
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(int(any(missed) and options.check))  # gloo's threads can abort Python while it shuts down
+
+
+def run_steps(side: Side):
+    for step in range(5):
+        side(step)
 
 
 def in_turn(side: Side, rank: int, alone: bool) -> Callable[[int], None]:

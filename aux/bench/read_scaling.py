@@ -32,7 +32,10 @@ def stop(sentence: str):
 
 
 def read_log(path: Path) -> tuple[str, float, dict[str, float]]:
-    """The unit of a training's throughput, its median without the first line, and the losses by epoch and step."""
+    """The unit of a training's throughput, its median without the first line, and the losses by epoch and step.
+
+    The first line has the start-up in it.
+    """
     rates, losses = {}, {}
     for line in path.read_text(errors="replace").splitlines():
         values = dict(re.findall(r"(\w+)=(\S+)", line))
@@ -43,8 +46,9 @@ def read_log(path: Path) -> tuple[str, float, dict[str, float]]:
     names = {name for name, _ in rates}
     if len(names) != 1 or not losses:
         stop(f"{path} has no log lines with loss= and one of images_per_second= and tokens_per_second=")
-    rates = list(rates.values())
-    return names.pop().removesuffix("_per_second"), statistics.median(rates[1:] or rates), losses
+    if len(rates) < 3:
+        stop(f"{path} has {len(rates)} lines with a throughput, and 3 are needed: a smaller --log-every, or more steps")
+    return names.pop().removesuffix("_per_second"), statistics.median([*rates.values()][1:]), losses
 
 
 def difference(losses: dict[str, float], others: dict[str, float]) -> float | None:

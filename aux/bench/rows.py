@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,14 @@ from pathlib import Path
 from statistics import median
 
 HEADS = ("row", "other side", "ratio", "rounds", "quickest", "by clock", "by CPU", "at least", "verdict", "quality")
+PARTS = {  # of a step, by the names that torch's profiler has for its operators
+    "products": r"aten::(mm|bmm|addmm|baddbmm)",
+    "attention": r"aten::_scaled_dot_product_flash_attention.*",
+    "GELU": r"aten::gelu.*",
+    "LayerNorm": r"aten::native_layer_norm.*",
+    "optimizer": r"aten::_(fused|foreach)_.*|Optimizer\.step.*",
+    "all-reduces": r"EnterSplitBackward|ReduceSplit|c10d::allreduce_|_c10d_functional::(all_reduce|wait_tensor)",
+}
 MOST_BUSY = 0.2  # CPUs that other programs may use in a round that is judged by the clock
 
 
@@ -180,3 +189,21 @@ def take_turns(
                 turn_of = partial(for_each, step, range(begin, begin + steps))
                 taken[name].append(seconds(turn_of, steps))
     return {name: times[1:] for name, times in taken.items()}, busy[1:]
+
+
+# --- parts of a step --------------------------------------------------------------------------------------------------
+
+
+def parts_of(steps: Callable[[], object], side: str) -> dict[str, float]:
+    """How much of the time of some steps each of PARTS takes, as a share of 1; the names begin with the side's.
+
+    They are why a ratio is what it is: what both sides do alike cannot become faster.
+    """
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        steps()
+    taken = {event.key: event.self_cpu_time_total for event in profile.key_averages()}
+    whole = sum(taken.values())
+    sums = {part: sum(taken[name] for name in taken if re.fullmatch(names, name)) for part, names in PARTS.items()}
+    return {f"{side}, {part}": round(spent / whole, 3) for part, spent in sums.items() if spent}

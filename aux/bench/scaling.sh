@@ -10,7 +10,8 @@
 #   --cpu                    ask for no GPUs (else for one a rank)
 #   --out log/scaling        folder for the jobs' logs, and scaling.json
 #
-#   ./aux/bench/scaling.sh --sizes "1x1 1x8 2x8 4x8" distributed/train_ddp.py --epochs 1 --batch-size 512 --dropout 0
+#   ./aux/bench/scaling.sh --sizes "1x1 1x8 2x8" distributed/train_ddp.py --epochs 1 --batch-size 128 --log-every 5 \
+#       --dropout 0
 #   SBATCH_ACCOUNT=A SBATCH_PARTITION=P ./aux/bench/scaling.sh ...
 #
 # Throughput and losses are those of the script's own log lines: loss=, images_per_second= or tokens_per_second=. Status 1

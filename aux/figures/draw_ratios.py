@@ -44,6 +44,11 @@ BARS = {  # what was changed: a bar for each row (its name, its other side), wit
         ("MNIST on two ranks, fp32", ONE_RANK): "ConvNet",
         ("two ranks, DistributedDataParallel", ONE_RANK): "small transformer",
     },
+    "launch to first step, four ranks": {
+        ("launch to first step, way 1, 4 ranks", "bare torchrun"): "srun starts them",
+        ("launch to first step, way 2, 4 ranks", "bare torchrun"): "torchrun starts them",
+        ("launch to first step, way 3, 4 ranks", "bare torchrun"): "spawn_ranks.py forks them",
+    },
     "network and schedule, to 99 %": {
         ("MNIST to 99 %, real files", EXAMPLES): "real digits",
         ("MNIST to 99 %, synthetic digits", EXAMPLES): "drawn digits",
@@ -91,9 +96,9 @@ def draw(rows: dict[tuple, Row], path: Path):
     for number, (group, bars) in enumerate(shown.items()):
         names.append(group)
         for row in bars:
-            times, color = faster(rows[row]), style.COLOURS[number]
-            axes.barh(len(names), times - 1, left=1, height=0.7, color=color, alpha=0.75, edgecolor=color)
-            axes.text(max(times, 1) * 1.04, len(names), f"{times:.3g}", va="center")
+            times, color, missed = faster(rows[row]), style.COLOURS[number], rows[row].verdict() == "missed"
+            axes.barh(len(names), times - 1, left=1, height=0.7, color=color, alpha=0.2 if missed else 0.75)
+            axes.text(max(times, 1) * 1.04, len(names), f"{times:.3g}" + ", missed" * missed, va="center")
             names.append(BARS[group][row])
     axes.set_yticks(range(len(names)), names)
     for label in axes.get_yticklabels():
