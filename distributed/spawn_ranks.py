@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -37,8 +38,8 @@ def parse_arguments() -> list[str]:
 
 if __name__ == "__main__":
     command = parse_arguments()  # before torch: a typing mistake costs no second
-    # Slurm signals every process of a step, and what it means is for the ranks to decide. They inherit that SIGUSR1 is
-    # ignored, until they listen: it would end them.
+    # Slurm signals every process of a step; the ranks decide what it means. By default SIGUSR1 ends a process, so they
+    # inherit it ignored.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 import torch
@@ -56,8 +57,11 @@ def run_rank(local_rank: int, node_rank: int, nnodes: int, nproc_per_node: int, 
         GROUP_RANK=str(node_rank),
         GROUP_WORLD_SIZE=str(nnodes),
     )
-    if "numpy.random" in sys.modules:  # numpy 1 comes with torch: forked ranks would draw the same numbers
-        sys.modules["numpy.random"].seed()
+    if numpy_random := sys.modules.get("numpy.random"):  # numpy 1 comes with torch
+        numpy_random.seed()  # or forked ranks draw the same numbers
+    if sys.version_info >= (3, 13):  # a fork forgets what imports have registered
+        for function in (weakref.finalize._exitfunc, logging.shutdown):
+            atexit.register(function)
     mp.set_start_method(None, force=True)  # loader workers start as they do elsewhere: spawn would run the script again
     sys.argv = command
     sys.path[0] = str(Path(command[0]).resolve().parent)  # as `python script.py` has it
@@ -66,10 +70,11 @@ def run_rank(local_rank: int, node_rank: int, nnodes: int, nproc_per_node: int, 
     except KeyboardInterrupt:
         sys.exit(130)  # torch would end the rank with status 0
     except Exception:
-        sys.excepthook(*sys.exc_info())  # here, once and in the script's own way; the parent needs the exit code alone
+        sys.excepthook(*sys.exc_info())  # the script's own prints it, once; torch would print it in the parent, too
         sys.exit(1)
-    finally:  # what Python does at its end, and in a forked process does not, before 3.13
-        threading._shutdown()  # waits for threads that are no daemons
+    finally:  # multiprocessing ends a forked process with os._exit: what Python does before its end is done here
+        with contextlib.suppress(KeyboardInterrupt):
+            threading._shutdown()  # waits for threads that are no daemons
         atexit._run_exitfuncs()
         ctypes.CDLL(None).fflush(None)  # lines that are still in C's buffers, as NCCL's
 
@@ -81,8 +86,8 @@ def free_port() -> int:
 
 
 def main(command: list[str]) -> int:
-    """Spawns the ranks and waits for all of them. Returns 0, or the exit code of the rank that failed first."""
-    in_job = "NNODES" in os.environ  # env.sh has been read
+    """Starts the ranks and waits for all of them. Returns 0, or the exit code of the rank that failed first."""
+    in_job = os.environ.keys() >= {"NNODES", "SLURM_NODEID"}  # env.sh has been read, and srun has started this
     if in_job:
         nnodes, node_rank = int(os.environ["NNODES"]), int(os.environ["SLURM_NODEID"])
         nproc_per_node = int(os.environ["NPROC_PER_NODE"])
@@ -93,13 +98,14 @@ def main(command: list[str]) -> int:
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpus // nproc_per_node)))
 
-    # Forked ranks have the torch that this process has imported. By hand it may have asked CUDA for the number of GPUs,
-    # and what is forked after that can use none.
-    method, values = "fork" if in_job else "spawn", (node_rank, nnodes, nproc_per_node, command)
+    # Forked ranks have the torch that this process has imported. By hand, device_count() may have used CUDA: a rank that is
+    # forked after that cannot.
+    method = "fork" if in_job and not torch.cuda.is_initialized() else "spawn"
+    values = (node_rank, nnodes, nproc_per_node, command)
     ranks = mp.start_processes(run_rank, values, nprocs=nproc_per_node, join=False, start_method=method)
-    logging.disable()  # of this process alone: torch names every rank that it ends
+    logging.disable()  # torch warns of every rank that it ends. The ranks, which have started, still log
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: None)  # it ends after its ranks, which may be saving
+        signal.signal(number, lambda *_: None)  # this process ends after its ranks, which may be saving
     try:
         while not ranks.join():
             pass
@@ -113,9 +119,10 @@ def report(rank: int, exit_code: int, signal_name: str | None) -> int:
     """Leaves in JOB_FAILURE which rank failed first, for the last line of the job's log. Returns its status."""
     status = exit_code if exit_code >= 0 else 128 - exit_code  # as a shell counts a signal
     how = f"ended with status {status}" if exit_code >= 0 else f"was killed by {signal_name}"
-    with contextlib.suppress(OSError), open(os.environ.get("JOB_FAILURE", os.devnull), "x") as file:  # x: once
-        file.write(f"{status} rank {rank} on {HOST} {how}\n")
-    if exit_code < 0 and "JOB_FAILURE" not in os.environ:  # what ends with a status has said why
+    if "JOB_FAILURE" in os.environ:  # finish_job prints it
+        with contextlib.suppress(OSError), open(os.environ["JOB_FAILURE"], "x") as file:  # x: once
+            file.write(f"{status} rank {rank} on {HOST} {how}\n")
+    elif exit_code < 0:  # what ends with a status has said why
         print(f"spawn_ranks.py: rank {rank} on {HOST} {how}", file=sys.stderr, flush=True)
     return status
 

@@ -33,13 +33,15 @@ dist.init_process_group("gloo")
 threading.Thread(target=later).start()
 total = torch.ones(()) * dist.get_rank()
 dist.all_reduce(total)
-loaded = sum(int(batch.sum()) for batch in DataLoader(torch.arange(100), batch_size=10, num_workers=2))
+loader = DataLoader(torch.arange(100), batch_size=10, num_workers=2, multiprocessing_context="fork")
+loaded = sum(int(batch.sum()) for batch in loader)
 products = sum(float((ones @ ones).sum()) for ones in (torch.ones(512, 512), np.ones((512, 512))))
 draws = torch.tensor(np.random.rand(), dtype=torch.float64).repeat(2)
-dist.all_reduce(draws[:1])
+dist.all_reduce(draws[:1])  # the sum of two ranks' draws; draws[1] is this rank's own
 say("sees", int(total), loaded, int(products), torch.get_num_threads(), bool(draws[0] != 2 * draws[1]))
 say("folder", scratch.name)
 dist.barrier()
 dist.destroy_process_group()
 if sys.argv[1:] == ["exit"] and rank == "1":
+    time.sleep(1)  # the others have ended by then
     sys.exit(3)
