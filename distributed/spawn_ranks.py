@@ -98,8 +98,8 @@ def main(command: list[str]) -> int:
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpus // nproc_per_node)))
 
-    # Forked ranks have the torch that this process has imported. By hand, device_count() may have used CUDA: a rank that is
-    # forked after that cannot.
+    # Forked ranks have the torch that this process has imported. By hand, device_count() may have used CUDA: ranks that
+    # are forked after that cannot.
     method = "fork" if in_job and not torch.cuda.is_initialized() else "spawn"
     values = (node_rank, nnodes, nproc_per_node, command)
     ranks = mp.start_processes(run_rank, values, nprocs=nproc_per_node, join=False, start_method=method)

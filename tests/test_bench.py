@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from argparse import Namespace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -391,6 +392,7 @@ def test_the_ratios_in_the_readme():
     """Those of the table, the missed ones called so, and no bare times."""
     shown = (REPOSITORY / "README.md").read_text().split("## Results\n")[1].split("\n## ")[0]
     found, verdicts = {row.name: row for row in published()}, [row.verdict() for row in published()]
+    ways = ("way 1", "way 2", "way 3")
 
     def of(kind: str) -> str:
         models = [row for row in published() if re.match(f"language .* {kind}", row.name)]
@@ -404,6 +406,9 @@ def test_the_ratios_in_the_readme():
         f"A step in bfloat16: {of('bf16')}",
         f"Loading images: {found['images alone, train_ddp.py'].ratio():.0f}.",
         f"by a smaller network: {found['MNIST to 99 %, synthetic digits'].ratio():.0f}.",
+        "bare torchrun: "
+        + ", ".join(f"{way} {found[f'launch to first step, {way}, 4 ranks'].ratio():.2f}" for way in ways)
+        + ".",
         f"{verdicts.count('passed')} rows passed, {verdicts.count('missed')} missed what they promised, "
         f"{len(verdicts) - verdicts.count('passed') - verdicts.count('missed')} could not be judged.",
     ):
@@ -524,6 +529,22 @@ def test_a_copy_on_the_nodes_own_disks_is_faster_than_a_slow_file_system():
     done = run(sys.executable, "aux/bench/staging.py", "--rounds", 1, timeout=900)
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"and ([\d.]+) times where the job imports it again", done.stdout)[1]) > 3, done.stdout
+
+
+def test_what_a_copy_on_the_nodes_saves():
+    """Chapter 16 has the medians of what staging.py has measured, and what is left of the saving."""
+    raw = json.loads((REPOSITORY / "docs/figures/staging.json").read_text())
+    slow, copy, again = (median(turn[name] for turn in raw["turns"]) for name in ("import", "copy", "import again"))
+    shown = " ".join((REPOSITORY / "docs/16_your_own_model_and_data.md").read_text().split())
+    net = slow - copy - again
+    for words in (
+        f"imported torch in {slow:.1f} s, and in {again:.1f} s from the copy",
+        f"took {copy:.1f} s to copy",
+        f"once {'saves' if net > 0 else 'loses'} {abs(net):.1f} s by it",
+        f"each further import saves {slow - again:.1f}",
+        f"three rounds of `python aux/bench/staging.py`, {raw['date']}",
+    ):
+        assert words in shown, words
 
 
 def named(file) -> dict[str, str]:

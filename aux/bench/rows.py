@@ -27,6 +27,7 @@ PARTS = {  # of a step, by the names that torch's profiler has for its operators
     "optimizer": r"aten::_(fused|foreach)_.*|Optimizer\.step.*",
     "all-reduces": r"EnterSplitBackward|ReduceSplit|c10d::allreduce_|_c10d_functional::(all_reduce|wait_tensor)",
 }
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler tells of its start and end, in lines of its own
 MOST_BUSY = 0.2  # CPUs that other programs may use in a round that is judged by the clock
 
 
@@ -199,7 +200,7 @@ def parts_of(steps: Callable[[], object], side: str) -> dict[str, float]:
 
     They are why a ratio is what it is: what both sides do alike cannot become faster.
     """
-    import torch
+    import torch  # by programs that have it
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         steps()

@@ -30,7 +30,6 @@ def later():
 scratch = tempfile.TemporaryDirectory()
 atexit.register(say, "atexit")
 dist.init_process_group("gloo")
-threading.Thread(target=later).start()
 total = torch.ones(()) * dist.get_rank()
 dist.all_reduce(total)
 loader = DataLoader(torch.arange(100), batch_size=10, num_workers=2, multiprocessing_context="fork")
@@ -42,6 +41,7 @@ say("sees", int(total), loaded, int(products), torch.get_num_threads(), bool(dra
 say("folder", scratch.name)
 dist.barrier()
 dist.destroy_process_group()
+threading.Thread(target=later).start()
 if sys.argv[1:] == ["exit"] and rank == "1":
     time.sleep(1)  # the others have ended by then
     sys.exit(3)
