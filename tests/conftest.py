@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -205,6 +206,11 @@ def cluster():
     cluster = Cluster(f"tests-{os.getpid()}", nodes=64, cpus=8, gpus=8)
     yield cluster
     cluster.down()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
 
 
 def write_idx(path: Path, shape: tuple[int, ...], data: bytes):

@@ -93,7 +93,7 @@ def test_parts_of_a_step():
     import torch
 
     matrix, weight = torch.ones(256, 256), torch.ones(256, 256, requires_grad=True)
-    found = rows.parts_of(lambda: torch.nn.functional.gelu(matrix @ weight).sum().backward(), "ours")
+    found = rows.parts_of(lambda step: torch.nn.functional.gelu(matrix @ weight).sum().backward(), "ours")
     assert {*found} == {"ours, products", "ours, GELU"} and 0 < sum(found.values()) < 1
 
 

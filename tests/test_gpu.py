@@ -8,7 +8,6 @@ import importlib.util
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import REPOSITORY, environment, read_metrics, run
+from conftest import REPOSITORY, environment, free_port, read_metrics, run
 
 SINGLE, DDP, TASK = "local/train_single.py", "distributed/train_ddp.py", "distributed/train_task.py"
 PREEMPTIBLE, FAST, FSDP, TP = (f"distributed/train_{name}.py" for name in ("preemptible", "fast", "fsdp", "tp"))
@@ -68,11 +67,6 @@ def device(request) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         pytest.exit("no GPU here (a dry run: --device cpu)", returncode=1)
     return name
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def command_of(script: str, data: Path, folder: Path, device: str, form: str, *flags: object):

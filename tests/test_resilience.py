@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from char_transformer import peak_flops
-from conftest import REPOSITORY, cells, environment, read_metrics, run
+from conftest import REPOSITORY, cells, environment, free_port, read_metrics, run
 from resilience import heartbeat, place, sharded_checkpoints, stop_request
 from resilience.checkpoints import find, remove
 from resilience.progress import Progress
@@ -118,11 +118,6 @@ def test_mfu_is_that_of_the_steps(tmp_path, monkeypatch, capsys):
     alone.device = torch.device("cuda")
     Progress(args, alone, "tokens", 1000, 1, 4, math.nan)
     assert capsys.readouterr().out.count("No MFU in the log") == 1
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 SCRIPT = REPOSITORY / "distributed/train_preemptible.py"

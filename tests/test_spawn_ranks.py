@@ -1,23 +1,20 @@
 """Way 3's spawner forks its ranks in a job. They are to begin and end as those of torchrun do."""
 
 import re
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from conftest import environment, run
+from conftest import environment, free_port, run
 
 ENDS = "tests/scripts/ends.py"
 
 
 def in_a_job(script: str, *arguments: object, ranks: int = 2, timeout: float = 120):
     """spawn_ranks.py as env.sh and srun start it on the one node of a job."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = {"NNODES": 1, "SLURM_NODEID": 0, "NPROC_PER_NODE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    job = {"NNODES": 1, "SLURM_NODEID": 0, "NPROC_PER_NODE": ranks}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = (sys.executable, "distributed/spawn_ranks.py", script, *arguments)
     return run(*command, env=environment(**job, OMP_NUM_THREADS=2), timeout=timeout)
 

@@ -18,7 +18,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
@@ -192,11 +191,6 @@ def time_of_first_step(step: Callable[[int], None]) -> float:
     return time.perf_counter() - start
 
 
-def run_steps(step: Callable[[int], None]):
-    for index in range(5):
-        step(index)
-
-
 @torch.no_grad()
 def loss_of(args: Namespace, model) -> float:
     """Over the whole validation split, in nats per character."""
@@ -230,7 +224,7 @@ def compare(options: Namespace, size: str, count: int, tiles: bool) -> list[Row]
     taken, busy = rows.take_turns(sides, options.rounds, options.seconds)
     few = Namespace(**vars(fp32) | {"eval_windows": 40})
     losses = {name: loss_of(few, step.model) for name, step in sides.items()}
-    parts = {name: rows.parts_of(partial(run_steps, step), name) for name, step in sides.items()}
+    parts = {name: rows.parts_of(step, name) for name, step in sides.items()}
     found = []
     for kind, least in leasts.items():
         if kind not in taken:

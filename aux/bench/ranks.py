@@ -15,7 +15,6 @@ import subprocess
 import sys
 from argparse import SUPPRESS, Namespace
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -144,7 +143,7 @@ def run_rank(options: Namespace):
     both = cpu.clone()
     dist.all_reduce(both)
     losses = {name: average(side.loss) for name, side in sides.items() if name != "one"}
-    parts = {name: rows.parts_of(partial(run_steps, sides[name]), name) for name in ("by hand", "dtensor")}
+    parts = {name: rows.parts_of(sides[name], name) for name in ("by hand", "dtensor")}
     if rank == 0:
         losses["one"] = sides["one"].loss.item()
         wall = torch.tensor([[wall for wall, _ in times] for times in taken.values()], dtype=torch.float64)
@@ -168,11 +167,6 @@ def run_rank(options: Namespace):
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(int(any(missed) and options.check))  # gloo's threads can abort Python while it shuts down
-
-
-def run_steps(side: Side):
-    for step in range(5):
-        side(step)
 
 
 def in_turn(side: Side, rank: int, alone: bool) -> Callable[[int], None]:

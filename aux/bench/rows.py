@@ -195,15 +195,16 @@ def take_turns(
 # --- parts of a step --------------------------------------------------------------------------------------------------
 
 
-def parts_of(steps: Callable[[], object], side: str) -> dict[str, float]:
-    """How much of the time of some steps each of PARTS takes, as a share of 1; the names begin with the side's.
+def parts_of(step: Callable[[int], object], side: str) -> dict[str, float]:
+    """How much of the time of five steps each of PARTS takes, as a share of 1; the names begin with the side's.
 
     They are why a ratio is what it is: what both sides do alike cannot become faster.
     """
     import torch  # by programs that have it
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        steps()
+        for number in range(5):
+            step(number)
     taken = {event.key: event.self_cpu_time_total for event in profile.key_averages()}
     whole = sum(taken.values())
     sums = {part: sum(taken[name] for name in taken if re.fullmatch(names, name)) for part, names in PARTS.items()}
