@@ -49,7 +49,7 @@ test-all: .venv/tests slurm docker sshd podman  ## the whole failure matrix, Doc
 	.venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2
 	.venv/bin/python -m pytest tests/test_bench.py -m matrix  # ratios of speed: alone on the machine
 
-test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 4 GB of memory, some minutes)
+test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 10 GB of memory, four minutes)
 	.venv/bin/python -m pytest tests -m scale $(ARGS)
 
 test-gpu: .venv/tests  ## every script on this machine's GPUs, NCCL with one rank (a dry run: ARGS="--device cpu")

@@ -1,10 +1,8 @@
 """What grows with the number of ranks in this repository's own code, on the cluster of network namespaces (root).
 
     python aux/bench/growth.py --ranks 8 64                  # some six minutes
-    python aux/bench/growth.py                               # up to 4,096 ranks on 512 nodes, some 25 minutes
+    python aux/bench/growth.py                               # up to 4,096 ranks on 512 nodes: 25 minutes, 10 GB of memory
 
-Memory: 8 GB, and 48 GB for the start-up of 4,096 ranks. On few CPUs most of them are there at once, so 12 MB each is
-reckoned with. A start-up that does not fit into this machine's memory is left out.
 Start-up: from srun in launch_slurm_to_torch.sh until the last rank's Python runs, with 8 ranks a node, each a task.
 Rendezvous and Step 0, heartbeats: the package's own code, over the cluster's network, from the moment at which all
 ranks begin. Thousands of processes with torch need more memory than this machine has, so here ranks are threads of at
@@ -33,6 +31,7 @@ import subprocess
 import threading
 from argparse import Namespace
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
@@ -44,7 +43,6 @@ from resilience.job import write_atomically
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS_PER_NODE = 8
 MOST_PROCESSES = 32  # with torch at once, 150 MB each
-TASK_MEMORY = 12 << 20  # of a rank's Python, its shell and a share of its node's slurmstepd, in bytes
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -172,6 +170,7 @@ def checkpoint(ranks: int) -> dict[str, float]:
     checked = time.perf_counter()
     place, args = Namespace(rank=0, world_size=1), Namespace(keep_checkpoints=1)
     rank_0 = Namespace(place=place, args=args, folder=folder, temporary=lambda step: written)
+    rank_0.thread = ThreadPoolExecutor(1)  # in which it removes older ones: none waits for that
     ShardedCheckpoints.publish(rank_0, 1, {"step": 1}, lambda: files)
     return {"check": checked - begun, "publish": time.perf_counter() - checked}
 
@@ -208,12 +207,8 @@ def run_job(args: Namespace, nodes: int, tasks: int, task: str, ranks: int) -> t
     stop(f"the job {task} of {ranks} ranks has failed, see {log}: {text.splitlines()[-1] if text else 'it is empty'}")
 
 
-def start_up(args: Namespace, ranks: int) -> float | None:
-    """Seconds until the last rank's Python runs; None where so many do not fit into this machine's memory."""
-    free = int(re.search(r"^MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text(), re.M)[1]) << 10
-    if free < ranks * TASK_MEMORY:
-        print(f"start-up left out: it needs {ranks * TASK_MEMORY >> 30} GB, {free >> 30} are available", flush=True)
-        return None
+def start_up(args: Namespace, ranks: int) -> float:
+    """Seconds until the last rank's Python runs."""
     log, called = run_job(args, ranks // RANKS_PER_NODE, RANKS_PER_NODE, "start", ranks)
     times = [float(found) for found in re.findall(r"^STARTED (\S+)$", log, re.M)]
     if len(times) != ranks:
@@ -230,8 +225,8 @@ def measure(args: Namespace, ranks: int) -> dict[str, float]:
         task = "beat" if number == args.rounds else "rendezvous"  # heartbeats take minutes: once
         log, _ = run_job(args, min(nodes, MOST_PROCESSES), 1, task, ranks)
         rounds.append({"start": started} | json.loads(re.search(r"^MEASURED (.*)$", log, re.M)[1]))
-    values = {name: [row[name] for row in rounds if row.get(name) is not None] for name in rounds[-1]}
-    medians = {name: statistics.median(found) if found else None for name, found in values.items()}
+    values = {name: [row[name] for row in rounds if name in row] for name in rounds[-1]}
+    medians = {name: statistics.median(found) for name, found in values.items()}
     return {"ranks": ranks, "nodes": nodes, "processes": min(nodes, MOST_PROCESSES)} | medians
 
 

@@ -1,8 +1,7 @@
 #!/bin/bash
 # All figures of docs/scaling.md, on clusters of network namespaces on this machine (root). Leave it alone meanwhile.
 #
-# Usage: make scaling                        about an hour on two cores. 8 GB of memory; 48 GB, or the start-up of 4,096
-#                                            ranks is left out
+# Usage: make scaling                        about an hour on two cores, and 10 GB of memory
 #        RANKS="8 64" make scaling           without the largest numbers of ranks
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

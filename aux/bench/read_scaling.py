@@ -109,8 +109,7 @@ def growth_table(sizes: list[dict]) -> str:
     lines = [f"| ranks | nodes | start-up, s | rendezvous, s | Step 0, s | {heartbeats} | {checkpoints} |"]
     lines.append("|" + "---|" * 10)
     for size in sizes:
-        row = [f"{size['ranks']:,}", f"{size['nodes']}"]
-        row += ["" if size["start"] is None else f"{size['start']:.2f}"]  # left out: too little memory
+        row = [f"{size['ranks']:,}", f"{size['nodes']}", f"{size['start']:.2f}"]
         row += [f"{size['rendezvous']:.2f}", f"{size['step_zero']:.2f}"]
         row += [f"{size['writes_per_second']:.1f}", f"{size['cpu_per_rank']:.3%}", f"{size['read']:.3f}"]
         row += [f"{size['check']:.4f}", f"{size['publish']:.4f}"]

@@ -13,7 +13,7 @@ cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
   # A munged per node: newer Slurm takes a credential that one munged decodes twice for a replay.
   # cred_expire: a requeued job waits for so many seconds (and one) instead of two minutes. Within that time
   # a job has to reach its last node, which takes longer the more nodes share this machine.
-  echo "AuthInfo=socket=$folder/munge/socket,cred_expire=$((5 + nodes / 10))"
+  echo "AuthInfo=socket=$folder/munge/socket,cred_expire=$((4 + nodes / 2))"
   # 10 by default, too short when many nodes share two cores. UnkillableStepTimeout is not below five times as long.
   wait=$((nodes > 100 ? 300 : 60))
   echo "MessageTimeout=$wait"
