@@ -1,7 +1,7 @@
 """What grows with the number of ranks in this repository's own code, on the cluster of network namespaces (root).
 
     python aux/bench/growth.py --ranks 8 64                  # some six minutes
-    python aux/bench/growth.py                               # up to 4,096 ranks on 512 nodes: 25 minutes, 10 GB of memory
+    python aux/bench/growth.py                               # up to 4,096 ranks on 512 nodes: 25 minutes, 10 GB
 
 Start-up: from srun in launch_slurm_to_torch.sh until the last rank's Python runs, with 8 ranks a node, each a task.
 Rendezvous and Step 0, heartbeats: the package's own code, over the cluster's network, from the moment at which all

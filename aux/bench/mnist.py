@@ -281,8 +281,8 @@ def training(data_dir: Path, precision: str, rounds: int, steps: int) -> Row:
 
 def train_in_turn(data_dir: Path, precision: str, rounds: int, steps: int) -> Row:
     torch.manual_seed(0)
-    their_model, ours, theirs = their_network(), [], []
-    train = their_training(their_model, their_loader(data_dir), steps)
+    their_model, loader, ours, theirs = their_network(), their_loader(data_dir), [], []
+    train = their_training(their_model, loader, steps)
 
     def in_turn(loader: DataLoader, batches: Iterator) -> Iterator:
         for _ in range(1 + rounds):
@@ -296,7 +296,8 @@ def train_in_turn(data_dir: Path, precision: str, rounds: int, steps: int) -> Ro
     our_model = run_train_ddp(data_dir, precision, in_turn)["model"]
     found = [accuracy(model.eval(), data_dir) for model in (our_model, their_model)]
     quality, good = "accuracy {:.3f}, theirs {:.3f}".format(*found), found[0] > found[1] - 0.01
-    name, notes = f"MNIST step, {precision}", {"accuracy": found[0]}
+    step = their_training(their_model, loader, 1)
+    name, notes = f"MNIST step, {precision}", {"accuracy": found[0], **rows.parts_of(lambda _: step(), "theirs")}
     return Row(name, THEIRS, LEASTS[name], ours[1:], theirs[1:], quality=quality, good=good, by_cpu=True, notes=notes)
 
 
@@ -311,13 +312,13 @@ def first_images(data_dir: Path, folder: Path, count: int) -> Path:
     return folder
 
 
-def launch(ranks: int, data_dir: Path, steps: int) -> tuple[float, float, float]:
-    """Wall seconds an image of train_ddp.py with 64 images a rank: the median of its log lines without the first one.
+def launch(ranks: int, batch: int, data_dir: Path, steps: int) -> tuple[float, float, float]:
+    """Wall seconds an image of train_ddp.py with `batch` images a step: the median of its log lines without the first.
     CPU seconds an image, those of the launch included. The loss in the last line."""
     with tempfile.TemporaryDirectory() as folder:
-        data = first_images(data_dir, Path(folder, "data"), 4 * steps * 64 * ranks)
+        data = first_images(data_dir, Path(folder, "data"), 4 * steps * batch)
         command = ["./torchrun.sh", "distributed/train_ddp.py", "--device", "cpu", "--data-dir", str(data)]
-        command += ["--checkpoint-dir", f"{folder}/out", "--batch-size", str(64 * ranks)]
+        command += ["--checkpoint-dir", f"{folder}/out", "--batch-size", str(batch)]
         command += ["--epochs", "1", "--log-every", str(steps)]
         env = os.environ | {"NNODES": "", "NPROC_PER_NODE": str(ranks), "OMP_NUM_THREADS": "1"}
         env |= {"VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -328,19 +329,19 @@ def launch(ranks: int, data_dir: Path, steps: int) -> tuple[float, float, float]
         if done.returncode or len(found) < 2:
             sys.exit(f"mnist.py: train_ddp.py failed on {ranks} ranks:\n{done.stdout}{done.stderr}")
         wall = median(1 / float(speed) for _, speed in found[1:])
-        return wall, cpu / (4 * steps * 64 * ranks), float(found[-1][0])
+        return wall, cpu / (4 * steps * batch), float(found[-1][0])
 
 
 def two_ranks(data_dir: Path, launches: int, steps: int) -> Row:
-    """One rank and two in turn."""
+    """One rank and two in turn, with 64 images a rank. The loss of two: as that of one rank with the same batches."""
     name, busy, taken = "MNIST on two ranks, fp32", [], []
     for _ in range(launches):
         with rows.watched(busy):
-            taken.append([launch(ranks, data_dir, steps) for ranks in (1, 2)])
+            taken.append([launch(ranks, 64 * ranks, data_dir, steps) for ranks in (1, 2)])
     ones, twos = zip(*taken, strict=True)
-    found = [median(loss for *_, loss in side) for side in (twos, ones)]
-    quality = "loss {:.3f}, of one rank {:.3f}".format(*found)
-    good = found[0] < 1.05 * found[1]  # as many steps, with twice the images
+    found = median(loss for *_, loss in twos), launch(1, 128, data_dir, steps)[-1]
+    quality = "loss {:.3f}, of one rank with the same batches {:.3f}".format(*found)
+    good = found[0] < 1.05 * found[1]
     one, two = ([(wall, cpu) for wall, cpu, _ in side] for side in (ones, twos))
     return Row(name, "one rank, as a share of 2", LEASTS[name], two, one, 2.0, quality, good, busy=busy)
 

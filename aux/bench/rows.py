@@ -21,6 +21,8 @@ from statistics import median
 HEADS = ("row", "other side", "ratio", "rounds", "quickest", "by clock", "by CPU", "at least", "verdict", "quality")
 PARTS = {  # of a step, by the names that torch's profiler has for its operators
     "products": r"aten::(mm|bmm|addmm|baddbmm)",
+    "convolutions": r"aten::(mkldnn_convolution|convolution_backward)",
+    "pooling": r"aten::max_pool2d_with_indices.*",
     "attention": r"aten::_scaled_dot_product_flash_attention.*",
     "GELU": r"aten::gelu.*",
     "LayerNorm": r"aten::native_layer_norm.*",
