@@ -29,7 +29,7 @@ PARTS = {  # of a step, by the names that torch's profiler has for its operators
     "optimizer": r"aten::_(fused|foreach)_.*|Optimizer\.step.*",
     "all-reduces": r"EnterSplitBackward|ReduceSplit|c10d::allreduce_|_c10d_functional::(all_reduce|wait_tensor)",
 }
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler tells of its start and end, in lines of its own
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler tells of its start and end, in lines of its own
 MOST_BUSY = 0.2  # CPUs that other programs may use in a round that is judged by the clock
 
 
