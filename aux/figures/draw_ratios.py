@@ -48,6 +48,7 @@ BARS = {  # what was changed: a bar for each row (its name, its other side), wit
         ("launch to first step, way 1, 4 ranks", "bare torchrun"): "srun starts them",
         ("launch to first step, way 2, 4 ranks", "bare torchrun"): "torchrun starts them",
         ("launch to first step, way 3, 4 ranks", "bare torchrun"): "spawn_ranks.py forks them",
+        ("launch to first step, way 4, 4 ranks", "bare torchrun"): "torchrun, in a container",
     },
     "network and schedule, to 99 %": {
         ("MNIST to 99 %, real files", EXAMPLES): "real digits",
