@@ -58,7 +58,7 @@ test-gpu: .venv/tests  ## every script on this machine's GPUs, NCCL with one ran
 bench: .venv/ready data text  ## the speed beside that of others, as ratios: 40 quiet minutes (docs/benchmarks.md; ARGS="--only launch")
 	.venv/bin/python aux/bench/all.py --mnist-dir $(DATA_DIR) --text-dir $(TEXT_DIR) $(ARGS)
 
-scaling: .venv/tests data text slurm  ## the figures of docs/scaling.md, up to 4,096 ranks (root; 8 GB of memory, 48 GB for their start-up; an hour)
+scaling: .venv/tests data text slurm  ## the figures of docs/scaling.md, up to 4,096 ranks (root; 10 GB of memory, an hour)
 	./aux/bench/measure_scaling.sh
 
 lint: .venv/tests  ## ruff and shellcheck
