@@ -248,8 +248,8 @@ def test_the_cost_of_checkpoints_is_that_of_its_raw_output():
     for ranks, ratios in enumerate(zip(asked, saved, strict=True), start=1):
         assert re.search(rf"^\| {ranks} .* \| " + " \\| ".join(f"{float(ratio):.3f}" for ratio in ratios), page, re.M)
     one, at_once, _ = re.findall(r"^\| steps wait .*? \| ([\d.]+) \|", raw, re.M)
-    assert f"{float(one):.1f} times as long for torch.save" in page
-    assert f"{float(at_once):.1f} times as long for one" in page
+    assert f"{one} times as long for torch.save" in page
+    assert f"{at_once} times as long for one" in page
     readme = (REPOSITORY / "README.md").read_text()
     assert f"makes them {(float(saved[0]) - 1):.1%} slower".replace("%", " %") in readme
 
