@@ -40,7 +40,7 @@ def test_promised_speed():
     said = "".join(done.stderr.splitlines()[-1:] if done.returncode else [])
     missed = dict(re.findall(r"(?:^mnist.py: |; )(.+?): ([\d.]+), and at least [\d.]+ is promised", said))
     # Missed on some CPUs: with tiles 33 was seen, without them 2.02, in rounds of 1.78 to 2.36
-    known = {"images alone, train_ddp.py": 25, "MNIST step, fp32": 1.1}  # 1.18 and 1.21 on one machine
+    known = {"images alone, train_ddp.py": 25}
     known |= {"MNIST step, bf16": 1.5} if "no bfloat16 tiles" in done.stdout else {}
     # On an Intel Xeon whose tiles were turned off 18.9, in float32, which is the faster one there
     known |= {"MNIST to 99 %, synthetic digits": 15} if "no fast bfloat16" in done.stdout else {}
@@ -545,8 +545,8 @@ def test_benchmark_of_launches(tmp_path):
     found = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     names = [f"launch to first step, way {way}, {ranks} ranks" for ranks in (2, 4) for way in (1, 2, 3, 4)]
     assert [one["name"] for one in found] == names
-    absent = {one["name"][22:27]: one["missing"] for one in found if one["missing"]}
-    assert absent in ({}, {"way 4": "no Enroot or no image here"}), absent
+    container = "" if load("launch").has_container() else "no Enroot or no image here"
+    assert [one["missing"] for one in found] == ["", "", "", container] * 2, found
     launched = [one for one in found if not one["missing"]]
     assert all(one["ours"][0][0] > 0.5 and not one["ours"][0][1] for one in launched), found
 

@@ -21,8 +21,14 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "distributed"))
 from resilience import stop_request
 from resilience.job import RESTART_COUNT
 
+
+def wait_for_ever():
+    threading.Event().wait()
+
+
 time.sleep(float(os.environ.get("LATE", 0)) if RESTART_COUNT == "0" else 0)
-time.sleep(600 if os.environ.get("MISSING") == os.environ.get("RANK", "") else 0)
+if os.environ.get("MISSING") == os.environ.get("RANK", ""):
+    wait_for_ever()
 stop_request.listen()  # as the script itself does, before torch
 
 from resilience.checkpoints import Checkpoints
@@ -38,10 +44,6 @@ def slower(self, step):
     if step >= 8 and str(self.place.rank) == os.environ.get("HUNGRY"):
         memory.append(b"\1" * 500_000_000)
     return due(self, step)
-
-
-def wait_for_ever():
-    threading.Event().wait()
 
 
 Checkpoints.due = slower
