@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, NAMESPACES, Cluster, environment, run
+from conftest import LAUNCHERS, NAMESPACES, Cluster, environment, run, wait_for
 
 
 @pytest.fixture
@@ -85,6 +85,24 @@ def test_cpus_are_bound(tasks, cpus, small, tmp_path):
         size = ["--gpus-per-node=1", f"--output={tmp_path}/log-{way}"]
         job = small.sbatch(*size, LAUNCHERS[way], "tests/scripts/variables.py")
         assert [(len(rank["cpus"]), rank["threads"]) for rank in job.ranks()] == [(2, "2")] * 2, job.log
+
+
+def test_signals_reach_the_direct_children_of_slurmstepd_alone(small, tmp_path):
+    """As on a real site, with proctrack/cgroup: a shell between srun and a rank keeps a signal from it."""
+    assert "proctrack/cgroup" in small.exec("scontrol", "show", "config").stdout
+    child = "import signal, time; signal.signal(signal.SIGUSR1, lambda *_: print('child', flush=True))"
+    child += "; open('started', 'w').close(); time.sleep(9)"
+    (tmp_path / "task.sh").write_text(
+        "#!/bin/bash\n"
+        "trap 'echo task' USR1\n"
+        f'python3 -c "{child}" &\n'
+        "wait\n"
+        "kill $!\n"
+    )
+    job = small.submit("--nodes=1", f"--output={tmp_path}/log", "--wrap=srun --ntasks=1 bash task.sh", cwd=tmp_path)
+    wait_for((tmp_path / "started").exists)
+    assert small.exec("scancel", "--signal=USR1", job).returncode == 0
+    assert small.wait(job).log.split() == ["task"]
 
 
 def next_job_id(cluster) -> int:

@@ -3,10 +3,10 @@
 # slurm.conf (the one beside this file), generated.conf and cgroup.conf. Used by namespaces.sh and by entrypoint.sh,
 # which have made FOLDER/key/munge.key and add to generated.conf what only they need.
 #
-# Usage: ./local/cluster/configure.sh FOLDER NODES CPUS GPUS
+# Usage: ./local/cluster/configure.sh FOLDER NODES CPUS GPUS v1|v2|none        the last: cgroups of the nodes' own
 set -euo pipefail
 
-folder="$1" nodes="$2" cpus="$3" gpus="$4"
+folder="$1" nodes="$2" cpus="$3" gpus="$4" cgroups="$5"
 
 cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
 {
@@ -25,14 +25,50 @@ cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
   echo "SlurmdSpoolDir=$folder/spool/%n"
   echo "SlurmdPidFile=$folder/spool/%n.pid"
   # One socket: srun --cores-per-socket, which some launchers have, finds as many cores as there are CPUs.
-  echo "NodeName=node-[1-$nodes] CPUs=$cpus Sockets=1 CoresPerSocket=$cpus ThreadsPerCore=1 RealMemory=$((cpus * 1000000))$(
+  # Memory is pretended: all nodes share this machine's.
+  echo "NodeName=node-[1-$nodes] CPUs=$cpus Sockets=1 CoresPerSocket=$cpus ThreadsPerCore=1 RealMemory=$((cpus * 4000))$(
     ((gpus == 0)) || echo " Gres=gpu:$gpus"
   )"
+  if [[ "$cgroups" == none ]]; then
+    # Signals reach every process of a step, where a site's reach only what slurmstepd has started.
+    echo "ProctrackType=proctrack/linuxproc"
+    # No cgroup holds a job to its memory: Slurm looks every second whether it uses more than it asked for.
+    echo "JobAcctGatherType=jobacct_gather/linux"
+    echo "JobAcctGatherFrequency=task=1"
+    echo "JobAcctGatherParams=OverMemoryKill"
+    echo "TaskPlugin=task/none"
+  else
+    echo "ProctrackType=proctrack/cgroup"
+    echo "JobAcctGatherType=jobacct_gather/cgroup"
+    echo "JobAcctGatherFrequency=30"
+    echo "PrologFlags=Contain"
+    # Binding needs CPUs that exist. Nodes share them: every node's first CPU is the machine's first.
+    if ((cpus <= $(nproc --all))); then
+      echo "TaskPlugin=task/affinity,task/cgroup"
+    else
+      echo "TaskPlugin=task/cgroup"
+    fi
+  fi
 } >"$folder/generated.conf"
-# slurmd wants cgroups to manage although nothing here uses them. 22.05 has no word for "none yet": its v1 plugin
-# touches nothing until it is used.
-if [[ "$(slurmd -V)" == *" 22."* ]]; then
-  echo "CgroupPlugin=cgroup/v1" >"$folder/cgroup.conf"
+
+if [[ "$cgroups" == none ]]; then
+  # slurmd wants cgroups to manage although nothing here uses them. 22.05 has no word for "none yet": its v1 plugin
+  # touches nothing until it is used.
+  if [[ "$(slurmd -V)" == *" 22."* ]]; then
+    echo "CgroupPlugin=cgroup/v1" >"$folder/cgroup.conf"
+  else
+    echo "CgroupPlugin=disabled" >"$folder/cgroup.conf"
+  fi
 else
-  echo "CgroupPlugin=disabled" >"$folder/cgroup.conf"
+  {
+    echo "CgroupPlugin=cgroup/$cgroups"
+    echo "CgroupMountpoint=/sys/fs/cgroup"
+    if [[ "$cgroups" == v2 ]]; then
+      echo "IgnoreSystemd=yes" # the nodes are no services of it
+    fi
+    echo "ConstrainCores=$( ((cpus <= $(nproc --all))) && echo yes || echo no)"
+    echo "ConstrainRAMSpace=yes"
+    echo "ConstrainSwapSpace=yes"
+    echo "ConstrainDevices=yes"
+  } >"$folder/cgroup.conf"
 fi

@@ -50,12 +50,8 @@ rm --recursive --force "$cluster/munge"
 mkdir --parents "$cluster"/{munge,spool}
 shopt -s nullglob
 gpus=(/dev/nvidia[0-9]*)
-/opt/cluster/configure.sh "$cluster" "$NODES" "$CPUS" "${#gpus[@]}"
+/opt/cluster/configure.sh "$cluster" "$NODES" "$CPUS" "${#gpus[@]}" none
 printf '%s' "${gpus[@]/#/$'\nName=gpu File='}" >"$cluster/gres.conf"
-cat >>"$cluster/generated.conf" <<END_OF_LINES
-# Not bound to CPUs: every node would take the machine's first one.
-TaskPlugin=task/none
-END_OF_LINES
 
 munged --key-file="$key" --socket="$cluster/munge/socket" --pid-file="$cluster/munge/pid" \
   --seed-file="$cluster/munge/seed" --log-file="$cluster/munge/log"

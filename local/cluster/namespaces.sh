@@ -1,7 +1,7 @@
 #!/bin/bash
 # A real Slurm cluster on this machine, without Docker: every node is a set of Linux namespaces.
 #
-# Usage: sudo ./local/cluster/namespaces.sh up [--nodes N] [--cpus C] [--gpus G]   2 nodes, 4 CPUs and 2 GPUs each
+# Usage: sudo ./local/cluster/namespaces.sh up [--nodes N] [--cpus C] [--gpus G]   2 nodes with this machine's CPUs, 2 GPUs
 #        sudo ./local/cluster/namespaces.sh exec [--node NAME] COMMAND [ARG ...]   run on a node, by default node-1
 #        sudo ./local/cluster/namespaces.sh status                                 nodes and queue; status 1 if not up
 #        sudo ./local/cluster/namespaces.sh down                                   end it, leave nothing behind
@@ -15,8 +15,9 @@
 # The nodes see this machine's files at the same paths, and no network but each other's.
 # exec keeps the caller's folder, environment, terminal and exit status. Under sudo the command runs as the calling
 # user; sudo drops most of the environment, so for a Python of your own: sudo env PATH="$PATH" ./local/... exec ...
-# A node may have more CPUs than the machine. GPUs are pretended: Slurm grants them and sets CUDA_VISIBLE_DEVICES,
-# torch sees none of them, and tasks get TRAIN_DEVICE=cpu unless the job sets it.
+# A node may have more CPUs than the machine: Slurm then binds no task to CPUs. GPUs are pretended: Slurm grants them
+# and sets CUDA_VISIBLE_DEVICES, torch sees none of them, and tasks get TRAIN_DEVICE=cpu unless the job sets it.
+# Each node has a cgroup of its own, as on a real site. PROCTRACK=linuxproc ./local/... up does without.
 #
 # Logs: /run/slurm-cluster-default/log. Crash a node: kill -9 "$(cat /run/slurm-cluster-default/node-2.pid)".
 set -euo pipefail
@@ -25,6 +26,7 @@ CLUSTER="${CLUSTER:-default}"
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 state="/run/slurm-cluster-$CLUSTER"
 inside="$state/inside" # where the namespaces, and only they, see a tmpfs of their own
+controllers=(cpuset cpuacct memory devices freezer) # of cgroup v1, those that Slurm uses
 
 fail() {
   echo "namespaces.sh: ${*//[[:cntrl:]]/ }" >&2
@@ -34,7 +36,8 @@ fail() {
 # ---------------------------------------------------------------- on the host
 
 up() {
-  local nodes=2 cpus=4 gpus=2 # machine, below, stays global: the trap needs it
+  local nodes=2 cpus gpus=2 # machine, below, stays global: the trap needs it
+  cpus="$(nproc)"
   while (($#)); do
     case "$1" in
       --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
@@ -54,7 +57,7 @@ up() {
   unshare --net --mount --pid --uts --ipc --fork true 2>/dev/null ||
     fail "this machine does not let root make namespaces (in a container: start it with --privileged)"
   lock
-  local size="--nodes $nodes --cpus $cpus --gpus $gpus"
+  local size="--nodes $nodes --cpus $cpus --gpus $gpus" cgroups
   if is_up; then
     [[ "$(<"$state/size")" == "$size" ]] ||
       fail "cluster $CLUSTER is up with $(<"$state/size"): run '$0 down' first"
@@ -63,6 +66,10 @@ up() {
   fi
   stop
   rm --recursive --force "$state"
+  cgroups="$(find_cgroups)"
+  if [[ "$cgroups" == none ]]; then
+    echo "No cgroups to be had here: proctrack/linuxproc, which signals every process of a step, not its tasks alone."
+  fi
   umask 022
   mkdir --parents "$inside" "$state/log"
   trap 'stop; kill -KILL "$machine" 2>/dev/null || true' EXIT
@@ -70,7 +77,7 @@ up() {
   # The environment starts afresh, so that nothing of the caller's gets into the jobs of others.
   setsid unshare --net --mount --propagation slave --pid --uts --ipc --fork --kill-child \
     env --ignore-environment PATH="$PATH" CLUSTER="$CLUSTER" \
-    "$here/namespaces.sh" machine "$nodes" "$cpus" "$gpus" \
+    "$here/namespaces.sh" machine "$nodes" "$cpus" "$gpus" "$cgroups" \
     </dev/null &>"$state/log/machine.log" {lock}>&- &
   machine="$!"
   wait_until_idle "$nodes"
@@ -124,6 +131,39 @@ wait_until_idle() {
   done
 }
 
+# v1 or v2 if this machine has cgroups in which a node's can be made, none if not.
+find_cgroups() {
+  local root=/sys/fs/cgroup controller
+  if [[ "${PROCTRACK:-cgroup}" != cgroup ]]; then
+    echo none
+  elif [[ -e "$root/cgroup.controllers" ]]; then
+    if [[ " $(<"$root/cgroup.controllers") " == *" cpuset "*" memory "* ]] && mkdir "$root/${state##*/}" 2>/dev/null; then
+      echo v2
+    else
+      echo none
+    fi
+  else
+    for controller in "${controllers[@]}"; do
+      if ! mkdir "$root/$controller/${state##*/}" 2>/dev/null; then
+        echo none
+        return
+      fi
+    done
+    echo v1
+  fi
+}
+
+# The kernel counts a process that has just ended for a moment.
+remove_cgroups() {
+  local folder deadline=$((SECONDS + 10))
+  for folder in /sys/fs/cgroup/{.,*}/"${state##*/}"; do
+    until [[ ! -e "$folder" ]] || find "$folder" -depth -type d -exec rmdir {} + 2>/dev/null; do
+      ((SECONDS < deadline)) || fail "$folder cannot be removed"
+      sleep 0.05
+    done
+  done
+}
+
 # Ending the first process of the outer PID namespace ends all processes in it, and with them mounts and network.
 stop() {
   local pid deadline=$((SECONDS + 60))
@@ -135,6 +175,7 @@ stop() {
       sleep 0.05
     done
   fi
+  remove_cgroups
 }
 
 down() {
@@ -192,13 +233,13 @@ enter() {
 
 # The first process of the outer namespaces, which hold the nodes, the cables between them, and a tmpfs.
 machine() {
-  local nodes="$1" cpus="$2" gpus="$3" node
+  local nodes="$1" cpus="$2" gpus="$3" cgroups="$4" node
   mount -t tmpfs -o mode=755 slurm-cluster "$inside" # not /run's own: that is often noexec, and jobs are run from here
   mkdir "$inside"/{key,spool,state,munge}
   write_host_pid machine
   head --bytes=1024 /dev/urandom >"$inside/key/munge.key"
   chmod 400 "$inside/key/munge.key"
-  write_configuration "$nodes" "$cpus" "$gpus"
+  write_configuration "$nodes" "$cpus" "$gpus" "$cgroups"
   echo "127.0.0.1 localhost" >"$inside/hosts" # and every node twice: torch asks whose an IPv4 address in IPv6 form is
   for ((node = 1; node <= nodes; node++)); do
     printf '%s\n' "$(address "$node") node-$node" "::ffff:$(address "$node") node-$node" >>"$inside/hosts"
@@ -211,7 +252,7 @@ machine() {
   ulimit -S -n 16384 2>/dev/null || true # for slurmctld; and a limit of a billion makes daemons close a billion files
   for ((node = 1; node <= nodes; node++)); do
     unshare --net --mount --propagation slave --pid --uts --ipc --fork --kill-child \
-      "$here/namespaces.sh" node "$node" &
+      "$here/namespaces.sh" node "$node" "$cgroups" &
   done
   wait
 }
@@ -228,17 +269,11 @@ address() {
 }
 
 write_configuration() {
-  local nodes="$1" cpus="$2" gpus="$3" gpu
-  "$here/configure.sh" "$inside" "$nodes" "$cpus" "$gpus"
-  # Binding needs CPUs that exist. Nodes share them: every node's first CPU is the machine's first.
-  if ((cpus <= $(nproc --all))); then
-    echo "TaskPlugin=task/affinity" >>"$inside/generated.conf"
-  else
-    echo "TaskPlugin=task/none" >>"$inside/generated.conf"
-  fi
-  # Slurm insists on character devices, and uses nothing of them but the name. These are copies of /dev/null.
+  local nodes="$1" cpus="$2" gpus="$3" cgroups="$4" gpu
+  "$here/configure.sh" "$inside" "$nodes" "$cpus" "$gpus" "$cgroups"
+  # Slurm insists on character devices. These have NVIDIA's number and no driver behind them.
   for ((gpu = 0; gpu < gpus; gpu++)); do
-    mknod "$inside/gpu$gpu" c 1 3
+    mknod "$inside/gpu$gpu" c 195 "$gpu"
     echo "Name=gpu File=$inside/gpu$gpu" >>"$inside/gres.conf"
   done
   if ((gpus > 0)); then
@@ -256,6 +291,7 @@ node() {
   mount -t tmpfs tmpfs /dev/shm
   mount -t tmpfs -o mode=755 tmpfs "$inside/munge"
   echo "$name" >/proc/sys/kernel/hostname
+  enter_cgroups "$name" "$2"
   # A cable to a router rather than to a bridge, and without ARP: the kernel keeps one ARP table for all namespaces,
   # and 64 nodes that talk to each other overflow its 1,024 entries. One hardware address everywhere makes ARP needless.
   ip -batch - <<END_OF_BATCH
@@ -277,6 +313,33 @@ END_OF_BATCH
   daemon "$state/log/slurmd-$name.log" slurmd -D -N "$name" &
   sleep infinity & # the node lives on without its slurmd
   wait
+}
+
+# This node's own cgroups, at the place where Slurm looks for the machine's.
+enter_cgroups() {
+  local folder="${state##*/}" root=/sys/fs/cgroup controller file
+  case "$2" in
+    v1)
+      for controller in "${controllers[@]}"; do
+        mkdir "$root/$controller/$folder/$1"
+        if [[ "$controller" == cpuset ]]; then
+          for file in cpuset.cpus cpuset.mems; do
+            cat "$root/cpuset/$file" >"$root/cpuset/$folder/$file"
+            cat "$root/cpuset/$file" >"$root/cpuset/$folder/$1/$file"
+          done
+        fi
+        mount --bind "$root/$controller/$folder/$1" "$root/$controller"
+      done
+      ;;
+    v2)
+      for file in "$root" "$root/$folder"; do
+        echo "+cpuset +cpu +memory" >"$file/cgroup.subtree_control"
+      done
+      mkdir "$root/$folder/$1"
+      echo $$ >"$root/$folder/$1/cgroup.procs"
+      mount --bind "$root/$folder/$1" "$root"
+      ;;
+  esac
 }
 
 daemon() {
