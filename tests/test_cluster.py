@@ -92,13 +92,7 @@ def test_signals_reach_the_direct_children_of_slurmstepd_alone(small, tmp_path):
     assert "proctrack/cgroup" in small.exec("scontrol", "show", "config").stdout
     child = "import signal, time; signal.signal(signal.SIGUSR1, lambda *_: print('child', flush=True))"
     child += "; open('started', 'w').close(); time.sleep(9)"
-    (tmp_path / "task.sh").write_text(
-        "#!/bin/bash\n"
-        "trap 'echo task' USR1\n"
-        f'python3 -c "{child}" &\n'
-        "wait\n"
-        "kill $!\n"
-    )
+    (tmp_path / "task.sh").write_text(f"#!/bin/bash\ntrap 'echo task' USR1\npython3 -c \"{child}\" &\nwait\nkill $!\n")
     job = small.submit("--nodes=1", f"--output={tmp_path}/log", "--wrap=srun --ntasks=1 bash task.sh", cwd=tmp_path)
     wait_for((tmp_path / "started").exists)
     assert small.exec("scancel", "--signal=USR1", job).returncode == 0

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,10 +40,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str):
         rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-        if rank == "0":
-            print(f"{self.prog}: {one_line(message)} (--help lists the arguments)", file=sys.stderr, flush=True)
-        else:
-            time.sleep(5)  # a rank that ends ends the job: rank 0 has the same mistake, and prints it first
+        if rank != "0":  # rank 0 has the same arguments: it prints the mistake, and fails the job
+            raise SystemExit(0)
+        print(f"{self.prog}: {one_line(message)} (--help lists the arguments)", file=sys.stderr, flush=True)
         raise SystemExit(2)
 
     def add_checkpoint_arguments(self):

@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import sys
 import time
 import zipfile
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from . import heartbeat, stop_request
-from .job import HOST, JOB, RESTART_COUNT, write_atomically
+from .job import HOST, JOB, RESTART_COUNT, requeue, resume_command, write_atomically
 from .place import Place, stop
 
 
@@ -48,7 +49,7 @@ class Checkpoints:
     def __init__(self, args: Namespace, place: Place, run: dict, total_steps: int):
         self.args, self.place, self.run, self.total_steps = args, place, run, total_steps
         self.folder: Path = args.checkpoint_dir
-        self.step, self.values, self.failed = 0, {}, False
+        self.step, self.resumed_from, self.values, self.failed = 0, 0, {}, False
         self.agreed_step, self.agree_next, self.agreed_at, self.saved_at = 0, 1, time.monotonic(), time.monotonic()
 
     @classmethod
@@ -67,6 +68,7 @@ class Checkpoints:
             found = self.load(parts) if self.args.resume else None
         if found:
             self.step, self.values = found.pop("step"), found
+            self.resumed_from = self.step
         elif self.args.resume and self.place.rank == 0 and (fault := missing(self.folder)):
             stop(fault)
         self.agreed_step, self.agree_next = self.step, self.step + 1
@@ -95,7 +97,7 @@ class Checkpoints:
         values = (stop_request.received > 0, overdue, fault is not None, speed)
         asked, overdue, superseded, speed = self.place.all_reduced(values, dist.ReduceOp.MAX)
         if superseded:
-            self.place.stop(fault or "")
+            self.place.stop_if_any(fault)
         if overdue:
             self.saved_at = now
         self.agreed_step, self.agreed_at, self.agree_next = step, now, step + max(1, int(speed))
@@ -113,19 +115,26 @@ class Checkpoints:
         self.place.seconds_saving += time.perf_counter() - start
 
     def finish(self, result: str):
-        """Prints the last line of a run, and leaves its outcome for the launcher, which requeues a stopped job."""
+        """Prints the last line of a run. Rank 0 requeues the job of a run that was stopped before its end.
+
+        If the job cannot be requeued, it prints the command that resumes the run, and the job will end with status 1.
+        """
         [failures] = self.place.all_reduced([self.failed])
         if failures:
             self.place.stop("the last steps could not be saved")
         if self.place.rank != 0:
             return
         done = self.step >= self.total_steps
-        if path := os.environ.get("JOB_OUTCOME"):
-            try:
-                write_atomically(Path(path), f"{'finished' if done else 'stopped'} {self.step}\n")
-            except OSError as error:
-                stop(f"step {self.step} is saved, but {path} cannot be written ({error.strerror}): say --resume")
-        print(f"Finished: {result}" if done else f"Stopped after step {self.step}: continue with --resume", flush=True)
+        # torchrun, once told to stop, fails even if its ranks finish. Requeued, the job finds that all is done.
+        told = self.place.launcher == "torchrun" and stop_request.received == signal.SIGTERM
+        print(f"Finished: {result}" if done else f"Stopped after step {self.step}, saved", flush=True)
+        if JOB == "none" or (done and not told):
+            return
+        if (reason := requeue(self.step > self.resumed_from)) is None:
+            print("Requeued: it resumes by itself", flush=True)
+        elif not done:
+            print(f"Not requeued: {reason}. To resume it:\n    {resume_command(self.folder)}", file=sys.stderr)
+            self.place.status = 1
 
     # Another format overrides these two.
 
@@ -216,8 +225,6 @@ def missing(folder: Path) -> str | None:
     """One sentence when `folder` must have had a checkpoint, but none is whole; or None: then a run may begin."""
     if damaged := list(folder.glob("damaged_*")):
         return f"{folder} has {len(damaged)} damaged checkpoints and no whole one: choose another --checkpoint-dir"
-    if step := os.environ.get("JOB_SAVED_STEP"):
-        return f"step {step} was saved before the job was requeued, but {folder} has no checkpoint any more"
     return None
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from . import stop_request
-from .job import HOST, JOB, RESTART_COUNT, failure_named
+from .job import HOST, JOB, RESTART_COUNT
 
 LINE = 4096  # bytes, always as many: a reader never finds the end of an older, longer line
 SILENT = 10  # seconds
@@ -193,8 +193,7 @@ class Datagrams:
         silent = [other for other, missed in self.missed.items() if missed >= SILENT]
         if silent and not finished and stop_request.came():
             gone = f"rank {silent[0]} on this node has sent no heartbeat for {SILENT} s"
-            if not failure_named():  # else another rank has told already
-                report(self.rank, f"asked to stop, but {gone}: without it this rank cannot save, and ends")
+            report(self.rank, f"asked to stop, but {gone}: without it this rank cannot save, and ends")
             os._exit(1)
 
 

@@ -1,17 +1,58 @@
-"""The Slurm job that this process belongs to, and small files that others may read at any time. Without torch."""
+"""The Slurm job that this process belongs to, how it gets back into the queue, and small files. Without torch."""
 
 import os
+import re
+import shlex
+import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 JOB = os.environ.get("SLURM_JOB_ID", "none")
 RESTART_COUNT = os.environ.get("SLURM_RESTART_COUNT", "0")  # how often Slurm has started this job before
+MAX_RESTARTS = 100
 
 
-def failure_named() -> bool:
-    """Whether JOB_FAILURE names the rank that failed first. What others then have to say explains nothing."""
-    return os.path.exists(os.environ.get("JOB_FAILURE", ""))
+def requeue(progress: bool) -> str | None:
+    """Puts this job back into the queue. By rank 0 alone, when all ranks have saved.
+
+    `progress` is whether the run has got further since its last start: one that has not would be requeued for ever.
+    Returns None when the job will run again, or what keeps it from that, in a few words.
+    """
+    job = JOB
+    if "SLURM_ARRAY_JOB_ID" in os.environ:  # the number alone can mean the whole array
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    if not progress:
+        return "it made no progress since its last start"
+    if int(RESTART_COUNT) >= MAX_RESTARTS:
+        return f"it has been requeued {RESTART_COUNT} times"
+    if shutil.which("scontrol") is None:  # in a container: run_script.sh looks for this file, and requeues
+        write_atomically(Path("log", JOB, "requeue"), "")
+        return None
+    shown = scontrol("show", "job", job)
+    if f" Restarts={RESTART_COUNT} " not in shown.stdout:
+        return None if " Restarts=" in shown.stdout else shown.stderr.strip()  # None: Slurm has requeued it itself
+    [state, reason] = re.search(r"JobState=(\S+) Reason=(\S+)", shown.stdout).groups()
+    if state != "RUNNING" and (state, reason) != ("COMPLETING", "TimeLimit"):
+        return "Slurm is ending it"
+    done = scontrol("requeue", job)
+    return done.stderr.strip() if done.returncode else None
+
+
+def scontrol(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["scontrol", *arguments], capture_output=True, text=True)
+
+
+def resume_command(checkpoint_dir: Path) -> str:
+    """What to type to go on: the launcher is the job's name, unless it was given another one."""
+    command = [os.environ.get("SLURM_JOB_NAME", "LAUNCHER"), *sys.argv]
+    if "--resume" not in command:
+        command.append("--resume")
+    if not any(word.startswith("--checkpoint-dir") for word in command):
+        command += ["--checkpoint-dir", str(checkpoint_dir)]
+    return f"sbatch {shlex.join(command)}"
 
 
 def write_atomically(path: Path, text: str):

@@ -25,13 +25,12 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from . import heartbeat, stop_request
-from .job import HOST, JOB, RESTART_COUNT, failure_named
+from . import heartbeat
+from .job import HOST, JOB, RESTART_COUNT
 
 # Parts of gloo's and NCCL's errors on the ranks whose peer has ended, or has not come to a collective in time
 PEER_FAILED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
@@ -42,10 +41,11 @@ AGENT_PREFIX = f"/worker/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"  # i
 
 @dataclass
 class Place:
-    """One rank of a run. `launcher` is srun, torchrun, mp (spawn_ranks.py), environment or none (one process).
+    """One rank of a run. `launcher` is srun, torchrun, spawn, environment or none (one process).
 
     `groups` are the process groups that are used in steps, besides the default one: those of a device mesh.
-    `seconds_saving` is the time that saving has taken so far: Progress leaves it out of the throughput.
+    `seconds_saving` is the time that saving has taken so far: Progress leaves it out of the throughput. `status` is what
+    shutdown() ends this process with.
     """
 
     rank: int
@@ -57,6 +57,7 @@ class Place:
     timeout: float = 0.0  # see set_timeout
     groups: list[dist.ProcessGroup] = field(default_factory=list)
     seconds_saving: float = 0.0
+    status: int = 0
 
     def all_reduced(self, values: torch.Tensor | Sequence[float], operation=dist.ReduceOp.SUM) -> list[float]:
         """The sum of each value over all ranks (or what `operation` says). A collective: every rank must call it."""
@@ -91,20 +92,23 @@ class Place:
         self.set_timeout(before)
 
     def stop(self, sentence: str):
-        """Ends the run with status 1, on every rank that calls it. Rank 0 prints the sentence."""
-        stop(sentence, self.rank, prints=self.rank == 0)
+        """Ends the run with status 1, on all ranks, which all call it. Rank 0 prints the sentence."""
+        self.stop_if_any(sentence)
 
     def stop_if_any(self, fault: str | None):
         """Ends the run with status 1 if any rank has a fault, one sentence. The first that has one prints it."""
         faults = [fault] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(faults, fault)
-        if any(faults):
-            first = next(rank for rank, fault in enumerate(faults) if fault)
-            stop(fault or "", self.rank, prints=self.rank == first)
+        if not any(faults):
+            return
+        if self.rank == next(rank for rank, fault in enumerate(faults) if fault):
+            say(fault, self.rank)
+        self.barrier()  # the first rank that ends has the others ended: only when it has been said
+        end()
 
     def shutdown(self):
-        """Ends the process group, and with it this process, with status 0. Without a process group it does nothing.
+        """Ends the process group, if there is one, and this process.
 
         At once, because gloo's threads can outlive the group. One that frees its last tensors while Python is shutting
         down wants the interpreter's lock, and the process hangs or aborts (seen in one of ten runs with torch 2.13).
@@ -115,7 +119,8 @@ class Place:
             dist.destroy_process_group()
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(0)
+            os._exit(self.status)
+        sys.exit(self.status)
 
 
 def init_process_group(args: Namespace, fault: str | None = None, **columns: object) -> Place:
@@ -138,8 +143,6 @@ def init_process_group(args: Namespace, fault: str | None = None, **columns: obj
     place = Place(rank, local_rank, world_size, device, store, launcher, args.init_timeout)
     step_zero(place, timeout, columns, device_fault or fault)
     if world_size > 1:
-        if device.type == "cuda" and os.environ.get("NCCL_DEBUG") != "INFO":  # DEBUG=1 sets that, to see everything
-            shorten_lost_peers(rank)
         nodes = ranks_of_nodes(launcher, world_size)
         heartbeat.start(rank, world_size, next(ranks for ranks in nodes if rank in ranks))
         connect(place, timeout)
@@ -147,23 +150,22 @@ def init_process_group(args: Namespace, fault: str | None = None, **columns: obj
 
 
 def find_ranks() -> tuple[str, int, int, int]:
-    """Who started this process, and which rank it is: (launcher, rank, local_rank, world_size)."""
+    """Who started this process, and which rank it is: (launcher, rank, local_rank, world_size).
+
+    RANK, LOCAL_RANK and WORLD_SIZE if RANK is set, else Slurm's own numbers in a task of srun, else one process.
+    """
     env = os.environ
     # The batch shell, too, has SLURM_PROCID, always 0. Ranks exist only in a step of srun's, which has a small number.
     in_step = int(env.get("SLURM_STEP_ID", 2**32)) < 2**31
-    if "TORCHELASTIC_RUN_ID" in env or "SPAWN_RANKS" in env:  # before srun: children inherit Slurm's variables
-        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "mp"
-    elif in_step and "SLURM_PROCID" in env:
-        launcher = "srun"
-        if "RANK" not in env:  # `srun python SCRIPT`, typed by hand
-            return launcher, int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_NTASKS"])
-    elif all(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        launcher = "environment"
-    else:
-        tasks = env.get("SLURM_NTASKS", "1")
-        if in_step and tasks != "1":
-            stop(f"this is one of {tasks} tasks, but neither RANK nor SLURM_PROCID is set: use a launcher")
-        return "none", 0, 0, 1
+    if "RANK" not in env:
+        if not in_step:
+            return "none", 0, 0, 1
+        return "srun", int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_NTASKS"])
+    if missing := {"LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - env.keys():
+        stop(f"RANK is set, but {' and '.join(sorted(missing))} not: start this with a launcher, or unset RANK")
+    launcher = "srun" if in_step else "environment"
+    if "TORCHELASTIC_RUN_ID" in env:  # set by torchrun and by spawn_ranks.py
+        launcher = "torchrun" if "TORCHELASTIC_USE_AGENT_STORE" in env else "spawn"
     return launcher, int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"])
 
 
@@ -182,9 +184,8 @@ def set_up_output(rank: int):
             os._exit(130)  # ctrl-C: no news to whoever typed it
         stderr = sys.__stderr__  # init_process_group wraps this hook, and keeps what it writes to sys.stderr for later
         if isinstance(error, RuntimeError | dist.DistError) and any(part in str(error) for part in PEER_FAILED):
-            lost = f"[Rank {rank} on {HOST}] lost a peer; the error that matters is another rank's\n"
-            os.write(2, lost.encode())  # by way of lost_peer.py, if that runs, which may have told already
-            wait_for_first_failure()
+            lost = f"[Rank {rank} on {HOST}] lost a peer; the error that matters is another rank's"
+            print(lost, file=stderr)
         else:
             print(f"[Rank {rank} on {HOST}] failed:", file=stderr)
             traceback.print_exception(kind, error, trace, file=stderr)
@@ -193,39 +194,14 @@ def set_up_output(rank: int):
     sys.excepthook = report
 
 
-def shorten_lost_peers(rank: int):
-    """What C++ prints to standard error, NCCL and its watchdog above all, goes through lost_peer.py from now on.
-
-    What Python prints does not. A process of its own, since the watchdog aborts this one in the midst of its page.
-    """
-    stderr = os.dup(2)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_request.SIGNALS)  # it inherits that, and ends after the rank
-    program = [sys.executable, "-IS", str(Path(__file__).with_name("lost_peer.py")), str(rank), HOST]
-    with subprocess.Popen(program, stdin=subprocess.PIPE).stdin as pipe:
-        os.dup2(pipe.fileno(), 2)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    sys.stderr = sys.__stderr__ = os.fdopen(stderr, "w", buffering=1, errors="backslashreplace")
-    os.environ.setdefault("NCCL_DEBUG_FILE", "/dev/stderr")  # its warnings go to standard output by default
-
-
-def wait_for_first_failure():
-    """At most 5 s, so that the rank that failed ends first: the job's last line names the first, and has its status.
-
-    torchrun and the spawner end the other ranks of their node with SIGTERM before they name the rank in JOB_FAILURE.
-    """
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    deadline = time.monotonic() + 5
-    while stop_request.received != signal.SIGTERM and not failure_named() and time.monotonic() < deadline:
-        time.sleep(0.1)
+def say(sentence: str, rank: int):
+    print(f"[Rank {rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)
 
 
 def stop(sentence: str, rank: int = 0, prints: bool = True):
-    """Ends this rank with status 1. Where several ranks know the fault, one prints it and the others wait for that."""
+    """Ends this rank with status 1. If several ranks know the fault, one of them prints it."""
     if prints:
-        print(f"[Rank {rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)
-    else:
-        wait_for_first_failure()  # a rank that ends ends the job
+        say(sentence, rank)
     end()
 
 
@@ -254,7 +230,6 @@ def rendezvous(launcher: str, rank: int, local_rank: int, world_size: int, timeo
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             stop(f"port {port} on {address} is taken by another program: submit with MASTER_PORT=ANOTHER", rank)
-        time.sleep(5)  # if rank 0 failed to open the store, it prints that, and this rank is ended
         sentence = f"no rendezvous at {address}:{port} within {timeout}: {str(error).splitlines()[0]}"
         stop(sentence, rank, prints=rank in (0, without_rank_0))
     if agent:
@@ -277,7 +252,7 @@ def rendezvous(launcher: str, rank: int, local_rank: int, world_size: int, timeo
 def world_size_fault(launcher: str, world_size: int) -> str | None:
     """One sentence when this process knows of fewer ranks than the job has: several trainings instead of one."""
     env = os.environ
-    if launcher not in ("srun", "torchrun", "mp") or "SLURM_STEP_ID" not in env:
+    if launcher not in ("srun", "torchrun", "spawn") or "SLURM_STEP_ID" not in env:
         return None
     tasks = int(env["SLURM_NTASKS"])
     if launcher == "srun":
@@ -335,8 +310,6 @@ def find_address(launcher: str, rank: int, local_rank: int) -> tuple[str, int]:
     try:
         found = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)
     except OSError as error:
-        if rank != 0:
-            time.sleep(5)  # if no host knows the name, rank 0 prints it
         sentence = f"the host name MASTER_ADDR={address} does not resolve here: {error.strerror}"
         stop(sentence, rank, prints=local_rank == 0)
     if rank == 0 and launcher != "torchrun" and not any(is_local(family, where) for family, _, _, _, where in found):
@@ -402,10 +375,8 @@ def step_zero(place: Place, timeout: datetime.timedelta, columns: dict, fault: s
     mine["columns"] = {name: str(value) for name, value in columns.items()}
     store.set(f"step 0/{rank}", json.dumps(mine))
     if rank != 0:
-        if store.get("step 0/verdict"):
+        if store.get("step 0/verdict"):  # printed by rank 0 before it stood here
             store.add("step 0/ended", 1)
-            if not fault:
-                wait_for_first_failure()
             end()
         return
     keys = [f"step 0/{other}" for other in range(world_size)]
@@ -429,8 +400,6 @@ def step_zero(place: Place, timeout: datetime.timedelta, columns: dict, fault: s
         deadline = time.monotonic() + 5  # this process may be the store's host: it goes last
         while store.add("step 0/ended", 0) < len(come) - 1 and time.monotonic() < deadline:
             time.sleep(0.01)
-        if not fault and any(known["fault"] for known in come):
-            wait_for_first_failure()
         end()
 
 
@@ -528,13 +497,13 @@ def report_not_connected(place: Place, lost: str, backend: str):
             sentence = f"all ranks joined, but {lost}. The interface is {used}: {hint}"
             print(f"[Rank {place.rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)
             store.set("printed", "")
+        else:
+            store.wait(["printed"])  # the first rank that ends has the others ended
         deadline = time.monotonic() + 5  # rank 0, the store's host, goes last: when all have come, and one has printed
         while place.rank == 0 and time.monotonic() < deadline:
             if store.add("not connected", 0) >= place.world_size and store.check(["printed"]):
                 break
             time.sleep(0.01)
-    if not first:
-        wait_for_first_failure()
     end()
 
 

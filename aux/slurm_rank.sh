@@ -1,0 +1,11 @@
+#!/bin/bash
+# One rank: becomes the command, with RANK and LOCAL_RANK set from Slurm's numbers.
+#
+# Usage: srun ./aux/slurm_rank.sh python distributed/train_ddp.py
+set -euo pipefail
+
+# Counted by node, because with some topology plugins task 0 is not on the first node, MASTER_ADDR.
+export RANK=$((SLURM_NODEID * NPROC_PER_NODE + SLURM_LOCALID))
+export LOCAL_RANK=$SLURM_LOCALID
+
+exec "$@"
