@@ -44,8 +44,8 @@ class Place:
     """One rank of a run. `launcher` is srun, torchrun, spawn, environment or none (one process).
 
     `groups` are the process groups that are used in steps, besides the default one: those of a device mesh.
-    `seconds_saving` is the time that saving has taken so far: Progress leaves it out of the throughput. `status` is what
-    shutdown() ends this process with.
+    `seconds_saving` is the time that saving has taken so far: Progress leaves it out of the throughput.
+    `status` is the exit status with which shutdown() ends this process.
     """
 
     rank: int
@@ -108,7 +108,7 @@ class Place:
         end()
 
     def shutdown(self):
-        """Ends the process group, if there is one, and this process.
+        """Ends the process group and this process. Without a process group, a status of 0 ends nothing.
 
         At once, because gloo's threads can outlive the group. One that frees its last tensors while Python is shutting
         down wants the interpreter's lock, and the process hangs or aborts (seen in one of ten runs with torch 2.13).
@@ -120,7 +120,8 @@ class Place:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(self.status)
-        sys.exit(self.status)
+        elif self.status:
+            sys.exit(self.status)
 
 
 def init_process_group(args: Namespace, fault: str | None = None, **columns: object) -> Place:
