@@ -51,23 +51,16 @@ def processes(job: int, name: str, node: str = "") -> Iterator[int]:
             yield process
 
 
-def parent(process: int) -> int:
-    try:
-        return int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    except OSError:
-        return 0  # it has ended meanwhile
-
-
 def starters(job: int) -> set[int]:
-    """What starts the ranks of each node: torchrun, or the spawner. Its ranks, forked, have its command line."""
-    found = {process for name in ("quiet_torchrun.py", "spawn_ranks.py") for process in processes(job, name)}
-    return {process for process in found if parent(process) not in found}
+    """What starts the ranks of each node: torchrun, or the spawner."""
+    return {process for name in ("/torchrun\0", "spawn_ranks.py") for process in processes(job, name)}
 
 
 def ranks(job: int, name: str = "train_", node: str = "") -> list[int]:
-    """The ranks of a script, of a job on one node or any."""
+    """The ranks of a script, of a job on one node or any. Those of the spawner have no script in their command line."""
+    found = [*processes(job, name, node), *processes(job, "spawn_main", node)]
     others = starters(job)
-    return [process for process in processes(job, name, node) if process not in others]
+    return [process for process in found if process not in others]
 
 
 def kill_one(moments: random.Random, found: list[int]):
@@ -94,9 +87,8 @@ def cut_a_link_for_a_while(job: int, moments: random.Random):
 
 
 FAULTS: dict[str, Callable[[int, random.Random], object]] = {
-    "SIGUSR1 to the ranks": lambda job, moments: slurm("scancel", "--signal=USR1", job),
-    "SIGUSR1 to all": lambda job, moments: slurm("scancel", "--full", "--signal=USR1", job),
-    "SIGTERM to the ranks": lambda job, moments: slurm("scancel", "--signal=TERM", job),
+    "SIGTERM": lambda job, moments: slurm("scancel", "--signal=TERM", job),
+    "SIGTERM to the batch shell as well": lambda job, moments: slurm("scancel", "--full", "--signal=TERM", job),
     "scontrol requeue": lambda job, moments: slurm("scontrol", "requeue", job),
     "kill -9 of a rank": lambda job, moments: kill_one(moments, ranks(job)),
     "kill -9 of torchrun or the spawner on one node": lambda job, moments: kill_one(moments, sorted(starters(job))),

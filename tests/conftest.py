@@ -24,7 +24,7 @@ NAMESPACES = REPOSITORY / "local/cluster/namespaces.sh"
 LAUNCHERS = {
     "srun": "launch_slurm_to_torch.sh",
     "torchrun": "launch_slurm_with_torchrun.sh",
-    "mp": "launch_slurm_with_mp.sh",
+    "spawn": "launch_slurm_with_mp.sh",
 }
 sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux")]
 

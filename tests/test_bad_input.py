@@ -53,7 +53,7 @@ SCRIPTS = {  # how many command lines for each
 }
 PLAIN = ("local/train_single.py", "distributed/train_ddp.py")  # argparse as it is
 FLAT = (*PLAIN, "distributed/train_preemptible.py")  # they import torch first: fewer lines, fewer at once
-IN_JOBS = {"srun": 8, "torchrun": 2, "mp": 2}  # and these, by the launchers on the cluster
+IN_JOBS = {"srun": 8, "torchrun": 2, "spawn": 2}  # and these, by the launchers on the cluster
 ANY_FILE = (
     "distributed/spawn_ranks.py",
     "aux/lint_sbatch.py",

@@ -197,7 +197,7 @@ def test_the_log_of_fixed_name(nodes):
         assert re.findall(r"SLURMD_NODENAME: (\S+)", shown) == ["node-1", "node-2"], shown
 
 
-@pytest.mark.parametrize("way", ["torchrun", "mp"])
+@pytest.mark.parametrize("way", ["torchrun", "spawn"])
 def test_the_other_ways(way, nodes):
     job = nodes.sbatch(LAUNCHERS[way], "aux/check_ranks.py")
     assert job.state == "COMPLETED" and f"VERDICT: 2 ranks started by {way} are fine" in job.log, job.log

@@ -37,10 +37,9 @@ pytestmark = pytest.mark.faults
 BY_HAND = {
     "none": [sys.executable],
     "torchrun": ["./torchrun.sh"],
-    "mp": [sys.executable, "distributed/spawn_ranks.py"],
+    "spawn": [sys.executable, "distributed/spawn_ranks.py"],
 }
-PYTHONS = {"srun": 2, "torchrun": 3, "mp": 3}  # of a node: two ranks, and what starts them
-DIAGONAL = [("srun", "train_preemptible.py"), ("torchrun", "train_fsdp.py"), ("mp", "train_tp.py")]
+DIAGONAL = [("srun", "train_preemptible.py"), ("torchrun", "train_fsdp.py"), ("spawn", "train_tp.py")]
 GROUPS = ["at-once", "at-once-1", "at-once-2", "at-once-3"]  # cases whose jobs run side by side
 OTHERS = [[(way, [*SCRIPTS][(i + k) % 3]) for i, way in enumerate(LAUNCHERS)] for k in (1, 2)]
 NINE = [pytest.param(three, marks=pytest.mark.matrix, id=GROUPS[i]) for i, three in enumerate([DIAGONAL, *OTHERS])]
@@ -193,18 +192,19 @@ class Trial:
 # --- asked to stop ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cases", [pytest.param(DIAGONAL[:1], id="alone"), *NINE])
-def test_usr1(cases, cluster, data, uninterrupted, tmp_path):
-    """As --signal=USR1@120 sends it: the ranks save, and the launcher requeues."""
+REQUEUED = "^Requeued: it resumes by itself$"
+
+
+@pytest.mark.parametrize("cases", [pytest.param(DIAGONAL, id=GROUPS[0]), *NINE[1:]])
+def test_term(cases, cluster, data, uninterrupted, tmp_path):
+    """As Slurm sends it, to what srun has started: the ranks save, and rank 0 requeues the job."""
 
     def scenario(way, script):
         trial = Trial(cluster, way, script, data, tmp_path / way)
-        _, other = trial.train_a_little()
-        commands = [command for _, command in chaos.all_processes(trial.job, other)]
-        assert sum("python" in command.split("\0")[0] for command in commands) == PYTHONS[way], commands
-        trial.signal("--signal=USR1")
-        assert trial.wait_for("^Stopped after step .*requeued$") < 15
-        stopped = int(re.search(r"^Stopped after step (\d+)", trial.log, re.M)[1])
+        trial.train_a_little()
+        trial.signal("--signal=TERM")
+        assert trial.wait_for(REQUEUED) < 15
+        stopped = int(re.search(r"^Stopped after step (\d+), saved$", trial.log, re.M)[1])
         trial.wait_for(f"^Resumed after step {stopped}$")
         assert min(map(int, watched_steps(trial))) >= stopped
         trial.is_equal_after_a_restart(uninterrupted(script))
@@ -222,50 +222,36 @@ def watched_steps(trial: Trial) -> list[str]:
     return steps
 
 
-@pytest.mark.parametrize("cases", [DIAGONAL], ids=GROUPS[:1])
 @pytest.mark.matrix
-def test_usr1_before_the_ranks_listen(cases, cluster, data, uninterrupted, tmp_path):
-    """A slow file system keeps Python from listening: nobody dies of the signal, and the next one is obeyed."""
+def test_usr1(cluster, data, uninterrupted, tmp_path):
+    """For those who send it to srun's tasks. torchrun, which has no handler for it, would die of it."""
 
     def scenario(way, script):
-        trial = Trial(cluster, way, script, data, tmp_path / way, LATE=10)
-        trial.wait_for("^Way")
-        deadline = time.monotonic() + 30
-        while len(chaos.ranks(trial.job, "slowly.py")) < 4:
-            assert time.monotonic() < deadline, trial.log
-            time.sleep(0.2)
-        trial.signal("--signal=USR1")
+        trial = Trial(cluster, way, script, data, tmp_path / way)
         trial.train_a_little()
-        assert "Stopped" not in trial.log and cluster.show(trial.job)["JobState"] == "RUNNING", trial.log
         trial.signal("--signal=USR1")
-        assert trial.wait_for("^Stopped after step .*requeued$") < 15
+        trial.wait_for(REQUEUED, 15)
         trial.is_equal_after_a_restart(uninterrupted(script))
 
-    at_once(scenario, cases)
+    at_once(scenario, [("srun", "train_preemptible.py"), ("spawn", "train_tp.py")])
 
 
-@pytest.mark.parametrize(
-    ("way", "script", "options"),
-    [
-        ("srun", "train_preemptible.py", "--full --signal=USR1"),
-        ("torchrun", "train_fsdp.py", "--signal=USR1"),
-        ("torchrun", "train_fsdp.py", "--full --signal=USR1"),
-        ("torchrun", "train_preemptible.py", "--signal=TERM"),
-        ("mp", "train_tp.py", "--signal=USR1"),
-        ("mp", "train_tp.py", "--signal=TERM"),
-    ],
-)
 @pytest.mark.matrix
-def test_signals_that_reach_the_ranks(options, way, script, cluster, data, uninterrupted, tmp_path):
-    trial = Trial(cluster, way, script, data, tmp_path)
-    trial.train_a_little()
-    trial.signal(*options.split())
-    assert trial.wait_for("^Stopped after step .*requeued$") < 15
-    trial.is_equal_after_a_restart(uninterrupted(script))
+def test_term_before_the_ranks_listen(cluster, data, uninterrupted, tmp_path):
+    """A signal while Python is still starting is not lost: the job saves after its first step."""
+
+    def scenario(way, script):
+        trial = Trial(cluster, way, script, data, tmp_path / way, LATE=5)
+        trial.wait_for("^Listening$")
+        trial.signal("--signal=TERM")
+        trial.wait_for(REQUEUED, 60)
+        trial.is_equal_after_a_restart(uninterrupted(script))
+
+    at_once(scenario, DIAGONAL)
 
 
-@pytest.mark.parametrize("cases", NINE)
-def test_scontrol_requeue(cases, cluster, data, uninterrupted, tmp_path):
+@pytest.mark.matrix
+def test_scontrol_requeue(cluster, data, uninterrupted, tmp_path):
     """Slurm ends the ranks with SIGTERM and, KillWait later, SIGKILL: they have that long to save."""
 
     def scenario(way, script):
@@ -273,21 +259,26 @@ def test_scontrol_requeue(cases, cluster, data, uninterrupted, tmp_path):
         trial.train_a_little()
         assert cluster.exec("scontrol", "requeue", trial.job).returncode == 0
         trial.wait_for("^Resumed after step [1-9]")
-        assert "not requeued here" not in trial.log, trial.log
+        assert "Not requeued" not in trial.log, trial.log
         trial.is_equal_after_a_restart(uninterrupted(script))
 
-    at_once(scenario, cases)
+    at_once(scenario, DIAGONAL)
+
+
+LIMITS = {"the limit itself": ["--time=1"], "ahead of it": ["--time=3", "--signal=TERM@60"]}
 
 
 @pytest.mark.matrix
-def test_time_limit(cluster, data, uninterrupted, tmp_path):
-    """The header's --signal does it."""
+@pytest.mark.parametrize("limit", LIMITS)
+def test_time_limit(limit, cluster, data, uninterrupted, tmp_path):
+    """Without --signal SIGTERM comes at the limit, and KillWait is the time to save. With it, up to 60 s too early."""
 
     def scenario(way, script):
-        soon = ["--time=3", "--signal=USR1@60"]  # Slurm sends it 60 to 120 s after the start: up to 60 s early
-        trial = Trial(cluster, way, script, data, tmp_path / way, sbatch=soon, slow=3)  # 45 steps: 135 s
-        trial.wait_for("^Stopped after step .*requeued$", 150)
-        assert trial.ends(400).state == "COMPLETED"
+        trial = Trial(cluster, way, script, data, tmp_path / way, sbatch=LIMITS[limit], slow=3)  # 45 steps: 135 s
+        trial.case = limit
+        trial.wait_for(REQUEUED, 180)
+        assert trial.ends(400).state == "COMPLETED", trial.log
+        assert int(cluster.show(trial.job)["Restarts"]) == 1
         assert_same_run(trial.out, uninterrupted(script))
 
     at_once(scenario, [(way, "train_preemptible.py") for way in LAUNCHERS])
@@ -304,35 +295,54 @@ def preempt(cluster):
 
 @pytest.mark.matrix
 def test_preemption(preempt, cluster, data, uninterrupted, tmp_path):
-    """By a job in a partition of higher priority: SIGTERM, a grace time, back into the queue, all by Slurm."""
-    trial = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path)
-    nodes = trial.train_a_little()
-    other = preempt(nodes[1])
-    trial.wait_for("^Stopped after step [1-9]", 20)
-    trial.wait_for("^Resumed after step [1-9]")
-    trial.is_equal_after_a_restart(uninterrupted("train_preemptible.py"))
-    assert cluster.wait(other).state == "COMPLETED"
+    """By a job in a partition of higher priority: SIGTERM, a grace time, back into the queue."""
+
+    def scenario(way, script):
+        trial = Trial(cluster, way, script, data, tmp_path / way)
+        nodes = trial.train_a_little()
+        other = preempt(nodes[1])
+        trial.wait_for("^Stopped after step [1-9]", 20)
+        trial.wait_for("^Resumed after step [1-9]")
+        trial.is_equal_after_a_restart(uninterrupted(script))
+        assert cluster.wait(other).state == "COMPLETED"
+
+    at_once(scenario, DIAGONAL)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("way", ["torchrun", "mp"])
-def test_preemption_before_the_first_step(way, preempt, cluster, data, tmp_path):
-    """torchrun and the spawner die of that SIGTERM while they import torch. Slurm would not requeue what has failed."""
-    trial = Trial(cluster, way, "train_preemptible.py", data, tmp_path, "--max-steps", 2)
-    trial.wait_for("^Way")
-    preempt(cluster.show(trial.job)["NodeList"])
-    trial.wait_for("^Preempted before it could save, requeued$", 20)
-    assert "Step 0" not in trial.log
-    assert trial.ends().state == "COMPLETED"
+def test_save_that_takes_40_seconds(cluster, data, uninterrupted, tmp_path):
+    """torchrun's own patience with ranks that were told to stop is 30 s: env.sh gives them ten minutes."""
+    trial = Trial(cluster, "torchrun", "train_preemptible.py", data, tmp_path, SLOW_SAVE=40)
+    trial.train_a_little()
+    trial.signal("--signal=TERM")
+    assert trial.wait_for(REQUEUED, 90) > 40
+    trial.is_equal_after_a_restart(uninterrupted("train_preemptible.py"))
+
+
+@pytest.mark.matrix
+def test_term_in_the_last_step(cluster, data, tmp_path):
+    """A finished run is COMPLETED. torchrun fails once it was told to stop: that job finishes at its next start."""
+
+    def scenario(way, script):
+        trial = Trial(cluster, way, script, data, tmp_path / way, "--max-steps", 8, LONG_STEP=8)
+        trial.train_a_little()
+        trial.signal("--signal=TERM")
+        job = trial.ends()
+        assert job.state == "COMPLETED" and "Stopped" not in job.log, job.log
+        assert int(cluster.show(trial.job)["Restarts"]) == (way == "torchrun"), job.log
+        assert job.log.count("Traceback") == 0 or way == "torchrun", job.log
+
+    at_once(scenario, [(way, "train_preemptible.py") for way in LAUNCHERS])
 
 
 @pytest.mark.matrix
 def test_job_that_may_not_be_requeued_says_what_to_type(cluster, data, uninterrupted, tmp_path):
     trial = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path, sbatch=["--no-requeue"])
     trial.train_a_little()
-    trial.signal("--signal=USR1")
+    trial.signal("--signal=TERM")
     job = trial.ends()
-    assert job.state == "FAILED" and job.exit_code == 1, job.log
+    assert job.state == "FAILED" and job.exit_code == 1 and "lost a peer" not in job.log, job.log
+    assert re.search("^Not requeued: Requested operation is presently disabled.* To resume it:$", job.log, re.M)
     [typed] = re.findall(r"^    (sbatch .*--resume)$", job.log, re.M)
     again = cluster.exec("bash", "-c", typed.replace("sbatch", f"sbatch --parsable --output={tmp_path}/again", 1))
     assert cluster.wait(int(again.stdout)).state == "COMPLETED", again
@@ -343,19 +353,26 @@ def test_job_that_may_not_be_requeued_says_what_to_type(cluster, data, uninterru
 def test_finished_job_that_is_requeued_does_nothing(cluster, data, tmp_path):
     trial = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path, "--max-steps", 2)
     assert trial.ends().state == "COMPLETED"
-    for _ in range(2):
-        before = len(trial.log)
-        assert cluster.exec("scontrol", "requeue", trial.job).returncode == 0
-        trial.wait_for(rf"(?s)\A.{{{before}}}.*^Finished at step 2 before it was requeued: nothing to do$")
-        assert trial.ends().state == "COMPLETED"
+    before = len(trial.log)
+    assert cluster.exec("scontrol", "requeue", trial.job).returncode == 0
+    trial.wait_for(rf"(?s)\A.{{{before}}}.*^Resumed after step 2$")
+    job = trial.ends()
+    assert job.state == "COMPLETED" and job.log.count("\nstep=1/") == 1, job.log
 
 
-def test_cancelled_job_stays_cancelled(cluster, data, tmp_path):
-    trial = Trial(cluster, "torchrun", "train_preemptible.py", data, tmp_path)
-    trial.train_a_little()
-    trial.signal()
-    job = trial.ends(30)
-    assert job.state == "CANCELLED" and "requeued" not in job.log.splitlines()[-1], job.log
+def test_cancelled_job(cluster, data, tmp_path):
+    """It saves, in KillWait, and stays cancelled."""
+
+    def scenario(way, script):
+        trial = Trial(cluster, way, script, data, tmp_path / way)
+        trial.train_a_little()
+        trial.signal()
+        job = trial.ends(40)
+        assert job.state == "CANCELLED" and int(cluster.show(trial.job)["Restarts"]) == 0, job.log
+        [stopped] = re.findall(r"^Stopped after step (\d+), saved$", job.log, re.M)
+        assert "Requeued" not in job.log and f"_{stopped}" in checkpoints.find(trial.out)[0].name, job.log
+
+    at_once(scenario, DIAGONAL)
 
 
 def signalled(command: list, number: int, steps: int, **env) -> tuple[int, str]:
@@ -384,50 +401,59 @@ def test_control_c_on_a_laptop(way, data, tmp_path):
     command += ["--data-dir", data["train_preemptible.py"], *DDP, "--checkpoint-dir", tmp_path]
     status, shown = signalled(command, signal.SIGINT, 7)
     note(way, "train_preemptible.py", "saved", status, 0, time.monotonic() - start)
-    stopped = re.search(r"^Stopped after step (\d+): continue with --resume$", shown, re.M)
-    assert stopped and "Traceback" not in shown, shown
+    stopped = re.search(r"^Stopped after step (\d+), saved$", shown, re.M)
+    assert stopped and ("Traceback" not in shown or way == "torchrun"), shown
     assert [path.name for path in checkpoints.find(tmp_path)] == [f"checkpoint_step_{stopped[1]}.pt"], shown
 
 
 # --- dead and stuck ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cases", [pytest.param(DIAGONAL[:1], id="alone"), *NINE])
+@pytest.mark.parametrize("cases", [pytest.param(DIAGONAL, id=GROUPS[0]), *NINE[1:]])
 def test_killed_rank(cases, cluster, data, tmp_path):
-    """The job is FAILED with its status, and the last line of the log names rank, host and signal."""
+    """The job is FAILED within seconds, and what has started the ranks says which one it was."""
 
     def scenario(way, script):
         trial = Trial(cluster, way, script, data, tmp_path / way)
         node = trial.train_a_little()[1]
         os.kill(trial.rank(node), signal.SIGKILL)
         job = trial.ends(20)
-        assert job.state == "FAILED" and job.exit_code == 137, job.log
-        last = rf"{LAUNCHERS[way]}, job {trial.job}: rank \d on {node} was killed by SIGKILL"
-        assert re.fullmatch(last, job.log.splitlines()[-1]), job.log
+        assert job.state == "FAILED" and job.exit_code != 0, job.log
+        assert re.search(KILLED[way].format(node=node), job.log, re.M), job.log
 
     at_once(scenario, cases)
 
 
+KILLED = {
+    "srun": r"^srun: error: {node}: task [23]: Killed$",
+    "torchrun": r"failed \(exitcode: -9\) local_rank: [01] ",
+    "spawn": r"^spawn_ranks.py: rank [23] on {node}: process [01] terminated with signal SIGKILL$",
+}
+
+
 @pytest.mark.matrix
 def test_killed_torchrun(cluster, data, tmp_path):
-    """Its ranks live on, and Slurm waits for them: the job trains to its end, and is FAILED."""
+    """Its ranks go with it: Slurm ends what is left in the step's cgroup."""
     trial = Trial(cluster, "torchrun", "train_preemptible.py", data, tmp_path)
     node = trial.train_a_little()[1]
-    os.kill(trial.process(node, "quiet_torchrun.py"), signal.SIGKILL)
-    job = trial.ends(40)
-    assert job.state == "FAILED" and job.exit_code == 137, job.log
-    assert job.log.endswith(f": the process that starts the ranks on {node} was killed by SIGKILL\n"), job.log
-    assert checkpoints.step_of(checkpoints.find(trial.out)[0]) == STEPS, job.log
-
-
-@pytest.mark.parametrize(("way", "script"), cells(DIAGONAL))
-def test_out_of_memory(way, script, cluster, data, tmp_path):
-    """Slurm ends a job that uses more than its --mem; the log names the node."""
-    trial = Trial(cluster, way, script, data, tmp_path, sbatch=["--mem=4G"], HUNGRY=2)
-    node = trial.train_a_little()[1]
+    os.kill(trial.process(node, "torchrun"), signal.SIGKILL)
     job = trial.ends(40)
     assert job.state == "FAILED" and job.exit_code != 0, job.log
-    assert re.search(rf"^slurmstepd-{node}: error: StepId=\S+ exceeded memory limit", job.log, re.M), job.log
+    assert re.search(rf"^srun: error: {node}: task 1: Killed$", job.log, re.M), job.log
+
+
+@pytest.mark.parametrize("cases", [pytest.param(DIAGONAL, id=GROUPS[0])])
+def test_out_of_memory(cases, cluster, data, tmp_path):
+    """The kernel ends a rank that uses more than the --mem of its job; srun says on which node."""
+
+    def scenario(way, script):
+        trial = Trial(cluster, way, script, data, tmp_path / way, sbatch=["--mem=4G"], HUNGRY=2)
+        node = trial.train_a_little()[1]
+        job = trial.ends(40)
+        assert job.state in ("FAILED", "OUT_OF_MEMORY") and job.exit_code != 0, job.log
+        assert re.search(rf"^srun: error: {node}: task \d: Out Of Memory$", job.log, re.M), job.log
+
+    at_once(scenario, cases)
 
 
 @pytest.mark.matrix
@@ -461,7 +487,7 @@ def test_asked_to_stop_beside_a_stopped_rank(cases, cluster, data, tmp_path):
         node = trial.train_a_little()[1]
         os.kill(trial.rank(node), signal.SIGSTOP)
         time.sleep(2)  # five steps: by now all others wait for it in a collective
-        trial.signal("--signal=USR1")
+        trial.signal("--signal=TERM")
         silent = rf"^\[Rank (\d) on {node}\] asked to stop, but rank (\d) on this node has sent no heartbeat for 10 s"
         assert trial.wait_for(silent, 30) < 25
         job = trial.ends(60)
@@ -578,7 +604,7 @@ def test_superseded_attempt(data, tmp_path):
 def test_cut_link(cluster, data, uninterrupted, tmp_path):
     trial = Trial(
         cluster,
-        "mp",
+        "spawn",
         "train_tp.py",
         data,
         tmp_path,
@@ -790,12 +816,12 @@ def test_damaged_checkpoint_that_was_written_asynchronously(damage, data, one_ra
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("cases", [DIAGONAL[1:]], ids=GROUPS[:1])
-def test_usr1_while_checkpoints_are_written_asynchronously(cases, cluster, data, uninterrupted, tmp_path):
+def test_term_while_checkpoints_are_written_asynchronously(cases, cluster, data, uninterrupted, tmp_path):
     def scenario(way, script):
         trial = Trial(cluster, way, script, data, tmp_path / way, "--checkpoint-every", 2, HOLD=tmp_path)
         trial.train_a_little()
-        trial.signal("--signal=USR1")
-        trial.wait_for("^Stopped after step .*requeued$", 15)
+        trial.signal("--signal=TERM")
+        trial.wait_for(REQUEUED, 15)
         trial.is_equal_after_a_restart(uninterrupted(script))
 
     at_once(scenario, cases)
@@ -814,7 +840,7 @@ def test_damaged_checkpoints_never_push_out_whole_ones(data, tmp_path):
 
 @pytest.mark.parametrize("script", ["train_preemptible.py", pytest.param("train_fsdp.py", marks=pytest.mark.matrix)])
 def test_nothing_begins_again_by_itself(script, data, one_rank, tmp_path):
-    """Where all checkpoints are damaged, or gone since the job was requeued, a new run would look like it."""
+    """If all checkpoints are damaged, a new run would look like a resumed one."""
     shutil.copytree(one_rank(script), tmp_path / "out")
     metrics = (tmp_path / "out/metrics.jsonl").read_text()
     for path in checkpoints.find(tmp_path / "out"):
@@ -823,8 +849,6 @@ def test_nothing_begins_again_by_itself(script, data, one_rank, tmp_path):
     done = alone(script, data, tmp_path / "out", "--resume")
     assert done.returncode == 1 and "has 2 damaged checkpoints and no whole one" in done.stderr, done.stderr
     assert (tmp_path / "out/metrics.jsonl").read_text() == metrics and "Traceback" not in done.stderr
-    done = alone(script, data, tmp_path / "gone", "--resume", env=environment(OMP_NUM_THREADS=1, JOB_SAVED_STEP=30))
-    assert done.returncode == 1 and "step 30 was saved before the job was requeued, but" in done.stderr, done.stderr
 
 
 def test_what_cannot_be_loaded_now_is_not_damaged(tmp_path, monkeypatch):
@@ -852,7 +876,7 @@ def test_a_checkpoint_travels_as_a_path(tmp_path, monkeypatch):
     monkeypatch.setattr(Place, "stop_if_any", lambda place, fault: fault and sys.exit(fault))
 
     def checkpoints_of(rank: int) -> checkpoints.Checkpoints:
-        place = Place(rank, rank, 2, torch.device("cpu"), None, "mp")
+        place = Place(rank, rank, 2, torch.device("cpu"), None, "spawn")
         return checkpoints.Checkpoints(args, place, {"seed": 0}, 9)
 
     assert checkpoints_of(0).write(5, parts, {"best": 0.5})
@@ -961,7 +985,6 @@ def test_read_only_folder(cluster, disk, data, tmp_path):
         to = ("--checkpoint-dir", disk / "read-only", *resume)
         job = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path / name, *to).ends(30)
         assert job.state == "FAILED" and job.exit_code == 1, job.log
-        assert re.search(r": rank \d on node-\d+ ended with status 1$", job.log), job.log
         assert job.log.count(f"{disk} cannot be written: choose another --checkpoint-dir") == 1, job.log
         assert "step=" not in job.log and "Traceback" not in job.log, job.log
 
@@ -995,7 +1018,6 @@ def test_corrupt_data(cases, cluster, data, tmp_path):
         noted = {"PYTHONPATH": tmp_path / "site", "HASHED": tmp_path / f"hashed-{way}-by-"}
         job = Trial(cluster, way, script, {script: folder}, tmp_path / way, **noted).ends(60)
         assert job.state == "FAILED" and job.exit_code == 1, job.log
-        assert re.search(r": rank \d on node-\d+ ended with status 1$", job.log), job.log
         assert {path.name for path in tmp_path.glob(f"hashed-{way}*")} == {f"hashed-{way}-by-{rank}" for rank in (0, 2)}
         assert job.log.count(f"{file} is damaged: it is not the file that SHA256SUMS beside it tells of; move") == 1
         assert "step=" not in job.log and "Traceback" not in job.log, job.log
@@ -1045,17 +1067,17 @@ def test_keep_checkpoints(data, tmp_path):
 
 @pytest.mark.matrix
 def test_stopped_at_twenty_random_steps(data, uninterrupted, tmp_path):
-    """Four local ranks, stopped by SIGUSR1 again and again."""
+    """Four local ranks, stopped by SIGTERM again and again."""
     moments, stops, shown, start = random.Random(7), 0, "", time.monotonic()
-    command = [*BY_HAND["mp"], "tests/scripts/slowly.py", "0.3", "distributed/train_preemptible.py", *DDP]
+    command = [*BY_HAND["spawn"], "tests/scripts/slowly.py", "0.3", "distributed/train_preemptible.py", *DDP]
     command += ["--data-dir", data["train_preemptible.py"], "--checkpoint-dir", tmp_path, "--resume"]
     while "Finished" not in shown:
         status, shown = signalled(
-            command, signal.SIGUSR1, moments.randint(1, 2) if stops < 20 else 99, NPROC_PER_NODE=4
+            command, signal.SIGTERM, moments.randint(1, 2) if stops < 20 else 99, NPROC_PER_NODE=4
         )
         assert status == 0 and ("Stopped after step" in shown or "Finished" in shown), shown
         stops += "Stopped" in shown
-    note("mp", "train_preemptible.py", "finished", status, stops, time.monotonic() - start)
+    note("spawn", "train_preemptible.py", "finished", status, stops, time.monotonic() - start)
     assert stops == 20
     assert_same_run(tmp_path, uninterrupted("train_preemptible.py"))
 

@@ -42,7 +42,7 @@ TOLERANCE = {"fp32": 1e-3, "bf16": 0.03, "fp16": 0.03}
 FORMS = {
     "none": [sys.executable],
     "torchrun": ["./torchrun.sh"],
-    "mp": [sys.executable, "distributed/spawn_ranks.py"],
+    "spawn": [sys.executable, "distributed/spawn_ranks.py"],
     "environment": [sys.executable],  # and the five variables
 }
 
@@ -55,8 +55,8 @@ def pytest_generate_tests(metafunc):
     """Two ranks need two GPUs. Where there is one, their cases do not exist: none is skipped."""
     two = metafunc.config.getoption("--device") == "cpu" or torch.cuda.device_count() >= 2
     if {"form", "ranks"} <= set(metafunc.fixturenames):
-        alone = [("torchrun", 1), ("mp", 1), ("environment", 1)]
-        metafunc.parametrize(("form", "ranks"), [*alone, ("torchrun", 2), ("mp", 2)] if two else alone)
+        alone = [("torchrun", 1), ("spawn", 1), ("environment", 1)]
+        metafunc.parametrize(("form", "ranks"), [*alone, ("torchrun", 2), ("spawn", 2)] if two else alone)
     elif "ranks" in metafunc.fixturenames:
         metafunc.parametrize("ranks", [1, 2] if two else [1])
 
@@ -75,9 +75,9 @@ def command_of(script: str, data: Path, folder: Path, device: str, form: str, *f
     command += ["--data-dir", data, *([] if script == TASK else ["--checkpoint-dir", folder])]
     command += ["--device", device, *flags]
     variables = {"NVIDIA_TF32_OVERRIDE": 0, "OMP_NUM_THREADS": 1, "TORCHDYNAMO_DISABLE": int("--compile" not in flags)}
-    if form in ("mp", "environment"):
+    if form in ("spawn", "environment"):
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    if form == "mp":  # as in a job, where the ranks are forked
+    if form == "spawn":  # as in a job, where the ranks are forked
         variables |= {"NNODES": 1, "SLURM_NODEID": 0}
     if form == "environment":
         variables |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
@@ -159,7 +159,7 @@ def test_precision(device, train, on_cpu, script, precision):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["none", "torchrun", "mp"], ids=["alone", "one-rank", "mp"])
+@pytest.mark.parametrize("form", ["none", "torchrun", "spawn"], ids=["alone", "one-rank", "spawn"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_task(device, train, on_cpu, precision, form):
     """Its dropout is fixed, and a GPU draws another one than the CPU: near are only the first loss and the last."""
@@ -190,7 +190,7 @@ WEIGHTS = {DDP: "Parameter", PREEMPTIBLE: "Parameter", FSDP: "DTensor", TP: "DTe
 @pytest.mark.parametrize("script", WEIGHTS, ids=stem)
 def test_process_group(device, train, on_cpu, script, form, ranks):
     """NCCL with one rank, too; what several ranks do around a checkpoint is done for one. FSDP's are replicas once."""
-    flags = ["--hybrid", 1] if (script, form) == (FSDP, "mp") else []
+    flags = ["--hybrid", 1] if (script, form) == (FSDP, "spawn") else []
     log = train(script, device, "--precision", "fp32", *flags, form=form, ranks=ranks)
     assert ("replicate" in log) == (flags != [] and ranks == 2), log
     for said in devices(log, device, ranks):
@@ -200,7 +200,7 @@ def test_process_group(device, train, on_cpu, script, form, ranks):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("start", ["torchrun", "mp", "environment"])
+@pytest.mark.parametrize("start", ["torchrun", "spawn", "environment"])
 def test_process_group_of_one_rank(device, train, on_cpu, start):
     """train_fast.py's losses depend on the number of ranks: each has BatchNorm's statistics of its own images."""
     log = train(FAST, device, "--precision", "fp32", form=start)

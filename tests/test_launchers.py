@@ -66,7 +66,7 @@ def test_way_1_at_512_ranks(cluster, tmp_path):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("way", ["torchrun", "mp"])
+@pytest.mark.parametrize("way", ["torchrun", "spawn"])
 def test_ways_2_and_3_at_16_ranks(way, cluster, tmp_path):
     job = cluster.sbatch("--nodes=8", f"--output={tmp_path}/log", LAUNCHERS[way], VARIABLES, timeout=180)
     assert job.state == "COMPLETED", job.log
@@ -79,7 +79,7 @@ def test_uneven_allocation(cluster, tmp_path):
     job = cluster.sbatch(*size, LAUNCHERS["srun"], VARIABLES)
     assert job.state == "COMPLETED", job.log
     assert_five_variables(job.ranks(), [4, 4, 3])
-    for way in ("torchrun", "mp"):
+    for way in ("torchrun", "spawn"):
         job = cluster.sbatch(*size, LAUNCHERS[way], VARIABLES)
         assert job.state == "FAILED" and job.log.count("uneven allocation") == 1, job.log
         assert "use launch_slurm_to_torch.sh" in job.log and job.ranks() == []
@@ -271,7 +271,7 @@ def test_user_sets_ranks_and_port(cluster, tmp_path):
     size = ["--nodes=2", "--gpus-per-node=0", f"--output={tmp_path}/log"]
     variables = {"NPROC_PER_NODE": "3", "MASTER_PORT": "64999", "BATCH_SIZE": "64"}
     variables |= {"EPOCHS": "5", "LEARNING_RATE": "0.1"}
-    job = cluster.sbatch(*size, LAUNCHERS["mp"], VARIABLES, env=variables)
+    job = cluster.sbatch(*size, LAUNCHERS["spawn"], VARIABLES, env=variables)
     assert job.state == "COMPLETED", job.log
     for name, flag in (
         ("BATCH_SIZE=64", "batch-size 64"),
@@ -425,7 +425,7 @@ def test_two_jobs_at_once_on_the_same_nodes(cluster, tiny, tmp_path):
     size = ["--nodes=2", "--nodelist=node-[5-6]", f"--output={tmp_path}/%j.log"]
     train = ["distributed/train_ddp.py", "--data-dir", tiny, "--epochs", 2]
     ids = [
-        cluster.submit(*size, LAUNCHERS[way], *train, "--checkpoint-dir", tmp_path / way) for way in ("torchrun", "mp")
+        cluster.submit(*size, LAUNCHERS[way], *train, "--checkpoint-dir", tmp_path / way) for way in ("torchrun", "spawn")
     ]
     jobs = [cluster.wait(job) for job in ids]
     assert [job.state for job in jobs] == ["COMPLETED"] * 2, jobs[0].log + jobs[1].log
@@ -630,7 +630,7 @@ def test_cpus_are_named(cluster, tmp_path):
         size = {way: ["--nodes=1", f"--cpus-per-task={cpus * (1 if way == 'srun' else 2)}"] for way in LAUNCHERS}
         for way, job in in_all_ways(cluster, tmp_path, VARIABLES, size=size).items():
             assert job.state == "COMPLETED", job.log
-            number = {"srun": 1, "torchrun": 2, "mp": 3}[way]
+            number = {"srun": 1, "torchrun": 2, "spawn": 3}[way]
             first = rf"Way {number}, .*: 2 ranks on node-\S+, CPUs per rank: {cpus}, rendezvous at node-\d+:\d+"
             assert re.fullmatch(first, job.log.splitlines()[0]), job.log
             assert job.log.count(note) == (cpus == 1), job.log
@@ -676,7 +676,7 @@ def test_sbatch_export(export, cluster, tmp_path):
 def test_a_failure_is_not_named_after_the_rank_that_submitted(cluster, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import os\nos._exit(9)\n")
     env = {"RANK": "3", "PYTHONPATH": tmp_path}
-    job = cluster.sbatch(f"--output={tmp_path}/log", LAUNCHERS["mp"], VARIABLES, env=env)
+    job = cluster.sbatch(f"--output={tmp_path}/log", LAUNCHERS["spawn"], VARIABLES, env=env)
     assert job.state == "FAILED" and job.exit_code == 9, job.log
     assert "the process that starts the ranks on node-" in job.log.splitlines()[-1], job.log
 

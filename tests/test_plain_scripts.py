@@ -23,7 +23,7 @@ from conftest import LAUNCHERS, REPOSITORY, cells, environment, first_images, re
 SINGLE, DDP = "local/train_single.py", "distributed/train_ddp.py"
 FAST = "distributed/train_fast.py"
 STEPS = ["--epochs", "1", "--log-every", "1", "--dropout", "0", "--seed", "7"]
-BY_HAND = {"torchrun": ["./torchrun.sh"], "mp": [sys.executable, "distributed/spawn_ranks.py"]}
+BY_HAND = {"torchrun": ["./torchrun.sh"], "spawn": [sys.executable, "distributed/spawn_ranks.py"]}
 
 
 def losses(log: str) -> dict[tuple[int, int], float]:
@@ -84,7 +84,7 @@ def test_one_process_without_torch_distributed(one_process, mnist, tmp_path):
 HANDS = [(way, ranks) for way in BY_HAND for ranks in (2, 4)]
 
 
-@pytest.mark.parametrize(("way", "ranks"), cells(HANDS, ("mp", 2)))
+@pytest.mark.parametrize(("way", "ranks"), cells(HANDS, ("spawn", 2)))
 def test_equal_losses_by_hand(way, ranks, one_process, mnist, tmp_path):
     options = ["--data-dir", mnist, *STEPS, "--checkpoint-dir", tmp_path / "out"]
     counted = {"PYTHONPATH": REPOSITORY / "tests/scripts/opened"}
@@ -132,8 +132,8 @@ def test_equal_losses_on_the_cluster(shape, cluster, one_process, mnist, tmp_pat
         assert job.state == "COMPLETED", job.log
         assert_same_curve(job.log, one_process)
         # Of a task: slurmstepd, run_task.sh, and the rank or the spawner of ranks
-        processes = {"srun": 1 + 2 * ranks, "torchrun": 1, "mp": 3 + ranks}[way]
-        assert_costs(job.log, nodes * ranks, processes, forked=way == "mp")
+        processes = {"srun": 1 + 2 * ranks, "torchrun": 1, "spawn": 3 + ranks}[way]
+        assert_costs(job.log, nodes * ranks, processes, forked=way == "spawn")
         digests = re.findall(r"^WEIGHTS (\w+)$", job.log, re.M)
         assert len(digests) == nodes * ranks and len(set(digests)) == 1, job.log
         table = r"^\[Rank: (\d+) \| (\S+) \| world size: (\d+) \| local rank: (\d+) \| device: cpu\]$"
@@ -256,7 +256,7 @@ SENTENCES = {
 }
 TWO_RANKS = [(way, case) for way in BY_HAND for case in SENTENCES]
 QUICK = [("torchrun", case) for case in ("batch", "not finite", "no data")]
-QUICK += [("mp", case) for case in ("batch", "unknown", "mps")]
+QUICK += [("spawn", case) for case in ("batch", "unknown", "mps")]
 
 
 @pytest.mark.parametrize(("way", "case"), cells(TWO_RANKS, *QUICK))
@@ -526,8 +526,8 @@ def test_a_changed_copy(cluster, images, tmp_path):
         assert "was killed by" not in job.log, job.log
         curves[way] = losses(job.log.split("Resumed after epoch")[-1])
         assert evaluations(job.log)[-1][1] > 0.9, job.log
-    assert curves["mp"] == curves["srun"]
-    assert curves["torchrun"] == {key: curves["mp"][key] for key in curves["torchrun"]}
+    assert curves["spawn"] == curves["srun"]
+    assert curves["torchrun"] == {key: curves["spawn"][key] for key in curves["torchrun"]}
     assert curves["torchrun"], "the requeued run has logged nothing"
 
 

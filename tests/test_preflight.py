@@ -98,7 +98,7 @@ def test_four_nodes_that_are_fine(cluster, tmp_path):
     assert job.seconds < 20 and [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
-@pytest.mark.parametrize("way", ["torchrun", "mp"])
+@pytest.mark.parametrize("way", ["torchrun", "spawn"])
 def test_a_fault_behind_a_spawner(way, cluster, tmp_path):
     """The other two ways: both ranks of a node have the fault, and one sentence says so."""
     node = "node-15"

@@ -332,7 +332,7 @@ def test_ranks_of_nodes(monkeypatch):
 def test_the_order_of_the_start(device, debug, monkeypatch):
     """Before NCCL connects, what it prints is shortened, unless all is to be seen; and heartbeats have begun."""
     order = []
-    monkeypatch.setattr(place, "find_ranks", lambda: ("mp", 1, 1, 2))
+    monkeypatch.setattr(place, "find_ranks", lambda: ("spawn", 1, 1, 2))
     monkeypatch.setattr(place, "choose_device", lambda *_: (torch.device(device), None))
     for name in ("set_up_output", "rendezvous", "step_zero", "shorten_lost_peers", "connect"):
         monkeypatch.setattr(place, name, lambda *_, name=name: order.append(name))

@@ -260,7 +260,7 @@ def test_training_over_connections_that_break(laptop, by_hand, task_by_hand):
     looks = {
         "srun": ["--follow", "--fetch"],
         "torchrun": ["--wait"],
-        "mp": ["--follow"],
+        "spawn": ["--follow"],
         "task": ["--fetch", "--follow"],
     }
     started = {}
@@ -285,9 +285,9 @@ def test_training_over_connections_that_break(laptop, by_hand, task_by_hand):
     ids = {way: job_of(out) for way, out in shown.items()}
     assert len(set(ids.values())) == 4
 
-    assert "COMPLETED" in laptop.submit("status", ids["mp"]).stdout
-    assert laptop.submit("logs", ids["mp"]).stdout in shown["mp"]
-    for way in ("mp", "torchrun"):
+    assert "COMPLETED" in laptop.submit("status", ids["spawn"]).stdout
+    assert laptop.submit("logs", ids["spawn"]).stdout in shown["spawn"]
+    for way in ("spawn", "torchrun"):
         assert laptop.submit("fetch", ids[way]).returncode == 0
     for way, job in ids.items():
         fetched = laptop.clone / f"slurm-jobs/plain-{job}"
@@ -697,12 +697,12 @@ def test_time_limit(laptop, over_time):
 
 def test_mistakes_before_anything_is_sent(laptop, tmp_path):
     (laptop.clone / "ignored.out").write_text("#!/bin/bash\n")
-    size = ["--env", "plain", "--nodes", "2", LAUNCHERS["mp"]]
+    size = ["--env", "plain", "--nodes", "2", LAUNCHERS["spawn"]]
     for status, command, sentence in (
         (2, ["sleep.sh"], "--env NAME is missing"),
         (2, ["--env", "plain"], "which launcher?"),
         (2, size, "write --nodes=2"),
-        (2, ["--env", "plain", LAUNCHERS["mp"], "nope.py"], "no train script 'nope.py'"),
+        (2, ["--env", "plain", LAUNCHERS["spawn"], "nope.py"], "no train script 'nope.py'"),
         (2, ["--env", "plain", "--array=1-3", "sleep.sh"], "--array cannot be used here"),
         (1, ["--env", "nope", "sleep.sh"], "it has production, plain, "),
         (1, ["--env", "plain", "ignored.out"], "git ignores it"),

@@ -2,7 +2,8 @@
 
 The hook is Checkpoints.due, which train_preemptible.py, train_fsdp.py and train_tp.py ask after every step.
 A requeued job is as fast as it can, unless the variable ALWAYS is set: what was to happen has happened.
-The variable LATE says how many seconds later the ranks begin, and MISSING which one never does.
+The variable LATE says how many seconds the ranks sleep once they listen for signals, and MISSING which one never comes.
+With SLOW_SAVE a checkpoint takes so many seconds more to write, and with LONG_STEP step number N takes five.
 With the variable HOLD, train_fsdp.py and train_tp.py write their checkpoints asynchronously, however small, and that of
 step N is not written as long as there is a file HOLD/N.
 The rank that the variable STUCK names stays for ever in step 8; the one that HUNGRY names takes memory without end.
@@ -26,10 +27,12 @@ def wait_for_ever():
     threading.Event().wait()
 
 
-time.sleep(float(os.environ.get("LATE", 0)) if RESTART_COUNT == "0" else 0)
 if os.environ.get("MISSING") == os.environ.get("RANK", ""):
     wait_for_ever()
 stop_request.listen()  # as the script itself does, before torch
+if "LATE" in os.environ and RESTART_COUNT == "0":
+    print("Listening", flush=True)
+    time.sleep(float(os.environ["LATE"]))
 
 from resilience.checkpoints import Checkpoints
 
@@ -38,7 +41,7 @@ due, memory = Checkpoints.due, []
 
 
 def slower(self, step):
-    time.sleep(seconds)
+    time.sleep(5 if str(step) == os.environ.get("LONG_STEP") and RESTART_COUNT == "0" else seconds)
     if step == 8 and str(self.place.rank) == os.environ.get("STUCK"):
         wait_for_ever()
     if step >= 8 and str(self.place.rank) == os.environ.get("HUNGRY"):
@@ -47,6 +50,15 @@ def slower(self, step):
 
 
 Checkpoints.due = slower
+if "SLOW_SAVE" in os.environ and RESTART_COUNT == "0":
+    write = Checkpoints.write
+
+    def slow_write(self, *arguments):
+        if self.place.rank == 0:
+            time.sleep(float(os.environ["SLOW_SAVE"]))
+        return write(self, *arguments)
+
+    Checkpoints.write = slow_write
 if "HOLD" in os.environ:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
