@@ -42,7 +42,9 @@ def requeue(progress: bool) -> str | None:
 
 
 def scontrol(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["scontrol", *arguments], capture_output=True, text=True)
+    """In a session of its own: torchrun sends the SIGTERM that follows a requeue to all of this one."""
+    command = ["scontrol", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, start_new_session=True)
 
 
 def resume_command(checkpoint_dir: Path) -> str:
