@@ -86,12 +86,12 @@ def waist() -> Picture:
     picture = Picture(
         860,
         300,
-        """On the left four ways to start the ranks: srun, torchrun, torch.multiprocessing, and torchrun in a
-        container. On the right the scripts: train_ddp.py, train_fsdp.py, train_tp.py, your own. All lines go
-        through one narrow box in the middle with five variables: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
+        """On the left four programs that start the ranks: srun, torchrun, mp.spawn of torch.multiprocessing, and
+        torchrun in a container. On the right the scripts: train_ddp.py, train_fsdp.py, train_tp.py, your own. All
+        lines go through one narrow box in the middle with five variables: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
         MASTER_PORT.""",
     )
-    left = ["srun", "torchrun", "torch.multiprocessing", "torchrun, in a container"]
+    left = ["srun", "torchrun", "mp.spawn", "torchrun, in a container"]
     right = ["train_ddp.py", "train_fsdp.py", "train_tp.py", "your_script.py"]
     picture.text(120, 26, "who starts the ranks", "quiet")
     picture.text(430, 26, "the five variables", "quiet")
@@ -194,8 +194,9 @@ def start_of_a_job(picture: Picture, launcher: str):
 
 def processes(launcher: str, starter: str, sentence: str) -> Picture:
     """The processes of two nodes with two ranks each. `starter` is the program between srun and ranks, or nothing."""
-    middle = f"srun starts one task on each node: {starter}. It starts the two ranks of its node." if starter else ""
-    middle = middle or "srun starts four tasks, two on each node. Each task is a rank."
+    middle = "srun starts four tasks, two on each node. Each task becomes a rank."
+    if starter:
+        middle = f"srun starts one task on each node, which becomes {starter}. It starts the two ranks of its node."
     picture = Picture(860, 345, f"sbatch starts {launcher} on the first node. {middle} {sentence}")
     start_of_a_job(picture, launcher)
     for node, x in enumerate(two_nodes(picture, 125, 180)):
@@ -217,7 +218,7 @@ def processes(launcher: str, starter: str, sentence: str) -> Picture:
 
 
 def srun() -> Picture:
-    said = "env.sh sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT; each task sets its own RANK and LOCAL_RANK."
+    said = "env.sh sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT; slurm_rank.sh sets RANK and LOCAL_RANK of each task."
     return processes("launch_slurm_to_torch.sh", "", said)
 
 
@@ -344,14 +345,14 @@ def stop_and_resume() -> Picture:
     picture = Picture(
         860,
         350,
-        """A job over time, from left to right. Four ranks take steps 113, 114 and 115. Slurm sends SIGUSR1, 120
-        seconds before the time limit. It reaches ranks 0 and 1 in step 114, ranks 2 and 3 in step 115. After step 115
+        """A job over time, from left to right. Four ranks take steps 113, 114 and 115. Slurm sends SIGTERM, at the
+        time limit or for a preemption. It reaches ranks 0 and 1 in step 114, ranks 2 and 3 in step 115. After step 115
         one bar goes across all four ranks: an all-reduce, in which they agree to stop. Then rank 0 writes
-        checkpoint_step_115.pt, and the job ends. The launcher requeues it, it waits in the queue, and starts again.
-        All four ranks load the checkpoint, and go on with steps 116 and 117.""",
+        checkpoint_step_115.pt and calls scontrol requeue. The job waits in the queue, and starts again. All four ranks
+        load the checkpoint, and go on with steps 116 and 117.""",
     )
     rows = [110, 160, 210, 260]  # the tops of the ranks' lines
-    picture.label(85, 30, 190, 44, "SIGUSR1", "--signal=USR1@120", text="code")
+    picture.label(85, 30, 190, 44, "SIGTERM", "time limit or preemption", text="code")
     for rank, y in enumerate(rows):
         picture.text(20, y + 18, f"rank {rank}", "bold", "start")
         for number, x in enumerate((85, 155, 225)):
@@ -369,8 +370,8 @@ def stop_and_resume() -> Picture:
     picture.text(350, 240, "yes: after 115", "quiet")
     picture.label(425, 110, 80, 36, "save")
     picture.text(425, 166, "checkpoint_step_115.pt", "code", "start")
-    picture.arrow((465, 110), (465, 52), (490, 52))
-    picture.label(490, 30, 145, 44, "requeue", "by the launcher", text="code")
+    picture.arrow((465, 110), (465, 74))
+    picture.label(430, 30, 205, 44, "scontrol requeue", "by rank 0", text="code")
     picture.label(525, 200, 110, 40, "in the queue", text="quiet", kind="line dashed")
     picture.arrow((635, 52), (692, 52), (692, 110))
     picture.text(768, 52, "starts again", "quiet")
