@@ -4,9 +4,9 @@
     python aux/bench/launch.py --check     # status 1 when less is reached than is promised
 
 A script of fifteen lines that takes one step with DistributedDataParallel is started on 2 and on 4 ranks of one node,
-by each in turn. The launchers are those of the four ways as they stand, on a cluster that local/cluster/namespaces.sh
-starts for this run; for way 4 Enroot and the image of env.sh have to be there, and the first launch, which does not
-count, creates the container. Time counts from the first line of the batch script: what comes before it, from sbatch on,
+by each in turn. The four launchers are taken as they stand, on a cluster that local/cluster/namespaces.sh starts for
+this run; run_script.sh takes Enroot and the image that it names, and its first launch, which does not count, creates
+the container. Time counts from the first line of the batch script: what comes before it, from sbatch on,
 is queueing and stands apart, in the file with the raw data. CPU seconds are not counted: Slurm's daemons start what is
 measured. Without root, Slurm or Enroot the rows say so and claim nothing. The gate besides: all ranks are in one
 process group.
@@ -33,12 +33,13 @@ from resilience.arguments import ArgumentParser, whole_number
 from rows import Row
 
 LAUNCHERS = {
-    "way 1": "launch_slurm_to_torch.sh",
-    "way 2": "launch_slurm_with_torchrun.sh",
-    "way 3": "launch_slurm_with_mp.sh",
-    "way 4": "run_script.sh",
+    "srun": "launch_slurm_to_torch.sh",
+    "torchrun": "launch_slurm_with_torchrun.sh",
+    "spawn": "launch_slurm_with_mp.sh",
+    "container": "run_script.sh",
 }
-LEASTS = {"way 1": 1.0, "way 2": round(1 / 1.1, 2), "way 3": 1.0, "way 4": round(1 / 1.1, 2)}  # 0.91: 1.1 times as long
+# 0.91: 1.1 times as long
+LEASTS = {"srun": 1.0, "torchrun": round(1 / 1.1, 2), "spawn": 1.0, "container": round(1 / 1.1, 2)}
 CLUSTER = REPOSITORY / "local/cluster/namespaces.sh"
 FIRST_STEP = """
 import os, time
@@ -98,7 +99,7 @@ def through_slurm(launcher: Path, script: Path, ranks: int, queued: list[float])
     done = on_cluster("sbatch", "--wait", "--parsable", *size, launcher, script.relative_to(REPOSITORY))
     folder = REPOSITORY / "log" / done.stdout.strip()
     text = log.read_text() if log.exists() else done.stderr
-    text += "".join(path.read_text() for path in sorted(folder.glob("*.out")))  # way 4's ranks write there
+    text += "".join(path.read_text() for path in sorted(folder.glob("*.out")))  # a container's ranks write there
     shutil.rmtree(folder, ignore_errors=True)
     began = re.search(r"^BEGAN (\S+)$", text, re.M)
     queued.append(float(began[1]) - submitted if began else 0.0)
@@ -117,12 +118,12 @@ def on_cluster(*command: object) -> subprocess.CompletedProcess:
 def copies(folder: Path) -> dict[str, Path]:
     """The launchers, with one line more."""
     found = {}
-    for way, launcher in LAUNCHERS.items():
+    for name, launcher in LAUNCHERS.items():
         text = (REPOSITORY / launcher).read_text()
         text, count = re.subn("^set -euo pipefail", r'\g<0>; echo "BEGAN $EPOCHREALTIME"', text, flags=re.M)
         assert count == 1, f"{launcher} does not begin as launch.py expects"
-        found[way] = folder / launcher
-        found[way].write_text(text)
+        found[name] = folder / launcher
+        found[name].write_text(text)
     return found
 
 
@@ -134,45 +135,45 @@ def measure(rounds: int, folder: Path) -> Iterator[Row]:
     script.write_text(FIRST_STEP)
     launchers = copies(folder)
     if not has_container():
-        del launchers["way 4"]
+        del launchers["container"]
     for ranks in (2, 4):
-        queued = {way: [] for way in launchers}
+        queued = {name: [] for name in launchers}
         sides: dict[str, Callable[[], tuple[float, float]]] = {"bare": lambda ranks=ranks: bare(script, ranks)}
-        for way, launcher in launchers.items():
-            sides[way] = lambda launcher=launcher, ranks=ranks, queued=queued[way]: through_slurm(
+        for name, launcher in launchers.items():
+            sides[name] = lambda launcher=launcher, ranks=ranks, queued=queued[name]: through_slurm(
                 launcher, script, ranks, queued
             )
         taken = {name: [] for name in sides}
         for _ in range(1 + rounds):
             for name, launch in sides.items():
                 taken[name].append(launch())
-        for way in LAUNCHERS:
-            if way not in launchers:
-                yield Row(name_of(way, ranks), "bare torchrun", LEASTS[way], missing="no Enroot or no image here")
+        for name, least in LEASTS.items():
+            if name not in launchers:
+                yield Row(name_of(name, ranks), "bare torchrun", least, missing="no Enroot or no image here")
                 continue
-            row = Row(name_of(way, ranks), "bare torchrun", LEASTS[way], taken[way][1:], taken["bare"][1:])
-            row.quality, row.notes = f"{ranks} ranks in one group", {"seconds_queued": min(queued[way])}
+            row = Row(name_of(name, ranks), "bare torchrun", least, taken[name][1:], taken["bare"][1:])
+            row.quality, row.notes = f"{ranks} ranks in one group", {"seconds_queued": min(queued[name])}
             yield row
 
 
 def has_container() -> bool:
-    """Whether the nodes, which are this machine, have Enroot and the image that env.sh names."""
-    image = re.search(r"^export CONTAINER_IMAGE=(\S+)", (REPOSITORY / "env.sh").read_text(), re.M)[1]
+    """Whether the nodes, which are this machine, have Enroot and the image that run_script.sh names."""
+    image = re.search(r"\bCONTAINER_IMAGE=(\S+)", (REPOSITORY / "run_script.sh").read_text())[1]
     return shutil.which("enroot") is not None and Path(image.replace("$PWD", str(REPOSITORY))).is_file()
 
 
-def name_of(way: str, ranks: int) -> str:
-    return f"launch to first step, {way}, {ranks} ranks"
+def name_of(launcher: str, ranks: int) -> str:
+    return f"launch to first step, {launcher}, {ranks} ranks"
 
 
 def main(args: Namespace):
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # by way of `finally`
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # runs `finally`
     up = on_cluster("up", "--nodes", "1", "--cpus", "4", "--gpus", "4")
     try:
         rows.print_heads()
         if up.returncode:
             print(f"launch.py: {up.stderr.strip().splitlines()[-1]}", file=sys.stderr, flush=True)
-            kinds = [(way, ranks) for ranks in (2, 4) for way in LAUNCHERS]
+            kinds = [(name, ranks) for ranks in (2, 4) for name in LAUNCHERS]
             none = [Row(name_of(*kind), "bare torchrun", LEASTS[kind[0]], missing="no cluster here") for kind in kinds]
             missed = [rows.report(row) for row in none]
         else:

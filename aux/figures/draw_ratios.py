@@ -45,10 +45,10 @@ BARS = {  # what was changed: a bar for each row (its name, its other side), wit
         ("two ranks, DistributedDataParallel", ONE_RANK): "small transformer",
     },
     "launch to first step, four ranks": {
-        ("launch to first step, way 1, 4 ranks", "bare torchrun"): "srun starts them",
-        ("launch to first step, way 2, 4 ranks", "bare torchrun"): "torchrun starts them",
-        ("launch to first step, way 3, 4 ranks", "bare torchrun"): "spawn_ranks.py forks them",
-        ("launch to first step, way 4, 4 ranks", "bare torchrun"): "torchrun, in a container",
+        ("launch to first step, srun, 4 ranks", "bare torchrun"): "srun starts them",
+        ("launch to first step, torchrun, 4 ranks", "bare torchrun"): "torchrun starts them",
+        ("launch to first step, spawn, 4 ranks", "bare torchrun"): "mp.spawn starts them",
+        ("launch to first step, container, 4 ranks", "bare torchrun"): "torchrun, in a container",
     },
     "network and schedule, to 99 %": {
         ("MNIST to 99 %, real files", EXAMPLES): "real digits",
