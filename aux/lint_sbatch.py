@@ -331,7 +331,8 @@ def signals(script: Script) -> Findings:
             why = "bash runs the trap only after the command has ended"
             yield command.line, f"{command.name} in the foreground of a shell with a trap, {why}: add & and wait for it"
         if name and name in handled and not heard_here:
-            yield script.asked_at["signal"], f"{name} reaches the ranks, not this shell's trap: --signal=B:{name}@..."
+            how = f"let the train script handle it, or say --signal=B:{name}@..."
+            yield script.asked_at["signal"], f"{name} reaches the ranks, not this shell's trap: {how}"
     waits = any("wait" in command.name for command in script.commands)
     if script.directives and training and not waits and all(command.end == "&" for command in training):
         yield training[0].line, f"{training[0].name} in the background, and the job ends before it: add wait"
@@ -343,11 +344,26 @@ def signals(script: Script) -> Findings:
         yield training[-1].line, f"{training[-1].name} is waited for once, but {why}: wait again until it has ended"
     told = re.search(r"\b(?:kill|scancel)\b.*(?:-|--signal[= ]|-s *)(?:SIG)?USR", script.text)
     ignores = re.compile(r"trap\s+(?:--\s+)?\\?([\"'])\\?\1\s+.*USR")
-    for command in script.body if told or (name and not heard_here) else []:
+    for command in script.body if told or (name.startswith("USR") and not heard_here) else []:
         ignored = any(map(ignores.search, [script.text, *script.sources(command.text, ".sh")]))
         if re.search(TORCHRUN, command.code) and not ignored:
-            how = 'trap "" USR1 in a shell that then says exec torchrun, and a handler in the ranks'
+            how = "send TERM, which torchrun hands on to its ranks, and handle it there"
             yield command.line, f"{name or 'USR1'} kills torchrun, which does not know the signal, ranks and all: {how}"
+
+
+def shell_in_between(script: Script) -> Findings:
+    """With proctrack/cgroup, Slurm's default, a signal reaches what srun has started, and not its children."""
+    for command in script.sruns:
+        started = command.text.partition("srun")[2]
+        inner = [found[2] for found in re.finditer(r"sh\s+(?:-\w+\s+)*-\w*c\s+(['\"])(.*?)\1", started, re.S)]
+        inner = [text for text in inner if len(read_bash(text)[0]) > 1]  # a single command takes the shell's place
+        for text in [*inner, *script.sources(started, ".sh")]:
+            trains = [c for c in read_bash(text)[0] if re.fullmatch(r"torchrun|python[\d.]*|accelerate", c.name)]
+            if trains and not re.match(r"\s*exec\s", trains[-1].text):
+                name = trains[-1].name
+                why = f"gets Slurm's SIGTERM, and {name} no time to save"
+                yield command.line, f"a shell between srun and {name} {why}: exec {name} ..."
+                break
 
 
 def counts_typed_twice(script: Script) -> Findings:
@@ -367,7 +383,7 @@ def counts_typed_twice(script: Script) -> Findings:
 # --- main -------------------------------------------------------------------------------------------------------------
 
 CHECKS = (directives_not_read, no_log_folder, torchrun_alone, no_srun, rank_variables, devices, addresses, pipes)
-CHECKS += (exit_status_masked, srun_options, signals, counts_typed_twice)
+CHECKS += (exit_status_masked, srun_options, signals, shell_in_between, counts_typed_twice)
 
 
 def main(paths: list[str]) -> int:

@@ -227,12 +227,12 @@ CASES = {
     "torchrun and USR1": (
         "kills torchrun",
         f"#SBATCH --signal=USR1@120\nsrun {FLAGS} torchrun train.py  # MISTAKE",
-        f"#SBATCH --signal=USR1@120\nsrun {FLAGS} bash -c 'trap \"\" USR1; exec torchrun train.py'",
+        f"#SBATCH --signal=TERM@120\nsrun {FLAGS} torchrun a.py\nsrun {FLAGS} bash -c 'exec torchrun b.py'",
     ),
     "a sentence that names srun and torchrun": (
         "--kill-on-bad-exit=1",
         'note "srun starts python" hard\nbash -c "cd code && srun python train.py"  # MISTAKE',
-        '#SBATCH --signal=USR1@120\nstart_job "Way 2, srun starts torchrun everywhere, then torchrun the ranks" "$@"',
+        '#SBATCH --signal=USR1@120\necho "srun starts torchrun everywhere, then torchrun the ranks"',
     ),
     "torchrun and USR1, behind a script": (
         "kills torchrun",
@@ -243,6 +243,16 @@ CASES = {
         "kills torchrun",
         f"trap 'kill -USR1 $pid' USR1\nsrun {FLAGS} torchrun train.py &  # MISTAKE\npid=$!\nwait",
         f"#SBATCH --signal=B:USR1@120\ntrap 'scontrol requeue $SLURM_JOB_ID' USR1\nsrun {FLAGS} torchrun a.py &\nwait",
+    ),
+    "a shell in between": (
+        "a shell between srun and python",
+        f"srun {FLAGS} bash -c 'export RANK=$SLURM_PROCID; python train.py'  # MISTAKE",
+        f"srun {FLAGS} bash -c 'export RANK=$SLURM_PROCID; exec python train.py'",
+    ),
+    "a shell in between, in a file": (
+        "a shell between srun and torchrun",
+        f"srun {FLAGS} ./stays.sh  # MISTAKE",
+        f"srun {FLAGS} ./hears.sh python train.py",
     ),
     "nodes typed twice": (
         "--nnodes 2 repeats",
@@ -265,6 +275,7 @@ def lint(folder: Path, body: str, capsys) -> list[str]:
     (folder / "by_local_rank.py").write_text("torch.cuda.set_device(local_rank)\n")
     (folder / "by_count.py").write_text("torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else local)\n")
     (folder / "hears.sh").write_text('exec "$@"\n')
+    (folder / "stays.sh").write_text("source .venv/bin/activate\ntorchrun train.py\n")
     (folder / "ignores.sh").write_text("trap '' USR1\nexec \"$@\"\n")
     script = folder / "job.sh"
     script.write_text(HEADER + body + "\n")
@@ -294,7 +305,7 @@ def test_ours_are_clean():
 
 
 def test_ours_are_not_clean_once_edited_wrongly(tmp_path):
-    """The launcher of way 2 with mistakes that its readers make; every one is found on its line."""
+    """The torchrun launcher with mistakes that its readers make; every one is found on its line."""
     text = (REPOSITORY / "launch_slurm_with_torchrun.sh").read_text()
     text = text.replace("#SBATCH --time", "# SBATCH --time").replace("%x_%j.out", "logs/%x_%j.out")
     text = text.replace("--kill-on-bad-exit=1 ", "").replace("./torchrun.sh", "torchrun --nnodes=1 --nproc-per-node=2")
@@ -311,9 +322,9 @@ def test_ours_are_not_clean_once_edited_wrongly(tmp_path):
         ("no folder logs", "#SBATCH --output=logs"),
         ("port 29500", "export MASTER_PORT"),
         ("CUDA_VISIBLE_DEVICES hard-coded", "export MASTER_PORT"),
-        ("--nnodes=1 on 2 nodes", "srun --ntasks"),
-        ("srun lets the others wait", "srun --ntasks"),
-        ("--nproc-per-node=2 repeats the header", "srun --ntasks"),
+        ("--nnodes=1 on 2 nodes", "srun "),
+        ("srun lets the others wait", "srun "),
+        ("--nproc-per-node=2 repeats the header", "srun "),
     ):
         assert [line in text for said, text in found.items() if re.match(sentence, said)] == [True], done.stdout
     assert len(said) == 7, done.stdout
