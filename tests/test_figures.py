@@ -151,7 +151,7 @@ def test_the_published_losses_agree(tmp_path, monkeypatch, capsys):
     pairs = sum(count * (count - 1) // 2 for count in counts)
     assert shown == drawn("convergence") and shown.count('id="text_') > pairs > 100
     for training, runs in zip(LOSSES["trainings"], ("image_runs", "text_runs"), strict=True):
-        planned = getattr(prove_convergence, runs)(container=True)
+        planned = getattr(prove_convergence, runs)(container="--container" in LOSSES["command"])
         assert [run["name"] for run in training["runs"]] == [run.name for run in planned]
 
 

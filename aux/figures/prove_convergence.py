@@ -1,12 +1,13 @@
 """The same training started every way, by real Slurm jobs: have all of them the same losses? A table and a figure.
 
+    ./local/cluster/namespaces.sh up --cpus 4                                      # nodes for up to four ranks
     ./local/cluster/namespaces.sh exec python aux/figures/prove_convergence.py     # there, or on a login node
     python aux/figures/prove_convergence.py --draw                                 # from the losses of the last time
 
 Two trainings, on CPUs and in float32, without dropout: a ConvNet on images, and a transformer on text. Each is run as
-one process, by every launcher, on 1 to 4 ranks of one and two nodes, split in every way, with an uneven number of ranks
-and of samples, with gradient accumulation, and stopped and resumed. Exit status 1 if the losses of any two differ by
-more than rounding explains, or if a training that is wrong by 1 % is not told from the others.
+one process, by every launcher, on 1 to 4 ranks of one and two nodes, split in every way, with numbers of samples that
+no number of ranks divides, with gradient accumulation, and stopped and resumed. Exit status 1 if the losses of any two
+differ by more than rounding explains, or if a training that is wrong by 1 % is not told from the others.
 """
 
 import datetime
@@ -35,7 +36,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCHERS = {
     "srun": "launch_slurm_to_torch.sh",
     "torchrun": "launch_slurm_with_torchrun.sh",
-    "mp": "launch_slurm_with_mp.sh",
+    "spawn": "launch_slurm_with_mp.sh",
     "container": "run_script.sh",
 }
 SINGLE, DDP, PREEMPTIBLE = "local/train_single.py", "distributed/train_ddp.py", "distributed/train_preemptible.py"
@@ -49,14 +50,14 @@ CONTROL = "learning rate 1 % higher"
 
 @dataclass(frozen=True)
 class Run:
-    """One row of the table. `family` is the line of the figure that it belongs to; no `way`: by hand, one process.
+    """One row of the table. `family` is the line of the figure that it belongs to; no `launcher`: by hand, one process.
 
     `stop`: once it trains it is told to stop. Then Slurm requeues it, or, if there is one, `then` resumes it.
     """
 
     name: str
     family: str
-    way: str
+    launcher: str
     nodes: int
     ranks: int
     script: str
@@ -71,7 +72,7 @@ def parse_arguments() -> Namespace:
     parser.add_argument(
         "--out", type=Path, default=REPOSITORY / "docs/figures", help="folder of convergence.json, .svg"
     )
-    parser.add_argument("--container", action="store_true", help="way 4, too: where the nodes have Enroot and an image")
+    parser.add_argument("--container", action="store_true", help="also in containers (the nodes have Enroot)")
     parser.add_argument("--images", type=Path, default=REPOSITORY / "data/mnist", help="of aux/prepare_data.py")
     parser.add_argument("--text", type=Path, default=REPOSITORY / "data/shakespeare", help="of aux/prepare_data.py")
     args = parser.parse_args()
@@ -110,15 +111,15 @@ def image_runs(container: bool) -> Iterator[Run]:
     """DistributedDataParallel, without and with what survives a stop. The first is what the others must repeat."""
     alone = Run("one process", "one process", "", 1, 1, SINGLE)
     yield alone
-    for way in ("srun", "torchrun", "mp", *["container"] * container):
+    for launcher in ("srun", "torchrun", "spawn", *["container"] * container):
         for nodes, ranks in ((1, 1), (1, 2), (2, 4)):
-            yield Run(f"{way}, {place(nodes, ranks)}", way, way, nodes, ranks, DDP)
-    yield Run("srun, 3 ranks: 2 on one node, 1 on the other", "srun", "srun", 2, 3, DDP)
+            yield Run(f"{launcher}, {place(nodes, ranks)}", launcher, launcher, nodes, ranks, DDP)
+    yield Run(f"srun, {place(1, 3)}", "srun", "srun", 1, 3, DDP)
     again = Run("", "", "torchrun", 2, 4, DDP, ("--resume",))
-    yield replace(again, name=f"{again.way}, {place(2, 4)}, a second job resumes after epoch 1",
+    yield replace(again, name=f"{again.launcher}, {place(2, 4)}, a second job resumes after epoch 1",
                   family="stopped and resumed", arguments=("--epochs", "1"), then=again)  # fmt: skip
-    yield Run("mp, 2 ranks on 2 nodes, stopped in an epoch, requeued", "stopped and resumed", "mp", 2, 2, PREEMPTIBLE,
-              stop=True)  # fmt: skip
+    yield Run("spawn, 2 ranks on 2 nodes, stopped in an epoch, requeued", "stopped and resumed", "spawn", 2, 2,
+              PREEMPTIBLE, stop=True)  # fmt: skip
     yield replace(alone, name=f"one process, {CONTROL}", family=CONTROL, arguments=("--learning-rate", "0.00101"))
 
 
@@ -128,17 +129,17 @@ def text_runs(container: bool) -> Iterator[Run]:
     yield alone
     yield replace(alone, name="one process, 3 accumulated parts", family="FSDP", arguments=("--accumulation", "3"))
     yield Run(f"srun, FSDP, {place(1, 2)}", "FSDP", "srun", 1, 2, FSDP)
-    yield Run("srun, FSDP, 3 ranks: 2 on one node, 1 on the other", "FSDP", "srun", 2, 3, FSDP)
+    yield Run(f"srun, FSDP, {place(1, 3)}", "FSDP", "srun", 1, 3, FSDP)
     yield Run(f"torchrun, FSDP, {place(2, 4)}", "FSDP", "torchrun", 2, 4, FSDP)
     accumulated = ("--hybrid", "--accumulation", "3")
-    yield Run(f"mp, FSDP --hybrid, {place(2, 4)}, 3 accumulated parts", "FSDP", "mp", 2, 4, FSDP, accumulated)
+    yield Run(f"spawn, FSDP --hybrid, {place(2, 4)}, 3 accumulated parts", "FSDP", "spawn", 2, 4, FSDP, accumulated)
     yield Run(f"torchrun, TP 2, {place(1, 2)}", "TP", "torchrun", 1, 2, TP)
     four = ("--tensor-parallel", "4", "--sequence-parallel")
-    yield Run(f"mp, TP 4 --sequence-parallel, {place(1, 4)}", "TP", "mp", 1, 4, TP, four)
+    yield Run(f"spawn, TP 4 --sequence-parallel, {place(1, 4)}", "TP", "spawn", 1, 4, TP, four)
     yield Run(f"srun, TP 2 x data 2, {place(2, 4)}", "TP x data", "srun", 2, 4, TP)
     parts = ("--sequence-parallel", "--accumulation", "2")
-    yield Run(f"mp, TP 2 --sequence-parallel x data 2, {place(2, 4)}, 2 accumulated parts", "TP x data", "mp", 2, 4,
-              TP, parts)  # fmt: skip
+    yield Run(f"spawn, TP 2 --sequence-parallel x data 2, {place(2, 4)}, 2 accumulated parts", "TP x data", "spawn",
+              2, 4, TP, parts)  # fmt: skip
     if container:
         yield Run(f"container, TP 2 x data 2, {place(2, 4)}", "TP x data", "container", 2, 4, TP)
     resumed = Run("", "", "torchrun", 2, 4, TP, ("--resume",))
@@ -217,7 +218,7 @@ def execute(run: Run, shared: list[str], folder: Path) -> tuple[dict[int, float]
     for part in (run, run.then) if run.then else (run,):
         arguments = [*shared, "--checkpoint-dir", str(folder / "out"), *part.arguments]
         part = replace(part, name=run.name)
-        text, command = by_hand(part, arguments) if not part.way else submit(part, arguments, folder)
+        text, command = by_hand(part, arguments) if not part.launcher else submit(part, arguments, folder)
         log += text
         commands.append(command)
     resumed = re.search(r"^Resumed after (?:step|epoch) (\d+)$", log, re.M)
@@ -230,16 +231,11 @@ def execute(run: Run, shared: list[str], folder: Path) -> tuple[dict[int, float]
     return losses, evaluations, commands
 
 
-def environment(**values: str) -> dict[str, str]:
-    """This program's, without what would change the size of a job."""
-    stray = r"NPROC_PER_NODE|OMP_NUM_THREADS|MASTER_|RANK|LOCAL_RANK|WORLD_SIZE"
-    return {name: value for name, value in os.environ.items() if not re.match(stray, name)} | values
-
-
 def by_hand(run: Run, arguments: list[str]) -> tuple[str, str]:
     """One process, without a launcher. Returns what it has printed, and the command."""
     command = [run.script, *arguments]
-    env = environment(OMP_NUM_THREADS="1")
+    stray = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    env = {name: value for name, value in os.environ.items() if name not in stray} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=SECONDS)
     if done.returncode:
         fail(f"{run.name} failed: {done.stderr.strip()}")
@@ -247,18 +243,14 @@ def by_hand(run: Run, arguments: list[str]) -> tuple[str, str]:
 
 
 def submit(run: Run, arguments: list[str], folder: Path) -> tuple[str, str]:
-    """A job. Returns its log, in a container the logs of its nodes, and the command."""
-    each, variables = math.ceil(run.ranks / run.nodes), {}
-    size = [f"--nodes={run.nodes}", "--gpus-per-node=0", "--time=15", f"--output={folder}/log-%j"]
-    if run.way == "srun":
-        size += [f"--ntasks={run.ranks}", f"--ntasks-per-node={each}"]
-    else:
-        variables["NPROC_PER_NODE"] = str(each)
+    """A job. Returns its log and the command."""
+    size = [f"--nodes={run.nodes}", f"--ntasks-per-node={run.ranks // run.nodes}", "--cpus-per-task=1"]
+    size += ["--gpus-per-node=0", "--time=15", f"--output={folder}/log-%j"]
     if run.then and run.stop:
         size += ["--no-requeue"]
-    command = [*size, LAUNCHERS[run.way], run.script, *arguments]
+    command = [*size, LAUNCHERS[run.launcher], run.script, *arguments]
     sbatch = ["sbatch", "--parsable", *command]
-    submitted = subprocess.run(sbatch, env=environment(**variables), capture_output=True, text=True)
+    submitted = subprocess.run(sbatch, capture_output=True, text=True)
     if submitted.returncode:
         fail(f"{run.name}: {submitted.stderr.strip()}")
     job = submitted.stdout.strip().partition(";")[0]
@@ -269,13 +261,13 @@ def submit(run: Run, arguments: list[str], folder: Path) -> tuple[str, str]:
         if isinstance(error, TimeoutError):
             fail(f"{run.name}: job {job} has not ended after {SECONDS} s, see {folder}")
         raise
-    logs = [folder / f"log-{job}", *sorted(Path("log", job).glob("*.out"))]
-    text = "".join(log.read_text() for log in logs if log.exists())
+    log = folder / f"log-{job}"
+    text = log.read_text() if log.exists() else ""
     expected = "Stopped after step" if run.then and run.stop else "Finished: "
     if not re.search(f"^{expected}", text, re.M):
         fail(f"{run.name}: job {job} has failed, and its log ends with: {' / '.join(text.splitlines()[-3:])}")
     shutil.rmtree(Path("log", job), ignore_errors=True)
-    return text, " ".join([*(f"{name}={value}" for name, value in variables.items()), "sbatch", *command])
+    return text, " ".join(["sbatch", *command])
 
 
 def wait(job: str, metrics: Path | None):
@@ -293,7 +285,7 @@ def wait(job: str, metrics: Path | None):
             subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], capture_output=True)
         for _ in range(10):
             if not told and metrics.exists() and metrics.read_text().count("\n") >= 10:
-                subprocess.run(["scancel", "--signal=USR1", job])
+                subprocess.run(["scancel", "--signal=TERM", job])
                 told = True
             time.sleep(0.2)
     raise TimeoutError
