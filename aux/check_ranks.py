@@ -173,7 +173,6 @@ def main(args: Namespace):
     device, _ = choose_device(args.device, local_rank, world_size)
     cpus, fault = count_cpus()
     if names_fault := check_names():  # a rank that seeks rank 0 at a loopback address would never find it
-        time.sleep(min(2 * int(os.environ.get("SLURM_NODEID", 0)), 10))  # one node that has the fault prints it
         stop(names_fault, rank, prints=local_rank == 0)
     fault = fault or check_open_files(world_size) or check_shared_memory()
     columns = {"GPU": gpu_uuid(device) or "none", "CPUs": cpus, "threads": torch.get_num_threads()}

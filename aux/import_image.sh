@@ -1,7 +1,7 @@
 #!/bin/bash
 # Turn an image of a registry into the file that Enroot makes containers from: once, on the login node.
 #
-# Usage: ./aux/import_image.sh [docker://IMAGE [FILE.sqsh]]      default: NVIDIA's PyTorch, in pytorch.sqsh as in env.sh
+# Usage: ./aux/import_image.sh [docker://IMAGE [FILE.sqsh]]      default: NVIDIA's PyTorch, in pytorch.sqsh as in run_script.sh
 #        ./aux/import_image.sh 'docker://nvcr.io#nvidia/pytorch:24.06-py3'        where the GPUs' driver is older
 #
 # It takes 20 GB and some minutes. Enroot unpacks in TMPDIR and keeps layers in ~/.cache/enroot (ENROOT_CACHE_PATH).

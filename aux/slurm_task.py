@@ -20,7 +20,6 @@ import inspect
 import json
 import os
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,24 +61,17 @@ def find_job() -> JobContext | None:
     """
     env = os.environ
     in_step = int(env.get("SLURM_STEP_ID", 2**32)) < 2**31  # near 2**32: batch and interactive shells
-    if in_step and "MASTER_ADDR" not in env and int(env.get("SLURM_NTASKS", 1)) > 1:
-        if env["SLURM_PROCID"] != "0":
-            time.sleep(5)  # where a failed task ends the step: the first one reports
-            sys.exit(1)
+    if in_step and "RANK" not in env and int(env.get("SLURM_NTASKS", 1)) > 1:
         tasks = f"srun started {env['SLURM_NTASKS']} tasks without a launcher, and each would train alone"
         sys.exit(f"{Path(sys.argv[0]).name}: {tasks}: add --submit --env NAME, or sbatch launch_slurm_to_torch.sh")
-    if "SLURM_JOB_ID" not in env or "MASTER_ADDR" not in env or not (in_step or "TORCHELASTIC_RUN_ID" in env):
+    if "SLURM_JOB_ID" not in env or "RANK" not in env:
         return None
-    names = "RANK", "LOCAL_RANK", "WORLD_SIZE"
-    if "RANK" not in env:
-        names = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"
-    rank, local_rank, world_size = (int(env[name]) for name in names)
     return JobContext(
         job_id=int(env["SLURM_JOB_ID"]),
         node_list=env["SLURM_JOB_NODELIST"],
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
+        rank=int(env["RANK"]),
+        local_rank=int(env["LOCAL_RANK"]),
+        world_size=int(env["WORLD_SIZE"]),
         node_rank=int(env.get("GROUP_RANK") or env.get("SLURM_NODEID", 0)),
         restart_count=int(env.get("SLURM_RESTART_COUNT", 0)),
         output_dir=Path("checkpoints", env["SLURM_JOB_ID"]),
@@ -160,10 +152,13 @@ def submit_script(resources: dict[str, str | int | None], submit_args: Namespace
     if tasks > 1 and gpus.isdigit() and int(gpus) not in (0, tasks):
         wanted = f"{tasks} tasks and {gpus} GPUs on each of {options['nodes']} nodes, but a task is a rank with a GPU"
         slurmfile.fail(f"@task: {wanted}: write gpus_per_node={tasks}, or ntasks_per_node={gpus} without ntasks")
-    way = "with_torchrun" if tasks == 1 and gpus.isdigit() and int(gpus) > 1 else "to_torch"
-    launcher = "run_script.sh" if environment["packaging"]["type"] == "container" else f"launch_slurm_{way}.sh"
+    launcher = "launch_slurm_to_torch.sh"
+    if environment["packaging"]["type"] == "container":
+        launcher = "run_script.sh"
+    elif tasks == 1 and gpus.isdigit() and int(gpus) > 1:
+        launcher = "launch_slurm_with_torchrun.sh"
     even = tasks * options["nodes"]
-    if "to_torch" not in launcher and options.get("ntasks", even) != even:
+    if options.get("ntasks", even) != even:
         wanted = f"{options['ntasks']} tasks on {options['nodes']} nodes, but {launcher} starts as many on each"
         slurmfile.fail(f"@task: {wanted}: write ntasks={even}, or fewer nodes")
     script = os.path.relpath(sys.argv[0])

@@ -1,4 +1,4 @@
-#!/bin/bash -p
+#!/bin/bash
 # Copies a virtual environment to every node's own disk, for a job whose shared file system makes `import` slow.
 #
 # Usage: in env.sh, after the line that activates .venv: PATH=$(./aux/stage_environment.sh .venv /tmp)/bin:$PATH
@@ -17,7 +17,11 @@ die() { echo "stage_environment.sh on $HOSTNAME: ${*//[[:cntrl:]]/ }" >&2; exit 
 [[ -e "$1/pyvenv.cfg" && -x "$1/bin/python" ]] || die "$1 is no virtual environment (in $PWD)"
 venv=$(readlink --canonicalize "$1")
 copy=$2/environment-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
-[[ ! -d "$copy" ]] || { echo "$copy"; exit; }       # PREFLIGHT=1: env.sh is read twice in a job
+if [[ -d "$copy" ]]; then
+    # A second launcher in the same job.
+    echo "$copy"
+    exit
+fi
 
 # --- one file, on the shared file system ------------------------------------------------------------------------------
 if [[ -n "$(find -H "$venv" "$venv"/lib/python*/site-packages -maxdepth 0 -newer "$venv.tar" 2>&1)" ]]; then
@@ -35,7 +39,7 @@ fail() { "${on_every_node[@]}" rm --recursive --force "$copy" "$copy.tar" </dev/
 # Waits for Slurm to end the job, which it tells by SIGTERM, and then for all that has the copy in its PATH: ranks may
 # be saving.
 # shellcheck disable=SC2016  # the inner shell expands these
-"${on_every_node[@]}" bash -pc '
+"${on_every_node[@]}" bash -c '
     trap "" USR1
     trap : TERM
     sleep infinity &
@@ -46,7 +50,7 @@ fail() { "${on_every_node[@]}" rm --recursive --force "$copy" "$copy.tar" </dev/
 
 sbcast "$venv.tar" "$copy.tar" || fail "sbcast cannot write $copy.tar on every node, see above"
 # shellcheck disable=SC2016  # as above
-"${on_every_node[@]}" bash -pc '
+"${on_every_node[@]}" bash -c '
     set -euo pipefail
     mkdir --mode=700 "$1"
     tar --extract --file "$1.tar" --directory "$1"

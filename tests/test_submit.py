@@ -255,7 +255,7 @@ def test_the_laptop_has_no_slurm(laptop, over_time):
 @pytest.mark.matrix
 def test_training_over_connections_that_break(laptop, by_hand, task_by_hand):
     """The three launchers and the task, submitted in the same second; all connections are cut, no job is affected."""
-    commands = {way: [*SUBMIT, "--env", "plain", "--gpus-per-node=2", LAUNCHERS[way], *TRAIN] for way in LAUNCHERS}
+    commands = {name: [*SUBMIT, "--env", "plain", "--gpus-per-node=2", LAUNCHERS[name], *TRAIN] for name in LAUNCHERS}
     commands["task"] = [sys.executable, TASK, "--submit", "--env=plain", *TRAIN[1:]]
     looks = {
         "srun": ["--follow", "--fetch"],
@@ -265,36 +265,38 @@ def test_training_over_connections_that_break(laptop, by_hand, task_by_hand):
     }
     started = {}
     try:
-        for way, command in commands.items():
-            started[way] = laptop.start(*command[:2], *looks[way], *command[2:])
-        shown = {way: read_until("Submitted" if way == "torchrun" else "Way ", started[way]) for way in commands}
+        for name, command in commands.items():
+            started[name] = laptop.start(*command[:2], *looks[name], *command[2:])
+        shown = {
+            name: read_until("Submitted" if name == "torchrun" else " ranks on ", started[name]) for name in commands
+        }
         read_until("job ", started["torchrun"], "stderr")  # it looks after its job by now
         connections = sessions(laptop)
         assert len(connections) >= 4
         for pid in connections:
             os.kill(pid, signal.SIGKILL)
-        for way, process in started.items():
+        for name, process in started.items():
             out, said = rest(process)
             assert process.returncode == 0, out + said
             assert "trying again" in said and "COMPLETED" in said
-            shown[way] += out
+            shown[name] += out
     finally:
         for process in started.values():
             process.kill()
             process.wait()
-    ids = {way: job_of(out) for way, out in shown.items()}
+    ids = {name: job_of(out) for name, out in shown.items()}
     assert len(set(ids.values())) == 4
 
     assert "COMPLETED" in laptop.submit("status", ids["spawn"]).stdout
     assert laptop.submit("logs", ids["spawn"]).stdout in shown["spawn"]
-    for way in ("spawn", "torchrun"):
-        assert laptop.submit("fetch", ids[way]).returncode == 0
-    for way, job in ids.items():
+    for name in ("spawn", "torchrun"):
+        assert laptop.submit("fetch", ids[name]).returncode == 0
+    for name, job in ids.items():
         fetched = laptop.clone / f"slurm-jobs/plain-{job}"
         (log,) = fetched.glob(f"*_{job}.out")
-        assert log.read_text() in shown[way] or way == "torchrun", "every line once, whatever has broken between"
+        assert log.read_text() in shown[name] or name == "torchrun", "every line once, whatever has broken between"
         results = fetched / f"checkpoints/{job}"
-        if way == "task":
+        if name == "task":
             assert printed_losses(log.read_text()) == pytest.approx(printed_losses(task_by_hand), abs=2e-4)
             result = json.loads((results / "result.json").read_text())
             assert result["test_loss"] == pytest.approx(printed_losses(task_by_hand)[-1], abs=2e-4)
@@ -358,8 +360,8 @@ CANNOT_TRAIN = [
 def test_a_task_that_cannot_train(laptop, arguments, sentence):
     done = laptop.run("./torchrun.sh", TASK, *arguments, NPROC_PER_NODE=2)
     assert done.returncode == 1
-    sentences = [line for line in done.stderr.splitlines() if line.startswith("train_task.py: ")]
-    assert len(sentences) == 1 and sentence in sentences[0], done.stderr
+    said = re.findall(r"^train_task.py: rank \d: (.*)$", done.stderr, re.M)
+    assert len(set(said)) == 1 and sentence in said[0], done.stderr
     assert "File " + '"' + "distributed" not in done.stderr
 
 
@@ -371,11 +373,11 @@ def test_granted_gpus_that_torch_does_not_see(laptop):
 
 
 def test_tasks_without_a_launcher(cluster, tiny):
-    """Several are refused, by one sentence; one alone trains."""
+    """Several are refused, by a sentence; one alone trains."""
     done = cluster.exec("srun", "--ntasks=4", "--time=2", sys.executable, TASK, "--data-dir", tiny)
-    said = [line for line in done.stderr.splitlines() if line.startswith("train_task.py: ")]
+    said = {line for line in done.stderr.splitlines() if line.startswith("train_task.py: ")}
     assert done.returncode == 1 and len(said) == 1, done.stderr
-    assert "srun started 4 tasks without a launcher" in said[0] and "Finished" not in done.stdout
+    assert "srun started 4 tasks without a launcher" in said.pop() and "Finished" not in done.stdout
     alone = cluster.exec("srun", "--ntasks=1", "--time=2", sys.executable, TASK, "--data-dir", tiny, "--epochs", 1)
     assert alone.returncode == 0 and "Finished: " in alone.stdout, alone.stderr
 

@@ -111,11 +111,11 @@ def test_a_job_that_would_not_be_in_the_image_is_refused(packed):
     assert shown.stdout.endswith(" --ntasks-per-node=2 run_script.sh distributed/train_task.py --epochs 2\n"), (
         shown.stdout
     )
-    settings = (clone / "env.sh").read_text()
-    (clone / "env.sh").write_text(
+    settings = (clone / "run_script.sh").read_text()
+    (clone / "run_script.sh").write_text(
         settings.replace("CONTAINER_IMAGE=$PWD/pytorch.sqsh", "CONTAINER_IMAGE=/images/x.sqsh")
     )
-    one_sentence(submit(*SUBMIT, "run_script.sh"), "env.sh says CONTAINER_IMAGE=/images/x.sqsh")
+    one_sentence(submit(*SUBMIT, "run_script.sh"), "run_script.sh says CONTAINER_IMAGE=/images/x.sqsh")
     assert not log.exists()
 
 
@@ -190,12 +190,10 @@ def boxed(laptop, engine, base_image, tmp_path_factory):  # noqa: F811
     mounted = [f"{sysconfig.get_path('purelib')}:/opt/torch"]
     mounted += [f"{site}/{tool}:/usr/local/bin/{tool}" for tool in ("python", "torchrun")]
     mounts = ",".join([*mounted, f"{site}/torch.pth:/usr/local/lib/python3.11/dist-packages/torch.pth"])
-    text = (clone / "env.sh").read_text()
-    for setting, value in (("MOUNTS", mounts), ("NAME", f"submitted-{os.getpid()}")):
-        name = f"export CONTAINER_{setting}="
-        text, count = re.subn(rf"^{name}\S*", name + value, text, flags=re.M)
-        assert count == 1
-    (clone / "env.sh").write_text(text)
+    text = (clone / "run_script.sh").read_text()
+    text, count = re.subn(r"^export CONTAINER_MOUNTS=", rf"\g<0>{mounts}", text, flags=re.M)
+    assert count == 1
+    (clone / "run_script.sh").write_text(text)
     path = f"{REPOSITORY / 'tests/stand-ins/bin'}:{environment()['PATH']}"
     return engine | {"ENROOT_STAND_IN": site, "PATH": path}
 
@@ -207,16 +205,16 @@ def test_built_copied_and_run(laptop, boxed):  # noqa: F811
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     job = job_of(done.stdout)
     fetched = laptop.clone / f"slurm-jobs/boxed-{job}"
-    log = (fetched / f"log/{job}/node-1.out").read_text()
+    [log] = fetched.glob(f"*_{job}.out")
+    log = log.read_text()
     facts = json.loads(re.search("^INSIDE (.*)$", log, re.M)[1])
     assert facts["jinja2"].startswith("/usr/local/lib/python3") and facts["built"]
     assert facts["data"] == ["mine"], "the folder of the Slurmfile's link"
     assert facts["marker"] == "from_the_base" and facts["folder"] == "/workspace/mnt" and facts["rank"] == "0"
     done = laptop.run("python", "tests/scripts/context.py", "--submit", *options, timeout=300, **boxed)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    log = (laptop.clone / f"slurm-jobs/boxed-{job_of(done.stdout)}/log/{job_of(done.stdout)}/node-1.out").read_text()
-    places = [json.loads(line) for line in re.findall(r"^CONTEXT (.*)$", log, re.M)]
-    assert places and all(place["world_size"] == len(places) for place in places), log
+    places = [json.loads(line) for line in re.findall(r"^CONTEXT (.*)$", done.stdout, re.M)]
+    assert places and all(place["world_size"] == len(places) for place in places), done.stdout
 
 
 @pytest.mark.matrix  # two minutes together, most of them for images
@@ -271,9 +269,7 @@ def test_podman(laptop, boxed, base_image, tiny, tmp_path):  # noqa: F811
     for docker in hidden:
         assert laptop.run("umount", docker).returncode == 0
     assert done.returncode == 0 and "+ podman build " in done.stderr, done.stdout[-3000:] + done.stderr[-3000:]
-    job = job_of(done.stdout)
-    log = (laptop.clone / f"slurm-jobs/boxed-{job}/log/{job}/node-1.out").read_text()
-    assert json.loads(re.search("^INSIDE (.*)$", log, re.M)[1])["marker"] == "from_the_base"
+    assert json.loads(re.search("^INSIDE (.*)$", done.stdout, re.M)[1])["marker"] == "from_the_base"
 
 
 @pytest.mark.matrix  # two minutes together, most of them for images

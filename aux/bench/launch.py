@@ -97,10 +97,8 @@ def through_slurm(launcher: Path, script: Path, ranks: int, queued: list[float])
     size += [f"--ntasks-per-node={ranks}"] if "to_torch" in launcher.name else [f"--cpus-per-task={ranks}"]
     submitted = time.time()
     done = on_cluster("sbatch", "--wait", "--parsable", *size, launcher, script.relative_to(REPOSITORY))
-    folder = REPOSITORY / "log" / done.stdout.strip()
+    shutil.rmtree(REPOSITORY / "log" / done.stdout.strip(), ignore_errors=True)
     text = log.read_text() if log.exists() else done.stderr
-    text += "".join(path.read_text() for path in sorted(folder.glob("*.out")))  # a container's ranks write there
-    shutil.rmtree(folder, ignore_errors=True)
     began = re.search(r"^BEGAN (\S+)$", text, re.M)
     queued.append(float(began[1]) - submitted if began else 0.0)
     return first_step(text, ranks, submitted + queued[-1])

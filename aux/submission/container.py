@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .slurmfile import fail, registry_of
 
-SQUASHFS = "pytorch.sqsh"  # what env.sh calls it, in the job's folder
+SQUASHFS = "pytorch.sqsh"  # what run_script.sh calls it, in the job's folder
 
 
 def engine() -> str:
@@ -45,11 +45,10 @@ def check_launcher(launcher: str):
     text = Path(launcher).read_text(errors="replace")
     if "CONTAINER_" not in text:
         fail(f'{launcher} runs nothing in a container, and the Slurmfile says type = "container": name run_script.sh')
-    settings = Path("env.sh").read_text() if "env.sh" in text and Path("env.sh").is_file() else ""
-    image = re.search(r"^export CONTAINER_IMAGE=(\S+)", settings, re.M)
+    image = re.search(r"^export CONTAINER_IMAGE=(\S+)", text, re.M)
     if image and image[1] != f"$PWD/{SQUASHFS}":
         ours = f"the image that is built will be $PWD/{SQUASHFS}"
-        fail(f'env.sh says CONTAINER_IMAGE={image[1]}, but {ours}: write that, or type = "none" in the Slurmfile')
+        fail(f'{launcher} says CONTAINER_IMAGE={image[1]}, but {ours}: write that, or type = "none" in the Slurmfile')
 
 
 def make(packaging: dict, root: Path, files: list[str], scratch: Path) -> dict[str, Path]:
