@@ -60,16 +60,15 @@ trap 'scancel --name="$name" 2>/dev/null || true' EXIT
 trap 'exit 130' INT TERM
 
 run() {                                              # mode, size, round, script and arguments
-    local ranks=$((${2%x*} * ${2#*x})) per_node=${2#*x} log=$out/$1-$2-$3.out arguments=("${@:4}") tasks=1 i job
-    [[ "$launcher" != launch_slurm_to_torch.sh ]] || tasks=$per_node
+    local ranks=$((${2%x*} * ${2#*x})) per_node=${2#*x} log=$out/$1-$2-$3.out arguments=("${@:4}") i job
     for ((i = 1; i < ${#arguments[@]}; i++)); do
         [[ "$1" != weak || "${arguments[i - 1]}" != --batch-size ]] || arguments[i]=$((arguments[i] * ranks))
     done
     echo "Round $3 of $rounds, $1 scaling, $2: ${arguments[*]}"
-    NPROC_PER_NODE=$per_node sbatch --wait --parsable --job-name="$name" --output="$log" --nodes="${2%x*}" \
-        --ntasks-per-node="$tasks" --gpus-per-node=$((gpus * per_node)) --cpus-per-task=$((cpus * per_node / tasks)) \
+    sbatch --wait --parsable --job-name="$name" --output="$log" --nodes="${2%x*}" --ntasks-per-node="$per_node" \
+        --gpus-per-node=$((gpus * per_node)) --cpus-per-task="$cpus" \
         "$launcher" "${arguments[@]}" >"$out/job" &
-    wait "$!" || die "the job of $1 scaling on $2 has failed, see $log: $(tail --lines=1 "$log" 2>/dev/null || true)"
+    wait "$!" || die "the job of $1 scaling on $2 has failed, see $log"
     job=$(<"$out/job")
     rm --recursive --force "checkpoints/${job%%;*}" "log/${job%%;*}" "$out/job"    # after the ; is the cluster's name
 }
