@@ -4,7 +4,7 @@
 
 The sentence ends with a colon. "`git diff --no-index -U0 OLD NEW`:" shows all. "`git diff --no-index -U0 OLD NEW`, the
 blocks data, model:" shows these, "the block model:" one, by the names on their rulers. Above the first ruler are
-docstring and imports. An excerpt is the block below a block of one command, `sed -n '...' FILE`.
+docstring and imports. An excerpt is the block below a block of one command, `sed -n '...' FILE` or `cat FILE.sh`.
 """
 
 import re
@@ -15,7 +15,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DIFF = re.compile(r"`(git diff --no-index [^`]+)`([^`]*:\s*\n\n```diff\n)(.*?)(^```$)", re.M | re.S)
-EXCERPT = re.compile(r"(^```bash\n(sed -n '[^\n]+)\n```\n\n```\n)(.*?)(^```$)", re.M | re.S)
+EXCERPT = re.compile(r"(^```bash\n(sed -n '[^\n]+|cat [\w/]+\.sh)\n```\n\n```\n)(.*?)(^```$)", re.M | re.S)
 
 
 def blocks_of(hunks: list[str], path: str) -> list[str]:

@@ -4,9 +4,9 @@
     python distributed/train_preemptible.py                       # one process: CUDA, Apple's MPS or the CPU
     ./torchrun.sh distributed/train_preemptible.py --epochs 3     # all GPUs of this machine, or two CPU ranks
     sbatch launch_slurm_with_torchrun.sh distributed/train_preemptible.py --epochs 3
-    scancel --signal=USR1 JOB                                     # a rehearsal: it saves, is requeued and resumes
+    scancel --signal=TERM JOB                                     # a rehearsal: it saves, is requeued and resumes
 
-Asked to stop, by SIGUSR1 or SIGTERM, it saves after the step it is in. A run that was stopped and resumed has, on a CPU
+Asked to stop, by SIGTERM or SIGUSR1, it saves after the step it is in. A run that was stopped and resumed has, on a CPU
 bit for bit, the losses and weights of one that was not.
 Grown from distributed/train_ddp.py: arguments, process group, data, model, checkpoint, training.
 """

@@ -70,7 +70,7 @@ def test_lint_finds_what_the_page_says(monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)
     finds = r"(\w+_broken\.sh)`[^`]*`\w+_fixed\.sh`\.\s+`lint_sbatch\.py`\s+finds\s+it:\s+`([^`]+)`"
     said = re.findall(finds, PAGE)
-    assert len(said) == PAGE.count("`lint_sbatch.py`") == 8
+    assert len(said) == PAGE.count("`lint_sbatch.py`") == 9
     for path in sorted(FOLDER.glob("*.sh")):
         found = lint(path.relative_to(REPOSITORY), capsys)
         sentences = [sentence for name, sentence in said if name == path.name]
@@ -104,15 +104,15 @@ def test_what_buildkit_says(engine):  # noqa: F811
 
 
 def test_the_chapter_on_finding_faults(monkeypatch, capsys):
-    """What the linter prints is what the chapter shows, and DEBUG=1 does what the chapter says."""
+    """What the linter prints is what the chapter shows, and env.sh lets the variables of the table through."""
     chapter = (REPOSITORY / "docs/13_finding_what_is_wrong.md").read_text()
     monkeypatch.chdir(REPOSITORY)
     files = re.search(r"`python aux/lint_sbatch\.py (.+)` prints\n\n```\n((?:.+\n)+)```", chapter)
     found = "".join(lint(Path(name), capsys) for name in files[1].split())
     assert found == files[2] and found.count("\n") == 2
-    job = (REPOSITORY / "aux/job.sh").read_text()
-    for setting in ("NCCL_DEBUG=INFO", "TORCH_DISTRIBUTED_DEBUG=INFO", "nccl_trace_rank_", '"${NCCL_DEBUG:-WARN}"'):
-        assert setting in job and setting.strip('"${}').split(":-")[-1] in chapter
+    set_by_env = re.findall(r'(\w+)="\$\{\1:-(\w+)\}"', (REPOSITORY / "env.sh").read_text())
+    said = re.findall(r"^\| (\w+)=\w+ \| .*`env\.sh` sets (\w+) if you set nothing", chapter, re.M)
+    assert said == set_by_env and len(said) == 2
     for name in re.findall(r"`(?:python )?(aux/\w+\.py)", chapter):
         assert (REPOSITORY / name).is_file()
 
@@ -157,7 +157,10 @@ def test_the_symptom_is_shown_and_then_gone(entry, command, request, tmp_path):
         assert ended_well, said
         return
     fixed_well, says = start(command.replace("_broken", "_fixed"), request, tmp_path)
-    assert fixed_well, says
+    if "usr1" in command:  # torchrun, told to stop, fails although its ranks have saved
+        assert len(re.findall(r"^rank \d: SIGTERM has come, saved after step \d+$", says, re.M)) == 2, says
+    else:
+        assert fixed_well, says
     if "loader" in command:
         broken, fixed = (int(re.search(r"waits for data: (\d+) %", text)[1]) for text in (said, says))
         assert broken > 50 and fixed < broken / 2, (broken, fixed)

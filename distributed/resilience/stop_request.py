@@ -1,8 +1,8 @@
 """Requests to stop, by signal. Without torch: a signal may come while that is still being imported.
 
-Slurm sends SIGUSR1 ahead of the time limit (the launchers' --signal), and SIGTERM at preemption and at the time limit.
-A person sends SIGINT by ctrl-C. The handler sets a flag and no more, for it may run in the middle of anything. All
-ranks act on the flag together, between two steps: see Checkpoints.due.
+Slurm sends SIGTERM at preemption, at the time limit, and ahead of it with `sbatch --signal=TERM@300`, and SIGUSR1
+only if somebody asks for it. A person sends SIGINT by ctrl-C. The handler sets a flag and no more, for it may run in
+the middle of anything. All ranks act on the flag together, between two steps: see Checkpoints.due.
 
 Python runs handlers in the main thread, and not while that waits in a collective. Other threads ask `came`.
 """
@@ -45,6 +45,6 @@ def record(number: int, frame: object):
 
 
 def ignore(worker: int):
-    """A DataLoader's worker_init_fn: Slurm signals every process of a step, and the rank is the one to decide."""
+    """A DataLoader's worker_init_fn: a signal may reach every process of a step, and the rank is the one to decide."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
