@@ -10,7 +10,7 @@ if [[ -n "${NNODES:-}" ]]; then
     rendezvous=(
         --nnodes="$NNODES" --node-rank="$SLURM_NODEID"
         --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"
-        --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
+        --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" --rdzv-conf=timeout=300
     )
 else
     rendezvous=(--standalone)

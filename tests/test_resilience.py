@@ -126,7 +126,7 @@ SCRIPT = REPOSITORY / "distributed/train_preemptible.py"
 def start_rank(rank: int, *arguments: object, cwd=REPOSITORY, **variables: object) -> subprocess.Popen:
     """One rank on this machine, as a launcher of somebody's own would start it."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1}
-    place |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "JOB_FAILURE": "/dev/null"}  # it is there: nobody waits for it
+    place |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, *(str(argument) for argument in arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=cwd, env=environment(**place, **variables), **pipes)
@@ -157,28 +157,6 @@ def test_rank_0_that_never_comes(agent, tiny, tmp_path):
     sentences = re.findall(r"^\[Rank (\d) on \S+\] (.*) within 0:00:03", said, re.M)
     assert sentences == [("2", f"{what} 127.0.0.1:{port}")], said
     assert other.returncode == last.returncode == 1 and time.monotonic() - start < 30
-
-
-def test_a_node_whose_torchrun_never_comes(tiny, tmp_path):
-    """torchrun by itself would wait for it, without a word, and start no rank meanwhile."""
-    job = {"SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "SLURM_NTASKS": 2, "SLURM_NODEID": 0, "NNODES": 2}
-    job |= {"NPROC_PER_NODE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
-    job |= {"JOB_FAILURE": "/dev/null", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    options = ("--data-dir", tiny, "--init-timeout", 6, "--checkpoint-dir", tmp_path, "--batch-size", 20)
-    done = run("./torchrun.sh", "distributed/train_preemptible.py", *options, env=environment(**job), timeout=60)
-    assert re.fullmatch(r"\[Rank 0 on \S+\] 2 of 4 ranks did not join within 0:00:06: rank 2, rank 3\n", done.stderr)
-    assert done.returncode == 1
-
-
-@pytest.mark.matrix
-def test_node_0_whose_torchrun_never_comes():
-    """One of the others says so; without the page that torch's C++ prints."""
-    command = [sys.executable, "aux/quiet_torchrun.py", "--nnodes=3", "--master-addr=127.0.0.1", "--nproc-per-node=1"]
-    command += [f"--master-port={free_port()}", "--rdzv-conf=timeout=2"]
-    for node in (1, 2):
-        done = run(*command, f"--node-rank={node}", SCRIPT, env=environment(SLURM_NODEID=node))
-        sentence = r"torchrun on \S+: no rendezvous at node rank 0: The client socket has timed out .*\n"
-        assert done.returncode == 1 and re.fullmatch(sentence if node == 1 else "", done.stderr), done.stderr
 
 
 def test_ranks_that_cannot_connect(tiny, tmp_path):
@@ -328,22 +306,6 @@ def test_ranks_of_nodes(monkeypatch):
     assert place.ranks_of_nodes("torchrun", 4) == [range(2), range(2, 4)]
 
 
-@pytest.mark.parametrize(("device", "debug"), [("cuda:0", ""), ("cuda:0", "INFO"), ("cpu", "")])
-def test_the_order_of_the_start(device, debug, monkeypatch):
-    """Before NCCL connects, what it prints is shortened, unless all is to be seen; and heartbeats have begun."""
-    order = []
-    monkeypatch.setattr(place, "find_ranks", lambda: ("spawn", 1, 1, 2))
-    monkeypatch.setattr(place, "choose_device", lambda *_: (torch.device(device), None))
-    for name in ("set_up_output", "rendezvous", "step_zero", "shorten_lost_peers", "connect"):
-        monkeypatch.setattr(place, name, lambda *_, name=name: order.append(name))
-    monkeypatch.setattr(heartbeat, "start", lambda *_: order.append("heartbeat"))
-    monkeypatch.setattr(heartbeat, "timeout", 0)
-    monkeypatch.setenv("NCCL_DEBUG", debug)
-    place.init_process_group(Namespace(device="auto", init_timeout=9))
-    shortened = ["shorten_lost_peers"] if (device, debug) == ("cuda:0", "") else []
-    assert order == ["set_up_output", "rendezvous", "step_zero", *shortened, "heartbeat", "connect"]
-
-
 def test_barrier_names_its_device(monkeypatch):
     """Else NCCL warns on every job, and may take device 0 for all ranks of a node."""
     seen = []
@@ -464,62 +426,6 @@ def test_a_slow_save_lives_and_a_stuck_rank_does_not(script, how, tiny, text, tm
     assert first.returncode == 1 and 5 < seconds - delay < 12, (seconds, said)
     assert "First to look at: rank 1 on" in said and "(step 7), in" in said, said
     assert said.endswith("lost a peer; the error that matters is another rank's\n") and "Traceback" not in said, said
-
-
-WATCHDOG = """\
-[rank1]:[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:607] [Rank 1] Watchdog caught collective operation timeout: \
-WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=120000) ran for 120060 milliseconds before \
-timing out.
-[rank1]:[E321 02:07:08.465224069 ProcessGroupNCCL.cpp:1664] [PG 0 Rank 1] Exception (either an error or timeout)
-[rank1]:[E321 02:07:08.465224069 ProcessGroupNCCL.cpp:630] [Rank 1] To avoid data inconsistency, we are taking the \
-entire process down.
-terminate called after throwing an instance of 'c10::DistBackendError'
-  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception
-frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7f5a9616c1b6 in libc10.so)
-"""
-REMOTE = """\
-n1:182:260 [1] misc/socket.cc:538 NCCL WARN Net : Connection closed by remote peer n2<47861>
-[rank1]:[E ProcessGroupNCCL.cpp:1182] NCCL error: remote process exited or there was a network error, NCCL version 2.27
-ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
-"""
-
-
-LOST = r"\[Rank 1 on n1\] lost a peer; the error that matters is another rank's "
-
-
-@pytest.mark.parametrize(
-    ("prints", "remains"),
-    [
-        (WATCHDOG, LOST + r"\(Watchdog caught .* before timing out.\)\n"),
-        (REMOTE, LOST + r"\(Connection closed by .*\)\n"),
-        ("CUDA error: out of memory\nmore\n", "CUDA error: out of memory\nmore\n"),
-    ],
-    ids=["timeout", "peer", "own"],
-)
-def test_what_is_left_of_a_lost_peer(prints, remains):
-    program = [sys.executable, REPOSITORY / "distributed/resilience/lost_peer.py", "1", "n1"]
-    done = subprocess.run(program, input=prints, text=True, stderr=subprocess.PIPE, timeout=30)
-    assert re.fullmatch(remains, done.stderr), done.stderr
-
-
-def test_what_nccl_prints_of_a_lost_peer_is_one_line():
-    """By C++, from a process that aborts in the midst of it; Python's own lines stay."""
-    code = "import faulthandler, os, sys; sys.path[:0] = ['distributed']; from resilience import place\n"
-    code += "place.shorten_lost_peers(1); faulthandler.enable(2); print('by Python', file=sys.stderr)\n"
-    code += "os.write(2, sys.argv[1].encode()); os.abort()"
-    done = run(sys.executable, "-c", code, WATCHDOG, env=environment(SLURMD_NODENAME="n1"))
-    assert done.returncode == -signal.SIGABRT
-    assert re.fullmatch(r"by Python\n" + LOST + r"\(.*\)\n", done.stderr), done.stderr
-
-
-@pytest.mark.parametrize("before", [REMOTE, ""], ids=["after-nccl", "alone"])
-def test_an_exception_beside_what_nccl_prints_is_no_second_line(before):
-    code = "import os, sys; sys.path[:0] = ['distributed']; from resilience import place\n"
-    code += "place.set_up_output(1); place.shorten_lost_peers(1); os.write(2, sys.argv[1].encode())\n"
-    code += "error = RuntimeError('NCCL error: remote process exited or there was a network error')\n"
-    code += "sys.excepthook(RuntimeError, error, None)"
-    done = run(sys.executable, "-c", code, before, env=environment(SLURMD_NODENAME="n1", JOB_FAILURE="/dev/null"))
-    assert done.returncode == 1 and re.fullmatch(LOST.strip() + r"(?: \(.*\))?\n", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("variables", [{"SLURM_PROCID": 0, "SLURM_LOCALID": 0}, {}])
@@ -705,9 +611,6 @@ def test_asked_to_stop_beside_a_silent_rank(monkeypatch, capfd):
     assert ended == [1]
     gone = "asked to stop, but rank 3 on this node has sent no heartbeat for 10 s: without it this rank cannot save"
     assert f"[Rank 2 on {heartbeat.HOST}] {gone}" in capfd.readouterr().err
-    monkeypatch.setenv("JOB_FAILURE", __file__)  # another rank has been named: this one may have been suspended
-    ranks[0].beat()
-    assert ended == [1, 1] and capfd.readouterr().err == ""
 
 
 def test_a_request_that_the_main_thread_does_not_notice():
@@ -718,7 +621,7 @@ def test_a_request_that_the_main_thread_does_not_notice():
         "stop_request.listen()\n"
         "def watch():\n"
         "    assert not stop_request.came()\n"
-        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    while not stop_request.came():\n"
         "        time.sleep(0.01)\n"
         "    print(stop_request.received, stop_request.came(), flush=True)\n"

@@ -161,6 +161,8 @@ def find_ranks() -> tuple[str, int, int, int]:
     if "RANK" not in env:
         if not in_step:
             return "none", 0, 0, 1
+        if "SLURM_PROCID" not in env:  # as in a container that was given only some of Slurm's variables
+            stop("this is a task of srun, but neither RANK nor SLURM_PROCID is set: use a launcher")
         return "srun", int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_NTASKS"])
     if missing := {"LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - env.keys():
         stop(f"RANK is set, but {' and '.join(sorted(missing))} not: start this with a launcher, or unset RANK")
