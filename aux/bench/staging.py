@@ -28,7 +28,7 @@ from resilience.arguments import ArgumentParser, whole_number
 from resilience.job import write_atomically
 
 NAMESPACES = REPOSITORY / "local/cluster/namespaces.sh"
-JOB = """#!/bin/bash -p
+JOB = """#!/bin/bash
 set -euo pipefail
 export PATH=$SLOW_FOLDER/venv/bin:$PATH LD_PRELOAD=$PRELOAD
 start=$EPOCHREALTIME
