@@ -1,9 +1,13 @@
-"""A stand-in for a train script, without torch: prints what this rank was given, as one line of JSON."""
+"""A script without torch: prints what this rank was given, as one line of JSON.
+
+After the word `wait` all ranks wait. After `fail` they do, too, but for rank 1, which ends with status 3.
+"""
 
 import json
 import os
 import signal
 import sys
+import time
 
 env = os.environ
 given = {
@@ -19,7 +23,13 @@ given = {
     "cuda": env.get("CUDA_VISIBLE_DEVICES"),
     "cpus": sorted(os.sched_getaffinity(0)),
     "path": env["PATH"],
-    "usr1": signal.getsignal(signal.SIGUSR1).name,
+    "signals": [signal.getsignal(number).name for number in (signal.SIGTERM, signal.SIGUSR1)],
     "arguments": sys.argv[1:],
 }
-os.write(1, f"VARIABLES {json.dumps(given)}\n".encode())  # one write, so that lines of several ranks do not mix
+# One write, so that lines of several ranks do not mix.
+os.write(1, f"VARIABLES {json.dumps(given)}\n".encode())
+if sys.argv[1:] == ["fail"] and env["RANK"] == "1":
+    print("these are my last words")
+    os._exit(3)
+if sys.argv[1:] in (["wait"], ["fail"]):
+    time.sleep(600)
