@@ -130,10 +130,10 @@ class Checkpoints:
         print(f"Finished: {result}" if done else f"Stopped after step {self.step}, saved", flush=True)
         if JOB == "none" or (done and not told):
             return
-        if (reason := requeue(self.step > self.resumed_from)) is None:
-            print("Requeued: it resumes by itself", flush=True)
-        elif not done:
-            print(f"Not requeued: {reason}. To resume it:\n    {resume_command(self.folder)}", file=sys.stderr)
+        command = resume_command(self.folder)
+        reason = requeue(self.step > self.resumed_from, "" if done else command)
+        if reason is not None and not done:
+            print(f"Not requeued: {reason}. To resume it:\n    {command}", file=sys.stderr)
             self.place.status = 1
 
     # Another format overrides these two.

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -15,11 +16,11 @@ RESTART_COUNT = os.environ.get("SLURM_RESTART_COUNT", "0")  # how often Slurm ha
 MAX_RESTARTS = 100
 
 
-def requeue(progress: bool) -> str | None:
-    """Puts this job back into the queue. By rank 0 alone, when all ranks have saved.
+def requeue(progress: bool, command: str) -> str | None:
+    """Puts this job back into the queue, and says so. By rank 0 alone, when all ranks have saved.
 
     `progress` is whether the run has got further since its last start: one that has not would be requeued for ever.
-    Returns None when the job will run again, or what keeps it from that, in a few words.
+    `command` is what to type otherwise. Returns None when the job will run again, or why it will not, in a few words.
     """
     job = JOB
     if "SLURM_ARRAY_JOB_ID" in os.environ:  # the number alone can mean the whole array
@@ -28,17 +29,25 @@ def requeue(progress: bool) -> str | None:
         return "it made no progress since its last start"
     if int(RESTART_COUNT) >= MAX_RESTARTS:
         return f"it has been requeued {RESTART_COUNT} times"
-    if shutil.which("scontrol") is None:  # in a container: run_script.sh looks for this file, and requeues
-        write_atomically(Path("log", JOB, "requeue"), "")
+    if shutil.which("scontrol") is None:  # in a container: run_script.sh looks for this file, requeues, and says so
+        write_atomically(Path("log", JOB, "requeue"), command)
         return None
-    shown = scontrol("show", "job", job)
-    if f" Restarts={RESTART_COUNT} " not in shown.stdout:
-        return None if " Restarts=" in shown.stdout else shown.stderr.strip()  # None: Slurm has requeued it itself
-    [state, reason] = re.search(r"JobState=(\S+) Reason=(\S+)", shown.stdout).groups()
-    if state != "RUNNING" and (state, reason) != ("COMPLETING", "TimeLimit"):
-        return "Slurm is ending it"
-    done = scontrol("requeue", job)
-    return done.stderr.strip() if done.returncode else None
+    for _ in range(20):
+        shown = scontrol("show", "job", job)
+        if shown.returncode == 0:
+            break
+        time.sleep(5)  # slurmctld may be restarting
+    else:
+        return shown.stderr.strip()
+    if f" Restarts={RESTART_COUNT} " in shown.stdout:  # otherwise Slurm has requeued it itself
+        [state, reason] = re.search(r"JobState=(\S+) Reason=(\S+)", shown.stdout).groups()
+        if state != "RUNNING" and (state, reason) != ("COMPLETING", "TimeLimit"):
+            return "Slurm is ending it"
+        done = scontrol("requeue", job)
+        if done.returncode != 0:
+            return done.stderr.strip()
+    print("Requeued: it resumes by itself", flush=True)
+    return None
 
 
 def scontrol(*arguments: str) -> subprocess.CompletedProcess:

@@ -1,0 +1,79 @@
+#!/bin/bash
+# Becomes a command in an Enroot container: creates the container if this node does not have it, and starts it.
+#
+# Usage: srun --ntasks-per-node=1 ./aux/enroot.sh ./torchrun.sh distributed/train_ddp.py
+# It takes its settings, CONTAINER_*, from run_script.sh.
+set -euo pipefail
+
+die() {
+    echo "enroot.sh on ${SLURMD_NODENAME:-$HOSTNAME}: $*" >&2
+    exit 1
+}
+
+if ! command -v enroot >/dev/null; then die "no enroot on this node: ask for nodes that have it, or see docs/containers.md"; fi
+
+# --- the container ---
+name=$CONTAINER_NAME
+if [[ -z "$name" ]]; then
+    if [[ ! -r "$CONTAINER_IMAGE" ]]; then
+        die "no image $CONTAINER_IMAGE: run ./aux/import_image.sh once, or edit CONTAINER_IMAGE in run_script.sh"
+    fi
+    # The name has the image's path and date, so a new image gets a new container, and no job loses the old one.
+    name=${CONTAINER_IMAGE#/}-$(date --utc --reference="$CONTAINER_IMAGE" +%Y%m%d-%H%M%S)
+    name=${name//[^A-Za-z0-9_.-]/-}
+
+    # Where Enroot keeps containers: in the environment, or in /etc/enroot/enroot.conf, which `enroot info` shows from
+    # Enroot 4.0 on, or else below your home.
+    data=${ENROOT_DATA_PATH:-$(enroot info 2>/dev/null | sed --quiet 's/^ *ENROOT_DATA_PATH=//p' || true)}
+    export ENROOT_DATA_PATH=${data:-${XDG_DATA_HOME:-$HOME/.local/share}/enroot}
+    mkdir --parents "$ENROOT_DATA_PATH"
+
+    # One job creates it, and others wait. It gets its name when it is whole: what a killed job leaves has another one.
+    exec {lock}>"$ENROOT_DATA_PATH/.$name.lock"
+    flock "$lock"
+    if [[ ! -d "$ENROOT_DATA_PATH/$name" ]]; then
+        half=$name.half-made-on-${SLURMD_NODENAME:-$HOSTNAME}
+        echo "Creating container $name in $ENROOT_DATA_PATH on ${SLURMD_NODENAME:-$HOSTNAME}"
+        if ! enroot create --force --name "$half" "$CONTAINER_IMAGE"; then
+            enroot remove --force "$half" || true
+            die "no container from $CONTAINER_IMAGE in $ENROOT_DATA_PATH"
+        fi
+        mv --no-target-directory "$ENROOT_DATA_PATH/$half" "$ENROOT_DATA_PATH/$name"
+    fi
+    exec {lock}>&-
+fi
+
+# --- what is mounted: the folder, what links in the repository lead to, and CONTAINER_MOUNTS ---
+repository=$(pwd -P)
+folder=$(realpath "$CONTAINER_FOLDER")
+if [[ "$repository/" != "$folder/"* ]]; then die "the repository, $repository, is not in CONTAINER_FOLDER, $folder"; fi
+inside=/workspace/mnt${repository#"$folder"}
+
+options=(--root --rw --mount "$folder:/workspace/mnt")
+for link in *; do
+    if [[ ! -L "$link" || ! -e "$link" ]]; then continue; fi
+    target=$(realpath "$link")
+    if [[ "$target" == *[[:space:]:]* ]]; then
+        echo "enroot.sh: $link is missing in there: Enroot mounts no path with a blank or a colon, '$target'" >&2
+    else
+        options+=(--mount "$target:$inside/$link")
+    fi
+done
+IFS=, read -r -a mounts <<<"$CONTAINER_MOUNTS"
+for mount in "${mounts[@]}"; do
+    # Enroot's own spelling of :ro
+    if [[ "$mount" == *:ro ]]; then mount=${mount%:ro}:none:x-create=auto,rbind,ro; fi
+    options+=(--mount "$mount")
+done
+
+# --- which variables go in: of the node's environment a container has nothing else ---
+IFS=, read -r -a names <<<"$CONTAINER_ENV"
+names+=(MASTER_ADDR MASTER_PORT WORLD_SIZE NNODES NPROC_PER_NODE CPUS_PER_NODE OMP_NUM_THREADS LOGLEVEL)
+names+=(PYTHONUNBUFFERED PYTHONFAULTHANDLER TRAIN_DEVICE CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING "${!CUDA_DEVICE_@}")
+names+=("${!SLURM@}" "${!NCCL_@}" "${!GLOO_@}" "${!TORCH_@}" "${!PYTORCH_@}")
+for variable in "${names[@]}"; do
+    if [[ -v "$variable" ]]; then options+=(--env "$variable"); fi
+done
+
+# shellcheck disable=SC2016  # for the shell in the container, which becomes the command
+exec enroot start "${options[@]}" "$name" bash -c 'cd "$0" && exec "$@"' "$inside" "$@"
