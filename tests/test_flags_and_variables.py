@@ -19,7 +19,6 @@ FLAG = r"--[a-zA-Z][\w-]*"
 SLURM = ("sbatch", "srun", "salloc", "squeue", "sinfo", "scancel", "sacct", "scontrol", "sacctmgr")
 OTHERS = {
     "apptainer": ("--bind", "--nv", "--pwd"),
-    "bash": ("--norc",),
     "docker": ("--file", "--gpus", "--ipc", "--no-cache", "--platform", "--profile", "--rm", "--volume", "--volumes"),
     "enroot": ("--mount", "--root", "--rw"),
     "git": ("--no-index",),
@@ -94,7 +93,7 @@ def owner(word: str) -> set[str] | None:
     """What may follow this word, if it is a program, in this repository or of others."""
     if word in SLURM or word in OTHERS or word == "torchrun":
         return flags_of_program(word)
-    if word in ("#SBATCH", "##SBATCH"):
+    if word == "#SBATCH":
         return flags_of_program("sbatch")
     path = NAMES.get(word.removeprefix("./").removeprefix("/data/"))
     return flags_of_script(path) if path else None
@@ -197,7 +196,7 @@ def test_a_wrong_flag_is_found(text, found, slurm):
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("`DEBUG=1 sbatch --nodes=2`, MASTER_ADDR, `$NPROC_PER_NODE`, SLURM_JOB_ID", []),
+        ("`NCCL_DEBUG=INFO sbatch --nodes=2`, MASTER_ADDR, `$NPROC_PER_NODE`, SLURM_JOB_ID", []),
         ("`DEBUGGING=1 sbatch`, MASTER_ADRESS, `$NPROCS`, `${SLURM_PROC_ID}`", None),
         ("`make data DATADIR=/data`", ["DATADIR"]),
         ("A GPU, a CPU, `COMPLETED`, `sacct --jobs=JOBID`", []),

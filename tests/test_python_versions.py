@@ -15,7 +15,7 @@ from conftest import REPOSITORY, environment, run
 from resilience import place
 
 TRACKED = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True).stdout.split()
-ON_TOP = ("check_ranks", "lint_sbatch", "prepare_data", "quiet_torchrun", "slurm_task", "watch_job")
+ON_TOP = ("check_ranks", "lint_sbatch", "prepare_data", "slurm_task", "watch_job")
 IN_JOBS = [path for path in TRACKED if path.startswith(("distributed/", "local/", "aux/figures/", "aux/bench/"))]
 IN_JOBS = [path for path in [*IN_JOBS, *(f"aux/{name}.py" for name in ON_TOP)] if path.endswith(".py")]
 ON_SUBMISSION = ["aux/submit.py", *(path for path in TRACKED if path.startswith("aux/submission/"))]

@@ -32,7 +32,6 @@ distributed = "RANK" in os.environ or world_size > 1  # a launcher sets RANK, a 
 
 
 def stop(sentence: str):
-    time.sleep(5 if rank > 0 else 0)  # it is shown once: rank 0 prints it and ends, then the launcher ends all others
     sys.stderr.write(f"[Rank {rank} on {os.uname().nodename}] {sentence}\n")
     os._exit(1)  # not sys.exit, which could wait for the other ranks
 
@@ -73,7 +72,7 @@ if distributed:  # all ranks meet here; nccl sends between GPUs, gloo between CP
     if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):  # the rendezvous: where they meet
         stop(f"this is one of {world_size} ranks, but MASTER_ADDR or MASTER_PORT is not set: use a launcher")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=world_size)
-    sys.excepthook = lambda *e, old=sys.excepthook: (old(*e), time.sleep(1), os._exit(1))  # prints before peers fail
+    sys.excepthook = lambda *error, old=sys.excepthook: (old(*error), os._exit(1))  # gloo's threads can keep it
     dist.all_reduce(torch.zeros(1, device=device))  # the first data sent: a rank out of reach is noticed here
 place = f"{os.uname().nodename} | world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {place}]\n", end="", flush=True)  # one write: lines of two ranks do not mix
