@@ -379,6 +379,7 @@ def test_three_files_and_a_strangers_script(cluster, tmp_path):
     assert len(weights) == 1 and 3 < float(weights.pop()) < 5
 
 
+@pytest.mark.matrix
 def test_tensor_parallel_by_hand(cluster, tmp_path):
     size = ["--nodes=1", f"--output={tmp_path}/log"]
     job = cluster.sbatch(*size, LAUNCHERS["srun"], "distributed/tensor_parallel_by_hand.py")
@@ -525,8 +526,8 @@ def test_an_environment_on_the_nodes_own_disks(cluster, tmp_path):
     [
         (["--gpus-per-node=2"], 2, ["cuda:0", "cuda:1"]),
         (["--gpus-per-node=2", "--gpus-per-task=1"], 1, ["cuda:0", "cuda:0"]),
-        (["--gpus-per-node=2", "--gpu-bind=single:1"], 1, ["cuda:0", "cuda:0"]),
-        (["--gpus-per-node=0"], 0, ["cpu", "cpu"]),
+        pytest.param(["--gpus-per-node=2", "--gpu-bind=single:1"], 1, ["cuda:0", "cuda:0"], marks=pytest.mark.matrix),
+        pytest.param(["--gpus-per-node=0"], 0, ["cpu", "cpu"], marks=pytest.mark.matrix),
     ],
 )
 def test_gpu_binding(options, count, devices, cluster):

@@ -1,22 +1,27 @@
-"""Way 3's spawner forks its ranks in a job. They are to begin and end as those of torchrun do."""
+"""spawn_ranks.py as srun starts it: its ranks begin and end as those of torchrun do."""
 
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from conftest import environment, free_port, run
+from conftest import REPOSITORY, environment, free_port, run
 
 ENDS = "tests/scripts/ends.py"
 
 
-def in_a_job(script: str, *arguments: object, ranks: int = 2, timeout: float = 120):
-    """spawn_ranks.py as env.sh and srun start it on the one node of a job."""
-    job = {"NNODES": 1, "SLURM_NODEID": 0, "NPROC_PER_NODE": ranks}
-    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    command = (sys.executable, "distributed/spawn_ranks.py", script, *arguments)
-    return run(*command, env=environment(**job, OMP_NUM_THREADS=2), timeout=timeout)
+def job(ranks: int = 2) -> dict[str, str]:
+    """The environment of the one node of a job, as env.sh and srun make it."""
+    place = {"NNODES": 1, "SLURM_NODEID": 0, "NPROC_PER_NODE": ranks, "SLURM_JOB_ID": 7, "PYTHONUNBUFFERED": 1}
+    return environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), OMP_NUM_THREADS=2)
+
+
+def in_a_job(script: object, *arguments: object, ranks: int = 2, timeout: float = 120):
+    return run(sys.executable, "distributed/spawn_ranks.py", script, *arguments, env=job(ranks), timeout=timeout)
 
 
 def lines(output: str) -> list[str]:
@@ -28,47 +33,69 @@ def lines(output: str) -> list[str]:
     return [f"{rank} {words}" for rank, words in said if not words.startswith("folder")]
 
 
-def test_a_forked_rank_ends_as_others_do():
-    forked = in_a_job(ENDS)
+def test_a_spawned_rank_ends_as_others_do():
+    spawned = in_a_job(ENDS)
     other = run("./torchrun.sh", ENDS, env=environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=2))
-    assert forked.returncode == other.returncode == 0, forked.stderr + other.stderr
+    assert spawned.returncode == other.returncode == 0, spawned.stderr + other.stderr
     expected = [f"{rank} {words}" for rank in (0, 1) for words in ("sees 1 4950 268435456 2 True", "thread", "atexit")]
-    assert lines(forked.stdout) == lines(other.stdout) == expected
-    assert not forked.stderr, forked.stderr
+    assert lines(spawned.stdout) == lines(other.stdout) == expected
+    assert not spawned.stderr, spawned.stderr
 
 
-def test_ranks_share_one_import_of_torch(tmp_path):
-    """They are forked after it, and CUDA has not been asked for anything until then."""
+def test_its_status_is_that_of_the_first_rank_to_fail(tmp_path):
+    """As a shell counts a signal, too. One line names the rank and the host, and its peers are ended."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys\n"
-        "imported = 'torch' in sys.modules\n"
-        "import torch\n"
-        "print('RANK', os.environ['RANK'], imported, torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork())\n"
-    )
-    done = in_a_job(script)
-    assert done.returncode == 0, done.stderr
-    assert lines(done.stdout) == ["0 True False False", "1 True False False"]
-
-
-@pytest.mark.parametrize("number", ["INT", "TERM", "KILL"])
-def test_a_forked_rank_that_a_signal_ends(number, tmp_path):
-    """Its status is the spawner's, as a shell counts a signal, and its peers are ended."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, signal, time\n"
-        f"os.environ['RANK'] != '1' or os.kill(os.getpid(), signal.SIG{number})\n"
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1' and sys.argv[1] == 'exit':\n"
+        "    sys.exit(3)\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    os.kill(os.getpid(), int(sys.argv[1]))\n"
         "time.sleep(100)\n"
     )
-    done = in_a_job(script, timeout=60)
-    assert done.returncode == {"INT": 130, "TERM": 143, "KILL": 137}[number], done.stderr
+    for how, status, said in (("exit", 3, "exit code 3"), (9, 137, "signal SIGKILL"), (15, 143, "signal SIGTERM")):
+        done = in_a_job(script, how, timeout=60)
+        assert done.returncode == status, done.stderr
+        line = rf"^spawn_ranks.py: rank 1 on \S+: process 1 terminated with {said}$"
+        assert len(re.findall(line, done.stderr, re.M)) == 1, done.stderr
+
+
+LISTENS = """
+import os, signal, sys, time
+def end(number, frame):
+    os.write(1, f"RANK {os.environ['RANK']} got {signal.Signals(number).name}\\n".encode())
+    time.sleep(1)
+    if number == signal.SIGTERM:
+        sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGUSR1, end)
+os.write(1, b"READY\\n")
+while True:
+    time.sleep(0.1)
+"""
+
+
+def test_signals_reach_the_ranks_once(tmp_path):
+    """Slurm signals the spawner. It stays until ranks that save have ended, and ends as well as they do."""
+    script = tmp_path / "script.py"
+    script.write_text(LISTENS)
+    command = [sys.executable, "distributed/spawn_ranks.py", str(script)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=REPOSITORY, env=job(), **pipes) as process:
+        assert [process.stdout.readline() for _ in range(2)] == ["READY\n"] * 2
+        os.kill(process.pid, signal.SIGUSR1)
+        heard = [process.stdout.readline().strip() for _ in range(2)]
+        assert sorted(heard) == ["RANK 0 got SIGUSR1", "RANK 1 got SIGUSR1"]
+        os.kill(process.pid, signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+    assert lines(out) == ["0 got SIGTERM", "1 got SIGTERM"] and process.returncode == 0, out + err
 
 
 @pytest.mark.matrix
-def test_200_ends():
+def test_50_ends():
     """In a row: no rank hangs or aborts while it ends, and the status is the rank's."""
-    for i in range(200):
+    for i in range(50):
         how, status = ((), 0) if i % 2 else (("exit",), 3)
         done = in_a_job(ENDS, *how, ranks=4, timeout=60)
         assert done.returncode == status, f"{i}: {done.stderr}"
-        assert done.stdout.count(" atexit") == 4 and not done.stderr, f"{i}: {done.stdout}{done.stderr}"
+        assert done.stdout.count(" atexit") == 4, f"{i}: {done.stdout}{done.stderr}"
