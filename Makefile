@@ -44,7 +44,7 @@ docker-cluster-down:  ## end that cluster, leave nothing behind but the image
 test: .venv/tests slurm docker sshd  ## install what the tests need (root: Slurm, Docker, sshd), and run them
 	.venv/bin/python -m pytest tests --numprocesses 2 $(ARGS)
 
-test-all: .venv/tests slurm docker sshd podman  ## the whole failure matrix, Docker, and all else that make test leaves out: two hours
+test-all: .venv/tests slurm docker sshd podman  ## the whole failure matrix, Docker, and all else that make test leaves out: an hour
 	.venv/bin/python -m pytest tests -m "matrix or faults" --numprocesses 2 --ignore tests/test_bench.py $(ARGS)
 	.venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2
 	.venv/bin/python -m pytest tests/test_bench.py -m matrix  # ratios of speed: alone on the machine

@@ -346,15 +346,6 @@ def test_page_is_what_its_figures_say(tmp_path):
     assert [size["ranks"] for size in grown] == [8, 64, 512, 4096]
 
 
-def test_readme_has_the_speed_ups_of_the_page():
-    """Two ranks of one node: strong scaling, then weak."""
-    runs = json.loads((REPOSITORY / "docs/figures/scaling.json").read_text())["runs"]
-    rate = {(run["mode"], run["nodes"] * run["ranks_per_node"]): run["rate"] for run in runs if run["nodes"] == 1}
-    strong, weak = (rate[mode, 2] / rate["strong", 1] for mode in ("strong", "weak"))
-    sentence = f"are {strong:.1f} times as fast as one, with a batch twice as large {weak:.1f} times"
-    assert sentence in (REPOSITORY / "README.md").read_text()
-
-
 # --- real ranks and jobs ----------------------------------------------------------------------------------------------
 
 
