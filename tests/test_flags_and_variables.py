@@ -23,7 +23,7 @@ OTHERS = {
     "enroot": ("--mount", "--root", "--rw"),
     "git": ("--no-index",),
     "sacct": ("--jobs",),
-    "sbatch": ("--test-only",),
+    "sbatch": ("--kill-on-invalid-dep", "--open-mode", "--test-only"),
     "srun": ("--container-image", "--container-mounts", "--container-workdir"),
 }
 PLACEHOLDERS = {"--its", "--option"}  # in `my_script.py --its arguments` and `--option=value`
@@ -138,10 +138,11 @@ def test_flags_exist(path, slurm):
 
 # Nothing here sets or reads these, or they are no variables.
 OF_OTHERS = {
-    *("CUDA_LAUNCH_BLOCKING", "ENROOT_DATA_PATH", "LD_LIBRARY_PATH", "LD_PRELOAD"),
+    *("BASH_ENV", "CUDA_LAUNCH_BLOCKING", "ENROOT_DATA_PATH", "LD_LIBRARY_PATH", "LD_PRELOAD"),
     *("NCCL_DEBUG_SUBSYS", "NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"),
     *("HF_HOME", "WANDB_API_KEY"),  # which a reader may want in a container
     *("OUT_OF_MEMORY", "TMP_DISK", "AVAIL_FE", "SIG_DFL"),  # a state and columns of Slurm's, a constant of Python's
+    *("BATCH_SIZE", "EPOCHS"),  # of launchers that others have
     *("VARIABLE", "LAUNCHER_JOBID"),  # in `VARIABLE=value sbatch ...` and in the name of a log
 }
 NAME = r"[A-Z][A-Z0-9_]+"
