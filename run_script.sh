@@ -11,36 +11,38 @@
 #
 # Usage: sbatch [sbatch options] run_script.sh [SCRIPT [ARGUMENTS]]
 #        sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 run_script.sh distributed/train_ddp.py
-# Before the first job: ./aux/import_image.sh, once, on the login node. Pyxis, Apptainer: docs/containers.md
+# Before the first job: ./aux/import_image.sh, on the login node. For Pyxis see docs/containers.md.
 set -euo pipefail
 source ./env.sh
 
 export CONTAINER_IMAGE=$PWD/pytorch.sqsh # EDIT: the file that ./aux/import_image.sh has made
-export CONTAINER_NAME=                   # EDIT: instead of the image, a container that you made with `enroot create`
-export CONTAINER_FOLDER=$PWD             # EDIT: this is /workspace/mnt in there; $HOME, if your data is in your home
-export CONTAINER_MOUNTS=                 # EDIT: other folders that go in, /scratch/data:/data,/projects/text:/text:ro
-export CONTAINER_ENV=                    # EDIT: variables that go in, WANDB_API_KEY,HF_HOME
+export CONTAINER_NAME=                   # EDIT: or a container that you made with `enroot create`
+export CONTAINER_FOLDER=$PWD             # EDIT: /workspace/mnt in there; or $HOME
+export CONTAINER_MOUNTS=                 # EDIT: more folders: /nfs/data:/data,/nfs/text:/text:ro
+export CONTAINER_ENV=                    # EDIT: more variables: WANDB_API_KEY,HF_HOME
 
 # SIGTERM is for the ranks, which may save: this shell waits for them.
 trap : TERM
 
 if (($# == 0)); then set -- distributed/train_ddp.py; fi
 
-# In a container rank 0 has no scontrol: if a run stopped before its end, it leaves this file, and this shell requeues.
+# There is no scontrol in there: rank 0 of a stopped run leaves this file, and this shell requeues.
 stopped=log/$SLURM_JOB_ID/requeue
 rm --force "$stopped"
 
 status=0
-srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --kill-on-bad-exit=1 --wait=300 \
-    ./aux/enroot.sh ./torchrun.sh "$@" || status=$?
+srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --overlap \
+    --kill-on-bad-exit=1 --wait=300 ./aux/enroot.sh ./torchrun.sh "$@" || status=$?
 
 if [[ -e "$stopped" ]]; then
     job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
     shown=$(scontrol show job "$job")
-    # A job that scancel ends is COMPLETING for another reason. One that Slurm has requeued itself has more restarts.
-    if [[ "$shown" =~ JobState=(RUNNING|COMPLETING Reason=TimeLimit) ]] && scontrol requeue "$job"; then
+    # A job that scancel ends is COMPLETING for another reason, and stays cancelled.
+    may='JobState=(RUNNING|COMPLETING Reason=TimeLimit) '
+    if [[ "$shown" =~ $may ]] && scontrol requeue "$job"; then
         echo "Requeued: it resumes by itself"
     elif [[ "$shown" == *" Restarts=${SLURM_RESTART_COUNT:-0} "* && -s "$stopped" ]]; then
+        # Nor has Slurm itself requeued it.
         echo "Not requeued. To resume it:"$'\n'"    $(<"$stopped")" >&2
         status=1
     fi

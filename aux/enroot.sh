@@ -1,39 +1,44 @@
 #!/bin/bash
-# Becomes a command in an Enroot container: creates the container if this node does not have it, and starts it.
+# Becomes a command in an Enroot container, which it creates if this node does not have it.
 #
 # Usage: srun --ntasks-per-node=1 ./aux/enroot.sh ./torchrun.sh distributed/train_ddp.py
 # It takes its settings, CONTAINER_*, from run_script.sh.
 set -euo pipefail
 
+host=${SLURMD_NODENAME:-$HOSTNAME}
+
 die() {
-    echo "enroot.sh on ${SLURMD_NODENAME:-$HOSTNAME}: $*" >&2
+    echo "enroot.sh on $host: $*" >&2
     exit 1
 }
 
-if ! command -v enroot >/dev/null; then die "no enroot on this node: ask for nodes that have it, or see docs/containers.md"; fi
+if ! command -v enroot >/dev/null; then
+    die "no enroot on this node: ask for nodes that have it, or see docs/containers.md"
+fi
 
 # --- the container ---
 name=$CONTAINER_NAME
 if [[ -z "$name" ]]; then
     if [[ ! -r "$CONTAINER_IMAGE" ]]; then
-        die "no image $CONTAINER_IMAGE: run ./aux/import_image.sh once, or edit CONTAINER_IMAGE in run_script.sh"
+        hint="run ./aux/import_image.sh once, or edit CONTAINER_IMAGE in run_script.sh"
+        die "no image $CONTAINER_IMAGE: $hint"
     fi
-    # The name has the image's path and date, so a new image gets a new container, and no job loses the old one.
+    # The image's path and date: a new image gets a new container, and no job loses the old one.
     name=${CONTAINER_IMAGE#/}-$(date --utc --reference="$CONTAINER_IMAGE" +%Y%m%d-%H%M%S)
     name=${name//[^A-Za-z0-9_.-]/-}
 
-    # Where Enroot keeps containers: in the environment, or in /etc/enroot/enroot.conf, which `enroot info` shows from
-    # Enroot 4.0 on, or else below your home.
-    data=${ENROOT_DATA_PATH:-$(enroot info 2>/dev/null | sed --quiet 's/^ *ENROOT_DATA_PATH=//p' || true)}
+    # Where Enroot keeps containers: from Enroot 4.0 on `enroot info` knows what its settings say.
+    info=$(enroot info 2>/dev/null || true)
+    data=${ENROOT_DATA_PATH:-$(sed --quiet 's/^ *ENROOT_DATA_PATH=//p' <<<"$info")}
     export ENROOT_DATA_PATH=${data:-${XDG_DATA_HOME:-$HOME/.local/share}/enroot}
     mkdir --parents "$ENROOT_DATA_PATH"
 
-    # One job creates it, and others wait. It gets its name when it is whole: what a killed job leaves has another one.
+    # One job creates it, and others wait. It gets its name when it is whole.
     exec {lock}>"$ENROOT_DATA_PATH/.$name.lock"
     flock "$lock"
     if [[ ! -d "$ENROOT_DATA_PATH/$name" ]]; then
-        half=$name.half-made-on-${SLURMD_NODENAME:-$HOSTNAME}
-        echo "Creating container $name in $ENROOT_DATA_PATH on ${SLURMD_NODENAME:-$HOSTNAME}"
+        half=$name.half-made-on-$host
+        echo "Creating container $name in $ENROOT_DATA_PATH on $host"
         if ! enroot create --force --name "$half" "$CONTAINER_IMAGE"; then
             enroot remove --force "$half" || true
             die "no container from $CONTAINER_IMAGE in $ENROOT_DATA_PATH"
@@ -46,7 +51,9 @@ fi
 # --- what is mounted: the folder, what links in the repository lead to, and CONTAINER_MOUNTS ---
 repository=$(pwd -P)
 folder=$(realpath "$CONTAINER_FOLDER")
-if [[ "$repository/" != "$folder/"* ]]; then die "the repository, $repository, is not in CONTAINER_FOLDER, $folder"; fi
+if [[ "$repository/" != "$folder/"* ]]; then
+    die "the repository, $repository, is not in CONTAINER_FOLDER, $folder"
+fi
 inside=/workspace/mnt${repository#"$folder"}
 
 options=(--root --rw --mount "$folder:/workspace/mnt")
@@ -54,22 +61,23 @@ for link in *; do
     if [[ ! -L "$link" || ! -e "$link" ]]; then continue; fi
     target=$(realpath "$link")
     if [[ "$target" == *[[:space:]:]* ]]; then
-        echo "enroot.sh: $link is missing in there: Enroot mounts no path with a blank or a colon, '$target'" >&2
+        echo "enroot.sh on $host: no $link in there: Enroot mounts no blank or colon, '$target'" >&2
     else
         options+=(--mount "$target:$inside/$link")
     fi
 done
 IFS=, read -r -a mounts <<<"$CONTAINER_MOUNTS"
 for mount in "${mounts[@]}"; do
-    # Enroot's own spelling of :ro
+    # Enroot spells :ro in this way, and :rw not at all.
     if [[ "$mount" == *:ro ]]; then mount=${mount%:ro}:none:x-create=auto,rbind,ro; fi
-    options+=(--mount "$mount")
+    options+=(--mount "${mount%:rw}")
 done
 
 # --- which variables go in: of the node's environment a container has nothing else ---
 IFS=, read -r -a names <<<"$CONTAINER_ENV"
-names+=(MASTER_ADDR MASTER_PORT WORLD_SIZE NNODES NPROC_PER_NODE CPUS_PER_NODE OMP_NUM_THREADS LOGLEVEL)
-names+=(PYTHONUNBUFFERED PYTHONFAULTHANDLER TRAIN_DEVICE CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING "${!CUDA_DEVICE_@}")
+names+=(MASTER_ADDR MASTER_PORT WORLD_SIZE NNODES NPROC_PER_NODE CPUS_PER_NODE OMP_NUM_THREADS)
+names+=(PYTHONUNBUFFERED PYTHONFAULTHANDLER LOGLEVEL TRAIN_DEVICE)
+names+=(CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING "${!CUDA_DEVICE_@}")
 names+=("${!SLURM@}" "${!NCCL_@}" "${!GLOO_@}" "${!TORCH_@}" "${!PYTORCH_@}")
 for variable in "${names[@]}"; do
     if [[ -v "$variable" ]]; then options+=(--env "$variable"); fi
