@@ -19,6 +19,13 @@ if [[ "${SLURM_TASKS_PER_NODE:-}" == *,* ]] || ((${SLURM_NTASKS:-0} > 0 && SLURM
     return 1
 fi
 
+total=${SLURM_GPUS:-0} # --gpus leaves it to Slurm how many each node has
+total=${total##*:}
+if [[ -z "${SLURM_GPUS_PER_NODE:-}" ]] && ((total > 0 && total != NNODES * gpus)); then
+    echo "env.sh: --gpus=$total are not $gpus on each of $NNODES nodes: use --gpus-per-node" >&2
+    return 1
+fi
+
 # --- CPUs: 16(x4) is 16 on each of 4 nodes ---
 CPUS_PER_NODE=${SLURM_JOB_CPUS_PER_NODE%%[(,]*}
 if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then
@@ -52,7 +59,7 @@ export NCCL_DEBUG="${NCCL_DEBUG:-WARN}" TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEV
 ulimit -c 0
 
 # --- your cluster ---
-# source /etc/profile; module load cuda/12.8             # EDIT: what `import torch` needs
+# source /etc/profile || true; module load cuda/12.8     # EDIT: what `import torch` needs
 if [[ -d .venv ]]; then
     # shellcheck source=/dev/null
     source .venv/bin/activate # EDIT: your environment

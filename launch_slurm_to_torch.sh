@@ -20,4 +20,5 @@ trap : TERM
 if (($# == 0)); then set -- distributed/train_ddp.py; fi
 
 srun --ntasks="$WORLD_SIZE" --ntasks-per-node="$NPROC_PER_NODE" --cpus-per-task="$CPUS_PER_RANK" \
-    --distribution=block:block --kill-on-bad-exit=1 --wait=300 ./aux/slurm_rank.sh python "$@"
+    --distribution=block:block --overlap --kill-on-bad-exit=1 --wait=300 \
+    ./aux/slurm_rank.sh python "$@"

@@ -19,5 +19,5 @@ trap : TERM
 
 if (($# == 0)); then set -- distributed/train_ddp.py; fi
 
-srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --kill-on-bad-exit=1 --wait=300 \
-    ./torchrun.sh "$@"
+srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --overlap \
+    --kill-on-bad-exit=1 --wait=300 ./torchrun.sh "$@"

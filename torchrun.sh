@@ -27,4 +27,6 @@ else
     fi
 fi
 
+# Until torchrun listens, SIGTERM is nobody's. It would end the job as a failed one, which Slurm does not requeue.
+trap '' TERM
 exec torchrun "${rendezvous[@]}" --nproc-per-node="$NPROC_PER_NODE" "$@"

@@ -12,6 +12,10 @@ import signal
 import socket
 import sys
 
+if __name__ == "__main__":
+    # While torch is imported, SIGTERM is nobody's: a job that it ends has failed, and Slurm does not requeue it.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
 import torch
 import torch.multiprocessing as mp
 
@@ -57,17 +61,19 @@ def main(command: list[str]) -> int:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free_port())
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc_per_node)))
 
-    arguments = (node_rank, nnodes, nproc_per_node, command)
-    ranks = mp.spawn(run_rank, arguments, nprocs=nproc_per_node, join=False)
+    processes = []
 
     def forward(number: int, frame: object):
         """Slurm signals this process alone. Ctrl-C at a terminal reaches the ranks by itself."""
-        for process in ranks.processes:
+        for process in processes:
             if number != signal.SIGINT and process.is_alive():
                 os.kill(process.pid, number)
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, forward)
+    arguments = (node_rank, nnodes, nproc_per_node, command)
+    ranks = mp.spawn(run_rank, arguments, nprocs=nproc_per_node, join=False)
+    processes += ranks.processes
     try:
         while not ranks.join():
             pass

@@ -1,0 +1,119 @@
+"""What production sites configure: sizes, names of nodes, arrays, launchers inside of jobs.
+
+test_launchers.py has exclusive nodes, salloc, --export and sbatch typed in a job;
+test_fault_tolerance.py has signals, limits, --no-requeue and memory.
+"""
+
+import re
+
+import pytest
+
+from conftest import LAUNCHERS, REPOSITORY, at_once, wait_for
+
+VARIABLES = "tests/scripts/variables.py"
+
+
+@pytest.fixture(scope="module")
+def without_sizes(tmp_path_factory):
+    """A folder with launchers whose headers ask for no CPUs and no GPUs."""
+    folder = tmp_path_factory.mktemp("without-sizes")
+    for name in ("env.sh", "torchrun.sh", "aux", "distributed", "tests"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    for name in LAUNCHERS.values():
+        line = re.compile(r"^#SBATCH --(cpus-per-task|gpus-per-node)=.*\n", re.M)
+        text, count = line.subn("", (REPOSITORY / name).read_text())
+        assert count == 2
+        (folder / name).write_text(text)
+    return folder
+
+
+SIZES = [
+    # sbatch's options, ranks, threads of a rank
+    (["--gpus-per-node=2", "--cpus-per-gpu=4"], 4, "4"),
+    (["--gpus-per-node=2", "--exclusive"], 4, "4"),
+    (["--gpus-per-node=2"], 4, "1"),
+    (["--gres=gpu:2", "--cpus-per-task=2"], 4, "2"),
+    (["--gpus-per-task=1"], 4, "1"),
+    (["--gpus=2"], 2, "2"),
+]
+
+
+def test_cpus_and_gpus_by_every_option(without_sizes, cluster, tmp_path):
+    """Two nodes x two tasks: ranks are GPUs, threads their share of the CPUs."""
+
+    def scenario(index, options, ranks, threads):
+        log = f"--output={tmp_path}/{index}"
+        job = cluster.sbatch(log, *options, LAUNCHERS["srun"], VARIABLES, cwd=without_sizes)
+        assert job.state == "COMPLETED", job.log
+        assert [rank["rank"] for rank in job.ranks()] == list(range(ranks)), job.log
+        assert {rank["threads"] for rank in job.ranks()} == {threads}, job.log
+        first = rf"{LAUNCHERS['srun']}: {ranks} ranks on node-\S+, {threads} CPUs each, at node-"
+        assert re.match(first, job.log), job.log
+
+    at_once(scenario, [(index, *case) for index, case in enumerate(SIZES)])
+
+
+def test_gpus_that_slurm_has_spread_unevenly(without_sizes, cluster, tmp_path):
+    """--gpus=3 on two nodes: one sentence of every launcher, and no rank."""
+
+    def scenario(way, launcher):
+        log = f"--output={tmp_path}/{way}"
+        job = cluster.sbatch(log, "--gpus=3", launcher, VARIABLES, cwd=without_sizes)
+        assert job.state == "FAILED" and len(job.log.splitlines()) == 1, job.log
+        sentence = r"env.sh: --gpus=3 are not \d on each of 2 nodes: use --gpus-per-node"
+        assert re.match(sentence, job.log), job.log
+
+    at_once(scenario, list(LAUNCHERS.items()))
+
+
+def test_cpus_per_gpu_beside_the_header_is_refused_by_sbatch(cluster):
+    done = cluster.exec("sbatch", "--cpus-per-gpu=4", LAUNCHERS["srun"], VARIABLES)
+    sentence = "sbatch: error: --cpus-per-gpu is mutually exclusive with --cpus-per-task"
+    assert done.returncode == 1 and sentence in done.stderr
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS.values())
+def test_a_node_name_that_does_not_resolve(launcher, cluster):
+    """As with NodeName=cn-[1-2] and another NodeHostname. It needs no job."""
+    slurm = {"SLURM_JOB_ID": "0089", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "cn-[1-2]"}
+    slurm["SLURM_JOB_CPUS_PER_NODE"] = "8(x2)"
+    variables = [f"{name}={value}" for name, value in slurm.items()]
+    done = cluster.exec("env", *variables, f"./{launcher}", VARIABLES, timeout=20)
+    assert done.returncode == 1 and done.stdout == ""
+    sentence = "env.sh: the first node's name, 'cn-1', does not resolve on node-1: "
+    assert done.stderr == f"{sentence}edit MASTER_ADDR in env.sh\n"
+
+
+def test_by_hand_in_a_step(cluster):
+    """In `srun bash` ./torchrun.sh trains as by hand. A launcher shares its resources."""
+    commands = f"./torchrun.sh {VARIABLES}; ./{LAUNCHERS['srun']} {VARIABLES}"
+    size = ["--nodes=1", "--gpus-per-node=2", "--cpus-per-task=2"]
+    done = cluster.exec("srun", *size, "bash", "-c", commands, timeout=60)
+    assert done.returncode == 0, done.stderr
+    ranks = sorted(re.findall(r'"rank": (\d)', done.stdout))
+    assert ranks == ["0", "0", "1", "1"], done.stdout + done.stderr
+    assert re.search(r"^bash: 2 ranks on node-\d+, 1 CPUs each", done.stdout, re.M), done.stdout
+
+
+@pytest.mark.matrix
+def test_one_task_of_an_array_is_told_to_stop(cluster, tiny, tmp_path):
+    """That one alone is requeued, and goes on. Its neighbour, which has finished, is not."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, runpy, sys\n"
+        "task = os.environ['SLURM_ARRAY_TASK_ID']\n"
+        "train = ['distributed/train_preemptible.py', '--max-steps', '20', '--epochs', '9']\n"
+        f"train += ['--data-dir', {str(tiny)!r}]\n"
+        f"train += ['--checkpoint-dir', {str(tmp_path / 'checkpoints-')!r} + task, '--resume']\n"
+        "sys.argv = ['slowly.py', '1' if task == '1' else '0', *train]\n"
+        "runpy.run_path('tests/scripts/slowly.py', run_name='__main__')\n"
+    )
+    size = ["--array=0-1", "--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1"]
+    array = cluster.submit(*size, f"--output={tmp_path}/log-%a", LAUNCHERS["srun"], script)
+    wait_for(lambda: cluster.show(f"{array}_0")["JobState"] == "COMPLETED")
+    wait_for(lambda: "Data: " in (tmp_path / "log-1").read_text())
+    assert cluster.exec("scancel", "--signal=TERM", f"{array}_1").returncode == 0
+    job = cluster.wait(f"{array}_1")
+    assert job.state == "COMPLETED" and "Requeued: it resumes by itself" in job.log, job.log
+    assert [cluster.show(f"{array}_{task}")["Restarts"] for task in (0, 1)] == ["0", "1"]
+    assert cluster.show(f"{array}_0")["JobState"] == "COMPLETED"
