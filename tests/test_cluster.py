@@ -81,7 +81,8 @@ def test_cpus_are_bound(tasks, cpus, small, tmp_path):
     assert job.state == "COMPLETED", job.log
     assert [len(rank["cpus"]) for rank in job.ranks()] == [cpus] * 2 * tasks
     assert {rank["threads"] for rank in job.ranks()} == {str(cpus)}
-    for way in ("torchrun", "spawn") if tasks == 1 else ():  # one task a node: its CPUs are shared by the ranks it starts
+    # One task a node: its CPUs are shared by the ranks that it starts.
+    for way in ("torchrun", "spawn") if tasks == 1 else ():
         size = ["--gpus-per-node=1", f"--output={tmp_path}/log-{way}"]
         job = small.sbatch(*size, LAUNCHERS[way], "tests/scripts/variables.py")
         assert [(len(rank["cpus"]), rank["threads"]) for rank in job.ranks()] == [(2, "2")] * 2, job.log
