@@ -447,7 +447,7 @@ def test_out_of_memory(cases, cluster, data, tmp_path):
     """The kernel ends a rank that uses more than the --mem of its job; srun says on which node."""
 
     def scenario(way, script):
-        trial = Trial(cluster, way, script, data, tmp_path / way, sbatch=["--mem=4G"], HUNGRY=2)
+        trial = Trial(cluster, way, script, data, tmp_path / way, sbatch=["--mem=2G"], HUNGRY=2)
         node = trial.train_a_little()[1]
         job = trial.ends(40)
         assert job.state in ("FAILED", "OUT_OF_MEMORY") and job.exit_code != 0, job.log

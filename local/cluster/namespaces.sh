@@ -17,7 +17,8 @@
 # user; sudo drops most of the environment, so for a Python of your own: sudo env PATH="$PATH" ./local/... exec ...
 # A node may have more CPUs than the machine: Slurm then binds no task to CPUs. GPUs are pretended: Slurm grants them
 # and sets CUDA_VISIBLE_DEVICES, torch sees none of them, and tasks get TRAIN_DEVICE=cpu unless the job sets it.
-# Each node has a cgroup of its own, as on a real site. PROCTRACK=linuxproc ./local/... up does without.
+# Each node has cgroups of its own (v1 or v2), in which Slurm tracks processes and limits CPUs and memory, as on a site.
+# PROCTRACK=linuxproc ./local/cluster/namespaces.sh up does without, and so does a machine that has none to give.
 #
 # Logs: /run/slurm-cluster-default/log. Crash a node: kill -9 "$(cat /run/slurm-cluster-default/node-2.pid)".
 set -euo pipefail
@@ -26,7 +27,10 @@ CLUSTER="${CLUSTER:-default}"
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 state="/run/slurm-cluster-$CLUSTER"
 inside="$state/inside" # where the namespaces, and only they, see a tmpfs of their own
-controllers=(cpuset cpuacct memory devices freezer) # of cgroup v1, those that Slurm uses
+cgroup_root=/sys/fs/cgroup
+cgroup_name="${state##*/}"                          # of the cgroup that holds the nodes'
+v1_controllers=(cpuset cpuacct memory devices freezer) # those that Slurm uses
+v2_controllers="+cpuset +cpu +memory +pids" # pids because Slurm 22.05 cannot read the last one
 
 fail() {
   echo "namespaces.sh: ${*//[[:cntrl:]]/ }" >&2
@@ -37,7 +41,8 @@ fail() {
 
 up() {
   local nodes=2 cpus gpus=2 # machine, below, stays global: the trap needs it
-  cpus="$(nproc)"
+  cpus="$(env --unset=OMP_NUM_THREADS nproc)" # which nproc would print instead
+  ((cpus >= 2)) || cpus=2                     # the launchers start two ranks on a node
   while (($#)); do
     case "$1" in
       --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
@@ -66,9 +71,12 @@ up() {
   fi
   stop
   rm --recursive --force "$state"
-  cgroups="$(find_cgroups)"
+  cgroups=none
+  [[ "${PROCTRACK:-cgroup}" != cgroup ]] || cgroups="$(make_cgroups)"
   if [[ "$cgroups" == none ]]; then
-    echo "No cgroups to be had here: proctrack/linuxproc, which signals every process of a step, not its tasks alone."
+    remove_cgroups
+    echo "Without cgroups (proctrack/linuxproc): a signal reaches every process of a step. On most clusters it reaches" \
+      "only the processes that Slurm itself has started."
   fi
   umask 022
   mkdir --parents "$inside" "$state/log"
@@ -131,32 +139,37 @@ wait_until_idle() {
   done
 }
 
-# v1 or v2 if this machine has cgroups in which a node's can be made, none if not.
-find_cgroups() {
-  local root=/sys/fs/cgroup controller
-  if [[ "${PROCTRACK:-cgroup}" != cgroup ]]; then
-    echo none
-  elif [[ -e "$root/cgroup.controllers" ]]; then
-    if [[ " $(<"$root/cgroup.controllers") " == *" cpuset "*" memory "* ]] && mkdir "$root/${state##*/}" 2>/dev/null; then
+# The cgroup that will hold the nodes', and its version. "none" if this machine, or this container, has none to give.
+make_cgroups() {
+  local controller file
+  if [[ -e "$cgroup_root/cgroup.controllers" ]]; then
+    if mkdir "$cgroup_root/$cgroup_name" &&
+      echo "$v2_controllers" >"$cgroup_root/cgroup.subtree_control" &&
+      echo "$v2_controllers" >"$cgroup_root/$cgroup_name/cgroup.subtree_control"; then
       echo v2
     else
       echo none
     fi
-  else
-    for controller in "${controllers[@]}"; do
-      if ! mkdir "$root/$controller/${state##*/}" 2>/dev/null; then
-        echo none
-        return
-      fi
-    done
-    echo v1
+    return
   fi
-}
+  for controller in "${v1_controllers[@]}"; do
+    if ! mkdir "$cgroup_root/$controller/$cgroup_name"; then
+      echo none
+      return
+    fi
+  done
+  # A new cpuset is empty, and no process can join it.
+  for file in cpuset.cpus cpuset.mems; do
+    cat "$cgroup_root/cpuset/$file" >"$cgroup_root/cpuset/$cgroup_name/$file"
+  done
+  echo 1 >"$cgroup_root/cpuset/$cgroup_name/cgroup.clone_children" # those in it start with what it has
+  echo v1
+} 2>/dev/null
 
 # The kernel counts a process that has just ended for a moment.
 remove_cgroups() {
   local folder deadline=$((SECONDS + 10))
-  for folder in /sys/fs/cgroup/{.,*}/"${state##*/}"; do
+  for folder in "$cgroup_root"/{.,*}/"$cgroup_name"; do
     until [[ ! -e "$folder" ]] || find "$folder" -depth -type d -exec rmdir {} + 2>/dev/null; do
       ((SECONDS < deadline)) || fail "$folder cannot be removed"
       sleep 0.05
@@ -252,7 +265,7 @@ machine() {
   ulimit -S -n 16384 2>/dev/null || true # for slurmctld; and a limit of a billion makes daemons close a billion files
   for ((node = 1; node <= nodes; node++)); do
     unshare --net --mount --propagation slave --pid --uts --ipc --fork --kill-child \
-      "$here/namespaces.sh" node "$node" "$cgroups" &
+      "$here/namespaces.sh" enter_cgroups "$node" "$cgroups" &
   done
   wait
 }
@@ -282,7 +295,25 @@ write_configuration() {
   fi
 }
 
-# The first process of a node.
+# The first process of a node enters the node's own cgroups, which are to lie where Slurm looks for the machine's.
+enter_cgroups() {
+  local node="node-$1" version="$2" controller become=()
+  case "$version" in
+    v1)
+      for controller in "${v1_controllers[@]}"; do
+        mkdir "$cgroup_root/$controller/$cgroup_name/$node"
+        mount --bind "$cgroup_root/$controller/$cgroup_name/$node" "$cgroup_root/$controller"
+      done
+      ;;
+    v2)
+      mkdir "$cgroup_root/$cgroup_name/$node"
+      echo $$ >"$cgroup_root/$cgroup_name/$node/cgroup.procs"
+      become=(unshare --cgroup) # from here on this cgroup is the root
+      ;;
+  esac
+  exec "${become[@]}" "$here/namespaces.sh" node "$@"
+}
+
 node() {
   local name="node-$1" mac=02:00:00:00:00:01
   write_host_pid "$name"
@@ -291,7 +322,17 @@ node() {
   mount -t tmpfs tmpfs /dev/shm
   mount -t tmpfs -o mode=755 tmpfs "$inside/munge"
   echo "$name" >/proc/sys/kernel/hostname
-  enter_cgroups "$name" "$2"
+  if [[ "$2" == v2 ]]; then
+    umount "$cgroup_root" # two on top of each other confuse Slurm
+    mount -t cgroup2 cgroup2 "$cgroup_root"
+    # A cgroup has either processes or controllers to pass on. Slurm makes system.slice/slurmstepd.scope.
+    mkdir "$cgroup_root"/{init.scope,system.slice}
+    echo $$ >"$cgroup_root/init.scope/cgroup.procs"
+    echo "$v2_controllers" >"$cgroup_root/cgroup.subtree_control"
+    echo "$v2_controllers" >"$cgroup_root/system.slice/cgroup.subtree_control"
+    # A slurmstepd that ends moves into the root, which takes processes only on a machine. Here it gets into a leaf.
+    mount --bind "$cgroup_root/init.scope/cgroup.procs" "$cgroup_root/cgroup.procs"
+  fi
   # A cable to a router rather than to a bridge, and without ARP: the kernel keeps one ARP table for all namespaces,
   # and 64 nodes that talk to each other overflow its 1,024 entries. One hardware address everywhere makes ARP needless.
   ip -batch - <<END_OF_BATCH
@@ -315,33 +356,6 @@ END_OF_BATCH
   wait
 }
 
-# This node's own cgroups, at the place where Slurm looks for the machine's.
-enter_cgroups() {
-  local folder="${state##*/}" root=/sys/fs/cgroup controller file
-  case "$2" in
-    v1)
-      for controller in "${controllers[@]}"; do
-        mkdir "$root/$controller/$folder/$1"
-        if [[ "$controller" == cpuset ]]; then
-          for file in cpuset.cpus cpuset.mems; do
-            cat "$root/cpuset/$file" >"$root/cpuset/$folder/$file"
-            cat "$root/cpuset/$file" >"$root/cpuset/$folder/$1/$file"
-          done
-        fi
-        mount --bind "$root/$controller/$folder/$1" "$root/$controller"
-      done
-      ;;
-    v2)
-      for file in "$root" "$root/$folder"; do
-        echo "+cpuset +cpu +memory" >"$file/cgroup.subtree_control"
-      done
-      mkdir "$root/$folder/$1"
-      echo $$ >"$root/$folder/$1/cgroup.procs"
-      mount --bind "$root/$folder/$1" "$root"
-      ;;
-  esac
-}
-
 daemon() {
   local log="$1"
   shift
@@ -362,7 +376,7 @@ main() {
       "$1"
       ;;
     exec) exec_on_node "${@:2}" ;;
-    machine | node)
+    machine | enter_cgroups | node)
       (($$ == 1)) || fail "unknown command '$1', see '$0 --help'"
       "$@"
       ;;
