@@ -64,7 +64,7 @@ scaling: .venv/tests data text slurm  ## the figures of docs/scaling.md, up to 4
 lint: .venv/tests  ## ruff and shellcheck
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	shellcheck --external-sources $$(git ls-files '*.sh' tests/stand-ins) .ci/run
+	shellcheck --external-sources $$(git ls-files '*.sh' tests/stand-ins ':!tests/stand-ins/torchrun') .ci/run
 
 docs: .venv-docs/ready  ## README and docs/ as a site, to read without internet: open site/index.html
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --site-dir $(abspath $(SITE))

@@ -202,9 +202,13 @@ def say(sentence: str, rank: int):
 
 
 def stop(sentence: str, rank: int = 0, prints: bool = True):
-    """Ends this rank with status 1. If several ranks know the fault, one of them prints it."""
-    if prints:
-        say(sentence, rank)
+    """Ends this rank with status 1. If several ranks know the fault, one prints it, and fails the job.
+
+    The others end with status 0: a rank that fails has the others ended, perhaps before the sentence is out.
+    """
+    if not prints:
+        os._exit(0)
+    say(sentence, rank)
     end()
 
 
