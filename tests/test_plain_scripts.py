@@ -260,7 +260,7 @@ def test_one_sentence_of_two_ranks(way, case, tiny, tmp_path):
     arguments, sentence = SENTENCES[case]
     bad = local(way, 2, DDP, "--data-dir", tiny, *arguments, "--checkpoint-dir", tmp_path / "out")
     assert bad.returncode == 1, bad.stderr
-    # Both ranks have the same fault, and the first that ends may end the other. Then the launcher says which has failed.
+    # Both ranks have the same fault. Then the launcher says which one has failed.
     lines = re.findall(r"^\[Rank .*", bad.stderr, re.M)
     assert 1 <= len(lines) <= 2, bad.stderr
     assert all(re.match(rf"\[Rank [01] on \S+\] .*{sentence}", line) for line in lines), bad.stderr

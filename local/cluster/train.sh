@@ -1,11 +1,10 @@
-#!/bin/bash -p
+#!/bin/bash
 #SBATCH --job-name=training_job
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1        # one rank on each node: the model is split over both
 #SBATCH --cpus-per-task=1
 #SBATCH --time=01:00:00
 #SBATCH --output=training_job.log  # the same name for every job: tail -f training_job.log
-#SBATCH --signal=USR1@120
 #SBATCH --requeue
 # Tensor parallelism over the two nodes of the Docker cluster, on Tiny Shakespeare.
 #
