@@ -61,6 +61,10 @@ def main(command: list[str]) -> int:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free_port())
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc_per_node)))
 
+    if not os.path.exists(command[0]):
+        print(f"spawn_ranks.py: {command[0]}: No such file or directory", file=sys.stderr, flush=True)
+        return 2
+
     processes = []
 
     def forward(number: int, frame: object):

@@ -37,7 +37,6 @@ SCRIPTS = {  # how many command lines for each
     "aux/bench/ranks.py": 3,
     "aux/bench/checkpoint.py": 5,
     "aux/bench/gpu.py": 5,
-    "aux/bench/submission.py": 5,
     "aux/bench/allreduce.py": 3,
     "aux/bench/predict_scaling.py": 3,
     "aux/bench/read_scaling.py": 3,
