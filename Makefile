@@ -87,6 +87,7 @@ new_venv = $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || ./aux/install.sh
 .venv/ready: requirements.txt
 	$(new_venv) .venv
 	.venv/bin/python -m pip install --quiet --requirement requirements.txt
+	.venv/bin/python dev/mend_torchvision.py
 	touch .venv/ready
 
 .venv/tests: .venv/ready requirements-test.txt requirements-figures.txt

@@ -1,131 +1,136 @@
-"""Train a ConvNet on MNIST: one process on one device. Flat, top to bottom.
+"""Train a ConvNet on MNIST, in one process on one device.
 
-    python aux/prepare_data.py mnist                      # once, before any job
+    python aux/prepare_data.py mnist        # once, before any job
     python local/train_single.py --epochs 3
 
-EDIT marks the lines for your own data and model.
-What data parallelism adds: git diff --no-index local/train_single.py distributed/train_ddp.py
+EDIT marks the lines to change for your own data and model.
 """
 
 import argparse
-import datetime
 import math
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))  # where mnist.py is
+sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))
 import mnist  # EDIT: your data
 
-# --- arguments --------------------------------------------------------------------------------------------------------
+# --- arguments ---
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-stop = parser.error = sys.exit  # prints one sentence, and ends with status 1
-parser.add_argument("--epochs", type=int, default=3, help="passes over the training images")
-parser.add_argument("--batch-size", type=int, default=64, help="images per step, in all")
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--batch-size", type=int, default=64, help="images per step")
 parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
-parser.add_argument("--dropout", type=float, default=0.25, help="probability of dropping an activation")
-parser.add_argument("--seed", type=int, default=0, help="of weights, order of the images and dropout")
-parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="fp16 is in train_preemptible.py")
-parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default=os.environ.get("TRAIN_DEVICE", "auto"))
-parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")  # EDIT
+parser.add_argument("--dropout", type=float, default=0.25)
+parser.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout")
+parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+parser.add_argument("--device", default=os.environ.get("TRAIN_DEVICE", "auto"), help="auto or cpu")
+parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
 parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
-parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or the time")
-requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"  # Slurm has started it again: it resumes
-parser.add_argument("--resume", action="store_true", default=requeued, help="from the last of --checkpoint-dir")
+parser.add_argument(
+    "--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id or time"
+)
+# Slurm starts a requeued job with the same command: it resumes.
+requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+parser.add_argument("--resume", action="store_true", default=requeued)
 args = parser.parse_args()
-if min(args.epochs, args.batch_size, args.log_every) < 1 or not 0 <= args.dropout < 1:
-    stop("--epochs, --batch-size and --log-every are 1 or more, --dropout is below 1")
 
-# --- process group ----------------------------------------------------------------------------------------------------
-# None here: this process trains alone.
-if args.device == "auto" and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0" and not torch.cuda.is_available():
-    stop("Slurm granted GPUs here, but torch sees none: say --device cpu if that is meant")
-if args.device == "auto":
-    mps = torch.backends.mps.is_available()
-    args.device = "cuda" if torch.cuda.is_available() else ("mps" if mps else "cpu")
-device = torch.device(args.device)
-log = print
+# --- process group ---
+# None: this process trains alone.
+use_cuda = args.device == "auto" and torch.cuda.is_available()
+if args.device == "auto" and not use_cuda and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
+    sys.exit("Slurm granted GPUs, but torch sees none: check nvidia-smi, or say --device cpu")
+device = torch.device("cuda" if use_cuda else "cpu")
 
-# --- data -------------------------------------------------------------------------------------------------------------
-try:  # EDIT: your data; two TensorDatasets of images (n, 1, 28, 28) float32 and labels (n,) int64
+# --- data ---
+# EDIT: your datasets. mnist.collate goes with mnist.load, which fetches a whole batch at once.
+try:
     train_set, test_set = mnist.load(args.data_dir)
-    source = mnist.describe(args.data_dir)
 except ValueError as error:
-    stop(str(error))
-if args.batch_size > len(train_set):
-    stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
+    sys.exit(str(error))
+if not 0 < args.batch_size <= len(train_set):
+    sys.exit(f"--batch-size {args.batch_size} must be from 1 to {len(train_set)}, the images")
 sampler = RandomSampler(train_set, generator=torch.Generator())
-batches = BatchSampler(sampler, args.batch_size, drop_last=True)
-test_batches = BatchSampler(range(len(test_set)), 1000, drop_last=False)
-# A batch is train_set[list of indices]. EDIT: if yours takes single indices: batch_sampler=batches in place of both
-train_loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")  # EDIT
-test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)  # EDIT
+options = {"collate_fn": mnist.collate, "pin_memory": use_cuda}
+train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
+test_loader = DataLoader(test_set, 1000, **options)
 
-# --- model ------------------------------------------------------------------------------------------------------------
-torch.manual_seed(args.seed)  # of the weights: the same in every process
-convolutions = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU())
-linears = nn.Sequential(nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10))
-model = nn.Sequential(convolutions, nn.Dropout(args.dropout), nn.Flatten(), linears)  # EDIT: your model, three lines
-model = model.to(device, memory_format=torch.channels_last if device.type != "mps" else None)  # faster convolutions
-optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=device.type != "mps")
+# --- model ---
+torch.manual_seed(args.seed)
+# EDIT: your model
+convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU()]
+linears = [nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10)]
+model = nn.Sequential(*convolutions, nn.Dropout(args.dropout), nn.Flatten(), *linears)
+model = model.to(device, memory_format=torch.channels_last)
+optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=True)
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
-# --- checkpoint -------------------------------------------------------------------------------------------------------
-folder = args.checkpoint_dir or Path("checkpoints", os.environ.get("SLURM_JOB_ID", time.strftime("%Y-%m-%d_%H-%M-%S")))
-state = {"model": model, "optimizer": optimizer}
-epochs_done = max((int(path.stem.split("_")[-1]) for path in folder.glob("checkpoint_epoch_*.pt")), default=0)
-if epochs_done and not args.resume:
-    stop(f"{folder} has checkpoints: say --resume, or choose another --checkpoint-dir")
-if epochs_done:
-    saved = torch.load(folder / f"checkpoint_epoch_{epochs_done}.pt", map_location=device, weights_only=True)
-    for name, part in state.items():
-        part.load_state_dict(saved[name])  # the optimizer's has the learning rate: --learning-rate is ignored
+# --- checkpoint ---
+run = os.environ.get("SLURM_JOB_ID", time.strftime("%Y-%m-%d_%H-%M-%S"))
+folder = args.checkpoint_dir or Path("checkpoints", run)
+saved = {int(path.stem.split("_")[-1]): path for path in folder.glob("checkpoint_epoch_*.pt")}
+epochs_done = max(saved, default=0)
+if saved and not args.resume:
+    sys.exit(f"{folder} has checkpoints: say --resume, or choose another --checkpoint-dir")
+if saved:
+    checkpoint = torch.load(saved[epochs_done], map_location=device, weights_only=True)
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    print(f"Resumed after epoch {epochs_done}", flush=True)
 folder.mkdir(parents=True, exist_ok=True)
-log(f"Data: {source}. Checkpoints: {folder}", flush=True)
-if args.resume:
-    log(f"Resumed after epoch {epochs_done}" if epochs_done else f"No checkpoint in {folder}", flush=True)
+print(f"Data: {mnist.describe(args.data_dir)}. Checkpoints: {folder}", flush=True)
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training ---
 for epoch in range(epochs_done + 1, args.epochs + 1):
     model.train()
-    sampler.generator.manual_seed(args.seed + epoch)  # another order in each epoch, the same after a resume
-    torch.manual_seed(args.seed + epoch)  # of dropout
+    # A new order in every epoch, and the same one after a resume.
+    sampler.generator.manual_seed(args.seed + epoch)
+    torch.manual_seed(args.seed + epoch)
     losses, start = [], time.perf_counter()
     for step, (images, labels) in enumerate(train_loader, start=1):
-        images, labels = (part.to(device, non_blocking=device.type == "cuda") for part in (images, labels))
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
         with autocast:
             loss = nn.functional.cross_entropy(model(images).float(), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(loss.detach())  # .item() would wait for the GPU, at every step
+        # .item() here would make the CPU wait for the GPU at every step.
+        losses.append(loss.detach())
+
         if step % args.log_every == 0 or step == len(train_loader):
-            mean = torch.stack(losses).mean()
-            mean = mean.item()  # waits for the GPU: only then read the clock
-            seconds = (time.perf_counter() - start) / len(losses)  # of one step
+            mean_loss = torch.stack(losses).mean().item()
+            if not math.isfinite(mean_loss):
+                sys.exit(f"the loss is {mean_loss}: try a lower --learning-rate")
+            seconds = (time.perf_counter() - start) / len(losses)
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
-            time_left = datetime.timedelta(seconds=round(seconds * steps_left))
-            progress = f"images_per_second={args.batch_size / seconds:.0f} time_left={time_left}"
-            log(f"epoch={epoch} step={step}/{len(train_loader)} loss={mean:.6f} {progress}", flush=True)
-            if not math.isfinite(mean):
-                stop(f"the loss is {mean:.6f}: try a lower --learning-rate")
+            speed = f"images_per_second={args.batch_size / seconds:.0f}"
+            speed += f" time_left={timedelta(seconds=round(seconds * steps_left))}"
+            print(
+                f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss:.6f} {speed}",
+                flush=True,
+            )
             losses, start = [], time.perf_counter()
 
     model.eval()
-    sums = torch.zeros(2, device=device)  # loss, correct predictions
+    # The sum of the losses, and the number of right predictions.
+    sums = torch.zeros(2, device=device)
     with torch.inference_mode(), autocast:
         for images, labels in test_loader:
             logits, labels = model(images.to(device)).float(), labels.to(device)
             sums[0] += nn.functional.cross_entropy(logits, labels, reduction="sum")
             sums[1] += (logits.argmax(1) == labels).sum()
     test_loss, accuracy = (sums / len(test_set)).tolist()
-    log(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}", flush=True)
-    torch.save({name: part.state_dict() for name, part in state.items()}, folder / "unfinished")
-    os.replace(folder / "unfinished", folder / f"checkpoint_epoch_{epoch}.pt")  # whole, or not there
+    print(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}", flush=True)
 
-log(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
+    # Under another name until it is whole: a job that ends here leaves no half checkpoint.
+    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(checkpoint, folder / "part")
+    os.replace(folder / "part", folder / f"checkpoint_epoch_{epoch}.pt")
+
+print(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
