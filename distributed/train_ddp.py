@@ -75,9 +75,10 @@ def log(text: str):
 
 
 # --- data ---
-# EDIT: your datasets. mnist.collate goes with mnist.load, which fetches a whole batch at once.
+# EDIT: your two datasets. collate_fn is for those of mnist.py, which fetch a whole batch at once.
 try:
     train_set, test_set = mnist.load(args.data_dir)
+    source = mnist.describe(args.data_dir)
 except ValueError as error:
     sys.exit(str(error))
 if not 0 < args.batch_size <= len(train_set) or args.batch_size % world_size != 0:
@@ -88,7 +89,7 @@ if not 0 < args.batch_size <= len(train_set) or args.batch_size % world_size != 
 # Equal shares of the shuffled images, and each test image on one rank.
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
 test_sampler = range(rank, len(test_set), world_size)
-options = {"collate_fn": mnist.collate, "pin_memory": use_cuda}
+options = {"collate_fn": mnist.collate, "pin_memory": use_cuda}  # EDIT
 batch_size = args.batch_size // world_size
 train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
 test_loader = DataLoader(test_set, 1000, sampler=test_sampler, **options)
@@ -118,7 +119,7 @@ if saved:
     optimizer.load_state_dict(checkpoint["optimizer"])
     log(f"Resumed after epoch {epochs_done}")
 folder.mkdir(parents=True, exist_ok=True)
-log(f"Data: {mnist.describe(args.data_dir)}. Checkpoints: {folder}")
+log(f"Data: {source}. Checkpoints: {folder}")
 
 # --- training ---
 for epoch in range(epochs_done + 1, args.epochs + 1):
@@ -147,9 +148,10 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
                 sys.exit(f"the loss is {mean_loss}: try a lower --learning-rate")
             seconds = (time.perf_counter() - start) / len(losses)
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
-            speed = f"images_per_second={args.batch_size / seconds:.0f}"
-            speed += f" time_left={timedelta(seconds=round(seconds * steps_left))}"
-            log(f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss:.6f} {speed}")
+            line = f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss:.6f}"
+            line += f" images_per_second={args.batch_size / seconds:.0f}"
+            line += f" time_left={timedelta(seconds=round(seconds * steps_left))}"
+            log(line)
             losses, start = [], time.perf_counter()
 
     model.eval()

@@ -48,15 +48,16 @@ if args.device == "auto" and not use_cuda and os.environ.get("SLURM_GPUS_ON_NODE
 device = torch.device("cuda" if use_cuda else "cpu")
 
 # --- data ---
-# EDIT: your datasets. mnist.collate goes with mnist.load, which fetches a whole batch at once.
+# EDIT: your two datasets. collate_fn is for those of mnist.py, which fetch a whole batch at once.
 try:
     train_set, test_set = mnist.load(args.data_dir)
+    source = mnist.describe(args.data_dir)
 except ValueError as error:
     sys.exit(str(error))
 if not 0 < args.batch_size <= len(train_set):
     sys.exit(f"--batch-size {args.batch_size} must be from 1 to {len(train_set)}, the images")
 sampler = RandomSampler(train_set, generator=torch.Generator())
-options = {"collate_fn": mnist.collate, "pin_memory": use_cuda}
+options = {"collate_fn": mnist.collate, "pin_memory": use_cuda}  # EDIT
 train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
 test_loader = DataLoader(test_set, 1000, **options)
 
@@ -83,7 +84,7 @@ if saved:
     optimizer.load_state_dict(checkpoint["optimizer"])
     print(f"Resumed after epoch {epochs_done}", flush=True)
 folder.mkdir(parents=True, exist_ok=True)
-print(f"Data: {mnist.describe(args.data_dir)}. Checkpoints: {folder}", flush=True)
+print(f"Data: {source}. Checkpoints: {folder}", flush=True)
 
 # --- training ---
 for epoch in range(epochs_done + 1, args.epochs + 1):
@@ -109,12 +110,10 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
                 sys.exit(f"the loss is {mean_loss}: try a lower --learning-rate")
             seconds = (time.perf_counter() - start) / len(losses)
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
-            speed = f"images_per_second={args.batch_size / seconds:.0f}"
-            speed += f" time_left={timedelta(seconds=round(seconds * steps_left))}"
-            print(
-                f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss:.6f} {speed}",
-                flush=True,
-            )
+            line = f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss:.6f}"
+            line += f" images_per_second={args.batch_size / seconds:.0f}"
+            line += f" time_left={timedelta(seconds=round(seconds * steps_left))}"
+            print(line, flush=True)
             losses, start = [], time.perf_counter()
 
     model.eval()
