@@ -56,10 +56,10 @@ test-gpu: .venv/tests  ## every script on this machine's GPUs, NCCL with one ran
 	.venv/bin/python -m pytest tests/test_gpu.py -m gpu $(ARGS)
 
 bench: .venv/ready data text  ## the speed beside that of others, as ratios: 40 quiet minutes (docs/benchmarks.md; ARGS="--only launch")
-	.venv/bin/python aux/bench/all.py --mnist-dir $(DATA_DIR) --text-dir $(TEXT_DIR) $(ARGS)
+	.venv/bin/python dev/bench/all.py --mnist-dir $(DATA_DIR) --text-dir $(TEXT_DIR) $(ARGS)
 
 scaling: .venv/tests data text slurm  ## the figures of docs/scaling.md, up to 4,096 ranks (root; 10 GB of memory, an hour)
-	./aux/bench/measure_scaling.sh
+	./dev/bench/measure_scaling.sh
 
 lint: .venv/tests  ## ruff and shellcheck
 	.venv/bin/ruff check .
@@ -83,7 +83,7 @@ text: .venv/ready
 	@[[ -e $(TEXT_DIR)/vocabulary.json ]] || .venv/bin/python aux/prepare_data.py shakespeare --data-dir $(TEXT_DIR)
 
 # The last line makes the stamp, so that an installation that broke off is done again.
-new_venv = $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || ./aux/install.sh python3-venv; $(PYTHON) -m venv
+new_venv = $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || ./dev/install.sh python3-venv; $(PYTHON) -m venv
 .venv/ready: requirements.txt
 	$(new_venv) .venv
 	.venv/bin/python -m pip install --quiet --requirement requirements.txt
@@ -102,7 +102,7 @@ new_venv = $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || ./aux/install.sh
 # The programs that are not there are installed, named with the package that they come in.
 install = missing=; for tool in $(1); do \
 	    PATH=$$PATH:/usr/sbin:/usr/local/sbin type -P $${tool%%:*} >/dev/null || missing+=" $${tool\#\#*:}"; done; \
-	[[ -z $$missing ]] || ./aux/install.sh $$missing
+	[[ -z $$missing ]] || ./dev/install.sh $$missing
 
 .PHONY: slurm docker sshd podman
 slurm:

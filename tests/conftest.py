@@ -26,7 +26,7 @@ LAUNCHERS = {
     "torchrun": "launch_slurm_with_torchrun.sh",
     "spawn": "launch_slurm_with_mp.sh",
 }
-sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux")]
+sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux", "dev")]
 
 
 signal.signal(signal.SIGTERM, signal.default_int_handler)  # like ctrl-C: by way of the fixtures, which end the cluster

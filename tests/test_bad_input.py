@@ -30,21 +30,21 @@ SCRIPTS = {  # how many command lines for each
     "aux/prepare_data.py": 60,
     "aux/lint_sbatch.py": 15,
     "aux/watch_job.py": 15,
-    "aux/bench/all.py": 3,
-    "aux/bench/launch.py": 3,
-    "aux/bench/mnist.py": 18,
-    "aux/bench/overhead.py": 3,
-    "aux/bench/ranks.py": 3,
-    "aux/bench/checkpoint.py": 5,
-    "aux/bench/gpu.py": 5,
-    "aux/bench/allreduce.py": 3,
-    "aux/bench/predict_scaling.py": 3,
-    "aux/bench/read_scaling.py": 3,
-    "aux/bench/staging.py": 3,
-    "aux/figures/plot_runs.py": 3,
+    "dev/bench/all.py": 3,
+    "dev/bench/launch.py": 3,
+    "dev/bench/mnist.py": 18,
+    "dev/bench/overhead.py": 3,
+    "dev/bench/ranks.py": 3,
+    "dev/bench/checkpoint.py": 5,
+    "dev/bench/gpu.py": 5,
+    "dev/bench/allreduce.py": 3,
+    "dev/bench/predict_scaling.py": 3,
+    "dev/bench/read_scaling.py": 3,
+    "dev/bench/staging.py": 3,
+    "aux/plot_runs.py": 3,
     "aux/submit.py": 15,
     "distributed/train_task.py": 10,
-    "aux/bench/language_model.py": 22,
+    "dev/bench/language_model.py": 22,
     "local/cluster/namespaces.sh": 20,
 }
 PLAIN = ("local/train_single.py", "distributed/train_ddp.py")  # argparse as it is
@@ -231,8 +231,8 @@ def test_every_script_is_tried():
     scripts = {str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("*/**/*.py") if ".venv" not in path.parts}
     runs = {path for path in scripts if 'if __name__ == "__main__"' in (REPOSITORY / path).read_text()}
     runs -= {"distributed/spawn_ranks.py"}  # what it is given is the script's
-    drawn = {f"aux/figures/draw_{what}.py" for what in ("processes", "ratios", "scaling")}
-    runs -= {"aux/write_diffs.py", *drawn}  # for our own pages
+    drawn = {f"dev/figures/draw_{what}.py" for what in ("processes", "ratios", "scaling")}
+    runs -= {"dev/write_diffs.py", *drawn}  # for our own pages
     # Any folder is a good --out of these, and minutes of jobs follow.
-    runs -= {"aux/bench/growth.py", "aux/figures/show_data_split.py", "aux/figures/prove_convergence.py"}
+    runs -= {"dev/bench/growth.py", "dev/figures/show_data_split.py", "dev/figures/prove_convergence.py"}
     assert {path for path in runs if not path.startswith("tests/")} <= set(SCRIPTS), "a script that is not tried"

@@ -13,15 +13,15 @@ import pytest
 
 from conftest import REPOSITORY, environment, run
 
-sys.path.append(str(REPOSITORY / "aux/bench"))  # last: mnist and language_model are those in distributed/
+sys.path.append(str(REPOSITORY / "dev/bench"))  # last: mnist and language_model are those in distributed/
 
 import rows
 from rows import Row
 
 
 def load(name: str):
-    """A program of aux/bench as a module of another name: `mnist` is the one in distributed/."""
-    spec = importlib.util.spec_from_file_location(f"bench_{name}", REPOSITORY / f"aux/bench/{name}.py")
+    """A program of dev/bench as a module of another name: `mnist` is the one in distributed/."""
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", REPOSITORY / f"dev/bench/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -34,7 +34,7 @@ def bench():
 
 @pytest.mark.matrix  # minutes, and it wants the machine for itself
 def test_promised_speed():
-    done = run(sys.executable, "aux/bench/mnist.py", "--check", timeout=900)
+    done = run(sys.executable, "dev/bench/mnist.py", "--check", timeout=900)
     print(done.stdout)
     said = "".join(done.stderr.splitlines()[-1:] if done.returncode else [])
     missed = dict(re.findall(r"(?:^mnist.py: |; )(.+?): ([\d.]+), and at least [\d.]+ is promised", said))
@@ -119,7 +119,7 @@ def test_what_compiling_brings(monkeypatch, capsys):
 
 @pytest.fixture
 def table(tmp_path, monkeypatch):
-    """aux/bench/all.py with benchmarks that report the rows of `found` by name, and fail when they have none."""
+    """dev/bench/all.py with benchmarks that report the rows of `found` by name, and fail when they have none."""
 
     def prepare(**found: list[Row]):
         module = load("all")
@@ -130,7 +130,7 @@ def table(tmp_path, monkeypatch):
         programs = {}
         for name, reported in found.items():
             programs[name] = str(tmp_path / f"{name}.py")
-            lines = f"import sys\nsys.path[:0] = [{str(REPOSITORY / 'aux/bench')!r}]\nimport rows\n"
+            lines = f"import sys\nsys.path[:0] = [{str(REPOSITORY / 'dev/bench')!r}]\nimport rows\n"
             lines += "".join(f"rows.report(rows.{one!r})\n" for one in reported) or "sys.exit('no data here')\n"
             (tmp_path / f"{name}.py").write_text(lines)
         monkeypatch.setattr(module, "BENCHES", programs)
@@ -227,7 +227,7 @@ def test_no_row_is_dropped():
         expected |= {(launch.name_of(name, count), torchrun): least for name, least in launch.LEASTS.items()}
     for other in ("torch.save", "a save at once"):
         expected["steps wait for a checkpoint of 128 MB", other] = load("checkpoint").LOWEST
-    expected["all of aux/bench/gpu.py", "on a GPU"] = 0
+    expected["all of dev/bench/gpu.py", "on a GPU"] = 0
     found = {(one["name"], one["other"]): one["least"] for one in measured["rows"]}
     assert found == expected and len(measured["rows"]) == len(expected) and not measured["failed"]
     absent = {one["name"]: one["missing"] for one in measured["rows"] if one["missing"]}
@@ -481,7 +481,7 @@ TEXT = [
 def test_benchmarks_of_text(script, flags, count, text, tmp_path):
     """Every row is reported, and its quality holds."""
     file = tmp_path / "rows"
-    done = run(sys.executable, f"aux/bench/{script}", "--data-dir", text, *flags, env=named(file), timeout=600)
+    done = run(sys.executable, f"dev/bench/{script}", "--data-dir", text, *flags, env=named(file), timeout=600)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(found) == count and all(one["good"] for one in found), done.stdout
@@ -498,7 +498,7 @@ def test_benchmark_of_frameworks(tmp_path):
     install = [python, "-m", "pip", "install", "--quiet", "--requirement", "requirements-bench.txt"]
     installed = run(*install, timeout=600)
     assert installed.returncode == 0, installed.stderr
-    done = run(python, "aux/bench/overhead.py", "--rounds", 1, env=named(tmp_path / "rows"), timeout=600)
+    done = run(python, "dev/bench/overhead.py", "--rounds", 1, env=named(tmp_path / "rows"), timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [one["other"] for one in found] == ["Accelerate", "Lightning", "HF Trainer"]
@@ -507,7 +507,7 @@ def test_benchmark_of_frameworks(tmp_path):
 
 @pytest.mark.matrix
 def test_benchmark_of_launches(tmp_path):
-    done = run(sys.executable, "aux/bench/launch.py", "--rounds", 1, env=named(tmp_path / "rows"), timeout=900)
+    done = run(sys.executable, "dev/bench/launch.py", "--rounds", 1, env=named(tmp_path / "rows"), timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     launch = load("launch")
@@ -521,7 +521,7 @@ def test_benchmark_of_launches(tmp_path):
 
 @pytest.mark.matrix
 def test_a_copy_on_the_nodes_own_disks_is_faster_than_a_slow_file_system():
-    done = run(sys.executable, "aux/bench/staging.py", "--rounds", 1, timeout=900)
+    done = run(sys.executable, "dev/bench/staging.py", "--rounds", 1, timeout=900)
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"and ([\d.]+) times where the job imports it again", done.stdout)[1]) > 3, done.stdout
 

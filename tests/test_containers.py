@@ -152,7 +152,7 @@ def test_all_reduce_in_containers(cluster, site):
     """As under the other launchers (test_scaling.py); a relative file lands in the repository, which is mounted."""
     clone = site.clone("allreduce", mounts=site.torch)
     small = ["--largest", "4K", "--factor", 8, "--rounds", 1, "--seconds", 0, "--json", "allreduce.json"]
-    job = sbatch(cluster, site, clone, "aux/bench/allreduce.py", "--device", "cpu", *small)
+    job = sbatch(cluster, site, clone, "dev/bench/allreduce.py", "--device", "cpu", *small)
     assert job.state == "COMPLETED", job.log
     (group,) = json.loads((clone / "allreduce.json").read_text())["groups"]
     assert (group["name"], group["ranks"]) == ("across nodes", 2) and len(group["sizes"]) == 4
@@ -162,9 +162,9 @@ def test_all_reduce_in_containers(cluster, site):
 
 @pytest.mark.matrix
 def test_benchmark_of_launches(site, tmp_path):
-    """aux/bench/launch.py has rows of the container if there are Enroot and an image."""
+    """dev/bench/launch.py has rows of the container if there are Enroot and an image."""
     clone = site.clone("bench", mounts=site.torch)
-    command = [sys.executable, clone / "aux/bench/launch.py", "--rounds", 1]
+    command = [sys.executable, clone / "dev/bench/launch.py", "--rounds", 1]
     done = run(*command, env=environment() | site.environment | {"BENCH_ROWS": str(tmp_path / "rows")}, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
@@ -501,7 +501,7 @@ def test_import_image(site, tmp_path):
 def test_all_launchers_agree(cluster, site, mnist_full, text):
     """The proof of docs/09_do_all_ways_agree.md, with the container."""
     clone = site.clone("convergence", mounts=site.torch)
-    command = [sys.executable, "aux/figures/prove_convergence.py", "--container", "--out", clone / "out"]
+    command = [sys.executable, "dev/figures/prove_convergence.py", "--container", "--out", clone / "out"]
     command += ["--images", mnist_full, "--text", text]
     done = cluster.exec(*command, cwd=clone, env=site.environment, timeout=1800)
     assert done.returncode == 0 and "VERDICT: all ways agree" in done.stdout, done.stdout + done.stderr

@@ -13,7 +13,7 @@ from conftest import REPOSITORY, environment, read_metrics, run
 from resilience import arguments
 from test_readme import copy_of_repository
 
-sys.path.append(str(REPOSITORY / "aux/figures"))
+sys.path.append(str(REPOSITORY / "dev/figures"))
 
 import draw_ratios
 import plot_runs
@@ -31,7 +31,7 @@ def drawn(name: str) -> str:
 
 
 def test_without_matplotlib_it_is_one_sentence():
-    code = "import sys; sys.modules['matplotlib'] = None; sys.path.append('aux/figures'); import plot_runs"
+    code = "import sys; sys.modules['matplotlib'] = None; sys.path.append('aux'); import plot_runs"
     done = run(sys.executable, "-c", code)
     said = "figures need matplotlib: python -m pip install -r requirements-figures.txt\n"
     assert done.returncode == 1 and done.stderr == said
@@ -121,7 +121,7 @@ def test_the_split_is_drawn_again_from_what_was_read(tmp_path, monkeypatch, caps
 @pytest.mark.matrix  # twelve runs of the scripts
 def test_the_split_of_the_scripts_themselves(tmp_path):
     """As they are; and without set_epoch, which the check must tell."""
-    done = run(sys.executable, "aux/figures/show_data_split.py", "--out", tmp_path, timeout=600)
+    done = run(sys.executable, "dev/figures/show_data_split.py", "--out", tmp_path, timeout=600)
     assert done.returncode == 0 and "VERDICT" in done.stdout, done.stdout + done.stderr
     assert json.loads((tmp_path / "data_split.json").read_text()) == SPLIT, "the same on every machine"
     clone = copy_of_repository(tmp_path / "clone")
@@ -131,7 +131,7 @@ def test_the_split_of_the_scripts_themselves(tmp_path):
     code = f"""import pathlib, show_data_split as split
 split.SCRIPTS = {{"train_ddp.py": split.SCRIPTS["train_ddp.py"]}}
 print([said for said, holds in split.check(split.run_all(pathlib.Path({str(tmp_path)!r}))).items() if not holds])"""
-    done = run(sys.executable, "-c", code, cwd=clone, env=environment(PYTHONPATH="aux/figures"), timeout=600)
+    done = run(sys.executable, "-c", code, cwd=clone, env=environment(PYTHONPATH="dev/figures"), timeout=600)
     assert done.stdout.splitlines()[-1] == "['train_ddp.py: every epoch has another order']", done.stdout + done.stderr
 
 

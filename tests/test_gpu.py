@@ -372,20 +372,20 @@ def test_no_gpu_is_a_failure():
 
 @pytest.mark.matrix
 def test_bench_dry_run():
-    """Every row of aux/bench/gpu.py; and without a GPU it fails."""
-    done = run(sys.executable, "aux/bench/gpu.py", "--device", "cpu", "--rounds", 1)
+    """Every row of dev/bench/gpu.py; and without a GPU it fails."""
+    done = run(sys.executable, "dev/bench/gpu.py", "--device", "cpu", "--rounds", 1)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^\|.+ / .+\| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ to [\d.]+ \|", done.stdout, re.M)) == 11
     assert done.stdout.count("| MFU unknown |") == 4
-    bad = run(sys.executable, "aux/bench/gpu.py", env=environment(CUDA_VISIBLE_DEVICES=""))
+    bad = run(sys.executable, "dev/bench/gpu.py", env=environment(CUDA_VISIBLE_DEVICES=""))
     assert bad.returncode == 1 and bad.stderr.startswith("gpu.py: no GPU here") and bad.stdout == ""
 
 
 @pytest.fixture
 def bench(monkeypatch):
-    """aux/bench/gpu.py."""
-    monkeypatch.syspath_prepend(REPOSITORY / "aux/bench")
-    spec = importlib.util.spec_from_file_location("bench_gpu", REPOSITORY / "aux/bench/gpu.py")
+    """dev/bench/gpu.py."""
+    monkeypatch.syspath_prepend(REPOSITORY / "dev/bench")
+    spec = importlib.util.spec_from_file_location("bench_gpu", REPOSITORY / "dev/bench/gpu.py")
     bench = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bench)
     return bench

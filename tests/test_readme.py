@@ -271,7 +271,7 @@ def test_files_of_a_copy(clone):
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_diffs_are_fresh(path):
-    """`python aux/write_diffs.py README.md docs/*.md` writes them anew."""
+    """`python dev/write_diffs.py README.md docs/*.md` writes them anew."""
     text = path.read_text()
     assert len(DIFF.findall(text)) == len(re.findall(r"^```diff$", text, re.M)), "a diff without its command above it"
     assert with_diffs(text) == text
@@ -288,7 +288,7 @@ def test_all_of_the_step_to_data_parallel_is_shown():
 
 def test_pictures_are_drawn_again(tmp_path):
     """Drawn again, they are those in the repository; each is shown somewhere, and can be read aloud."""
-    drawn = run("python", "aux/figures/draw_processes.py", "--folder", tmp_path)
+    drawn = run("python", "dev/figures/draw_processes.py", "--folder", tmp_path)
     assert drawn.returncode == 0, drawn.stderr
     pages = "".join(path.read_text() for path in DOCUMENTS)
     for picture in tmp_path.iterdir():
@@ -340,7 +340,7 @@ def test_links_and_paths_lead_somewhere(path):
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
     for span in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)):
-        for name in re.findall(r"(?<![\w./-])(?:aux|distributed|local|docs|tests)/[\w/-]+\.\w+", span):
+        for name in re.findall(r"(?<![\w./-])(?:aux|dev|distributed|local|docs|tests)/[\w/-]+\.\w+", span):
             assert (REPOSITORY / name).exists(), name
 
 

@@ -1,4 +1,4 @@
-"""aux/bench's all-reduce, its fit and the prediction from it; strong and weak scaling by jobs; the figures of both."""
+"""dev/bench's all-reduce, its fit and the prediction from it; strong and weak scaling by jobs; the figures of both."""
 
 import json
 import os
@@ -11,13 +11,13 @@ import pytest
 
 from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, environment, free_port, run
 
-sys.path[:0] = [str(REPOSITORY / "aux/bench"), str(REPOSITORY / "aux/figures")]
+sys.path[:0] = [str(REPOSITORY / "dev/bench"), str(REPOSITORY / "dev/figures")]
 
 import predict_scaling
 import read_scaling
 from predict_scaling import Network
 
-PREDICT = [sys.executable, "aux/bench/predict_scaling.py"]
+PREDICT = [sys.executable, "dev/bench/predict_scaling.py"]
 MODEL = ["--parameters", "1e6", "--layers", "1", "--width", "100", "--tokens", "1000"]
 NETWORK = ["--latency", "10", "100", "--bandwidth", "1", "0.1"]
 
@@ -81,7 +81,7 @@ def test_prediction_of_a_case_computed_by_hand(monkeypatch):
 def test_example_of_the_page():
     """docs/scaling.md shows what its command prints."""
     page = (REPOSITORY / "docs/scaling.md").read_text()
-    [command] = re.findall(r"^python (aux/bench/predict_scaling.py --latency .*?)\n```\n", page, re.M | re.S)
+    [command] = re.findall(r"^python (dev/bench/predict_scaling.py --latency .*?)\n```\n", page, re.M | re.S)
     [table] = re.findall(r"^```\n(\| nodes .*?)^```$", page, re.M | re.S)
     done = run(sys.executable, *command.replace("\\\n", " ").split())
     assert done.returncode == 0 and done.stdout == table, done.stderr
@@ -156,7 +156,7 @@ ONE = ["--step-seconds", "1"]
         ([*NETWORK], "say either --step-seconds, or --check"),
         ([*NETWORK, "--check", "nowhere.json"], "cannot read nowhere.json"),
         ([*NETWORK, "--check", "README.md"], "README.md is no JSON"),
-        (["--measured", "{empty}", *ONE], "has not been written by aux/bench/allreduce.py"),
+        (["--measured", "{empty}", *ONE], "has not been written by dev/bench/allreduce.py"),
         (["--measured", "{no_fit}", *ONE], "1 x 2 ranks take figures inside a node"),
         (["--latency", "1", "--bandwidth", "1", "--nodes", "2", *ONE], "take figures between nodes"),
         ([*NETWORK, "--ranks-per-node", "4", "--tensor-parallel", "3", *ONE], "--tensor-parallel 3 fits neither"),
@@ -213,7 +213,7 @@ def test_other_losses_are_no_scaling(tmp_path):
     """The figures are written, and the status is 1."""
     write_log(tmp_path, "strong-1x1-1", ((1, 100), (2, 100), (3, 100)))
     write_log(tmp_path, "strong-1x2-1", ((1, 200), (2, 200), (3, 200)), loss=1.1)
-    done = run(sys.executable, "aux/bench/read_scaling.py", tmp_path)
+    done = run(sys.executable, "dev/bench/read_scaling.py", tmp_path)
     assert done.returncode == 1 and "200" in done.stdout and (tmp_path / "scaling.json").exists()
     assert re.fullmatch(r"scaling.sh: on 2 ranks the losses differ by 8.8%: .*\(--dropout 0\?\)\n", done.stderr)
 
@@ -252,7 +252,7 @@ def test_logs_that_cannot_be_compared(tmp_path):
     ],
 )
 def test_bad_input_of_scaling_sh(arguments, says, tmp_path):
-    refused = run("./aux/bench/scaling.sh", *arguments)
+    refused = run("./dev/bench/scaling.sh", *arguments)
     assert refused.returncode == 1 and says in refused.stderr and len(refused.stderr.splitlines()) == 1
     assert refused.stderr.startswith("scaling.sh: ") and not refused.stdout
 
@@ -263,13 +263,13 @@ def test_bad_input_of_allreduce_and_growth():
         ("allreduce.py", ["--smallest", "1M", "--largest", "1M"], "a fit takes two sizes"),
         ("growth.py", ["--ranks", "12"], "--ranks takes multiples of 8"),
     ):
-        refused = run(sys.executable, f"aux/bench/{script}", *arguments)
+        refused = run(sys.executable, f"dev/bench/{script}", *arguments)
         assert refused.returncode == 2 and says in refused.stderr and len(refused.stderr.splitlines()) == 1
 
 
 def test_growth_on_one_node(tmp_path):
     """Eight ranks meet, and publish a checkpoint, by the package's own code; without a cluster."""
-    script = [sys.executable, REPOSITORY / "aux/bench/growth.py", "--task", "rendezvous", "--ranks", 8]
+    script = [sys.executable, REPOSITORY / "dev/bench/growth.py", "--task", "rendezvous", "--ranks", 8]
     place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     done = run(*script, cwd=tmp_path, env=environment(**place))
     assert done.returncode == 0, done.stderr
@@ -354,7 +354,7 @@ def test_all_reduce_by_torchrun(tmp_path):
     """Two ranks: sizes, definitions, a fit; and the prediction takes its file."""
     path = tmp_path / "allreduce.json"
     arguments = ["--largest", "2M", "--factor", "8", "--rounds", "2", "--seconds", "0.01", "--json", path]
-    done = run("./torchrun.sh", "aux/bench/allreduce.py", "--device", "cpu", *arguments)
+    done = run("./torchrun.sh", "dev/bench/allreduce.py", "--device", "cpu", *arguments)
     assert done.returncode == 0, done.stderr
     [group] = json.loads(path.read_text())["groups"]
     assert (group["name"], group["ranks"]) == ("inside a node", 2)
@@ -374,7 +374,7 @@ def test_all_reduce_of_one_rank_and_of_a_full_disk(tmp_path):
         (["./torchrun.sh"], "cannot write /dev/full/allreduce.json"),
     ):
         small = ["--largest", "1K", "--rounds", "1", "--seconds", "0", "--json", "/dev/full/allreduce.json"]
-        done = run(*command, "aux/bench/allreduce.py", "--device", "cpu", *small)
+        done = run(*command, "dev/bench/allreduce.py", "--device", "cpu", *small)
         said = re.findall(r"^\[Rank .*|.*Traceback.*allreduce\.py", done.stderr, re.M)
         assert done.returncode == 1 and len(said) == 1 and says in said[0], done.stderr
 
@@ -385,7 +385,7 @@ def test_all_reduce_across_nodes(launcher, cluster, tmp_path):
     """2 x 2 ranks: first each node's, then all; under every launcher."""
     path = tmp_path / "allreduce.json"
     arguments = ["--largest", "4K", "--factor", "8", "--rounds", "1", "--seconds", "0", "--json", path]
-    job = cluster.sbatch(f"--output={tmp_path}/log", LAUNCHERS[launcher], "aux/bench/allreduce.py", *arguments)
+    job = cluster.sbatch(f"--output={tmp_path}/log", LAUNCHERS[launcher], "dev/bench/allreduce.py", *arguments)
     assert job.state == "COMPLETED", job.log
     groups = json.loads(path.read_text())["groups"]
     assert [(group["name"], group["ranks"]) for group in groups] == [("inside a node", 2), ("across nodes", 4)]
@@ -399,7 +399,7 @@ def test_scaling_by_jobs(cluster, tiny, tmp_path):
     before = {path.name for path in (REPOSITORY / "checkpoints").glob("*")}
     options = ["--sizes", "1x1 1x2 2x2", "--rounds", "1", "--out", tmp_path]
     script = ["distributed/train_ddp.py", "--data-dir", tiny, "--batch-size", "60", "--dropout", "0"]
-    command = ["./aux/bench/scaling.sh", *options, *script, "--epochs", "3", "--log-every", "1"]
+    command = ["./dev/bench/scaling.sh", *options, *script, "--epochs", "3", "--log-every", "1"]
     done = cluster.exec(*command, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "scaling.json").read_text())
@@ -415,7 +415,7 @@ def test_scaling_by_jobs(cluster, tiny, tmp_path):
 @pytest.mark.matrix
 def test_scaling_by_a_job_that_fails(cluster, tmp_path):
     options = ["--modes", "strong", "--sizes", "1x2", "--rounds", "1", "--out", tmp_path]
-    done = cluster.exec("./aux/bench/scaling.sh", *options, "tests/scripts/fail.py", "exit", timeout=200)
+    done = cluster.exec("./dev/bench/scaling.sh", *options, "tests/scripts/fail.py", "exit", timeout=200)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert re.fullmatch(r"scaling.sh: the job of strong scaling on 1x2 has failed, see \S+\n", done.stderr)
 
@@ -424,7 +424,7 @@ def test_scaling_by_a_job_that_fails(cluster, tmp_path):
 def test_growth_on_small_clusters(tmp_path):
     """8 and 16 ranks: all start, meet and beat; more of them write no more than thirty heartbeats a second."""
     variables = environment(CLUSTER=f"growth-{os.getpid()}")
-    command = [sys.executable, "aux/bench/growth.py", "--ranks", "8", "16", "--rounds", "1", "--out", tmp_path]
+    command = [sys.executable, "dev/bench/growth.py", "--ranks", "8", "16", "--rounds", "1", "--out", tmp_path]
     try:
         done = run(*command, timeout=400, env=variables)
         assert done.returncode == 0, done.stdout + done.stderr

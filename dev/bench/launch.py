@@ -1,7 +1,7 @@
 """How long it takes from a launch to the first step: sbatch and each launcher, against bare `torchrun --standalone`.
 
-    python aux/bench/launch.py             # root, on Linux with Slurm: four minutes on two quiet cores
-    python aux/bench/launch.py --check     # status 1 when less is reached than is promised
+    python dev/bench/launch.py             # root, on Linux with Slurm: four minutes on two quiet cores
+    python dev/bench/launch.py --check     # status 1 when less is reached than is promised
 
 A script of fifteen lines that takes one step with DistributedDataParallel is started on 2 and on 4 ranks of one node,
 by each in turn. The four launchers are taken as they stand, on a cluster that local/cluster/namespaces.sh starts for

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Strong and weak scaling of a train script: the same training on more and more ranks, each size a Slurm job of its own.
 #
-# Usage: ./aux/bench/scaling.sh [options] SCRIPT [its arguments]        on a login node, one job after the other
+# Usage: ./dev/bench/scaling.sh [options] SCRIPT [its arguments]        on a login node, one job after the other
 #   --sizes "1x1 1x2 2x2"    nodes x ranks of a node; figures are relative to the first
 #   --modes "strong weak"    strong: with the arguments as they are; weak: the number after --batch-size times the ranks
 #   --rounds 3               each size so often, in turns; the medians are shown
@@ -10,9 +10,9 @@
 #   --cpu                    ask for no GPUs (else for one a rank)
 #   --out log/scaling        folder for the jobs' logs, and scaling.json
 #
-#   ./aux/bench/scaling.sh --sizes "1x1 1x8 2x8" distributed/train_ddp.py --epochs 1 --batch-size 128 --log-every 5 \
+#   ./dev/bench/scaling.sh --sizes "1x1 1x8 2x8" distributed/train_ddp.py --epochs 1 --batch-size 128 --log-every 5 \
 #       --dropout 0
-#   SBATCH_ACCOUNT=A SBATCH_PARTITION=P ./aux/bench/scaling.sh ...
+#   SBATCH_ACCOUNT=A SBATCH_PARTITION=P ./dev/bench/scaling.sh ...
 #
 # Throughput and losses are those of the script's own log lines: loss=, images_per_second= or tokens_per_second=. Status 1
 # when strong scaling has changed the losses: say --dropout 0 where ranks drop other activations. The checkpoints of
@@ -41,7 +41,7 @@ while (($#)); do
     esac
     shift 2
 done
-(($#)) || die "which train script? as in: ./aux/bench/scaling.sh distributed/train_ddp.py --batch-size 64 --dropout 0"
+(($#)) || die "which train script? as in: ./dev/bench/scaling.sh distributed/train_ddp.py --batch-size 64 --dropout 0"
 [[ -f "$1" ]] || die "no such train script: $1 (in $PWD)"
 [[ -f "$launcher" ]] || die "no such launcher: $launcher (in $PWD)"
 [[ "$sizes" =~ ^[1-9][0-9]*x[1-9][0-9]*(\ [1-9][0-9]*x[1-9][0-9]*)*$ ]] ||
@@ -82,4 +82,4 @@ for ((round = 1; round <= rounds; round++)); do
         done
     done
 done
-python3 aux/bench/read_scaling.py --command "$command" "$out"
+python3 dev/bench/read_scaling.py --command "$command" "$out"

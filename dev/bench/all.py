@@ -1,10 +1,10 @@
 """All benchmarks with a promise, in one table: what `make bench` runs.
 
-    python aux/bench/all.py                     # some 40 minutes on two quiet cores: leave the machine alone meanwhile
-    python aux/bench/all.py --only launch       # one of them
-    python aux/bench/all.py --check             # status 1 when a row is missed
-    python aux/bench/all.py --publish           # ... and its table and raw data into docs/
-    python aux/bench/all.py --table FILE        # the table of such raw data, without measuring
+    python dev/bench/all.py                     # some 40 minutes on two quiet cores: leave the machine alone meanwhile
+    python dev/bench/all.py --only launch       # one of them
+    python dev/bench/all.py --check             # status 1 when a row is missed
+    python dev/bench/all.py --publish           # ... and its table and raw data into docs/
+    python dev/bench/all.py --table FILE        # the table of such raw data, without measuring
 
 Each runs in a process of its own and prints its rows as it goes; rows.py says what the columns are. The raw data, every
 round of every row, go to log/benchmarks.json: date, commit, machine, versions and load with them.
@@ -31,7 +31,7 @@ from resilience.arguments import ArgumentParser
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
-BENCHES = {  # name: what follows aux/bench/; MNIST and TEXT are the two folders
+BENCHES = {  # name: what follows dev/bench/; MNIST and TEXT are the two folders
     "language_model": "language_model.py --data-dir TEXT --rounds 7 --seconds 1.5 --skip-compile",
     "mnist": "mnist.py --data-dir MNIST",
     "overhead": "overhead.py",
@@ -103,7 +103,7 @@ def measure(args: Namespace) -> dict:
         if args.only in (None, name):
             script, *arguments = words.split()
             print(f"\n{script}, load average {os.getloadavg()[0]:.1f}", flush=True)
-            command = [sys.executable, str(Path("aux/bench", script)), *(folders.get(word, word) for word in arguments)]
+            command = [sys.executable, str(Path("dev/bench", script)), *(folders.get(word, word) for word in arguments)]
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder, "rows.jsonl")
                 file.touch()

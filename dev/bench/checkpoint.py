@@ -2,9 +2,9 @@
 """What checkpoints, being ready to stop, and Python's garbage collection cost train_fsdp.py on the CPU.
 
     python aux/prepare_data.py shakespeare
-    python aux/bench/checkpoint.py                # one rank; some four minutes: leave the machine alone meanwhile
-    ./torchrun.sh aux/bench/checkpoint.py         # two, who have to agree
-    python aux/bench/checkpoint.py --check        # status 1 when a ratio is more than the one stated below
+    python dev/bench/checkpoint.py                # one rank; some four minutes: leave the machine alone meanwhile
+    ./torchrun.sh dev/bench/checkpoint.py         # two, who have to agree
+    python dev/bench/checkpoint.py --check        # status 1 when a ratio is more than the one stated below
 
 A small model is trained, in turns of ten steps: without saving or asking whether to stop, asking after every step
 (Checkpoints.due, as train_fsdp.py does), and asking and saving every 200 steps. A round is 200 steps of each, so

@@ -1,8 +1,8 @@
 """What two ranks gain on a language model: DistributedDataParallel over one rank, tensor parallelism over DTensor's.
 
     python aux/prepare_data.py shakespeare
-    python aux/bench/ranks.py             # two ranks of one thread each; a minute on two quiet cores
-    python aux/bench/ranks.py --check     # status 1 when less is reached than is promised
+    python dev/bench/ranks.py             # two ranks of one thread each; a minute on two quiet cores
+    python dev/bench/ranks.py --check     # status 1 when less is reached than is promised
 
 Both at nanoGPT's CPU settings with 64 sequences a step over all ranks, in float32. Two processes take turns: rank 0
 alone, both with DistributedDataParallel, both with tensor_parallel_by_hand.py, and both with parallelize_module and

@@ -1,12 +1,12 @@
 """Predict the time of a training step on more ranks with DDP, FSDP and tensor parallelism. Needs no torch and no job.
 
-    python aux/bench/predict_scaling.py --measured allreduce.json --parameters 124e6 --layers 12 --width 768 \\
+    python dev/bench/predict_scaling.py --measured allreduce.json --parameters 124e6 --layers 12 --width 768 \\
         --tokens 32768 --step-seconds 0.9 --nodes 1 2 4 8
-    python aux/bench/predict_scaling.py --latency 3 12 --bandwidth 400 45 --ranks-per-node 8 --parameters 124e6 ...
-    python aux/bench/predict_scaling.py --measured allreduce.json --parameters 1.2e6 --tokens 64 --check scaling.json
+    python dev/bench/predict_scaling.py --latency 3 12 --bandwidth 400 45 --ranks-per-node 8 --parameters 124e6 ...
+    python dev/bench/predict_scaling.py --measured allreduce.json --parameters 1.2e6 --tokens 64 --check scaling.json
 
 The model is alpha-beta: a ring all-reduce of S bytes over n ranks takes 2(n-1) a + 2(n-1)/n S/b, an all-gather or a
-reduce-scatter half of that. Latency a and bandwidth b are those of aux/bench/allreduce.py (--measured), or your own: of
+reduce-scatter half of that. Latency a and bandwidth b are those of dev/bench/allreduce.py (--measured), or your own: of
 nccl-tests' output a is the time of the smallest message over 2(n-1), b the bus bandwidth of the largest. Ranks of one
 node have the first pair, groups that span nodes the second, of which those of a node share the bandwidth.
 
@@ -38,7 +38,7 @@ BUCKET = 25 * 2**20  # bytes of DDP's buckets, by its default
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    help = "what aux/bench/allreduce.py has written; of several, inside a node and across nodes"
+    help = "what dev/bench/allreduce.py has written; of several, inside a node and across nodes"
     source.add_argument("--measured", type=Path, nargs="+", metavar="FILE", help=help)
     help = "microseconds of one hop of the ring: inside a node, and if there are several between nodes"
     source.add_argument("--latency", type=number(0), nargs="+", metavar="US", help=help)
@@ -59,7 +59,7 @@ def parse_arguments() -> Namespace:
     help = "ranks of a tensor-parallel group (default: those of a node); several groups are FSDP's replicas"
     parser.add_argument("--tensor-parallel", type=whole_number(1), metavar="RANKS", help=help)
     parser.add_argument("--precision", choices=BYTES, default="fp32", help="bf16: train_fsdp.py's, gradients in fp32")
-    parser.add_argument("--check", type=Path, metavar="FILE", help="compare with the JSON of aux/bench/scaling.sh")
+    parser.add_argument("--check", type=Path, metavar="FILE", help="compare with the JSON of dev/bench/scaling.sh")
     parser.add_argument("--strategy", choices=("DDP", "FSDP", "TP"), default="DDP", help="of the script in --check")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there, too")
     args = parser.parse_args()
@@ -217,7 +217,7 @@ def networks(args: Namespace) -> tuple[Network | None, Network | None, int]:
     if args.latency:
         pairs = [Network(a / 1e6, b * 1e9) for a, b in zip(args.latency, args.bandwidth, strict=True)]
         return pairs[0], pairs[-1] if len(pairs) > 1 else None, args.ranks_per_node or 1
-    found = [read_json(path, "groups", "aux/bench/allreduce.py") for path in args.measured]
+    found = [read_json(path, "groups", "dev/bench/allreduce.py") for path in args.measured]
     groups = [group for measured in found for group in measured["groups"] if "latency" in group]  # else it has no fit
     known = {group["name"]: Network(group["latency"], group["bandwidth"]) for group in groups}
     ranks_per_node = args.ranks_per_node or max(measured["ranks_per_node"] for measured in found)
@@ -268,8 +268,8 @@ def show(args: Namespace) -> list[list[str]]:
 
 
 def check(args: Namespace) -> list[list[str]]:
-    """The prediction beside what aux/bench/scaling.sh has measured: the head of the table, and its rows."""
-    known, found = networks(args), read_json(args.check, "runs", "aux/bench/scaling.sh")
+    """The prediction beside what dev/bench/scaling.sh has measured: the head of the table, and its rows."""
+    known, found = networks(args), read_json(args.check, "runs", "dev/bench/scaling.sh")
     alone = next((run for run in found["runs"] if run["nodes"] * run["ranks_per_node"] == 1), None)
     if not alone:
         stop(f"{args.check} has no run of one rank to predict from")

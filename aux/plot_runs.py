@@ -1,8 +1,8 @@
 """Draws loss, accuracy and throughput of one or several runs from their metrics.jsonl, as runs.png and runs.svg.
 
-    python aux/figures/plot_runs.py checkpoints/28120876
-    python aux/figures/plot_runs.py checkpoints/28120876 checkpoints/28120877 --out comparison
-    python aux/figures/plot_runs.py checkpoints/28120876 --watch     # drawn again while the run goes on, until ctrl-C
+    python aux/plot_runs.py checkpoints/28120876
+    python aux/plot_runs.py checkpoints/28120876 checkpoints/28120877 --out comparison
+    python aux/plot_runs.py checkpoints/28120876 --watch     # drawn again while the run goes on, until ctrl-C
 
 train_preemptible.py, train_fsdp.py and train_tp.py write these files into their --checkpoint-dir.
 """
@@ -13,7 +13,8 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "dev/figures")]
 
 import style
 from resilience.arguments import ArgumentParser

@@ -1,7 +1,7 @@
-"""Draw what aux/bench/ has measured of scaling, and fill the tables of docs/scaling.md: from the JSON in docs/figures.
+"""Draw what dev/bench/ has measured of scaling, and fill the tables of docs/scaling.md: from the JSON in docs/figures.
 
-    python aux/figures/draw_scaling.py
-    python aux/figures/draw_scaling.py --folder log/scaling --page log/scaling/page.md  # yours, in a copy of the page
+    python dev/figures/draw_scaling.py
+    python dev/figures/draw_scaling.py --folder log/scaling --page log/scaling/page.md  # yours, in a copy of the page
 
 scaling.json and allreduce*.json make scaling.svg, growth.json makes growth.svg; all of them, and prediction*.json, make
 a table each. What is not there is left out.
@@ -17,7 +17,7 @@ from pathlib import Path
 import style
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "aux/bench"))
+sys.path.insert(0, str(REPOSITORY / "dev/bench"))
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
@@ -25,7 +25,7 @@ from matplotlib.ticker import NullLocator
 import read_scaling
 from predict_scaling import Network
 
-BEGIN = "<!-- begin: written by aux/figures/draw_scaling.py -->\n"
+BEGIN = "<!-- begin: written by dev/figures/draw_scaling.py -->\n"
 
 
 def parse_arguments() -> Namespace:
@@ -167,7 +167,7 @@ def picture(args: Namespace, name: str, words: str) -> str:
 
 def scaling_part(found: dict, args: Namespace) -> str:
     shown = picture(args, "scaling.svg", "Speed-up of a training by ranks; bus bandwidth of an all-reduce by size")
-    source = f"`aux/bench/scaling.sh {found['command']}`, {found['date']}, {found['machine']}:\n\n"
+    source = f"`dev/bench/scaling.sh {found['command']}`, {found['date']}, {found['machine']}:\n\n"
     return shown + source + read_scaling.table(found["unit"], found["runs"]) + "\n"
 
 
@@ -181,7 +181,7 @@ def reduce_part(reduces: dict[str, dict]) -> str:
             row += [f"{group['bandwidth'] / 1e9:.2f}", f"{errors[len(errors) // 2]:.0%}, {errors[-1]:.0%}"]
             lines.append("| " + " | ".join(row) + " |")
     where = dict.fromkeys(f"{measured['date']}, {measured['device']}" for measured in reduces.values())
-    return f"`aux/bench/allreduce.py`, {'; '.join(where)}, fitted:\n\n" + "\n".join(lines) + "\n"
+    return f"`dev/bench/allreduce.py`, {'; '.join(where)}, fitted:\n\n" + "\n".join(lines) + "\n"
 
 
 def prediction_part(found: dict) -> str:

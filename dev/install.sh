@@ -1,7 +1,7 @@
 #!/bin/bash
 # Install Debian or Ubuntu packages, or say what is missing. Used by the Makefile.
 #
-# Usage: ./aux/install.sh PACKAGE ...
+# Usage: ./dev/install.sh PACKAGE ...
 set -euo pipefail
 
 if [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then

@@ -1,6 +1,6 @@
 """Write the diffs and excerpts of the documents anew: each is what the command above it prints.
 
-    python aux/write_diffs.py README.md docs/*.md         # changes the files, prints their names
+    python dev/write_diffs.py README.md docs/*.md         # changes the files, prints their names
 
 The sentence ends with a colon. "`git diff --no-index -U0 OLD NEW`:" shows all. "`git diff --no-index -U0 OLD NEW`, the
 blocks data, model:" shows these, "the block model:" one, by the names on their rulers. Above the first ruler are

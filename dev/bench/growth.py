@@ -1,7 +1,7 @@
 """What grows with the number of ranks in this repository's own code, on the cluster of network namespaces (root).
 
-    python aux/bench/growth.py --ranks 8 64                  # some six minutes
-    python aux/bench/growth.py                               # up to 4,096 ranks on 512 nodes: 25 minutes, 10 GB
+    python dev/bench/growth.py --ranks 8 64                  # some six minutes
+    python dev/bench/growth.py                               # up to 4,096 ranks on 512 nodes: 25 minutes, 10 GB
 
 Start-up: from srun in launch_slurm_to_torch.sh until the last rank's Python runs, with 8 ranks a node, each a task.
 Rendezvous and Step 0, heartbeats: the package's own code, over the cluster's network, from the moment at which all
@@ -196,7 +196,7 @@ def run_job(args: Namespace, nodes: int, tasks: int, task: str, ranks: int) -> t
     log = args.out / f"{task}-{ranks}.out"
     log.unlink(missing_ok=True)
     size = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}", "--gpus-per-node=0", f"--output={log}"]
-    script = ["launch_slurm_to_torch.sh", "aux/bench/growth.py", "--task", task, "--ranks", ranks]
+    script = ["launch_slurm_to_torch.sh", "dev/bench/growth.py", "--task", task, "--ranks", ranks]
     with contextlib.suppress(SystemExit):
         job = namespaces("exec", "env", f"PATH={os.environ['PATH']}", "sbatch", "--wait", "--parsable", *size, *script)
         folder = REPOSITORY / "log" / job.strip()
@@ -234,7 +234,7 @@ def main(args: Namespace):
     os.chdir(REPOSITORY)
     args.out = args.out.absolute()
     args.out.mkdir(parents=True, exist_ok=True)
-    command = " ".join(["aux/bench/growth.py", "--ranks", *map(str, args.ranks), "--rounds", str(args.rounds)])
+    command = " ".join(["dev/bench/growth.py", "--ranks", *map(str, args.ranks), "--rounds", str(args.rounds)])
     found = {"date": datetime.date.today().isoformat(), "machine": machine(), "command": command, "sizes": []}
     os.environ.setdefault("CLUSTER", f"growth-{os.getpid()}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as ctrl-C: by way of finally

@@ -1,12 +1,12 @@
 """Latency and bandwidth of an all-reduce by size, over the job's own ranks: NCCL on GPUs, gloo on CPUs.
 
-    ./torchrun.sh aux/bench/allreduce.py
-    sbatch --nodes=2 --gpus-per-node=8 --cpus-per-task=96 launch_slurm_with_torchrun.sh aux/bench/allreduce.py
+    ./torchrun.sh dev/bench/allreduce.py
+    sbatch --nodes=2 --gpus-per-node=8 --cpus-per-task=96 launch_slurm_with_torchrun.sh dev/bench/allreduce.py
 
 The columns are those of nccl-tests: time of one call in place, averaged over the ranks; algbw is bytes over time, busbw
 that times 2(n-1)/n. First the ranks of each node among themselves, all nodes at once; then, where there are several,
 all ranks of the job. A line below each table fits 2(n-1) a + 2(n-1)/n S/b, the time of a ring, to what was measured: a
-is the latency of a hop, b the bandwidth. aux/bench/predict_scaling.py predicts the step of a model from the file.
+is the latency of a hop, b the bandwidth. dev/bench/predict_scaling.py predicts the step of a model from the file.
 """
 
 import datetime

@@ -1,8 +1,8 @@
 """The same training started every way, by real Slurm jobs: have all of them the same losses? A table and a figure.
 
     ./local/cluster/namespaces.sh up --cpus 4                                      # nodes for up to four ranks
-    ./local/cluster/namespaces.sh exec python aux/figures/prove_convergence.py     # there, or on a login node
-    python aux/figures/prove_convergence.py --draw                                 # from the losses of the last time
+    ./local/cluster/namespaces.sh exec python dev/figures/prove_convergence.py     # there, or on a login node
+    python dev/figures/prove_convergence.py --draw                                 # from the losses of the last time
 
 Two trainings, on CPUs and in float32, without dropout: a ConvNet on images, and a transformer on text. Each is run as
 one process, by every launcher, on 1 to 4 ranks of one and two nodes, split in every way, with numbers of samples that
@@ -173,7 +173,7 @@ def prove(args: Namespace) -> dict:
     sources = copy_data(args, folder)
     slurm = subprocess.run(["sbatch", "--version"], capture_output=True, text=True).stdout.split()[-1]
     versions = f"torch {importlib.metadata.version('torch')}, Slurm {slurm}, {os.cpu_count()} CPUs"
-    command = " ".join(["python aux/figures/prove_convergence.py", *["--container"] * args.container])
+    command = " ".join(["python dev/figures/prove_convergence.py", *["--container"] * args.container])
     result = {"date": str(datetime.date.today()), "machine": versions, "command": command, "trainings": []}
     for training, runs in (("images", image_runs(args.container)), ("text", text_runs(args.container))):
         described = {"name": training, "data": sources[training], "limit": LIMIT, "runs": []}

@@ -2,8 +2,8 @@
 """How fast train_fsdp.py's step is in one CPU process, against a loop that works as nanoGPT's train.py does.
 
     python aux/prepare_data.py shakespeare
-    python aux/bench/language_model.py               # about ten minutes: leave the machine alone meanwhile
-    python aux/bench/language_model.py --check       # status 1 when a ratio is less than the one stated below
+    python dev/bench/language_model.py               # about ten minutes: leave the machine alone meanwhile
+    python dev/bench/language_model.py --check       # status 1 when a ratio is less than the one stated below
 
 The other side: slices of a memory-mapped file stacked for every batch, the loss read at every step, AdamW without
 fused kernels, float32. Both sides take turns, on equally many threads, with the same sequences of the text in each

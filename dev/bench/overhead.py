@@ -1,8 +1,8 @@
 """What the loop around a step costs: train_ddp.py's against those of Accelerate, Lightning and the HF Trainer.
 
     pip install -r requirements-bench.txt
-    python aux/bench/overhead.py             # half a minute on a quiet CPU
-    python aux/bench/overhead.py --check     # status 1 when less is reached than is promised
+    python dev/bench/overhead.py             # half a minute on a quiet CPU
+    python dev/bench/overhead.py --check     # status 1 when less is reached than is promised
 
 The same step in all of them: 16 numbers in, one linear layer with ten outputs, 16 rows a step, SGD with momentum on one
 thread, so small that the loop is most of it. "Ours" is train_ddp.py as it stands but for the lines marked EDIT. The

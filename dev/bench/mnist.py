@@ -1,8 +1,8 @@
 """The speed of training on MNIST on a CPU: ratios, which hold on other machines too, and the gates they must pass.
 
-    python aux/bench/mnist.py                   # some ten minutes on two quiet cores
-    python aux/bench/mnist.py --only accuracy   # to 99 % test accuracy: train_fast.py
-    python aux/bench/mnist.py --check           # exit code 1 and one sentence when a gate is missed
+    python dev/bench/mnist.py                   # some ten minutes on two quiet cores
+    python dev/bench/mnist.py --only accuracy   # to 99 % test accuracy: train_fast.py
+    python dev/bench/mnist.py --check           # exit code 1 and one sentence when a gate is missed
 
 "Ours" is train_ddp.py itself: run in this process, or launched; in the race to 99 % it is train_fast.py. "Theirs" is
 the way of mnist/main.py in github.com/pytorch/examples on a CPU, written fresh: images one by one through PIL, ToTensor
@@ -33,7 +33,7 @@ from unittest.mock import patch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT, FAST = REPOSITORY / "distributed/train_ddp.py", REPOSITORY / "distributed/train_fast.py"
-sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux", "aux/figures")]  # mnist: distributed/'s
+sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux")]  # mnist: distributed/'s
 
 import rows
 from resilience.arguments import ArgumentParser, whole_number

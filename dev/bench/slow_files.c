@@ -1,6 +1,6 @@
 /* A slow file system, imitated: LD_PRELOAD this, and what names a file below SLOW_FOLDER takes SLOW_MICROSECONDS longer.
  *
- *     cc -shared -fPIC -o slow_files.so aux/bench/slow_files.c -ldl
+ *     cc -shared -fPIC -o slow_files.so dev/bench/slow_files.c -ldl
  *     LD_PRELOAD=$PWD/slow_files.so SLOW_FOLDER=$PWD/.venv/ SLOW_MICROSECONDS=1000 python -c 'import torch'
  *
  * Only absolute paths count. Reading is as fast as ever, and so is what the dynamic linker itself opens. */

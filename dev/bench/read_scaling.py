@@ -1,6 +1,6 @@
-"""The table and the JSON of aux/bench/scaling.sh, from the logs of its jobs. Needs no torch.
+"""The table and the JSON of dev/bench/scaling.sh, from the logs of its jobs. Needs no torch.
 
-python3 aux/bench/read_scaling.py log/scaling          # reads MODE-SIZE-ROUND.out there, writes scaling.json
+python3 dev/bench/read_scaling.py log/scaling          # reads MODE-SIZE-ROUND.out there, writes scaling.json
 """
 
 import datetime
@@ -104,7 +104,7 @@ def table(unit: str, runs: list[dict]) -> str:
 
 
 def growth_table(sizes: list[dict]) -> str:
-    """What aux/bench/growth.py has measured, in Markdown."""
+    """What dev/bench/growth.py has measured, in Markdown."""
     heartbeats, checkpoints = "heartbeats: a second | CPU | read all, s", "checkpoint: check, s | publish, s"
     lines = [f"| ranks | nodes | start-up, s | rendezvous, s | Step 0, s | {heartbeats} | {checkpoints} |"]
     lines.append("|" + "---|" * 10)

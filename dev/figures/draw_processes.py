@@ -1,7 +1,7 @@
 """Draw the pictures of processes in docs/figures: which program starts which, and what sets the five variables.
 
-    python aux/figures/draw_processes.py                  # all of them, in docs/figures
-    python aux/figures/draw_processes.py --folder DIR
+    python dev/figures/draw_processes.py                  # all of them, in docs/figures
+    python dev/figures/draw_processes.py --folder DIR
 
 SVG, from the standard library alone. A picture has its own background, light or dark as the reader's system asks, so
 that it can be read on any page. Nothing depends on colour: what a picture is about has thick lines.

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Training on one GPU, as ratios: what compilation, casts, projections, the vocabulary, DDP, FSDP and saving cost.
 
-    python aux/bench/gpu.py                  # leave the GPU alone meanwhile; the sizes are made for one of 80 GB
-    python aux/bench/gpu.py --only qkv       # the rows with that word
-    python aux/bench/gpu.py --check          # status 1 when a gate is missed
-    python aux/bench/gpu.py --device cpu     # a dry run: the same code, tiny models, nothing compiled, no figures
+    python dev/bench/gpu.py                  # leave the GPU alone meanwhile; the sizes are made for one of 80 GB
+    python dev/bench/gpu.py --only qkv       # the rows with that word
+    python dev/bench/gpu.py --check          # status 1 when a gate is missed
+    python dev/bench/gpu.py --device cpu     # a dry run: the same code, tiny models, nothing compiled, no figures
 
 In every row A and B take turns of about two seconds between two synchronizations. The ratio is A's time for a step (or
 a batch, or a save) over B's: the median of nine rounds. All of it is bfloat16 on random tokens, without dropout.
@@ -329,7 +329,7 @@ def report(name: str, args: Namespace, rounds: list[tuple[float, ...]]) -> str |
 def main(options: Namespace):
     cuda, missed = options.device == "cuda", []
     if cuda and not torch.cuda.is_available():
-        rows.record(rows.Row("all of aux/bench/gpu.py", "on a GPU", 0, missing="no GPU"))
+        rows.record(rows.Row("all of dev/bench/gpu.py", "on a GPU", 0, missing="no GPU"))
         sys.exit("gpu.py: no GPU here (a dry run: --device cpu)")
     name = torch.cuda.get_device_name() if cuda else "a CPU: a dry run, whose figures say nothing"
     print(f"{time.strftime('%Y-%m-%d')}, {name}, torch {torch.__version__}, medians of {options.rounds} rounds")

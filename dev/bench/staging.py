@@ -1,11 +1,11 @@
 """What aux/stage_environment.sh saves on a slow shared file system: `import torch` in a job of two nodes (root).
 
-    python aux/bench/staging.py                  # some five minutes: leave the machine alone meanwhile
-    python aux/bench/staging.py --delay 200      # a file system that is less slow
+    python dev/bench/staging.py                  # some five minutes: leave the machine alone meanwhile
+    python dev/bench/staging.py --delay 200      # a file system that is less slow
 
 A job whose ranks import torch from a slow file system takes turns with one that first copies the environment to the
 nodes' own disks; sbcast and unpacking count. The cluster is local/cluster/namespaces.sh's, the slow file system is
-imitated by aux/bench/slow_files.c: each call that names a file takes --delay longer. One rank on a node, so that it has
+imitated by dev/bench/slow_files.c: each call that names a file takes --delay longer. One rank on a node, so that it has
 no other one's cache. What is imported is a copy of this Python's virtual environment; it takes four times its size.
 """
 
@@ -65,7 +65,7 @@ def run(*command: object, **options):
 def prepare(folder: Path):
     """In `folder`: the slow file system with the environment in it, and on each node a disk of its own."""
     (folder / "job.sh").write_text(JOB)
-    library, source = folder / "slow_files.so", REPOSITORY / "aux/bench/slow_files.c"
+    library, source = folder / "slow_files.so", REPOSITORY / "dev/bench/slow_files.c"
     run("cc", "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl")
     run("cp", "--archive", "--dereference", sys.prefix, folder / "shared/venv")
     for node in ("node-1", "node-2"):

@@ -1,7 +1,7 @@
 """Which rank reads which samples, in which step and epoch: a check and a figure, of the train scripts themselves.
 
-    python aux/figures/show_data_split.py             # starts them with torchrun on the CPU, on tiny data
-    python aux/figures/show_data_split.py --draw      # the figure again, from what was read the last time
+    python dev/figures/show_data_split.py             # starts them with torchrun on the CPU, on tiny data
+    python dev/figures/show_data_split.py --draw      # the figure again, from what was read the last time
 
 The scripts run as they are; only what they read is written down: in TensorDataset's __getitem__ and in characters.py.
 Checked are train_ddp.py (DistributedSampler), train_preemptible.py (RunSampler), train_fsdp.py, and train_tp.py with

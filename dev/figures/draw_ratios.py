@@ -1,7 +1,7 @@
 """Draw as ratios what has paid off, and fill the table of docs/14_faster.md: from what `make bench` has measured.
 
-    python aux/figures/draw_ratios.py
-    python aux/figures/draw_ratios.py --raw log/benchmarks.json --folder log --page log/page.md     # a run of your own
+    python dev/figures/draw_ratios.py
+    python dev/figures/draw_ratios.py --raw log/benchmarks.json --folder log --page log/page.md     # a run of your own
 
 Each bar is a row of docs/benchmarks.md. Two ranks stand there as a share of 2, and here as times as fast as one.
 """
@@ -15,11 +15,11 @@ from pathlib import Path
 import style
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "aux/bench"))
+sys.path.insert(0, str(REPOSITORY / "dev/bench"))
 
 from rows import Row
 
-BEGIN = "<!-- begin: written by aux/figures/draw_ratios.py -->\n"
+BEGIN = "<!-- begin: written by dev/figures/draw_ratios.py -->\n"
 EXAMPLES, NANOGPT, ONE_RANK = "pytorch/examples-style loop", "nanoGPT-style loop", "one rank, as a share of 2"
 SMALL, LARGE = "language model, nanoGPT's CPU settings, 1 thread", "language model, 10.65 million parameters, 1 thread"
 BARS = {  # what was changed: a bar for each row (its name, its other side), with what tells it from its neighbours
