@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # The sizes, address and port of this job, and your cluster's settings. Every launcher sources this in the batch shell.
 # It reads nothing but Slurm's own variables: what a job gets is decided by sbatch's options.
-if [[ -z "${SLURM_JOB_ID:-}" || "$-" == *i* ]]; then
+if [[ -z "${SLURM_JOB_ID:-}" || "${SLURM_PROCID:-0}" != 0 || "$-" == *i* ]]; then
     echo "env.sh is for the launchers: sbatch launch_slurm_with_torchrun.sh SCRIPT, without Slurm ./torchrun.sh SCRIPT" >&2
     return 1
 fi
@@ -55,6 +55,10 @@ export SLURM_EXPORT_ENV=ALL
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}" TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
+# A step of an exclusive job gets no GPUs unless srun asks for them.
+if ((gpus > 0)); then export SLURM_GPUS_PER_NODE="${SLURM_GPUS_PER_NODE:-$gpus}"; fi
+# On a shared file system the kernels that Triton caches go stale.
+export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-/tmp/triton-$UID}"
 # No core files: one per rank fills a quota.
 ulimit -c 0
 

@@ -27,6 +27,8 @@ else
     fi
 fi
 
+# rendezvous+=(--numa-binding=node)    # EDIT: each rank on the CPUs next to its GPU (torch 2.13)
+
 # Until torchrun listens, SIGTERM is nobody's. It would end the job as a failed one, which Slurm does not requeue.
 trap '' TERM
 exec torchrun "${rendezvous[@]}" --nproc-per-node="$NPROC_PER_NODE" "$@"

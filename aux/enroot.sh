@@ -79,6 +79,7 @@ names+=(MASTER_ADDR MASTER_PORT WORLD_SIZE NNODES NPROC_PER_NODE CPUS_PER_NODE O
 names+=(PYTHONUNBUFFERED PYTHONFAULTHANDLER LOGLEVEL TRAIN_DEVICE)
 names+=(CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING "${!CUDA_DEVICE_@}")
 names+=("${!SLURM@}" "${!NCCL_@}" "${!GLOO_@}" "${!TORCH_@}" "${!PYTORCH_@}")
+names+=("${!FI_@}" TRITON_CACHE_DIR)
 for variable in "${names[@]}"; do
     if [[ -v "$variable" ]]; then options+=(--env "$variable"); fi
 done

@@ -11,6 +11,7 @@ Grown from local/train_single.py: process group, data, model, training.
 import argparse
 import math
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -64,6 +65,11 @@ if world_size > 1 and "MASTER_ADDR" not in os.environ:
 store = dist.HashStore() if world_size == 1 else None
 backend = "nccl" if use_cuda else "gloo"
 dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+# NCCL connects in its first collective, and on a wrong network it would wait for ever: SIGALRM
+# ends this rank instead.
+signal.alarm(300)
+dist.all_reduce(torch.zeros(1, device=device))
+signal.alarm(0)
 host = os.uname().nodename
 place = f"world size: {world_size} | local rank: {local_rank} | device: {device}"
 print(f"[Rank: {rank} | {host} | {place}]\n", end="", flush=True)

@@ -242,7 +242,7 @@ def test_term_before_the_ranks_listen(cluster, data, uninterrupted, tmp_path):
 
     def scenario(way, script):
         trial = Trial(cluster, way, script, data, tmp_path / way, LATE=5)
-        trial.wait_for("^Listening$")
+        trial.wait_for(r"(?s)(^Listening$.*){4}")
         trial.signal("--signal=TERM")
         trial.wait_for(REQUEUED, 60)
         trial.is_equal_after_a_restart(uninterrupted(script))
@@ -325,7 +325,7 @@ def test_term_in_the_last_step(cluster, data, tmp_path):
 
     def scenario(way, script):
         trial = Trial(cluster, way, script, data, tmp_path / way, "--max-steps", 8, LONG_STEP=8)
-        trial.train_a_little()
+        trial.wait_for("^In step 8$")
         trial.signal("--signal=TERM")
         job = trial.ends()
         assert job.state == "COMPLETED" and "Stopped" not in job.log, job.log

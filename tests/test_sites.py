@@ -53,6 +53,19 @@ def test_cpus_and_gpus_by_every_option(without_sizes, cluster, tmp_path):
     at_once(scenario, [(index, *case) for index, case in enumerate(SIZES)])
 
 
+def test_exclusive_node_whose_gpus_nobody_asked_for(without_sizes, cluster, tmp_path):
+    """The batch shell counts all eight GPUs. The step gets them, too."""
+
+    def scenario(way):
+        size = ["--nodes=1", "--exclusive", f"--output={tmp_path}/{way}"]
+        job = cluster.sbatch(*size, LAUNCHERS[way], VARIABLES, cwd=without_sizes)
+        assert job.state == "COMPLETED", job.log
+        assert len(job.ranks()) == 8, job.log
+        assert {rank["cuda"] for rank in job.ranks()} == {"0,1,2,3,4,5,6,7"}
+
+    at_once(scenario, [("srun",), ("torchrun",)])
+
+
 def test_gpus_that_slurm_has_spread_unevenly(without_sizes, cluster, tmp_path):
     """--gpus=3 on two nodes: one sentence of every launcher, and no rank."""
 
@@ -93,6 +106,14 @@ def test_by_hand_in_a_step(cluster):
     ranks = sorted(re.findall(r'"rank": (\d)', done.stdout))
     assert ranks == ["0", "0", "1", "1"], done.stdout + done.stderr
     assert re.search(r"^bash: 2 ranks on node-\d+, 1 CPUs each", done.stdout, re.M), done.stdout
+
+
+def test_srun_that_starts_a_launcher_twice(cluster):
+    """The second one is refused, and srun says so."""
+    size = ["--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    done = cluster.exec("srun", *size, f"./{LAUNCHERS['torchrun']}", VARIABLES, timeout=60)
+    assert done.returncode != 0 and "task 1: Exited with exit code 1" in done.stderr, done.stderr
+    assert "env.sh is for the launchers: sbatch" in done.stderr
 
 
 @pytest.mark.matrix

@@ -31,7 +31,7 @@ if os.environ.get("MISSING") == os.environ.get("RANK", ""):
     wait_for_ever()
 stop_request.listen()  # as the script itself does, before torch
 if "LATE" in os.environ and RESTART_COUNT == "0":
-    print("Listening", flush=True)
+    print("Listening\n", end="", flush=True)
     time.sleep(float(os.environ["LATE"]))
 
 from resilience.checkpoints import Checkpoints
@@ -41,7 +41,10 @@ due, memory = Checkpoints.due, []
 
 
 def slower(self, step):
-    time.sleep(5 if str(step) == os.environ.get("LONG_STEP") and RESTART_COUNT == "0" else seconds)
+    if str(step) == os.environ.get("LONG_STEP") and RESTART_COUNT == "0":
+        print(f"In step {step}\n", end="", flush=True)
+        time.sleep(5)
+    time.sleep(seconds)
     if step == 8 and str(self.place.rank) == os.environ.get("STUCK"):
         wait_for_ever()
     if step >= 8 and str(self.place.rank) == os.environ.get("HUNGRY"):
