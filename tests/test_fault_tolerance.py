@@ -1,7 +1,9 @@
-"""The failure matrix: signals, requeues, dead ranks and nodes, full disks and damaged files, on a real cluster.
+"""The failure matrix: signals, requeues, dead ranks and nodes, full disks and damaged files, on
+a real cluster.
 
-A job that resumes must end with weights that are bit for bit those of an uninterrupted run on as many ranks, with
-dropout on. Without options a quick part runs: `pytest -m faults` is the whole of it.
+A job that resumes must end with weights that are bit for bit those of an uninterrupted run on as
+many ranks, with dropout on. Without options a quick part runs: `pytest -m faults` is the whole
+of it.
 """
 
 import decimal
@@ -24,14 +26,53 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import chaos
-from conftest import LAUNCHERS, REPOSITORY, Cluster, Job, at_once, cells, environment, note, read_metrics, run
+from conftest import (
+    LAUNCHERS,
+    REPOSITORY,
+    Cluster,
+    Job,
+    at_once,
+    cells,
+    environment,
+    note,
+    read_metrics,
+    run,
+)
 from resilience import checkpoints
 from resilience.place import Place
 
 DDP = ["--epochs", 3, "--batch-size", 20, "--log-every", 1]  # 300 images: 45 steps
-LANGUAGE_MODEL = ["--layers", 2, "--heads", 4, "--width", 32, "--context", 32, "--batch-size", 8, "--dropout", 0.2]
-LANGUAGE_MODEL += ["--steps", 45, "--log-every", 1, "--eval-every", 20, "--eval-windows", 8, "--precision", "fp32"]
-SCRIPTS = {"train_preemptible.py": DDP, "train_fsdp.py": LANGUAGE_MODEL, "train_tp.py": LANGUAGE_MODEL}
+LANGUAGE_MODEL = [
+    "--layers",
+    2,
+    "--heads",
+    4,
+    "--width",
+    32,
+    "--context",
+    32,
+    "--batch-size",
+    8,
+    "--dropout",
+    0.2,
+]
+LANGUAGE_MODEL += [
+    "--steps",
+    45,
+    "--log-every",
+    1,
+    "--eval-every",
+    20,
+    "--eval-windows",
+    8,
+    "--precision",
+    "fp32",
+]
+SCRIPTS = {
+    "train_preemptible.py": DDP,
+    "train_fsdp.py": LANGUAGE_MODEL,
+    "train_tp.py": LANGUAGE_MODEL,
+}
 STEPS = 45
 pytestmark = pytest.mark.faults
 BY_HAND = {
@@ -39,15 +80,23 @@ BY_HAND = {
     "torchrun": ["./torchrun.sh"],
     "spawn": [sys.executable, "distributed/spawn_ranks.py"],
 }
-DIAGONAL = [("srun", "train_preemptible.py"), ("torchrun", "train_fsdp.py"), ("spawn", "train_tp.py")]
+DIAGONAL = [
+    ("srun", "train_preemptible.py"),
+    ("torchrun", "train_fsdp.py"),
+    ("spawn", "train_tp.py"),
+]
 GROUPS = ["at-once", "at-once-1", "at-once-2", "at-once-3"]  # cases whose jobs run side by side
 OTHERS = [[(way, [*SCRIPTS][(i + k) % 3]) for i, way in enumerate(LAUNCHERS)] for k in (1, 2)]
-NINE = [pytest.param(three, marks=pytest.mark.matrix, id=GROUPS[i]) for i, three in enumerate([DIAGONAL, *OTHERS])]
+NINE = [
+    pytest.param(three, marks=pytest.mark.matrix, id=GROUPS[i])
+    for i, three in enumerate([DIAGONAL, *OTHERS])
+]
 
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory) -> Path:
-    """A file system that can be made small or read-only while all nodes see it: mounted before they start."""
+    """A file system that can be made small or read-only while all nodes see it: mounted before
+    they start."""
     folder = tmp_path_factory.mktemp("disk")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", folder], check=True)
     yield folder
@@ -95,9 +144,20 @@ def uninterrupted(data, tmp_path_factory):
         with lock:
             if script not in folders:
                 out = tmp_path_factory.mktemp(script)
-                command = ["./torchrun.sh", f"distributed/{script}", "--data-dir", data[script], *SCRIPTS[script]]
+                command = [
+                    "./torchrun.sh",
+                    f"distributed/{script}",
+                    "--data-dir",
+                    data[script],
+                    *SCRIPTS[script],
+                ]
                 command += ["--checkpoint-every", 30]  # and at the end
-                done = run(*command, "--checkpoint-dir", out, env=environment(NPROC_PER_NODE=4, OMP_NUM_THREADS=1))
+                done = run(
+                    *command,
+                    "--checkpoint-dir",
+                    out,
+                    env=environment(NPROC_PER_NODE=4, OMP_NUM_THREADS=1),
+                )
                 assert done.returncode == 0, done.stderr
                 folders[script] = out
             return folders[script]
@@ -115,20 +175,44 @@ def assert_same_run(out: Path, reference: Path, run_steps: int = STEPS):
     assert steps == list(range(1, run_steps + 1))
     for name in ("loss", "val_loss", "test_loss"):
         found = [(event["step"], event[name]) for event in read_metrics(out) if name in event]
-        assert found == [(event["step"], event[name]) for event in read_metrics(reference) if name in event]
+        assert found == [
+            (event["step"], event[name]) for event in read_metrics(reference) if name in event
+        ]
 
 
 class Trial:
     """A slowed down job on two nodes with two ranks each, in a checkpoint folder of its own."""
 
     def __init__(
-        self, cluster: Cluster, way: str, script: str, data: dict, folder: Path, *options, sbatch=(), slow=0.4, **env
+        self,
+        cluster: Cluster,
+        way: str,
+        script: str,
+        data: dict,
+        folder: Path,
+        *options,
+        sbatch=(),
+        slow=0.4,
+        **env,
     ):
         folder.mkdir(exist_ok=True)
         self.case = ""  # for the table
-        self.cluster, self.way, self.script, self.folder, self.out = cluster, way, script, folder, folder / "out"
+        self.cluster, self.way, self.script, self.folder, self.out = (
+            cluster,
+            way,
+            script,
+            folder,
+            folder / "out",
+        )
         self.command = [LAUNCHERS[way], "tests/scripts/slowly.py", slow, f"distributed/{script}"]
-        self.command += ["--data-dir", data[script], *SCRIPTS[script], "--checkpoint-dir", self.out, *options]
+        self.command += [
+            "--data-dir",
+            data[script],
+            *SCRIPTS[script],
+            "--checkpoint-dir",
+            self.out,
+            *options,
+        ]
         self.fault_at = time.monotonic()
         self.job = cluster.submit(*sbatch, f"--output={folder}/log", *self.command, env=env)
 
@@ -143,9 +227,13 @@ class Trial:
         state = "not known"
         while not re.search(pattern, self.log, re.M):
             ended = state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-            assert not ended and time.monotonic() - start < timeout, f"{state}, no {pattern!r} in:\n{self.log}"
+            assert not ended and time.monotonic() - start < timeout, (
+                f"{state}, no {pattern!r} in:\n{self.log}"
+            )
             time.sleep(0.1)
-            if time.monotonic() - asked_at > 1:  # before the log is read again: what has ended writes nothing after it
+            if (
+                time.monotonic() - asked_at > 1
+            ):  # before the log is read again: what has ended writes nothing after it
                 state, asked_at = self.cluster.show(self.job)["JobState"], time.monotonic()
         return time.monotonic() - start
 
@@ -161,7 +249,8 @@ class Trial:
         assert done.returncode == 0, done.stderr
 
     def process(self, node: str, name: str) -> int:
-        """The process id, on the host, of a process of the job on a node, by what its command line contains."""
+        """The process id, on the host, of a process of the job on a node, by what its command
+        line contains."""
         found = next(chaos.processes(self.job, name, node), None)
         assert found is not None, f"no {name} of job {self.job} on {node}"
         return found
@@ -177,7 +266,10 @@ class Trial:
         while left := self.cluster.left_over(self.job):
             assert time.monotonic() < deadline, left
             time.sleep(0.2)
-        restarts, seconds = self.cluster.show(self.job)["Restarts"], time.monotonic() - self.fault_at
+        restarts, seconds = (
+            self.cluster.show(self.job)["Restarts"],
+            time.monotonic() - self.fault_at,
+        )
         note(self.way, self.script, job.state, job.exit_code, restarts, seconds, self.case)
         return job
 
@@ -189,7 +281,8 @@ class Trial:
         assert_same_run(self.out, reference)
 
 
-# --- asked to stop ----------------------------------------------------------------------------------------------------
+# --- asked to stop --------------------------------------------------------------------------------
+# --------------------
 
 
 REQUEUED = "^Requeued: it resumes by itself$"
@@ -213,7 +306,8 @@ def test_term(cases, cluster, data, uninterrupted, tmp_path):
 
 
 def watched_steps(trial: Trial) -> list[str]:
-    """What watch_job.py shows as the steps of a job's four ranks, as soon as it knows them: until then it shows "-"."""
+    """What watch_job.py shows as the steps of a job's four ranks, as soon as it knows them:
+    until then it shows "-"."""
     steps, deadline = ["-"], time.monotonic() + 20
     while "-" in steps or len(steps) < 4:
         assert time.monotonic() < deadline, steps
@@ -224,7 +318,8 @@ def watched_steps(trial: Trial) -> list[str]:
 
 @pytest.mark.matrix
 def test_usr1(cluster, data, uninterrupted, tmp_path):
-    """For those who send it to srun's tasks. torchrun, which has no handler for it, would die of it."""
+    """For those who send it to srun's tasks. torchrun, which has no handler for it, would die of
+    it."""
 
     def scenario(way, script):
         trial = Trial(cluster, way, script, data, tmp_path / way)
@@ -252,7 +347,7 @@ def test_term_before_the_ranks_listen(cluster, data, uninterrupted, tmp_path):
 
 @pytest.mark.matrix
 def test_scontrol_requeue(cluster, data, uninterrupted, tmp_path):
-    """Slurm ends the ranks with SIGTERM and, KillWait later, SIGKILL: they have that long to save."""
+    """Slurm sends SIGTERM and, KillWait later, SIGKILL: the ranks have that long to save."""
 
     def scenario(way, script):
         trial = Trial(cluster, way, script, data, tmp_path / way)
@@ -271,10 +366,13 @@ LIMITS = {"the limit itself": ["--time=1"], "ahead of it": ["--time=3", "--signa
 @pytest.mark.matrix
 @pytest.mark.parametrize("limit", LIMITS)
 def test_time_limit(limit, cluster, data, uninterrupted, tmp_path):
-    """Without --signal SIGTERM comes at the limit, and KillWait is the time to save. With it, up to 60 s too early."""
+    """Without --signal SIGTERM comes at the limit, and KillWait is the time to save. With it, up
+    to 60 s too early."""
 
     def scenario(way, script):
-        trial = Trial(cluster, way, script, data, tmp_path / way, sbatch=LIMITS[limit], slow=3)  # 45 steps: 135 s
+        trial = Trial(
+            cluster, way, script, data, tmp_path / way, sbatch=LIMITS[limit], slow=3
+        )  # 45 steps: 135 s
         trial.case = limit
         trial.wait_for(REQUEUED, 180)
         assert trial.ends(400).state == "COMPLETED", trial.log
@@ -286,8 +384,11 @@ def test_time_limit(limit, cluster, data, uninterrupted, tmp_path):
 
 @pytest.fixture(scope="module")
 def preempt(cluster):
-    """A function that submits a job, of a second, in a partition that takes its nodes from the others."""
-    created = cluster.exec("scontrol", "create", "PartitionName=urgent", "Nodes=ALL", "PriorityTier=2", "State=UP")
+    """A function that submits a job, of a second, in a partition that takes its nodes from the
+    others."""
+    created = cluster.exec(
+        "scontrol", "create", "PartitionName=urgent", "Nodes=ALL", "PriorityTier=2", "State=UP"
+    )
     assert created.returncode == 0, created.stderr
     options = ["--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
     return lambda nodes: cluster.submit(*options, f"--nodelist={nodes}")
@@ -311,7 +412,8 @@ def test_preemption(preempt, cluster, data, uninterrupted, tmp_path):
 
 @pytest.mark.matrix
 def test_save_that_takes_40_seconds(cluster, data, uninterrupted, tmp_path):
-    """torchrun's own patience with ranks that were told to stop is 30 s: env.sh gives them ten minutes."""
+    """torchrun's own patience with ranks that were told to stop is 30 s: env.sh gives them ten
+    minutes."""
     trial = Trial(cluster, "torchrun", "train_preemptible.py", data, tmp_path, SLOW_SAVE=40)
     trial.train_a_little()
     trial.signal("--signal=TERM")
@@ -321,7 +423,8 @@ def test_save_that_takes_40_seconds(cluster, data, uninterrupted, tmp_path):
 
 @pytest.mark.matrix
 def test_term_in_the_last_step(cluster, data, tmp_path):
-    """A finished run is COMPLETED. torchrun fails once it was told to stop: that job finishes at its next start."""
+    """A finished run is COMPLETED. torchrun fails once it was told to stop: that job finishes at
+    its next start."""
 
     def scenario(way, script):
         trial = Trial(cluster, way, script, data, tmp_path / way, "--max-steps", 8, LONG_STEP=8)
@@ -342,9 +445,13 @@ def test_job_that_may_not_be_requeued_says_what_to_type(cluster, data, uninterru
     trial.signal("--signal=TERM")
     job = trial.ends()
     assert job.state == "FAILED" and job.exit_code == 1 and "lost a peer" not in job.log, job.log
-    assert re.search("^Not requeued: Requested operation is presently disabled.* To resume it:$", job.log, re.M)
+    assert re.search(
+        "^Not requeued: Requested operation is presently disabled.* To resume it:$", job.log, re.M
+    )
     [typed] = re.findall(r"^    (sbatch .*--resume)$", job.log, re.M)
-    again = cluster.exec("bash", "-c", typed.replace("sbatch", f"sbatch --parsable --output={tmp_path}/again", 1))
+    again = cluster.exec(
+        "bash", "-c", typed.replace("sbatch", f"sbatch --parsable --output={tmp_path}/again", 1)
+    )
     assert cluster.wait(int(again.stdout)).state == "COMPLETED", again
     assert_same_run(trial.out, uninterrupted("train_preemptible.py"))
 
@@ -370,14 +477,21 @@ def test_cancelled_job(cluster, data, tmp_path):
         job = trial.ends(40)
         assert job.state == "CANCELLED" and int(cluster.show(trial.job)["Restarts"]) == 0, job.log
         [stopped] = re.findall(r"^Stopped after step (\d+), saved$", job.log, re.M)
-        assert "Requeued" not in job.log and f"_{stopped}" in checkpoints.find(trial.out)[0].name, job.log
+        assert "Requeued" not in job.log and f"_{stopped}" in checkpoints.find(trial.out)[0].name, (
+            job.log
+        )
 
     at_once(scenario, DIAGONAL)
 
 
 def signalled(command: list, number: int, steps: int, **env) -> tuple[int, str]:
-    """Status and output of a command whose process group gets a signal, as from a terminal, after so many steps."""
-    options = {"cwd": REPOSITORY, "env": environment(OMP_NUM_THREADS=1, **env), "start_new_session": True}
+    """Status and output of a command whose process group gets a signal, as from a terminal,
+    after so many steps."""
+    options = {
+        "cwd": REPOSITORY,
+        "env": environment(OMP_NUM_THREADS=1, **env),
+        "start_new_session": True,
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen([str(part) for part in command], **options, **pipes) as process:
         timer = threading.Timer(120, os.killpg, (process.pid, signal.SIGKILL))
@@ -403,10 +517,13 @@ def test_control_c_on_a_laptop(way, data, tmp_path):
     note(way, "train_preemptible.py", "saved", status, 0, time.monotonic() - start)
     stopped = re.search(r"^Stopped after step (\d+), saved$", shown, re.M)
     assert stopped and ("Traceback" not in shown or way == "torchrun"), shown
-    assert [path.name for path in checkpoints.find(tmp_path)] == [f"checkpoint_step_{stopped[1]}.pt"], shown
+    assert [path.name for path in checkpoints.find(tmp_path)] == [
+        f"checkpoint_step_{stopped[1]}.pt"
+    ], shown
 
 
-# --- dead and stuck ---------------------------------------------------------------------------------------------------
+# --- dead and stuck -------------------------------------------------------------------------------
+# --------------------
 
 
 @pytest.mark.parametrize("cases", [pytest.param(DIAGONAL, id=GROUPS[0]), *NINE[1:]])
@@ -467,9 +584,12 @@ def test_stopped_rank(cases, cluster, data, tmp_path):
         os.kill(trial.rank(node), signal.SIGSTOP)
         time.sleep(6)
         watched = run(sys.executable, "aux/watch_job.py", trial.job, "--after", 5)
-        assert watched.returncode == 1 and re.search(rf"^ +\d  {node} +\d+ ", watched.stdout, re.M), watched
+        assert watched.returncode == 1 and re.search(
+            rf"^ +\d  {node} +\d+ ", watched.stdout, re.M
+        ), watched
         assert watched.stdout.endswith(f"sbatch --exclude={node}\n"), watched.stdout
-        pattern = rf"^\[Rank \d on \S+\] rank \d on {node} has sent no heartbeat for \d+ s; its last step is \d+"
+        pattern = rf"^\[Rank \d on \S+\] rank \d on {node} has sent no heartbeat for \d+ s; "
+        pattern += r"its last step is \d+"
         trial.wait_for(pattern, 30)
         job = trial.ends(60)
         assert job.state == "FAILED" and job.exit_code != 0, job.log
@@ -480,7 +600,8 @@ def test_stopped_rank(cases, cluster, data, tmp_path):
 @pytest.mark.matrix
 @pytest.mark.parametrize("cases", [DIAGONAL], ids=GROUPS[:1])
 def test_asked_to_stop_beside_a_stopped_rank(cases, cluster, data, tmp_path):
-    """What cannot be saved without it is not waited for: the job ends long before --timeout, 120 seconds."""
+    """What cannot be saved without it is not waited for: the job ends long before --timeout, 120
+    seconds."""
 
     def scenario(way, script):
         trial = Trial(cluster, way, script, data, tmp_path / way)
@@ -488,7 +609,8 @@ def test_asked_to_stop_beside_a_stopped_rank(cases, cluster, data, tmp_path):
         os.kill(trial.rank(node), signal.SIGSTOP)
         time.sleep(2)  # five steps: by now all others wait for it in a collective
         trial.signal("--signal=TERM")
-        silent = rf"^\[Rank (\d) on {node}\] asked to stop, but rank (\d) on this node has sent no heartbeat for 10 s"
+        silent = rf"^\[Rank (\d) on {node}\] asked to stop, but rank (\d) on this node has "
+        silent += "sent no heartbeat for 10 s"
         assert trial.wait_for(silent, 30) < 25
         job = trial.ends(60)
         assert job.state == "FAILED" and job.exit_code != 0, job.log
@@ -519,11 +641,22 @@ def test_wrong_interface(cases, cluster, data, tmp_path):
     """One sentence says which one it is, and what to set."""
 
     def scenario(way, script):
-        trial = Trial(cluster, way, script, data, tmp_path / way, "--init-timeout", 20, GLOO_SOCKET_IFNAME="lo")
+        trial = Trial(
+            cluster,
+            way,
+            script,
+            data,
+            tmp_path / way,
+            "--init-timeout",
+            20,
+            GLOO_SOCKET_IFNAME="lo",
+        )
         job = trial.ends(90)
         assert job.state == "FAILED" and job.exit_code == 1, job.log
         named = r"^\[Rank \d on \S+\] all ranks joined, but they cannot connect: .*"
-        named += r" The interface is lo on node-\d+, node-\d+: GLOO_SOCKET_IFNAME in env.sh chooses one"
+        named += (
+            r" The interface is lo on node-\d+, node-\d+: GLOO_SOCKET_IFNAME in env.sh chooses one"
+        )
         assert len(re.findall(named, job.log, re.M)) == 1 and job.log.count("[Rank ") == 1, job.log
         assert "Traceback" not in job.log, job.log
 
@@ -532,38 +665,69 @@ def test_wrong_interface(cases, cluster, data, tmp_path):
 
 @pytest.mark.matrix
 def test_stuck_rank(cluster, data, tmp_path):
-    """One that is alive, but waits for something else than its peers: the log says where in the program it is."""
+    """One that is alive, but waits for something else than its peers: the log says where in the
+    program it is."""
     trial = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path, "--timeout", 20, STUCK=2)
     node = trial.train_a_little()[1]
-    trial.wait_for(rf"^\[Rank 0 on \S+\] no step for 10 s. First to look at: rank 2 on {node} \(step 7\), in$", 40)
+    trial.wait_for(
+        rf"^\[Rank 0 on \S+\] no step for 10 s. First to look at: rank 2 on {node} \(step 7\), in$",
+        40,
+    )
     trial.wait_for(r"^    wait_for_ever \(\S+slowly.py:\d+\)$", 5)
     assert trial.ends(60).state == "FAILED"
 
 
 @pytest.mark.parametrize(
-    ("way", "script", "index"), [("torchrun", "train_fsdp.py", 1), ("srun", "train_preemptible.py", 0)]
+    ("way", "script", "index"),
+    [("torchrun", "train_fsdp.py", 1), ("srun", "train_preemptible.py", 0)],
 )
 @pytest.mark.matrix
 def test_node_crash(way, script, index, cluster, data, uninterrupted, tmp_path):
-    """Slurm requeues the job on other nodes: from crash to training again within 60 s. Node 0 has the batch shell."""
-    trial = Trial(cluster, way, script, data, tmp_path, "--checkpoint-every", 5, sbatch=["--exclude=node-[1-6]"])
+    """Slurm requeues the job on other nodes: from crash to training again within 60 s. Node 0
+    has the batch shell."""
+    trial = Trial(
+        cluster,
+        way,
+        script,
+        data,
+        tmp_path,
+        "--checkpoint-every",
+        5,
+        sbatch=["--exclude=node-[1-6]"],
+    )
     node = trial.train_a_little()[index]
-    os.kill(int(Path(f"/run/slurm-cluster-{cluster.environment['CLUSTER']}/{node}.pid").read_text()), signal.SIGKILL)
+    os.kill(
+        int(Path(f"/run/slurm-cluster-{cluster.environment['CLUSTER']}/{node}.pid").read_text()),
+        signal.SIGKILL,
+    )
     assert trial.wait_for("^Resumed after step [1-9]", 60) < 60
     trial.is_equal_after_a_restart(uninterrupted(script))
 
 
 @pytest.mark.matrix
 def test_split_brain(cluster, data, uninterrupted, tmp_path):
-    """slurmd dies, all ranks live on: the job starts again elsewhere, and the old ranks are gone soon after."""
+    """slurmd dies, all ranks live on: the job starts again elsewhere, and the old ranks are gone
+    soon after."""
     one = ["--nodes=1", "--ntasks-per-node=4", "--gpus-per-node=0", "--exclude=node-[1-6]"]
     trial = Trial(
-        cluster, "srun", "train_preemptible.py", data, tmp_path, "--checkpoint-every", 5, sbatch=one, slow=2.0
+        cluster,
+        "srun",
+        "train_preemptible.py",
+        data,
+        tmp_path,
+        "--checkpoint-every",
+        5,
+        sbatch=one,
+        slow=2.0,
     )
     [node] = trial.train_a_little()
     for process in Path("/proc").glob("[0-9]*"):
         command = (process / "cmdline").read_text() if (process / "cmdline").exists() else ""
-        if command.startswith("slurmd\0") and command.endswith(f"{node}\0") and in_cluster(process, cluster):
+        if (
+            command.startswith("slurmd\0")
+            and command.endswith(f"{node}\0")
+            and in_cluster(process, cluster)
+        ):
             os.kill(int(process.name), signal.SIGKILL)
     trial.wait_for("^Resumed after step [1-9]")
     deadline = time.monotonic() + 20
@@ -575,12 +739,33 @@ def test_split_brain(cluster, data, uninterrupted, tmp_path):
 
 
 def test_superseded_attempt(data, tmp_path):
-    """One process trains, another resumes in its folder: the first one ends, and writes no step more."""
-    command = [sys.executable, "tests/scripts/slowly.py", "1", "distributed/train_preemptible.py", *DDP]
-    command += ["--data-dir", data["train_preemptible.py"], "--checkpoint-dir", tmp_path, "--checkpoint-every", 5]
-    options = {"cwd": REPOSITORY, "env": environment(OMP_NUM_THREADS=1), "text": True, "stderr": subprocess.PIPE}
+    """One process trains, another resumes in its folder: the first one ends, and writes no step
+    more."""
+    command = [
+        sys.executable,
+        "tests/scripts/slowly.py",
+        "1",
+        "distributed/train_preemptible.py",
+        *DDP,
+    ]
+    command += [
+        "--data-dir",
+        data["train_preemptible.py"],
+        "--checkpoint-dir",
+        tmp_path,
+        "--checkpoint-every",
+        5,
+    ]
+    options = {
+        "cwd": REPOSITORY,
+        "env": environment(OMP_NUM_THREADS=1),
+        "text": True,
+        "stderr": subprocess.PIPE,
+    }
     start = time.monotonic()
-    with subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL, **options) as first:
+    with subprocess.Popen(
+        [str(part) for part in command], stdout=subprocess.DEVNULL, **options
+    ) as first:
         try:
             deadline = start + 60
             while not checkpoints.find(tmp_path):
@@ -594,9 +779,12 @@ def test_superseded_attempt(data, tmp_path):
     note("none", "train_preemptible.py", "ended", first.returncode, 0, time.monotonic() - start)
     assert first.returncode == 1
     assert re.fullmatch(
-        r"\[Rank 0 on \S+\] .* now belongs to another attempt .* writes nothing more and ends\n", stderr
+        r"\[Rank 0 on \S+\] .* now belongs to another attempt .* writes nothing more and ends\n",
+        stderr,
     )
-    assert [event["step"] for event in read_metrics(tmp_path) if "loss" in event] == list(range(1, STEPS + 1))
+    assert [event["step"] for event in read_metrics(tmp_path) if "loss" in event] == list(
+        range(1, STEPS + 1)
+    )
     assert checkpoints.find(tmp_path)[0].name == f"checkpoint_step_{STEPS}.pt"
 
 
@@ -625,14 +813,31 @@ def test_cut_link(cluster, data, uninterrupted, tmp_path):
 
 @pytest.mark.matrix
 def test_two_jobs_on_one_port(cluster, data, uninterrupted, tmp_path):
-    """The second one does not join the first; nor does one whose ranks are elsewhere than its address."""
-    first = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path / "first", slow=0.8, MASTER_PORT=62000)
+    """The second one does not join the first; nor does one whose ranks are elsewhere than its
+    address."""
+    first = Trial(
+        cluster,
+        "srun",
+        "train_preemptible.py",
+        data,
+        tmp_path / "first",
+        slow=0.8,
+        MASTER_PORT=62000,
+    )
     node = first.train_a_little()[0]
 
     def scenario(port, sentence):
         place = {"MASTER_ADDR": node, "MASTER_PORT": port}
         exclude = [f"--exclude={node}"]
-        job = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path / f"{port}", sbatch=exclude, **place).ends()
+        job = Trial(
+            cluster,
+            "srun",
+            "train_preemptible.py",
+            data,
+            tmp_path / f"{port}",
+            sbatch=exclude,
+            **place,
+        ).ends()
         assert job.state == "FAILED" and job.exit_code == 1 and sentence in job.log, job.log
 
     taken = f"port 62000 on {node} is taken by another program"
@@ -646,13 +851,24 @@ def test_rank_of_another_job_is_turned_away(data, tmp_path):
     """By what rank 0 has written into the store: nothing else distinguishes the jobs here."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, "distributed/train_preemptible.py", *DDP, "--data-dir", data["train_preemptible.py"]]
+    command = [
+        sys.executable,
+        "distributed/train_preemptible.py",
+        *DDP,
+        "--data-dir",
+        data["train_preemptible.py"],
+    ]
     command = [str(part) for part in (*command, "--init-timeout", 10, "--checkpoint-dir", tmp_path)]
     place = {"LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     place |= {"OMP_NUM_THREADS": 1, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    ours, theirs = environment(RANK=0, SLURM_JOB_ID=7, **place), environment(RANK=1, SLURM_JOB_ID=8, **place)
+    ours, theirs = (
+        environment(RANK=0, SLURM_JOB_ID=7, **place),
+        environment(RANK=1, SLURM_JOB_ID=8, **place),
+    )
     with (
-        subprocess.Popen(command, cwd=REPOSITORY, env=ours, text=True, stderr=subprocess.PIPE) as first,
+        subprocess.Popen(
+            command, cwd=REPOSITORY, env=ours, text=True, stderr=subprocess.PIPE
+        ) as first,
         subprocess.Popen(command, cwd=REPOSITORY, env=theirs) as second,
     ):
         try:
@@ -661,22 +877,32 @@ def test_rank_of_another_job_is_turned_away(data, tmp_path):
         finally:
             first.kill()
             second.kill()
-    assert re.fullmatch(r"\[Rank 0 on \S+\] 1 of 2 ranks did not join within 0:00:10: rank 1\n", stderr)
+    assert re.fullmatch(
+        r"\[Rank 0 on \S+\] 1 of 2 ranks did not join within 0:00:10: rank 1\n", stderr
+    )
     assert first.returncode == 1 and not checkpoints.find(tmp_path)
 
 
-# --- disks and files --------------------------------------------------------------------------------------------------
+# --- disks and files
+# --------------------------------------------------------------------------------------------------
 
 
 def alone(script: str, data: dict, out: Path, *options, **how) -> subprocess.CompletedProcess:
     """A whole run on this machine, as one process."""
-    command = (f"distributed/{script}", "--data-dir", data[script], *SCRIPTS[script], "--checkpoint-dir", out)
+    command = (
+        f"distributed/{script}",
+        "--data-dir",
+        data[script],
+        *SCRIPTS[script],
+        "--checkpoint-dir",
+        out,
+    )
     return run(sys.executable, *command, "--device", "cpu", *options, **how)
 
 
 @pytest.fixture(scope="module")
 def one_rank(data, tmp_path_factory):
-    """The folder of a script's whole run as one process, with its checkpoints of steps 30 and 45."""
+    """A script's whole run as one process, with its checkpoints of steps 30 and 45."""
     folders = {}
 
     def folder(script: str) -> Path:
@@ -708,9 +934,13 @@ def a_web_page(content: bytes) -> bytes:
 
 
 DAMAGE = [truncated, flipped, zeroed, a_web_page]
-# A file in one way, and a folder in another one. The quick part damages a file; a folder: test_language_model.py.
+# A file in one way, and a folder in another one. The quick part damages a file; a folder:
+# test_language_model.py.
 DAMAGED = [[(*DIAGONAL[0], DAMAGE[i]), (*DIAGONAL[1], DAMAGE[(i + 1) % 4])] for i in range(4)]
-DAMAGED = [pytest.param(pair, marks=pytest.mark.matrix, id=name) for pair, name in zip(DAMAGED, GROUPS, strict=True)]
+DAMAGED = [
+    pytest.param(pair, marks=pytest.mark.matrix, id=name)
+    for pair, name in zip(DAMAGED, GROUPS, strict=True)
+]
 
 
 @pytest.mark.parametrize("cases", [pytest.param([(*DIAGONAL[0], truncated)], id="alone"), *DAMAGED])
@@ -728,7 +958,9 @@ def test_damaged_checkpoint(cases, cluster, data, uninterrupted, tmp_path):
         job = trial.ends()
         assert job.state == "COMPLETED", job.log
         assert job.log.count(f"checkpoint {newest} is damaged and skipped") == 1, job.log
-        assert re.search(rf"^Resumed after step {checkpoints.step_of(before)}$", job.log, re.M), job.log
+        assert re.search(rf"^Resumed after step {checkpoints.step_of(before)}$", job.log, re.M), (
+            job.log
+        )
         assert (out / f"damaged_{newest.name}").exists()
         assert_same_run(out, uninterrupted(script))
 
@@ -736,7 +968,8 @@ def test_damaged_checkpoint(cases, cluster, data, uninterrupted, tmp_path):
 
 
 def hold(folder: Path, *steps: int) -> Path:
-    """A folder for the variable HOLD of slowly.py: the checkpoints of these steps are not whole until it is changed."""
+    """A folder for the variable HOLD of slowly.py: the checkpoints of these steps are not whole
+    until it is changed."""
     folder.mkdir()
     for step in steps:
         (folder / str(step)).touch()
@@ -745,12 +978,31 @@ def hold(folder: Path, *steps: int) -> Path:
 
 @pytest.mark.matrix
 def test_killed_while_a_checkpoint_is_written_asynchronously(data, uninterrupted, tmp_path):
-    """The steps go on meanwhile, and it is published later; of one that is not whole nothing is left after a resume."""
+    """The steps go on meanwhile, and it is published later; of one that is not whole nothing is
+    left after a resume."""
     out, held = tmp_path / "out", hold(tmp_path / "hold", 10, 20)
-    command = ["./torchrun.sh", "tests/scripts/slowly.py", "0.1", "distributed/train_fsdp.py", *LANGUAGE_MODEL]
-    command += ["--data-dir", data["train_fsdp.py"], "--checkpoint-dir", out, "--checkpoint-every", 10]
+    command = [
+        "./torchrun.sh",
+        "tests/scripts/slowly.py",
+        "0.1",
+        "distributed/train_fsdp.py",
+        *LANGUAGE_MODEL,
+    ]
+    command += [
+        "--data-dir",
+        data["train_fsdp.py"],
+        "--checkpoint-dir",
+        out,
+        "--checkpoint-every",
+        10,
+    ]
     four = {"NPROC_PER_NODE": 4, "OMP_NUM_THREADS": 1}
-    options = {"cwd": REPOSITORY, "env": environment(HOLD=held, **four), "start_new_session": True, "text": True}
+    options = {
+        "cwd": REPOSITORY,
+        "env": environment(HOLD=held, **four),
+        "start_new_session": True,
+        "text": True,
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     names = {}
     with subprocess.Popen([str(part) for part in command], **options, **pipes) as process:
@@ -773,14 +1025,30 @@ def test_killed_while_a_checkpoint_is_written_asynchronously(data, uninterrupted
     command[2] = "0"
     again = run(*command, "--resume", env=environment(HOLD=tmp_path / "none", **four))
     assert again.returncode == 0 and "Resumed after step 10" in again.stdout, again.stderr
-    assert sorted(path.name for path in out.glob("*checkpoint*")) == ["checkpoint_step_40", "checkpoint_step_45"]
+    assert sorted(path.name for path in out.glob("*checkpoint*")) == [
+        "checkpoint_step_40",
+        "checkpoint_step_45",
+    ]
     assert_same_run(out, uninterrupted("train_fsdp.py"))
 
 
 def test_superseded_while_a_checkpoint_is_written_asynchronously(data, tmp_path):
     out, held = tmp_path / "out", hold(tmp_path / "hold", 45)
-    command = [sys.executable, "tests/scripts/slowly.py", "0", "distributed/train_fsdp.py", *LANGUAGE_MODEL]
-    command += ["--data-dir", data["train_fsdp.py"], "--checkpoint-dir", out, "--checkpoint-every", 30]
+    command = [
+        sys.executable,
+        "tests/scripts/slowly.py",
+        "0",
+        "distributed/train_fsdp.py",
+        *LANGUAGE_MODEL,
+    ]
+    command += [
+        "--data-dir",
+        data["train_fsdp.py"],
+        "--checkpoint-dir",
+        out,
+        "--checkpoint-every",
+        30,
+    ]
     options = {"cwd": REPOSITORY, "env": environment(HOLD=held, OMP_NUM_THREADS=1), "text": True}
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     with subprocess.Popen([str(part) for part in command], **options, **pipes) as process:
@@ -794,31 +1062,53 @@ def test_superseded_while_a_checkpoint_is_written_asynchronously(data, tmp_path)
             _, stderr = process.communicate(timeout=30)
         finally:
             process.kill()
-    assert process.returncode == 1 and "now belongs to another attempt (job 8, start 0, node-3:4711)" in stderr, stderr
+    assert (
+        process.returncode == 1
+        and "now belongs to another attempt (job 8, start 0, node-3:4711)" in stderr
+    ), stderr
     assert [path.name for path in checkpoints.find(out)] == ["checkpoint_step_30"]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_checkpoint_that_was_written_asynchronously(damage, data, one_rank, tmp_path):
-    command = [sys.executable, "tests/scripts/slowly.py", "0", "distributed/train_fsdp.py", *LANGUAGE_MODEL]
-    command += ["--data-dir", data["train_fsdp.py"], "--checkpoint-dir", tmp_path / "out", "--checkpoint-every", 30]
+    command = [
+        sys.executable,
+        "tests/scripts/slowly.py",
+        "0",
+        "distributed/train_fsdp.py",
+        *LANGUAGE_MODEL,
+    ]
+    command += [
+        "--data-dir",
+        data["train_fsdp.py"],
+        "--checkpoint-dir",
+        tmp_path / "out",
+        "--checkpoint-every",
+        30,
+    ]
     env = environment(HOLD=tmp_path, OMP_NUM_THREADS=1)
     assert run(*command, env=env).returncode == 0
     newest, before = checkpoints.find(tmp_path / "out")
     file = max(newest.glob("*.distcp"))
     file.write_bytes(damage(file.read_bytes()))
     done = run(*command, "--resume", env=env)
-    assert done.returncode == 0 and f"checkpoint {newest} is damaged and skipped" in done.stderr, done.stderr
+    assert done.returncode == 0 and f"checkpoint {newest} is damaged and skipped" in done.stderr, (
+        done.stderr
+    )
     assert f"Resumed after step {checkpoints.step_of(before)}" in done.stdout
     assert_same_run(tmp_path / "out", one_rank("train_fsdp.py"))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("cases", [DIAGONAL[1:]], ids=GROUPS[:1])
-def test_term_while_checkpoints_are_written_asynchronously(cases, cluster, data, uninterrupted, tmp_path):
+def test_term_while_checkpoints_are_written_asynchronously(
+    cases, cluster, data, uninterrupted, tmp_path
+):
     def scenario(way, script):
-        trial = Trial(cluster, way, script, data, tmp_path / way, "--checkpoint-every", 2, HOLD=tmp_path)
+        trial = Trial(
+            cluster, way, script, data, tmp_path / way, "--checkpoint-every", 2, HOLD=tmp_path
+        )
         trial.train_a_little()
         trial.signal("--signal=TERM")
         trial.wait_for(REQUEUED, 15)
@@ -828,7 +1118,7 @@ def test_term_while_checkpoints_are_written_asynchronously(cases, cluster, data,
 
 
 def test_damaged_checkpoints_never_push_out_whole_ones(data, tmp_path):
-    """Two that cannot be read, of later steps: they are quarantined, and two of this run are kept."""
+    """Two of later steps cannot be read: they are quarantined, and two of this run are kept."""
     assert alone("train_preemptible.py", data, tmp_path, "--max-steps", 5).returncode == 0
     for step in (900, 1000):
         (tmp_path / f"checkpoint_step_{step}.pt").write_bytes(b"nothing")
@@ -838,7 +1128,9 @@ def test_damaged_checkpoints_never_push_out_whole_ones(data, tmp_path):
     assert len(list(tmp_path.glob("damaged_*"))) == 2
 
 
-@pytest.mark.parametrize("script", ["train_preemptible.py", pytest.param("train_fsdp.py", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "script", ["train_preemptible.py", pytest.param("train_fsdp.py", marks=pytest.mark.matrix)]
+)
 def test_nothing_begins_again_by_itself(script, data, one_rank, tmp_path):
     """If all checkpoints are damaged, a new run would look like a resumed one."""
     shutil.copytree(one_rank(script), tmp_path / "out")
@@ -847,32 +1139,47 @@ def test_nothing_begins_again_by_itself(script, data, one_rank, tmp_path):
         file = max(path.glob("*.distcp")) if path.is_dir() else path
         file.write_bytes(truncated(file.read_bytes()))
     done = alone(script, data, tmp_path / "out", "--resume")
-    assert done.returncode == 1 and "has 2 damaged checkpoints and no whole one" in done.stderr, done.stderr
-    assert (tmp_path / "out/metrics.jsonl").read_text() == metrics and "Traceback" not in done.stderr
+    assert done.returncode == 1 and "has 2 damaged checkpoints and no whole one" in done.stderr, (
+        done.stderr
+    )
+    assert (
+        tmp_path / "out/metrics.jsonl"
+    ).read_text() == metrics and "Traceback" not in done.stderr
 
 
 def test_what_cannot_be_loaded_now_is_not_damaged(tmp_path, monkeypatch):
-    """A file system that fails for a moment, or a value of a kind that is refused: no file is quarantined."""
+    """A file system that fails for a moment, or a value of a kind that is refused: no file is
+    quarantined."""
     state = {"step": 5, "best": decimal.Decimal("0.5")}
     monkeypatch.setattr(checkpoints, "owner", lambda folder: checkpoints.token())
     assert checkpoints.write(state, tmp_path, 5, 2)
-    with pytest.raises(OSError, match=r"checkpoint_step_5.pt is not damaged, but cannot be loaded: .*decimal.Decimal"):
+    with pytest.raises(
+        OSError,
+        match=r"checkpoint_step_5.pt is not damaged, but cannot be loaded: .*decimal.Decimal",
+    ):
         checkpoints.newest(tmp_path)
-    monkeypatch.setattr(torch, "load", lambda *_, **__: (_ for _ in ()).throw(OSError(116, "Stale file handle")))
+    monkeypatch.setattr(
+        torch, "load", lambda *_, **__: (_ for _ in ()).throw(OSError(116, "Stale file handle"))
+    )
     with pytest.raises(OSError, match="Stale file handle"):
         checkpoints.newest(tmp_path)
     assert [path.name for path in tmp_path.glob("*.pt")] == ["checkpoint_step_5.pt"]
 
 
 def test_a_checkpoint_travels_as_a_path(tmp_path, monkeypatch):
-    """What rank 0 sends is small. All ranks map the file, keep nothing of the mapping, and take no other one for it."""
+    """What rank 0 sends is small. All ranks map the file, keep nothing of the mapping, and take
+    no other one for it."""
     model = torch.nn.Linear(1000, 1000)
     optimizer = torch.optim.SGD(model.parameters(), 1, momentum=0.9)
     model(torch.ones(1000)).sum().backward()
     optimizer.step()
-    args = Namespace(checkpoint_dir=tmp_path, checkpoint_every=(1, "steps"), keep_checkpoints=2, resume=True)
+    args = Namespace(
+        checkpoint_dir=tmp_path, checkpoint_every=(1, "steps"), keep_checkpoints=2, resume=True
+    )
     parts, sent, loads, load = {"model": model, "optimizer": optimizer}, [], [], torch.load
-    monkeypatch.setattr(torch, "load", lambda path, **options: (loads.append(options), load(path, **options))[1])
+    monkeypatch.setattr(
+        torch, "load", lambda path, **options: (loads.append(options), load(path, **options))[1]
+    )
     monkeypatch.setattr(Place, "stop_if_any", lambda place, fault: fault and sys.exit(fault))
 
     def checkpoints_of(rank: int) -> checkpoints.Checkpoints:
@@ -880,12 +1187,18 @@ def test_a_checkpoint_travels_as_a_path(tmp_path, monkeypatch):
         return checkpoints.Checkpoints(args, place, {"seed": 0}, 9)
 
     assert checkpoints_of(0).write(5, parts, {"best": 0.5})
-    expected = [value.clone() for value in (*model.state_dict().values(), *optimizer_state(optimizer))]
-    monkeypatch.setattr(checkpoints.dist, "broadcast_object_list", lambda found, **_: sent.extend(found))
+    expected = [
+        value.clone() for value in (*model.state_dict().values(), *optimizer_state(optimizer))
+    ]
+    monkeypatch.setattr(
+        checkpoints.dist, "broadcast_object_list", lambda found, **_: sent.extend(found)
+    )
     checkpoints_of(0).load(parts)
     assert len(pickle.dumps(sent)) < 1000 < (tmp_path / "checkpoint_step_5.pt").stat().st_size
 
-    monkeypatch.setattr(checkpoints.dist, "broadcast_object_list", lambda found, **_: found.__setitem__(0, sent[0]))
+    monkeypatch.setattr(
+        checkpoints.dist, "broadcast_object_list", lambda found, **_: found.__setitem__(0, sent[0])
+    )
     for value in (*model.state_dict().values(), *optimizer_state(optimizer)):
         value.zero_()
     assert checkpoints_of(1).load(parts) == {"step": 5, "best": 0.5}
@@ -893,10 +1206,14 @@ def test_a_checkpoint_travels_as_a_path(tmp_path, monkeypatch):
         file.write(bytes(10**7))
     found = [*model.state_dict().values(), *optimizer_state(optimizer)]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
-    assert all(options == {"map_location": "cpu", "mmap": True, "weights_only": True} for options in loads)
+    assert all(
+        options == {"map_location": "cpu", "mmap": True, "weights_only": True} for options in loads
+    )
 
     checkpoints_of(0).write(5, {"model": torch.nn.Linear(1000, 1000), "optimizer": optimizer}, {})
-    with pytest.raises(SystemExit, match=r"cannot be loaded here \(it is another file\), but by rank 0"):
+    with pytest.raises(
+        SystemExit, match=r"cannot be loaded here \(it is another file\), but by rank 0"
+    ):
         checkpoints_of(1).load(parts)
 
 
@@ -920,9 +1237,13 @@ def test_damage_to_what_says_which_step_it_is(data, one_rank, tmp_path):
     shutil.copytree(one_rank("train_fsdp.py"), tmp_path / "out")
     newest, before = checkpoints.find(tmp_path / "out")
     whole = newest / "manifest.json"
-    whole.write_text(whole.read_text().replace(f'"step": {checkpoints.step_of(newest)}', '"step": 44'))
+    whole.write_text(
+        whole.read_text().replace(f'"step": {checkpoints.step_of(newest)}', '"step": 44')
+    )
     done = alone("train_fsdp.py", data, tmp_path / "out", "--resume")
-    assert done.returncode == 0 and "its manifest.json is not the file that was written" in done.stderr, done.stderr
+    assert (
+        done.returncode == 0 and "its manifest.json is not the file that was written" in done.stderr
+    ), done.stderr
     assert f"Resumed after step {checkpoints.step_of(before)}" in done.stdout
     assert_same_run(tmp_path / "out", one_rank("train_fsdp.py"))
 
@@ -935,7 +1256,8 @@ def test_folder_of_another_script(data, one_rank, tmp_path):
 
 
 def test_late_start_of_the_same_job(data, tmp_path):
-    """A start that comes up after the one that Slurm has put in its place does not take the folder from it."""
+    """A start that comes up after the one that Slurm has put in its place does not take the
+    folder from it."""
     (tmp_path / "owner").write_text("job 7, start 2, node-3:4711")
     command = [
         sys.executable,
@@ -945,9 +1267,17 @@ def test_late_start_of_the_same_job(data, tmp_path):
         data["train_preemptible.py"],
         "--checkpoint-dir",
     ]
-    done = run(*command, tmp_path, env=environment(OMP_NUM_THREADS=1, SLURM_JOB_ID=7, SLURM_RESTART_COUNT=1))
-    assert done.returncode == 1 and "belongs to a later start of this job" in done.stderr, done.stderr
-    assert (tmp_path / "owner").read_text() == "job 7, start 2, node-3:4711" and not checkpoints.find(tmp_path)
+    done = run(
+        *command,
+        tmp_path,
+        env=environment(OMP_NUM_THREADS=1, SLURM_JOB_ID=7, SLURM_RESTART_COUNT=1),
+    )
+    assert done.returncode == 1 and "belongs to a later start of this job" in done.stderr, (
+        done.stderr
+    )
+    assert (
+        tmp_path / "owner"
+    ).read_text() == "job 7, start 2, node-3:4711" and not checkpoints.find(tmp_path)
 
 
 def remount(disk: Path, option: str):
@@ -959,21 +1289,37 @@ FULL = [(*DIAGONAL[0], ""), (*DIAGONAL[1], ""), (*DIAGONAL[1], "asynchronously")
 
 @pytest.mark.parametrize(("way", "script", "how"), cells(FULL))
 def test_full_disk(way, script, how, cluster, disk, data, uninterrupted, tmp_path):
-    """Old checkpoints are kept, the run continues, and only an end that cannot be saved is a failure."""
+    """Old checkpoints are kept, the run continues, and only an end that cannot be saved is a
+    failure."""
     out, reference = disk / script, uninterrupted(script)
-    size = sum(file.stat().st_size for file in reference.rglob("*") if file.is_file()) // 2  # of one checkpoint
+    size = (
+        sum(file.stat().st_size for file in reference.rglob("*") if file.is_file()) // 2
+    )  # of one checkpoint
     remount(disk, f"size={size // 1024 + 200}k")
     try:
         often = ("--checkpoint-every", 10, "--keep-checkpoints", 4, "--checkpoint-dir", out)
-        job = Trial(cluster, way, script, data, tmp_path, *often, slow=0, **{"HOLD": tmp_path} if how else {}).ends()
+        job = Trial(
+            cluster,
+            way,
+            script,
+            data,
+            tmp_path,
+            *often,
+            slow=0,
+            **{"HOLD": tmp_path} if how else {},
+        ).ends()
         assert job.state == "FAILED" and job.exit_code == 1, job.log
-        assert job.log.count("the last steps could not be saved") == 1 and "No space left" in job.log, job.log
+        assert (
+            job.log.count("the last steps could not be saved") == 1 and "No space left" in job.log
+        ), job.log
         assert re.search(r"^step=45/", job.log, re.M) and "Traceback" not in job.log, job.log
         assert len(checkpoints.find(out)) >= 1 and not list(out.glob(".*.tmp"))
         remount(disk, "size=200m")
         again = ("--resume", "--checkpoint-dir", out)
         job = Trial(cluster, way, script, data, tmp_path, *again, slow=0).ends()
-        assert job.state == "COMPLETED" and re.search("^Resumed after step [1-9]", job.log, re.M), job.log
+        assert job.state == "COMPLETED" and re.search("^Resumed after step [1-9]", job.log, re.M), (
+            job.log
+        )
         assert_same_run(out, reference)
     finally:
         remount(disk, "size=200m")
@@ -985,7 +1331,9 @@ def test_read_only_folder(cluster, disk, data, tmp_path):
         to = ("--checkpoint-dir", disk / "read-only", *resume)
         job = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path / name, *to).ends(30)
         assert job.state == "FAILED" and job.exit_code == 1, job.log
-        assert job.log.count(f"{disk} cannot be written: choose another --checkpoint-dir") == 1, job.log
+        assert job.log.count(f"{disk} cannot be written: choose another --checkpoint-dir") == 1, (
+            job.log
+        )
         assert "step=" not in job.log and "Traceback" not in job.log, job.log
 
     remount(disk, "ro")
@@ -997,7 +1345,8 @@ def test_read_only_folder(cluster, disk, data, tmp_path):
 
 @pytest.mark.parametrize("cases", [pytest.param(DIAGONAL[:1], id="alone"), *NINE[:1]])
 def test_corrupt_data(cases, cluster, data, tmp_path):
-    """One bit is not as aux/prepare_data.py wrote it: one sentence, and no step. A node's first rank has found it."""
+    """One bit is not as aux/prepare_data.py wrote it: one sentence, and no step. A node's first
+    rank has found it."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(
         "import hashlib, os, sys\n"
@@ -1018,8 +1367,15 @@ def test_corrupt_data(cases, cluster, data, tmp_path):
         noted = {"PYTHONPATH": tmp_path / "site", "HASHED": tmp_path / f"hashed-{way}-by-"}
         job = Trial(cluster, way, script, {script: folder}, tmp_path / way, **noted).ends(60)
         assert job.state == "FAILED" and job.exit_code == 1, job.log
-        assert {path.name for path in tmp_path.glob(f"hashed-{way}*")} == {f"hashed-{way}-by-{rank}" for rank in (0, 2)}
-        assert job.log.count(f"{file} is damaged: it is not the file that SHA256SUMS beside it tells of; move") == 1
+        assert {path.name for path in tmp_path.glob(f"hashed-{way}*")} == {
+            f"hashed-{way}-by-{rank}" for rank in (0, 2)
+        }
+        assert (
+            job.log.count(
+                f"{file} is damaged: it is not the file that SHA256SUMS beside it tells of; move"
+            )
+            == 1
+        )
         assert "step=" not in job.log and "Traceback" not in job.log, job.log
 
     at_once(scenario, cases)
@@ -1027,7 +1383,8 @@ def test_corrupt_data(cases, cluster, data, tmp_path):
 
 @pytest.mark.matrix
 def test_node_without_the_shared_folder(cluster, data, uninterrupted, tmp_path):
-    """Rank 0 has chosen a checkpoint, and another node does not see it: one sentence, and nothing is quarantined."""
+    """Rank 0 has chosen a checkpoint, and another node does not see it: one sentence, and
+    nothing is quarantined."""
 
     def scenario(way, script, node):
         out = tmp_path / way / "out"
@@ -1036,41 +1393,70 @@ def test_node_without_the_shared_folder(cluster, data, uninterrupted, tmp_path):
         assert cluster.exec("mount", "-t", "tmpfs", "tmpfs", out, node=lacking).returncode == 0
         here = f"--nodelist=node-{node},{lacking}"
         try:
-            job = Trial(cluster, way, script, data, tmp_path / way, "--resume", sbatch=[here], slow=0).ends(60)
+            job = Trial(
+                cluster, way, script, data, tmp_path / way, "--resume", sbatch=[here], slow=0
+            ).ends(60)
         finally:
             cluster.exec("umount", out, node=lacking)
         assert job.state == "FAILED" and job.exit_code == 1, job.log
         newest = checkpoints.find(out)[0]
-        said = rf"^\[Rank 2 on {lacking}\] {newest} cannot be loaded here \(.*\), but by rank 0: all nodes must share"
-        assert len(re.findall(said, job.log, re.M)) == job.log.count("cannot be loaded") == 1, job.log
-        assert "damaged" not in job.log and "Traceback" not in job.log and "step=" not in job.log, job.log
+        said = rf"^\[Rank 2 on {lacking}\] {newest} cannot be loaded here \(.*\), but by rank 0: "
+        said += "all nodes must share"
+        assert len(re.findall(said, job.log, re.M)) == job.log.count("cannot be loaded") == 1, (
+            job.log
+        )
+        assert "damaged" not in job.log and "Traceback" not in job.log and "step=" not in job.log, (
+            job.log
+        )
 
     at_once(scenario, [(*DIAGONAL[0], 3), (*DIAGONAL[1], 5)])
 
 
 def test_arguments_that_would_change_the_run_are_refused(data, one_rank, tmp_path):
     shutil.copytree(one_rank("train_fsdp.py"), tmp_path / "out")
-    done = alone("train_fsdp.py", data, tmp_path / "out", "--resume", "--seed", 5, "--batch-size", 4)
-    assert done.returncode == 1 and "batch_size was 8, not 4, seed was 0, not 5" in done.stderr, done.stderr
+    done = alone(
+        "train_fsdp.py", data, tmp_path / "out", "--resume", "--seed", 5, "--batch-size", 4
+    )
+    assert done.returncode == 1 and "batch_size was 8, not 4, seed was 0, not 5" in done.stderr, (
+        done.stderr
+    )
     assert len(done.stderr.splitlines()) == 1
 
 
 def test_keep_checkpoints(data, tmp_path):
     assert (
-        alone("train_preemptible.py", data, tmp_path, "--checkpoint-every", 5, "--keep-checkpoints", 3).returncode == 0
+        alone(
+            "train_preemptible.py", data, tmp_path, "--checkpoint-every", 5, "--keep-checkpoints", 3
+        ).returncode
+        == 0
     )
-    assert [path.name for path in checkpoints.find(tmp_path)] == [f"checkpoint_step_{step}.pt" for step in (45, 40, 35)]
+    assert [path.name for path in checkpoints.find(tmp_path)] == [
+        f"checkpoint_step_{step}.pt" for step in (45, 40, 35)
+    ]
 
 
-# --- many -------------------------------------------------------------------------------------------------------------
+# --- many -----------------------------------------------------------------------------------------
+# --------------------
 
 
 @pytest.mark.matrix
 def test_stopped_at_twenty_random_steps(data, uninterrupted, tmp_path):
     """Four local ranks, stopped by SIGTERM again and again."""
     moments, stops, shown, start = random.Random(7), 0, "", time.monotonic()
-    command = [*BY_HAND["spawn"], "tests/scripts/slowly.py", "0.3", "distributed/train_preemptible.py", *DDP]
-    command += ["--data-dir", data["train_preemptible.py"], "--checkpoint-dir", tmp_path, "--resume"]
+    command = [
+        *BY_HAND["spawn"],
+        "tests/scripts/slowly.py",
+        "0.3",
+        "distributed/train_preemptible.py",
+        *DDP,
+    ]
+    command += [
+        "--data-dir",
+        data["train_preemptible.py"],
+        "--checkpoint-dir",
+        tmp_path,
+        "--resume",
+    ]
     while "Finished" not in shown:
         status, shown = signalled(
             command, signal.SIGTERM, moments.randint(1, 2) if stops < 20 else 99, NPROC_PER_NODE=4
@@ -1097,19 +1483,34 @@ def test_chaos(cluster, data, tmp_path):
     longer += ["--checkpoint-dir", tmp_path / "reference"]
     assert run(*longer, env=environment(NPROC_PER_NODE=4, OMP_NUM_THREADS=1)).returncode == 0
     options = ("--epochs", 12, "--checkpoint-every", 1)
-    trial = Trial(cluster, "torchrun", "train_preemptible.py", data, tmp_path, *options, slow=1, ALWAYS=1)
+    trial = Trial(
+        cluster, "torchrun", "train_preemptible.py", data, tmp_path, *options, slow=1, ALWAYS=1
+    )
     command = ("tests/chaos.py", trial.job, "--every", 10, "--faults", 20)
     done = run(sys.executable, *command, env=environment(**cluster.environment), timeout=1500)
     shown = cluster.show(trial.job)
     seconds = time.monotonic() - trial.fault_at
-    note(trial.way, trial.script, shown["JobState"], shown["ExitCode"].split(":")[0], shown["Restarts"], seconds)
-    assert done.returncode == 0 and re.search(r"^COMPLETED after 20 faults", done.stdout, re.M), done.stdout + trial.log
+    note(
+        trial.way,
+        trial.script,
+        shown["JobState"],
+        shown["ExitCode"].split(":")[0],
+        shown["Restarts"],
+        seconds,
+    )
+    assert done.returncode == 0 and re.search(r"^COMPLETED after 20 faults", done.stdout, re.M), (
+        done.stdout + trial.log
+    )
     assert_same_run(trial.out, tmp_path / "reference", 180)
-    done_before = 0  # with a checkpoint after every step, no start may lose more than the step it was in
+    done_before = (
+        0  # with a checkpoint after every step, no start may lose more than the step it was in
+    )
     for step, resumed in re.findall(r"^step=(\d+)/|^Resumed after step (\d+)", trial.log, re.M):
         assert not resumed or int(resumed) >= done_before - 1, trial.log
         done_before = max(done_before, int(step or resumed))
 
 
 def in_cluster(process: Path, cluster: Cluster) -> bool:
-    return (process / f"root/run/slurm-cluster-{cluster.environment['CLUSTER']}/inside/spool").exists()
+    return (
+        process / f"root/run/slurm-cluster-{cluster.environment['CLUSTER']}/inside/spool"
+    ).exists()
