@@ -1,4 +1,5 @@
-"""Digits drawn by the program, for machines that cannot download MNIST: as many as it has, and as varied as need be.
+"""Digits drawn by the program, for machines that cannot download MNIST: as many as it has, and
+as varied as need be.
 
 A linear model reaches 85 % of them, the ConvNet of train_ddp.py over 98 % after one epoch.
 """
@@ -7,8 +8,10 @@ import math
 
 import torch
 
-# How synthetic digits are written, in one or two ways each: strokes of control points "xy" that a smooth curve goes
-# through, x from 0 (left) to 6, y from 0 (top) to 8. A corner is the end of one stroke and the beginning of the next.
+# How synthetic digits are written, in one or two ways each: strokes of control points "xy" that a
+# smooth curve goes
+# through, x from 0 (left) to 6, y from 0 (top) to 8. A corner is the end of one stroke and the
+# beginning of the next.
 GLYPHS = [
     ["30 11 04 17 38 57 64 51 30"],
     ["30 33 35 38", "22 40, 40 43 45 48"],
@@ -24,22 +27,36 @@ GLYPHS = [
 
 
 def draw_digits(count: int, seed: int) -> bytes:
-    """Return `count` images of 28 x 28 bytes, one after the other, white on black: the digits 0, 1, ..., 9, 0, 1, ...
+    """Return `count` images of 28 x 28 bytes, one after the other, white on black: the digits 0,
+    1, ..., 9, 0, 1, ...
 
-    Every image has its own handwriting: shaken control points, rotation, slant, size, bend, place, pen and noise.
+    Every image has its own handwriting: shaken control points, rotation, slant, size, bend,
+    place, pen and noise.
     """
     ways = [[stroke.split() for stroke in way.split(",")] for ways in GLYPHS for way in ways]
     firsts = torch.tensor([sum(map(len, GLYPHS[:digit])) for digit in range(10)])
     numbers = torch.tensor([len(ways) for ways in GLYPHS])
-    # All ways as one tensor: control points, and for each span between two of them the four points that shape it.
+    # All ways as one tensor: control points, and for each span between two of them the four points
+    # that shape it.
     points, spans = torch.zeros(len(ways), 16, 2), torch.zeros(len(ways), 16, 4, dtype=torch.long)
     for way, strokes in enumerate(ways):
         xy = [(float(x), float(y)) for stroke in strokes for x, y in stroke]
-        ends = [(sum(map(len, strokes[:k])), sum(map(len, strokes[: k + 1])) - 1) for k in range(len(strokes))]
+        ends = [
+            (sum(map(len, strokes[:k])), sum(map(len, strokes[: k + 1])) - 1)
+            for k in range(len(strokes))
+        ]
         four = [[max(i - 1, a), i, i + 1, min(i + 2, z)] for a, z in ends for i in range(a, z)]
-        points[way, : len(xy)], spans[way, : len(four)] = torch.tensor(xy) - torch.tensor([3, 4]), torch.tensor(four)
+        points[way, : len(xy)], spans[way, : len(four)] = (
+            torch.tensor(xy) - torch.tensor([3, 4]),
+            torch.tensor(four),
+        )
     t = torch.linspace(0, 1, 6)  # six points, so five short pieces a span
-    catmull_rom = torch.stack([2 * t**2 - t - t**3, 2 - 5 * t**2 + 3 * t**3, t + 4 * t**2 - 3 * t**3, t**3 - t**2]) / 2
+    catmull_rom = (
+        torch.stack(
+            [2 * t**2 - t - t**3, 2 - 5 * t**2 + 3 * t**3, t + 4 * t**2 - 3 * t**3, t**3 - t**2]
+        )
+        / 2
+    )
     grid = torch.arange(28.0) - 13.5  # pixel centres, from the middle of the image
     generator = torch.Generator().manual_seed(seed)
 
@@ -51,19 +68,36 @@ def draw_digits(count: int, seed: int) -> bytes:
         labels = torch.arange(1000) % 10
         way = firsts[labels] + (between(0, 1) * numbers[labels]).long()
         control = points[way] + 0.33 * torch.randn(1000, 16, 2, generator=generator)
-        curve = control[torch.arange(1000)[:, None, None], spans[way]]  # image, span, four points, (x, y)
+        curve = control[
+            torch.arange(1000)[:, None, None], spans[way]
+        ]  # image, span, four points, (x, y)
         curve = torch.einsum("nsfc,fp->nspc", curve, catmull_rom)
-        angle, slant, high, wide = between(-0.28, 0.28), between(-0.45, 0.25), between(1.7, 2.4), between(0.8, 1.2)
-        right = torch.stack([angle.cos(), angle.sin()], 1) * (wide * high)[:, None]  # pixels per unit of x and of y
-        down = torch.stack([-angle.sin() - slant * angle.cos(), angle.cos() - slant * angle.sin()], 1) * high[:, None]
+        angle, slant, high, wide = (
+            between(-0.28, 0.28),
+            between(-0.45, 0.25),
+            between(1.7, 2.4),
+            between(0.8, 1.2),
+        )
+        right = (
+            torch.stack([angle.cos(), angle.sin()], 1) * (wide * high)[:, None]
+        )  # pixels per unit of x and of y
+        down = (
+            torch.stack([-angle.sin() - slant * angle.cos(), angle.cos() - slant * angle.sin()], 1)
+            * high[:, None]
+        )
         curve = curve @ torch.stack([right, down], 1)[:, None]
         wave = curve.flip(-1) / 5 + between(0, 2 * math.pi, 1, 1, 2)
         curve = curve + between(-1.2, 1.2, 1, 1, 2) * wave.sin() + between(-2.5, 2.5, 1, 1, 2)
-        # Ink is a sum of round spots along the curve, each a product of a function of x and one of y: an image is one
+        # Ink is a sum of round spots along the curve, each a product of a function of x and one of
+        # y: an image is one
         # matrix product. Overfull ink is cut off, which makes a flat stroke with a soft edge.
         pen, pressure = between(0.8, 1.3, 1), between(1.0, 2.5, 1, 1)
-        amount = (curve.diff(dim=2).norm(dim=-1).flatten(1) / (pen * math.sqrt(2 * math.pi)))[..., None]
-        spots = ((curve[:, :, 1:] + curve[:, :, :-1]) / 2).flatten(1, 2)[..., None]  # image, piece, (x, y), 1
+        amount = (curve.diff(dim=2).norm(dim=-1).flatten(1) / (pen * math.sqrt(2 * math.pi)))[
+            ..., None
+        ]
+        spots = ((curve[:, :, 1:] + curve[:, :, :-1]) / 2).flatten(1, 2)[
+            ..., None
+        ]  # image, piece, (x, y), 1
         spots = torch.exp(-(((spots - grid) / pen[..., None, None]) ** 2) / 2)
         ink = (spots[:, :, 1] * amount).transpose(1, 2) @ spots[:, :, 0]  # image, row, column
         ink = (ink * pressure).clamp(max=1) * between(0.7, 1, 1, 1)

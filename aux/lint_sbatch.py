@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Find in job scripts the mistakes that cost a night: python aux/lint_sbatch.py my_job.sh
 
-One line for each finding, `FILE:LINE: what is wrong, why: what to do`, and status 1; silence and 0 when there is none;
-2 when a file cannot be read. Run it where you type sbatch: it also looks whether the log's folder is there. It reads a
-script as bash does as far as commands, quotes, comments and here-documents go, and runs nothing.
+One line for each finding, `FILE:LINE: what is wrong, why: what to do`, and status 1; silence and
+0 when there is none; 2 when a file cannot be read. Run it where you type sbatch: it also looks
+whether the log's folder is there. It reads a script as bash does as far as commands, quotes,
+comments and here-documents go, and runs nothing.
 """
 
 import re
@@ -15,12 +16,14 @@ from pathlib import Path
 
 Findings = Iterator[tuple[int, str]]  # line, sentence
 
-# --- reading bash -----------------------------------------------------------------------------------------------------
+# --- reading bash ---------------------------------------------------------------------------------
+# --------------------
 
 
 @dataclass(eq=False)  # equal to itself alone: a script may say the same thing twice
 class Command:
-    """A simple command: its first line, its text, the text less what bash does not expand, and what ends it."""
+    """A simple command: its first line, its text, the text less what bash does not expand, and
+    what ends it."""
 
     line: int
     text: str = ""
@@ -29,25 +32,40 @@ class Command:
 
     @property
     def name(self) -> str:
-        """The first word that is neither an assignment nor one that leads up to a command, without its folder."""
-        lead = r"(?:(?:[!{]|if|then|elif|else|while|until|do|time|exec|nohup|timeout( -\S+)* \S+)\s+)*"
+        """The first word that is neither an assignment nor one that leads up to a command,
+        without its folder."""
+        lead = (
+            r"(?:(?:[!{]|if|then|elif|else|while|until|do|time|exec|nohup|timeout( -\S+)* \S+)\s+)*"
+        )
         value = r"""(?:"(?:\\.|[^"])*"|'[^']*'|\\.|[^\s"'])*"""
-        return re.match(rf"\s*{lead}(?:\w+={value}\s+)*{lead}(\S*)", self.text)[3].rpartition("/")[2]
+        return re.match(rf"\s*{lead}(?:\w+={value}\s+)*{lead}(\S*)", self.text)[3].rpartition("/")[
+            2
+        ]
 
     @property
     def code(self) -> str:
-        """The text less its sentences: strings of several words that are neither a value nor what a shell runs."""
+        """The text less its sentences: strings of several words that are neither a value nor
+        what a shell runs."""
         if re.search(r"\s-\w*c\s", self.text):
             return self.text
         sentence = re.compile(r"(?!.*\$\().*\s.*", re.S)
         strings = r"""(?<![\w=])"((?:\\.|[^"\\])*)\"|"(?:\\.|[^"\\])*\""""
-        return re.sub(strings, lambda found: '""' if sentence.fullmatch(found[1] or "") else found[0], self.text)
+        return re.sub(
+            strings,
+            lambda found: '""' if sentence.fullmatch(found[1] or "") else found[0],
+            self.text,
+        )
 
 
 def read_bash(text: str) -> tuple[list[Command], dict[int, str]]:
     """The commands of a script, and its comments by line. Here-documents are left out."""
     commands, comments, here_documents = [], {}, []
-    command, nested, i, line = Command(1), [], 0, 1  # nested: what closes what is open, the innermost last
+    command, nested, i, line = (
+        Command(1),
+        [],
+        0,
+        1,
+    )  # nested: what closes what is open, the innermost last
     token = re.compile(r"<<(-?)\s*(['\"\\]?)(\w+)\2|<<<|>&|<&|&>|&&|\|\||\|&|;;|[;|&()\n]")
     while i < len(text):
         piece, ends, live, quoted = text[i], False, True, nested[-1:] == ['"']
@@ -65,7 +83,9 @@ def read_bash(text: str) -> tuple[list[Command], dict[int, str]]:
         elif text[i : i + 2] in ("$(", "${"):
             piece = text[i : i + 2]
             nested.append(")" if piece == "$(" else "}")
-        elif piece == "#" and (i == 0 or text[i - 1] in " \t\n;&|()") and nested[-1:] in ([], [")"]):
+        elif (
+            piece == "#" and (i == 0 or text[i - 1] in " \t\n;&|()") and nested[-1:] in ([], [")"])
+        ):
             comments[line] = re.compile(r".*").match(text, i)[0]
             i += len(comments[line])
             continue
@@ -74,7 +94,9 @@ def read_bash(text: str) -> tuple[list[Command], dict[int, str]]:
             if found[3]:
                 here_documents += [] if "((" in command.text else [found]
             elif piece == "(" and (nested or text[i - 1 : i] == "=" or text[i + 1 : i + 2] == "("):
-                nested.append(")")  # an array, arithmetic, or parentheses in one of them: no commands
+                nested.append(
+                    ")"
+                )  # an array, arithmetic, or parentheses in one of them: no commands
             else:
                 ends = not nested and piece not in ("<<<", ">&", "<&", "&>")
             if piece == "\n":
@@ -97,14 +119,25 @@ def read_bash(text: str) -> tuple[list[Command], dict[int, str]]:
     return [*commands, command] if command.text.strip() else commands, comments
 
 
-# --- what the script says ---------------------------------------------------------------------------------------------
+# --- what the script says
+# ---------------------------------------------------------------------------------------------
 
-SHORT = {"-N": "nodes", "-n": "ntasks", "-c": "cpus-per-task", "-G": "gpus", "-o": "output", "-e": "error"}
+SHORT = {
+    "-N": "nodes",
+    "-n": "ntasks",
+    "-c": "cpus-per-task",
+    "-G": "gpus",
+    "-o": "output",
+    "-e": "error",
+}
 SHORT |= {"-J": "job-name", "-D": "chdir", "-K": "kill-on-bad-exit"}
-SPEAK = r"echo|printf|die|cat|logger|grep|sed|which|type|trap|pkill|pgrep"  # of commands, and run none
+SPEAK = (
+    r"echo|printf|die|cat|logger|grep|sed|which|type|trap|pkill|pgrep"  # of commands, and run none
+)
 TORCHRUN = r"(?<![\w.])(?:torchrun|torch\.distributed\.(?:run|launch))(?![\w./-])"
 ALONE = re.compile(r"--standalone|--nnodes[ =]+1(?![\w:.])")
-TRAINS = rf"{TORCHRUN}|(?<![\w=.:-])(?:python3?|accelerate|deepspeed|apptainer|singularity|bash)\b|\.(?:py|sh)\b|\$@"
+PROGRAMS = r"(?<![\w=.:-])(?:python3?|accelerate|deepspeed|apptainer|singularity|bash)\b"
+TRAINS = rf"{TORCHRUN}|{PROGRAMS}|\.(?:py|sh)\b|\$@"
 
 
 def first_number(text: str | None) -> int:
@@ -129,39 +162,68 @@ def options(text: str) -> dict[str, str]:
 
 
 class Script:
-    """A job script taken apart: what its directives ask for, its commands, the values of its variables."""
+    """A job script taken apart: what its directives ask for, its commands, the values of its
+    variables."""
 
     def __init__(self, path: Path):
-        self.path, self.text = path, path.read_bytes().decode(errors="replace").replace("\r\n", "\n")
+        self.path, self.text = (
+            path,
+            path.read_bytes().decode(errors="replace").replace("\r\n", "\n"),
+        )
         self.commands, comments = read_bash(self.text)
-        self.comments = [(i, line) for i, line in enumerate(self.text.split("\n"), 1) if i in comments]
+        self.comments = [
+            (i, line) for i, line in enumerate(self.text.split("\n"), 1) if i in comments
+        ]
         self.directives = [(i, line) for i, line in self.comments if line.startswith("#SBATCH")]
-        self.end = self.commands[0].line if self.commands else sys.maxsize  # Slurm reads directives up to there
+        self.end = (
+            self.commands[0].line if self.commands else sys.maxsize
+        )  # Slurm reads directives up to there
         self.asked, self.asked_at = {}, {}
         for line, text in self.directives:
             found = options(text.removeprefix("#SBATCH")) if line < self.end else {}
             self.asked |= found
             self.asked_at |= dict.fromkeys(found, line)
-        gpus = next((self.asked[name] for name in ("gpus-per-node", "gres", "gpus") if name in self.asked), "")
-        self.nodes, self.gpus = first_number(self.asked.get("nodes")), first_number(gpus.rpartition(":")[2])
+        gpus = next(
+            (self.asked[name] for name in ("gpus-per-node", "gres", "gpus") if name in self.asked),
+            "",
+        )
+        self.nodes, self.gpus = (
+            first_number(self.asked.get("nodes")),
+            first_number(gpus.rpartition(":")[2]),
+        )
         self.body = [command for command in self.commands if not re.fullmatch(SPEAK, command.name)]
-        self.sruns = [command for command in self.body if re.search(r"(?<![\w.=\"'-])srun\s", command.code)]
+        self.sruns = [
+            command for command in self.body if re.search(r"(?<![\w.=\"'-])srun\s", command.code)
+        ]
         self.values: dict[str, str] = {}
         value = r"(\"(?:\\.|[^\"])*\"|'[^']*'|\([^()]*\)|\$\([^()]*\)|\S+)"
-        for name, text in (pair for c in self.commands for pair in re.findall(rf"(?<![\w-])(\w+)\+?={value}", c.text)):
+        for name, text in (
+            pair
+            for c in self.commands
+            for pair in re.findall(rf"(?<![\w-])(\w+)\+?={value}", c.text)
+        ):
             more = re.sub(rf"\$\{{?{name}\b", "", text.strip("\"'()"))  # X="$X --more"
             self.values[name] = f"{self.values.get(name, '')} {more}"
 
     def expanded(self, command: Command) -> str:
-        """The command with the values of variables that the script itself sets in place of their names."""
+        """The command with the values of variables that the script itself sets in place of their
+        names."""
         text = command.code
         for _ in range(3):
-            text = re.sub(r"\$\{?(\w+)(?:\[[@*]\])?\}?", lambda match: self.values.get(match[1], match[0]), text)
+            text = re.sub(
+                r"\$\{?(\w+)(?:\[[@*]\])?\}?",
+                lambda match: self.values.get(match[1], match[0]),
+                text,
+            )
         return text
 
     def trainings(self) -> list[Command]:
         found = [command for command in self.body if re.search(TRAINS, self.expanded(command))]
-        return [command for command in found if re.fullmatch(r'srun|torchrun|python3?|"\$@"', command.name)]
+        return [
+            command
+            for command in found
+            if re.fullmatch(r'srun|torchrun|python3?|"\$@"', command.name)
+        ]
 
     def sources(self, text: str, suffix: str) -> list[str]:
         """What is in the files that `text` names, from here or from the script's folder."""
@@ -170,21 +232,38 @@ class Script:
         return [file.read_text(errors="replace") for file in files if file.is_file()]
 
     def has_pipefail(self, line: int) -> bool:
-        return any(re.match(r"\s*set\s.*\bpipefail", command.text) for command in self.commands if command.line <= line)
+        return any(
+            re.match(r"\s*set\s.*\bpipefail", command.text)
+            for command in self.commands
+            if command.line <= line
+        )
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------------
+# --- mistakes -------------------------------------------------------------------------------------
+# --------------------
 
 
 def directives_not_read(script: Script) -> Findings:
     for line, text in script.comments:
         if re.match(r"(\s*#\s+SBATCH|\s+#SBATCH|#sbatch)\s+-", text):
-            yield line, "a comment and no directive, Slurm reads lines that begin with #SBATCH: take out the blanks"
+            yield (
+                line,
+                "a comment and no directive, Slurm reads lines that begin with #SBATCH: take out "
+                "the blanks",
+            )
     for line, text in script.directives:
         if line > script.end:
-            yield line, "a directive after the first command, where Slurm has stopped reading: move it to the top"
+            yield (
+                line,
+                "a directive after the first command, where Slurm has stopped reading: move it to "
+                "the top",
+            )
         if "$" in text.split(" #")[0]:
-            yield line, "a variable in a directive, which Slurm does not expand: %j, %x or %u, or sbatch's command line"
+            yield (
+                line,
+                "a variable in a directive, which Slurm does not expand: %j, %x or %u, or sbatch's "
+                "command line",
+            )
 
 
 def no_log_folder(script: Script) -> Findings:
@@ -193,11 +272,23 @@ def no_log_folder(script: Script) -> Findings:
         folder = Path(name).parent
         places = Path(script.asked.get("chdir", ".")), script.path.parent
         if "%" in str(folder):
-            yield line, f"no folder {folder} for the log before the job runs, and it dies without a word: only name%j"
+            yield (
+                line,
+                f"no folder {folder} for the log before the job runs, and it dies without a word: "
+                "only name%j",
+            )
         elif not any((place / folder).is_dir() for place in places):
-            yield line, f"no folder {folder} for the log, and the job dies without a word: mkdir before sbatch"
+            yield (
+                line,
+                f"no folder {folder} for the log, and the job dies without a word: mkdir before "
+                "sbatch",
+            )
         if "%x" in name and "/" in script.asked.get("job-name", ""):
-            yield line, "%x is the job's name, which has a /, so the log has no folder: take the / out of --job-name"
+            yield (
+                line,
+                "%x is the job's name, which has a /, so the log has no folder: take the / out of "
+                "--job-name",
+            )
 
 
 def torchrun_alone(script: Script) -> Findings:
@@ -211,7 +302,10 @@ def torchrun_alone(script: Script) -> Findings:
     written_here = [item for item in found if ALONE.search(item[0].text)]
     for command, option, nodes in written_here or found:
         how = '--nnodes="$SLURM_JOB_NUM_NODES" and one --rdzv-endpoint for all'
-        yield command.line, f"{option} on {nodes} nodes, trainings that do not know of each other: {how}"
+        yield (
+            command.line,
+            f"{option} on {nodes} nodes, trainings that do not know of each other: {how}",
+        )
 
 
 def no_srun(script: Script) -> Findings:
@@ -219,21 +313,31 @@ def no_srun(script: Script) -> Findings:
     tasks = max(script.nodes, 1) * max(first_number(script.asked.get("ntasks-per-node")), 1)
     tasks = first_number(script.asked.get("ntasks")) or tasks
     started = r"\b(srun|mpirun|mpiexec|ibrun|jsrun|aprun|prun|ssh|pdsh|clush|parallel)\b(?![.=-])"
-    aside = r"srun(\s+-\S+)*\s+(hostname|nvidia-smi|env|date|lscpu|free|df|ls|mkdir|cp|rsync|rm|tar)\b"
-    if any(re.search(started, re.sub(aside, "", script.expanded(command))) for command in script.body):
+    aside = (
+        r"srun(\s+-\S+)*\s+(hostname|nvidia-smi|env|date|lscpu|free|df|ls|mkdir|cp|rsync|rm|tar)\b"
+    )
+    if any(
+        re.search(started, re.sub(aside, "", script.expanded(command))) for command in script.body
+    ):
         return
     found = []
     for command in script.body:
         text = script.expanded(command)
-        if not re.fullmatch(r"python[\d.]*|torchrun|accelerate|apptainer|singularity", command.name):
+        if not re.fullmatch(
+            r"python[\d.]*|torchrun|accelerate|apptainer|singularity", command.name
+        ):
             continue
         if command.end == "&" or not re.search(r"\.py\b|\s-m\s*(?!pip|venv)\w|\$", text):
             continue  # several of them side by side are tasks, too
         name = command.name
-        if re.search(rf"{TORCHRUN}|\baccelerate\b", text):  # it starts a process for each GPU, on its own node
+        if re.search(
+            rf"{TORCHRUN}|\baccelerate\b", text
+        ):  # it starts a process for each GPU, on its own node
             if script.nodes > 1 and not ALONE.search(text):
                 why = f"and so on one of {script.nodes} nodes"
-                found.append((command, f"{name} without srun, {why}: srun --ntasks-per-node=1 {name} ..."))
+                found.append(
+                    (command, f"{name} without srun, {why}: srun --ntasks-per-node=1 {name} ...")
+                )
         elif tasks > 1:
             asked = f"{tasks} {'tasks' if tasks > script.nodes else 'nodes'}"
             why = f"and so one process, though the header asks for {asked}"
@@ -247,36 +351,58 @@ def rank_variables(script: Script) -> Findings:
     for command in script.body if script.directives or script.sruns else []:
         if found := re.search(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))", command.live):
             how = "read it inside srun, in a script or in srun bash -c '...' with single quotes"
-            yield command.line, f"{found[1]} expanded in the batch shell, where it is always 0: {how}"
+            yield (
+                command.line,
+                f"{found[1]} expanded in the batch shell, where it is always 0: {how}",
+            )
 
 
 def devices(script: Script) -> Findings:
     for command in script.body:
         if re.search(r"\bCUDA_VISIBLE_DEVICES=[\"']?\d", command.text):
-            yield command.line, "CUDA_VISIBLE_DEVICES hard-coded, but Slurm has chosen this job's GPUs: remove it"
+            yield (
+                command.line,
+                "CUDA_VISIBLE_DEVICES hard-coded, but Slurm has chosen this job's GPUs: remove it",
+            )
     asked = [(script.asked_at.get("gpus-per-task", 0), script.asked)]
     asked += [(command.line, options(script.expanded(command))) for command in script.sruns]
     sources = [script.text, *script.sources(script.text, ".py")]
     if any(re.search(r"(?i)set_device\([^)\n]*local_?(rank|id)", source) for source in sources):
         for line in (line for line, given in asked if given.get("gpus-per-task") == "1"):
-            why = "each rank sees one GPU, number 0, and the second one dies of an invalid device ordinal"
+            why = (
+                "each rank sees one GPU, number 0, and the second one dies of an invalid device "
+                "ordinal"
+            )
             yield line, f"--gpus-per-task=1 and set_device(local_rank), {why}: --gpus-per-node"
 
 
 def addresses(script: Script) -> Findings:
-    port = r"(?:MASTER_PORT=[\"']?(?:\$\{\w+:-)?|--(?:master|main_process)[-_]port[ =]|--rdzv[-_]endpoint[ =]\S+:)(\d+)"
+    port = (
+        r"(?:MASTER_PORT=[\"']?(?:\$\{\w+:-)?|--(?:master|main_process)[-_]port[ "
+        r"=]|--rdzv[-_]endpoint[ =]\S+:)(\d+)"
+    )
     for command in script.body:
         if found := re.search(port, command.text):
             how = "MASTER_PORT=$((61000 + 10#$SLURM_JOB_ID % 4536))"
-            yield command.line, f"port {found[1]} hard-coded, and two jobs on a node disturb each other: {how}"
+            yield (
+                command.line,
+                f"port {found[1]} hard-coded, and two jobs on a node disturb each other: {how}",
+            )
         text = script.expanded(command)
-        address = re.search(r"(?:MASTER_ADDR=|--(?:master[-_]addr|rdzv[-_]endpoint)[ =])(.*)", text, re.S)
+        address = re.search(
+            r"(?:MASTER_ADDR=|--(?:master[-_]addr|rdzv[-_]endpoint)[ =])(.*)", text, re.S
+        )
         text = address[1] if address else ""
-        found = re.search(r"/etc/hosts|hostname +(-[iI]\b|--ip-address)|SLURM_LAUNCH_NODE_IPADDR", text)
+        found = re.search(
+            r"/etc/hosts|hostname +(-[iI]\b|--ip-address)|SLURM_LAUNCH_NODE_IPADDR", text
+        )
         found = found or (script.nodes > 1 and re.match(r"\W*(localhost|127\.\d+\.\d+\.\d+)", text))
         if found:
             how = 'the first line of scontrol show hostnames "$SLURM_JOB_NODELIST"'
-            yield command.line, f"the address is from {found[0].strip()}, which other nodes may not reach: {how}"
+            yield (
+                command.line,
+                f"the address is from {found[0].strip()}, which other nodes may not reach: {how}",
+            )
 
 
 def pipes(script: Script) -> Findings:
@@ -284,39 +410,74 @@ def pipes(script: Script) -> Findings:
         safe = script.has_pipefail(command.line)
         if safe and re.search(r"scontrol show hostnames?\b[^|()]*\|\s*head\b", command.text):
             how = "hosts=$(scontrol ...), then ${hosts%%$'\\n'*}"
-            yield command.line, f"scontrol into head under pipefail, where SIGPIPE ends the job on a long list: {how}"
-        runs = command in script.sruns or re.search(rf"{TORCHRUN}|\bpython3? (-u )?\S+\.py\b", command.text)
+            yield (
+                command.line,
+                "scontrol into head under pipefail, where SIGPIPE ends the job on a long list: "
+                f"{how}",
+            )
+        runs = command in script.sruns or re.search(
+            rf"{TORCHRUN}|\bpython3? (-u )?\S+\.py\b", command.text
+        )
         trains = runs and re.search(TRAINS, script.expanded(command))
         if trains and command.end in ("|", "|&") and not safe and "PIPESTATUS" not in script.text:
-            yield command.line, "a pipe hides the exit status, and a failed job ends as COMPLETED: set -o pipefail"
+            yield (
+                command.line,
+                "a pipe hides the exit status, and a failed job ends as COMPLETED: set -o pipefail",
+            )
 
 
 def exit_status_masked(script: Script) -> Findings:
-    strict = re.search(r"^#!.*\s-\w*e|^\s*set\s+(-\w*e|.*\berrexit)|\$\?|^\s*[\w-]+ *\(\)", script.text, re.M)
+    strict = re.search(
+        r"^#!.*\s-\w*e|^\s*set\s+(-\w*e|.*\berrexit)|\$\?|^\s*[\w-]+ *\(\)", script.text, re.M
+    )
     for command in script.trainings()[-1:]:  # a function's may be called last: those are left out
         after = script.commands[script.commands.index(command) + 1 :]
         after = [c for c in after if not re.match(r"\s*(fi|done|esac|[})]|exit\s*$)", c.text)]
         why = "and a failed job ends as COMPLETED"
         if command.end == "||" and after and re.match(r"\s*(true|:|echo)\b", after[0].text):
-            yield command.line, f"|| {after[0].name} takes the place of {command.name}'s status, {why}: leave it out"
+            yield (
+                command.line,
+                f"|| {after[0].name} takes the place of {command.name}'s status, {why}: leave it "
+                "out",
+            )
         elif command.end in ("\n", ";") and after and not strict:
-            yield command.line, f"the status is {after[-1].name}'s, not {command.name}'s, {why}: set -e at the top"
+            yield (
+                command.line,
+                f"the status is {after[-1].name}'s, not {command.name}'s, {why}: set -e at the top",
+            )
 
 
 def srun_options(script: Script) -> Findings:
     for command in script.sruns:
         line, environment = re.split(TRAINS, script.expanded(command)), " ".join(script.values)
-        if len(line) == 1 or re.search(r"\$\{?\w*(srun|opt|arg|flag)\w*", line[0], re.I):  # or set in another file
+        if len(line) == 1 or re.search(
+            r"\$\{?\w*(srun|opt|arg|flag)\w*", line[0], re.I
+        ):  # or set in another file
             continue
         given = options(line[0])
-        counts = [asked.get(name) for asked in (script.asked, given) for name in ("nodes", "ntasks", "ntasks-per-node")]
+        counts = [
+            asked.get(name)
+            for asked in (script.asked, given)
+            for name in ("nodes", "ntasks", "ntasks-per-node")
+        ]
         several = given.get("ntasks") != "1" and any(count not in (None, "1") for count in counts)
         if several and "kill-on-bad-exit" not in given and "SLURM_KILL_BAD_EXIT" not in environment:
-            yield command.line, "srun lets the others wait for a failed rank until the time limit: --kill-on-bad-exit=1"
-        passed = "cpus-per-task" in given or "--cpus-per-task" in line[0] or "SRUN_CPUS_PER_TASK" in environment
+            yield (
+                command.line,
+                "srun lets the others wait for a failed rank until the time limit: "
+                "--kill-on-bad-exit=1",
+            )
+        passed = (
+            "cpus-per-task" in given
+            or "--cpus-per-task" in line[0]
+            or "SRUN_CPUS_PER_TASK" in environment
+        )
         if "cpus-per-task" in script.asked and not passed:
             why = "Slurm 22.05 and 23.02 do not hand it on, and a rank gets one CPU"
-            yield command.line, f'srun without --cpus-per-task, {why}: --cpus-per-task="$SLURM_CPUS_PER_TASK"'
+            yield (
+                command.line,
+                f'srun without --cpus-per-task, {why}: --cpus-per-task="$SLURM_CPUS_PER_TASK"',
+            )
 
 
 def signals(script: Script) -> Findings:
@@ -324,41 +485,79 @@ def signals(script: Script) -> Findings:
     name, heard_here = (asked[2], "B" in (asked[1] or "")) if asked else ("", True)
     trap = re.compile(r"\s*trap\s+(?:--\s+)?(\S.*?)((?:\s+(?:SIG)?[A-Z]+[12]?)+)\s*$", re.S)
     traps = [trap.match(command.text) for command in script.commands]
-    handled = " ".join(found[2] for found in traps if found and found[1] not in ("''", '""', "-", ":"))
+    handled = " ".join(
+        found[2] for found in traps if found and found[1] not in ("''", '""', "-", ":")
+    )
     training = script.trainings()
     if re.search("USR|TERM" if script.directives else "USR", handled):
         for command in (command for command in training if command.end != "&"):
             why = "bash runs the trap only after the command has ended"
-            yield command.line, f"{command.name} in the foreground of a shell with a trap, {why}: add & and wait for it"
+            yield (
+                command.line,
+                f"{command.name} in the foreground of a shell with a trap, {why}: add & and wait "
+                "for it",
+            )
         if name and name in handled and not heard_here:
             how = f"let the train script handle it, or say --signal=B:{name}@..."
-            yield script.asked_at["signal"], f"{name} reaches the ranks, not this shell's trap: {how}"
+            yield (
+                script.asked_at["signal"],
+                f"{name} reaches the ranks, not this shell's trap: {how}",
+            )
     waits = any("wait" in command.name for command in script.commands)
-    if script.directives and training and not waits and all(command.end == "&" for command in training):
-        yield training[0].line, f"{training[0].name} in the background, and the job ends before it: add wait"
-    once = training and training[-1].end == "&" and len(re.findall(r"^[^#\n]*\bwait\b", script.text, re.M)) == 1
+    if (
+        script.directives
+        and training
+        and not waits
+        and all(command.end == "&" for command in training)
+    ):
+        yield (
+            training[0].line,
+            f"{training[0].name} in the background, and the job ends before it: add wait",
+        )
+    once = (
+        training
+        and training[-1].end == "&"
+        and len(re.findall(r"^[^#\n]*\bwait\b", script.text, re.M)) == 1
+    )
     # What requeues the job may leave the rest to the next start.
     again = re.search(r"^[^#\n]*(\b(while|until|for)\b|requeue)", script.text, re.M)
     if re.search("USR|TERM", handled) and once and not again:
         why = "wait ends when the trap has run, and the job with it, before anything is saved"
-        yield training[-1].line, f"{training[-1].name} is waited for once, but {why}: wait again until it has ended"
+        yield (
+            training[-1].line,
+            f"{training[-1].name} is waited for once, but {why}: wait again until it has ended",
+        )
     told = re.search(r"\b(?:kill|scancel)\b.*(?:-|--signal[= ]|-s *)(?:SIG)?USR", script.text)
     ignores = re.compile(r"trap\s+(?:--\s+)?\\?([\"'])\\?\1\s+.*USR")
     for command in script.body if told or (name.startswith("USR") and not heard_here) else []:
         ignored = any(map(ignores.search, [script.text, *script.sources(command.text, ".sh")]))
         if re.search(TORCHRUN, command.code) and not ignored:
             how = "send TERM, which torchrun hands on to its ranks, and handle it there"
-            yield command.line, f"{name or 'USR1'} kills torchrun, which does not know the signal, ranks and all: {how}"
+            yield (
+                command.line,
+                f"{name or 'USR1'} kills torchrun, which does not know the signal, ranks and all: "
+                f"{how}",
+            )
 
 
 def shell_in_between(script: Script) -> Findings:
-    """With proctrack/cgroup, Slurm's default, a signal reaches what srun has started, and not its children."""
+    """With proctrack/cgroup, Slurm's default, a signal reaches what srun has started, and not
+    its children."""
     for command in script.sruns:
         started = command.text.partition("srun")[2]
-        inner = [found[2] for found in re.finditer(r"sh\s+(?:-\w+\s+)*-\w*c\s+(['\"])(.*?)\1", started, re.S)]
-        inner = [text for text in inner if len(read_bash(text)[0]) > 1]  # a single command takes the shell's place
+        inner = [
+            found[2]
+            for found in re.finditer(r"sh\s+(?:-\w+\s+)*-\w*c\s+(['\"])(.*?)\1", started, re.S)
+        ]
+        inner = [
+            text for text in inner if len(read_bash(text)[0]) > 1
+        ]  # a single command takes the shell's place
         for text in [*inner, *script.sources(started, ".sh")]:
-            trains = [c for c in read_bash(text)[0] if re.fullmatch(r"torchrun|python[\d.]*|accelerate", c.name)]
+            trains = [
+                c
+                for c in read_bash(text)[0]
+                if re.fullmatch(r"torchrun|python[\d.]*|accelerate", c.name)
+            ]
             if trains and not re.match(r"\s*exec\s", trains[-1].text):
                 name = trains[-1].name
                 why = f"gets Slurm's SIGTERM, and {name} no time to save"
@@ -368,26 +567,51 @@ def shell_in_between(script: Script) -> Findings:
 
 def counts_typed_twice(script: Script) -> Findings:
     for command in script.body:
-        srun = r"|\bsrun(?:\s+-\S+)*?\s+(?:--nodes[ =]|-N ?)(\d+)" if command in script.sruns else ""
+        srun = (
+            r"|\bsrun(?:\s+-\S+)*?\s+(?:--nodes[ =]|-N ?)(\d+)" if command in script.sruns else ""
+        )
         for pattern, asked, instead in (
-            (r"(?:--nnodes[ =]|\bN(?:UM_)?NODES=)[\"']?(\d+)(?![\d:.])" + srun, script.nodes, "$SLURM_JOB_NUM_NODES"),
-            (r"(?:--nproc[-_]per[-_]node[ =]|(?:PROC|GPU)S?_PER_NODE=)[\"']?(\d+)", script.gpus, "$SLURM_GPUS_ON_NODE"),
+            (
+                r"(?:--nnodes[ =]|\bN(?:UM_)?NODES=)[\"']?(\d+)(?![\d:.])" + srun,
+                script.nodes,
+                "$SLURM_JOB_NUM_NODES",
+            ),
+            (
+                r"(?:--nproc[-_]per[-_]node[ =]|(?:PROC|GPU)S?_PER_NODE=)[\"']?(\d+)",
+                script.gpus,
+                "$SLURM_GPUS_ON_NODE",
+            ),
             (r"\bWORLD_SIZE=[\"']?(\d+)", script.nodes, "nodes times GPUs, or $SLURM_NTASKS"),
         ):
             found = re.search(pattern, command.text, re.S)
             if asked and found and int(next(filter(None, found.groups()))) > 1:
                 text = " ".join(found[0].split())
-                yield command.line, f"{text} repeats the header, and one day only one of the two is changed: {instead}"
+                yield (
+                    command.line,
+                    f"{text} repeats the header, and one day only one of the two is changed: "
+                    f"{instead}",
+                )
 
 
-# --- main -------------------------------------------------------------------------------------------------------------
+# --- main -----------------------------------------------------------------------------------------
+# --------------------
 
-CHECKS = (directives_not_read, no_log_folder, torchrun_alone, no_srun, rank_variables, devices, addresses, pipes)
+CHECKS = (
+    directives_not_read,
+    no_log_folder,
+    torchrun_alone,
+    no_srun,
+    rank_variables,
+    devices,
+    addresses,
+    pipes,
+)
 CHECKS += (exit_status_masked, srun_options, signals, shell_in_between, counts_typed_twice)
 
 
 def main(paths: list[str]) -> int:
-    """Prints what is found in the files. Returns 0, 1 when there was something, 2 when a file cannot be read."""
+    """Prints what is found in the files. Returns 0, 1 when there was something, 2 when a file
+    cannot be read."""
     if not paths or paths[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if paths else 2

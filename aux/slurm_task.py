@@ -1,4 +1,5 @@
-"""@task: a function that runs here when it is called, and as a job with --submit --env NAME on the command line.
+"""@task: a function that runs here when it is called, and as a job with --submit --env NAME on
+the command line.
 
     @task(time="01:00:00", nodes=2, ntasks_per_node=4)
     def train(args: Namespace, job: JobContext | None = None) -> dict: ...
@@ -8,11 +9,12 @@
     python train.py --submit --env production --nodes=4 --epochs 10   # overrides what @task says
     python train.py --submit --env production --follow --fetch        # as with submit.py
 
-A job gets one GPU per task if the cluster has GPUs. gpus_per_node overrides that: in @task, in Slurmfile.toml's
-[NAME.submit], or on the command line; 0 for none. The repository's launchers start the ranks: launch_slurm_to_torch.sh
-if a task is a rank, launch_slurm_with_torchrun.sh if the one task of a node has several GPUs, run_script.sh if the
-Slurmfile says type = "container". The value that the function returns on rank 0 is written to result.json in the job's
-output folder, checkpoints/JOB-ID; `fetch` copies it.
+A job gets one GPU per task if the cluster has GPUs. gpus_per_node overrides that: in @task, in
+Slurmfile.toml's [NAME.submit], or on the command line; 0 for none. The repository's launchers
+start the ranks: launch_slurm_to_torch.sh if a task is a rank, launch_slurm_with_torchrun.sh if
+the one task of a node has several GPUs, run_script.sh if the Slurmfile says type = "container".
+The value that the function returns on rank 0 is written to result.json in the job's output
+folder, checkpoints/JOB-ID; `fetch` copies it.
 """
 
 import functools
@@ -25,7 +27,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-# submit and submission are imported only when submitting: they need Python 3.11, and a job may have 3.10.
+# submit and submission are imported only when submitting: they need Python 3.11, and a job may have
+# 3.10.
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux")]
 
@@ -55,15 +58,25 @@ class JobContext:
 
 
 def find_job() -> JobContext | None:
-    """This rank's place in the Slurm job in which a launcher started it; None elsewhere, as in a batch shell.
+    """This rank's place in the Slurm job in which a launcher started it; None elsewhere, as in a
+    batch shell.
 
-    Ends the program with a sentence if srun started several tasks without a launcher: each would run alone.
+    Ends the program with a sentence if srun started several tasks without a launcher: each would
+    run alone.
     """
     env = os.environ
-    in_step = int(env.get("SLURM_STEP_ID", 2**32)) < 2**31  # near 2**32: batch and interactive shells
+    in_step = (
+        int(env.get("SLURM_STEP_ID", 2**32)) < 2**31
+    )  # near 2**32: batch and interactive shells
     if in_step and "RANK" not in env and int(env.get("SLURM_NTASKS", 1)) > 1:
-        tasks = f"srun started {env['SLURM_NTASKS']} tasks without a launcher, and each would train alone"
-        sys.exit(f"{Path(sys.argv[0]).name}: {tasks}: add --submit --env NAME, or sbatch launch_slurm_to_torch.sh")
+        tasks = (
+            f"srun started {env['SLURM_NTASKS']} tasks without a launcher, and each would train "
+            "alone"
+        )
+        sys.exit(
+            f"{Path(sys.argv[0]).name}: {tasks}: add --submit --env NAME, or sbatch "
+            "launch_slurm_to_torch.sh"
+        )
     if "SLURM_JOB_ID" not in env or "RANK" not in env:
         return None
     return JobContext(
@@ -79,9 +92,11 @@ def find_job() -> JobContext | None:
 
 
 def task(**resources: str | int) -> Callable[[Callable], Callable]:
-    """Decorates a function, which may take `job`. `resources` are options of sbatch: nodes, ntasks_per_node, time, ...
+    """Decorates a function, which may take `job`. `resources` are options of sbatch: nodes,
+    ntasks_per_node, time, ...
 
-    Removes --submit and the options that belong to it from sys.argv: decorate above the call of the script's parser.
+    Removes --submit and the options that belong to it from sys.argv: decorate above the call of
+    the script's parser.
     """
     resources = {"nodes": 1, "gpus_per_node": None} | resources
 
@@ -112,15 +127,22 @@ def parse_submission(resources: dict[str, str | int | None]) -> Namespace | None
     import submit
     from resilience.arguments import ArgumentParser
 
-    description = "The job that --submit asks for. The script's own arguments: --help without --submit."
+    description = (
+        "The job that --submit asks for. The script's own arguments: --help without --submit."
+    )
     parser = ArgumentParser(description=description)
-    parser.add_argument("--submit", action="store_true", help="as a job, to a cluster of Slurmfile.toml")
+    parser.add_argument(
+        "--submit", action="store_true", help="as a job, to a cluster of Slurmfile.toml"
+    )
     submit.add_options(parser)
     for name, value in resources.items():
         default = "one per task, where the cluster has GPUs" if value is None else value
         kind = str if value is None else type(value)
         parser.add_argument(
-            f"--{name.replace('_', '-')}", dest=name, type=kind, help=f"as for sbatch (@task: {default})"
+            f"--{name.replace('_', '-')}",
+            dest=name,
+            type=kind,
+            help=f"as for sbatch (@task: {default})",
         )
     submit_args, sys.argv[1:] = parser.parse_known_args()
     if submit_args.env is None:
@@ -147,11 +169,21 @@ def submit_script(resources: dict[str, str | int | None], submit_args: Namespace
         options["ntasks_per_node"] = -(-options.get("ntasks", options["nodes"]) // options["nodes"])
     environment = slurmfile.read(slurmfile.find(), submit_args.env)
     tasks, settings = options["ntasks_per_node"], environment["submit"]
-    gpus = str(options.get("gpus_per_node", settings.get("gpus_per_node", settings.get("gpus-per-node", tasks))))
+    gpus = str(
+        options.get(
+            "gpus_per_node", settings.get("gpus_per_node", settings.get("gpus-per-node", tasks))
+        )
+    )
     gpus = gpus.rpartition(":")[2]  # a100:4
     if tasks > 1 and gpus.isdigit() and int(gpus) not in (0, tasks):
-        wanted = f"{tasks} tasks and {gpus} GPUs on each of {options['nodes']} nodes, but a task is a rank with a GPU"
-        slurmfile.fail(f"@task: {wanted}: write gpus_per_node={tasks}, or ntasks_per_node={gpus} without ntasks")
+        wanted = (
+            f"{tasks} tasks and {gpus} GPUs on each of {options['nodes']} nodes, but a task is a "
+            "rank with a GPU"
+        )
+        slurmfile.fail(
+            f"@task: {wanted}: write gpus_per_node={tasks}, or ntasks_per_node={gpus} without "
+            "ntasks"
+        )
     launcher = "launch_slurm_to_torch.sh"
     if environment["packaging"]["type"] == "container":
         launcher = "run_script.sh"
@@ -159,7 +191,10 @@ def submit_script(resources: dict[str, str | int | None], submit_args: Namespace
         launcher = "launch_slurm_with_torchrun.sh"
     even = tasks * options["nodes"]
     if options.get("ntasks", even) != even:
-        wanted = f"{options['ntasks']} tasks on {options['nodes']} nodes, but {launcher} starts as many on each"
+        wanted = (
+            f"{options['ntasks']} tasks on {options['nodes']} nodes, but {launcher} starts as many "
+            "on each"
+        )
         slurmfile.fail(f"@task: {wanted}: write ntasks={even}, or fewer nodes")
     script = os.path.relpath(sys.argv[0])
     submit_args.sbatch, submit_args.default_gpus = submit.sbatch_options(options), tasks
@@ -172,7 +207,10 @@ def write_result(name: str, result: object, folder: Path):
     try:
         text = json.dumps(result, indent=1)
     except (TypeError, ValueError) as error:
-        print(f"the result of {name} is not JSON ({error}): return numbers, strings, lists and dicts", file=sys.stderr)
+        print(
+            f"the result of {name} is not JSON ({error}): return numbers, strings, lists and dicts",
+            file=sys.stderr,
+        )
         sys.stderr.flush()
         os._exit(1)  # at once: other ranks and gloo's threads may still be running
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,16 +1,17 @@
-"""Submit a job to a cluster from a laptop, over SSH, and follow it from here. Slurmfile.toml says where and how.
+"""Submit a job to a cluster from a laptop, over SSH, and follow it from here.
 
-    python aux/submit.py --env production launch_slurm_with_torchrun.sh distributed/train_ddp.py --epochs 10
-    python aux/submit.py --env production --nodes=4 --follow --fetch launch_slurm_to_torch.sh aux/check_ranks.py
-    python aux/submit.py status JOB                          # later, from any shell in this folder or below it
+    python aux/submit.py --env production launch_slurm_with_torchrun.sh distributed/train_ddp.py
+    python aux/submit.py --env production --nodes=4 --follow launch_slurm_to_torch.sh train.py
+    python aux/submit.py status JOB        # later, from any shell in this folder or below it
     python aux/submit.py logs JOB --follow
     python aux/submit.py cancel JOB
-    python aux/submit.py fetch JOB                           # checkpoints, metrics, log, into slurm-jobs/
+    python aux/submit.py fetch JOB         # checkpoints, metrics and log, into slurm-jobs/
 
-Options before the launcher that are not listed below are sbatch's: --option=value. The code is copied into a new folder
-on the cluster, committed or not, without the files that git ignores: later edits do not change the job. Environment
-variables are not copied, except those that the Slurmfile names. A broken connection does not affect the job. --follow,
---wait and --fetch return its exit status.
+Slurmfile.toml says where and how. Options before the launcher that are not listed below are sbatch's: --option=value. The code is
+copied into a new folder on the cluster, committed or not, without the files that git ignores:
+later edits do not change the job. Environment variables are not copied, except those that the
+Slurmfile names. A broken connection does not affect the job. --follow, --wait and --fetch return
+its exit status.
 """
 
 import io
@@ -36,11 +37,13 @@ from submission import container, jobs, remote, slurmfile
 from submission.remote import ConnectionFailed, explain, host_of
 from submission.slurmfile import fail
 
-# --- arguments --------------------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
+# --------------------
 
 
 def parse_submission(arguments: list[str]) -> Namespace:
-    """Our options and sbatch's; the command starts at the first word without a dash, and is not parsed."""
+    """Our options and sbatch's; the command starts at the first word without a dash, and is not
+    parsed."""
     parser = ArgumentParser(prog="submit.py", description=__doc__, usage=USAGE)
     add_options(parser)
     start = 0
@@ -51,14 +54,23 @@ def parse_submission(arguments: list[str]) -> Namespace:
     if args.env is None:
         parser.error("--env NAME is missing: one of the names in Slurmfile.toml")
     if not args.command:
-        parser.error("which launcher? for example launch_slurm_with_torchrun.sh distributed/train_ddp.py")
+        parser.error(
+            "which launcher? for example launch_slurm_with_torchrun.sh distributed/train_ddp.py"
+        )
     for option in args.sbatch:
         if fault := slurmfile.option_fault(option.removeprefix("--").split("=")[0]):
             parser.error(fault)
     if not Path(args.command[0]).is_file():
-        hint = f": write {args.sbatch[-1]}={args.command[0]}" if args.sbatch and "=" not in args.sbatch[-1] else ""
+        hint = (
+            f": write {args.sbatch[-1]}={args.command[0]}"
+            if args.sbatch and "=" not in args.sbatch[-1]
+            else ""
+        )
         parser.error(f"no launcher {args.command[0]!r} in {Path.cwd()}{hint}")
-    if "source ./env.sh" in Path(args.command[0]).read_text(errors="replace") and not Path("env.sh").is_file():
+    if (
+        "source ./env.sh" in Path(args.command[0]).read_text(errors="replace")
+        and not Path("env.sh").is_file()
+    ):
         parser.error(f"no env.sh in {Path.cwd()}: cd to the repository")
     if args.command[1:] and args.command[1].endswith(".py") and not Path(args.command[1]).is_file():
         parser.error(f"no train script {args.command[1]!r} in {Path.cwd()}")
@@ -66,38 +78,52 @@ def parse_submission(arguments: list[str]) -> Namespace:
 
 
 VERBS = ("status", "logs", "cancel", "fetch")
-USAGE = "submit.py --env NAME [options] [sbatch options] LAUNCHER [ARGUMENT ...]\n       submit.py VERB JOB"
+USAGE = (
+    "submit.py --env NAME [options] [sbatch options] LAUNCHER [ARGUMENT ...]\n       submit.py "
+    "VERB JOB"
+)
 
 
 def add_options(parser: ArgumentParser):
     parser.add_argument("--env", metavar="NAME", help="which environment of Slurmfile.toml")
-    parser.add_argument("--follow", action="store_true", help="print the log as it grows, until the job ends")
+    parser.add_argument(
+        "--follow", action="store_true", help="print the log as it grows, until the job ends"
+    )
     parser.add_argument("--wait", action="store_true", help="wait until the job ends")
-    parser.add_argument("--fetch", action="store_true", help="wait, then copy the job's files to this machine")
+    parser.add_argument(
+        "--fetch", action="store_true", help="wait, then copy the job's files to this machine"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the commands, run none")
 
 
 def parse_verb(verb: str, arguments: list[str]) -> Namespace:
     parser = ArgumentParser(prog=f"submit.py {verb}", description=__doc__)
     parser.add_argument("job", metavar="JOB", help="the job id")
-    parser.add_argument("--env", metavar="NAME", help="which environment, if two have a job of this id")
+    parser.add_argument(
+        "--env", metavar="NAME", help="which environment, if two have a job of this id"
+    )
     if verb == "logs":
         parser.add_argument("--follow", action="store_true", help="as it grows, until the job ends")
     return parser.parse_args(arguments)
 
 
-# --- submit -----------------------------------------------------------------------------------------------------------
+# --- submit ---------------------------------------------------------------------------------------
+# --------------------
 
 
 def list_files() -> tuple[Path, list[str]]:
-    """The root of the repository that we are in, and its files: those that git tracks, and new ones not ignored."""
+    """The root of the repository that we are in, and its files: those that git tracks, and new
+    ones not ignored."""
     try:
         root = Path(git("rev-parse", "--show-toplevel")[:-1]).resolve()
         listed = git("-C", root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     except FileNotFoundError:
         fail("git is not installed on this machine: it lists the files to copy")
     except subprocess.CalledProcessError as error:
-        fail(f"{Path.cwd()} is not in a git repository, whose files are copied ({error.stderr.decode().strip()})")
+        fail(
+            f"{Path.cwd()} is not in a git repository, whose files are copied "
+            f"({error.stderr.decode().strip()})"
+        )
     files = []
     for name in dict.fromkeys(filter(None, listed.split("\0"))):
         if os.path.isdir(root / name) and not os.path.islink(root / name):
@@ -108,7 +134,9 @@ def list_files() -> tuple[Path, list[str]]:
 
 
 def git(*arguments: object) -> str:
-    return os.fsdecode(subprocess.run(["git", *map(str, arguments)], check=True, capture_output=True).stdout)
+    return os.fsdecode(
+        subprocess.run(["git", *map(str, arguments)], check=True, capture_output=True).stdout
+    )
 
 
 def pack(packed: BinaryIO, files: dict[str, Path], mark: dict, variables: list[str]) -> int:
@@ -133,7 +161,8 @@ def pack(packed: BinaryIO, files: dict[str, Path], mark: dict, variables: list[s
 
 
 def sbatch_options(options: dict[str, str | int | bool]) -> list[str]:
-    """The options of a Slurmfile or a task as sbatch's; true is an option without a value, false is left out."""
+    """The options of a Slurmfile or a task as sbatch's; true is an option without a value, false
+    is left out."""
     words = []
     for key, value in options.items():
         if value is not False:
@@ -142,7 +171,8 @@ def sbatch_options(options: dict[str, str | int | bool]) -> list[str]:
 
 
 def submit(args: Namespace) -> int:
-    """Copies the code and submits it. Returns the exit status: the job's own, with --follow, --wait or --fetch."""
+    """Copies the code and submits it. Returns the exit status: the job's own, with --follow,
+    --wait or --fetch."""
     path = slurmfile.find()
     settings = slurmfile.read(path, args.env)
     cluster, packaging = settings["cluster"], settings["packaging"]
@@ -156,7 +186,14 @@ def submit(args: Namespace) -> int:
     if cluster["backend"] == "local":
         base = path.parent / Path(base).expanduser()
     image = container.uri(packaging["image"]) if packaging.get("push") else ""
-    command = ["submit", base, name_of(args.command), os.path.relpath(Path.cwd(), root), jobs.MARK, image]
+    command = [
+        "submit",
+        base,
+        name_of(args.command),
+        os.path.relpath(Path.cwd(), root),
+        jobs.MARK,
+        image,
+    ]
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as packed:
         if packaging["type"] == "container" and args.dry_run:
             for build in container.build_commands(packaging, root):
@@ -170,14 +207,26 @@ def submit(args: Namespace) -> int:
             fail(f"cannot read {error.filename}: {error.strerror}")
         command += [args.default_gpus, len(cluster["environment"]), len(links), *links, *sbatch]
         if args.dry_run:
-            print(f"# {len(files)} files, {size / 1e6:.1f} MB, as a tar archive into the standard input of")
+            print(
+                f"# {len(files)} files, {size / 1e6:.1f} MB, as a tar archive into the standard "
+                "input of"
+            )
             print(shlex.join(remote.command_line(cluster, *command)))
             print(f"# which makes a new folder in {base} and runs in it")
             print(shlex.join(sbatch))
             return 0
-        print(f"Copying {len(copied)} files, {size / 1e6:.1f} MB, to {host_of(cluster)}", flush=True)
+        print(
+            f"Copying {len(copied)} files, {size / 1e6:.1f} MB, to {host_of(cluster)}", flush=True
+        )
         job, folder, log = send(cluster, command, packed)
-    record = {"env": args.env, "job": int(job), "cluster": cluster, "folder": folder, "log": log, "sbatch": sbatch}
+    record = {
+        "env": args.env,
+        "job": int(job),
+        "cluster": cluster,
+        "folder": folder,
+        "log": log,
+        "sbatch": sbatch,
+    }
     jobs.save(path.parent / "slurm-jobs", record)
     print(f"Submitted batch job {job} to {args.env}, in {folder}. Type next:")
     for verb in ("status", "logs --follow", "fetch", "cancel"):
@@ -195,10 +244,14 @@ def follow(record: dict, args: Namespace) -> int:
 
 
 def launcher_in(root: Path, files: list[str], launcher: str) -> str:
-    """The launcher's path from the working directory, which is the job's as well; it must be a copied file."""
+    """The launcher's path from the working directory, which is the job's as well; it must be a
+    copied file."""
     path = Path(launcher).resolve()
     if not path.is_relative_to(root) or str(path.relative_to(root)) not in files:
-        fail(f"{launcher} would not be copied to the cluster: git ignores it, or it is outside of {root}")
+        fail(
+            f"{launcher} would not be copied to the cluster: git ignores it, or it is outside of "
+            f"{root}"
+        )
     return os.path.relpath(path)
 
 
@@ -214,13 +267,18 @@ def send(cluster: dict, command: list[object], packed: BinaryIO) -> tuple[str, s
         with remote.run(cluster, *command, stdin=packed) as lines:
             output = lines.read().decode()
     except ConnectionFailed as error:
-        unsure = "; the job may have been submitted: check with squeue --me on the cluster" if error.started else ""
+        unsure = (
+            "; the job may have been submitted: check with squeue --me on the cluster"
+            if error.started
+            else ""
+        )
         fail(explain(cluster, error.message)[0] + unsure)
     job, folder, log = [*output.splitlines(), ""][:3]
     return job, folder, log
 
 
-# --- main -------------------------------------------------------------------------------------------------------------
+# --- main -----------------------------------------------------------------------------------------
+# --------------------
 
 
 def main(arguments: list[str]) -> int:

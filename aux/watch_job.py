@@ -1,11 +1,12 @@
-"""Where every rank of a running job is: its last step and heartbeat, and which node to suspect when the job hangs.
+"""Where every rank of a running job is: its last step and heartbeat, and which node to suspect
+when the job hangs.
 
     python aux/watch_job.py JOBID                 # in the folder the job was submitted from
     watch -n 5 python aux/watch_job.py JOBID
 
-Reads the heartbeats in log/JOBID/ (distributed/resilience/heartbeat.py). Status 0 when all ranks are alive, 1 when one
-is silent or stuck, or has not begun. Stuck is the rank at the lowest step: all others wait for it. JOBID is the number
-in the name log/JOBID, also for a task of an array.
+Reads the heartbeats in log/JOBID/ (distributed/resilience/heartbeat.py). Status 0 when all ranks
+are alive, 1 when one is silent or stuck, or has not begun. Stuck is the rank at the lowest step:
+all others wait for it. JOBID is the number in the name log/JOBID, also for a task of an array.
 """
 
 import sys
@@ -24,14 +25,23 @@ def read_beats(job: int) -> list[dict]:
     beats = list(filter(None, (read(path) for path in starts[-1].iterdir()))) if starts else []
     if not beats:
         where = f"log/{job}/ranks-* of {Path.cwd()}"
-        sys.exit(f"watch_job.py: no heartbeats in {where}: a job of several ranks writes them from Step 0 on")
+        sys.exit(
+            f"watch_job.py: no heartbeats in {where}: a job of several ranks writes them from Step "
+            "0 on"
+        )
     return sorted(beats, key=lambda beat: beat["rank"])
 
 
 def main():
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("job", type=whole_number(1), metavar="JOBID")
-    parser.add_argument("--after", type=number(1), default=60, metavar="SECONDS", help="without a heartbeat or a step")
+    parser.add_argument(
+        "--after",
+        type=number(1),
+        default=60,
+        metavar="SECONDS",
+        help="without a heartbeat or a step",
+    )
     args = parser.parse_args()
     beats, now = read_beats(args.job), time.time()
     print("rank  host              step  heartbeat  what it does")
@@ -42,10 +52,16 @@ def main():
     world_size = beats[0]["world_size"]
     missing = sorted(set(range(world_size)) - {beat["rank"] for beat in beats})
     if missing:
-        sys.exit(f"No heartbeat yet from {len(missing)} of {world_size} ranks, the first of them rank {missing[0]}.")
+        sys.exit(
+            f"No heartbeat yet from {len(missing)} of {world_size} ranks, the first of them rank "
+            f"{missing[0]}."
+        )
     silent = [beat for beat in beats if now - beat["time"] > max(args.after, 2 * beat["interval"])]
     if len(silent) == len(beats):
-        sys.exit(f"No heartbeat from any rank for {args.after:.0f} s: the job has ended, or the shared folder hangs.")
+        sys.exit(
+            f"No heartbeat from any rank for {args.after:.0f} s: the job has ended, or the shared "
+            "folder hangs."
+        )
     suspects = {}  # by host: what is wrong with its first rank
     for beat in silent:
         suspects.setdefault(beat["host"], f"rank {beat['rank']} is silent")
@@ -53,7 +69,10 @@ def main():
         suspects = {stuck["host"]: f"rank {stuck['rank']} is stuck here"}
     if not suspects:
         steps = [beat["step"] for beat in beats if beat["step"] is not None]
-        print(f"All {len(beats)} ranks are alive, " + (f"at step {max(steps)}." if steps else "before the first step."))
+        print(
+            f"All {len(beats)} ranks are alive, "
+            + (f"at step {max(steps)}." if steps else "before the first step.")
+        )
         return
     for host, why in suspects.items():
         print(f"{host}: {why}")
@@ -62,13 +81,18 @@ def main():
 
 
 def find_stuck(beats: list[dict], now: float, after: float) -> dict | None:
-    """The heartbeat of the rank that all others wait for; None when none has stood still for `after` seconds.
+    """The heartbeat of the rank that all others wait for; None when none has stood still for
+    `after` seconds.
 
     When all of them wait in collectives of the same step, none of them is it.
     """
     first = min(beats, key=behind)
     alone = not first["in_collective"] or behind(first) < max(behind(beat) for beat in beats)
-    return first if alone and first["stalled"] and first["seconds_in_step"] + now - first["time"] > after else None
+    return (
+        first
+        if alone and first["stalled"] and first["seconds_in_step"] + now - first["time"] > after
+        else None
+    )
 
 
 if __name__ == "__main__":

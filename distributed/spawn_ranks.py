@@ -1,9 +1,9 @@
-"""Start the ranks of this node with torch.multiprocessing.spawn: in a job, or by hand for this machine.
+"""Start the ranks of this node with torch.multiprocessing.spawn, in a job or by hand.
 
     srun --ntasks-per-node=1 python distributed/spawn_ranks.py distributed/train_ddp.py
-    NPROC_PER_NODE=4 python distributed/spawn_ranks.py distributed/train_ddp.py    (default: one rank per GPU, or two)
+    NPROC_PER_NODE=4 python distributed/spawn_ranks.py distributed/train_ddp.py
 
-Each rank runs the script as __main__, with the variables that torchrun would set.
+By hand it starts one rank for each GPU of this machine, or two on the CPU. Each rank runs the script as __main__, with the variables that torchrun would set.
 """
 
 import os
@@ -13,7 +13,8 @@ import socket
 import sys
 
 if __name__ == "__main__":
-    # While torch is imported, SIGTERM is nobody's: a job that it ends has failed, and Slurm does not requeue it.
+    # While torch is imported, SIGTERM is nobody's: a job that it ends has failed, and Slurm does
+    # not requeue it.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 import torch
@@ -35,7 +36,8 @@ def run_rank(local_rank: int, node_rank: int, nnodes: int, nproc_per_node: int, 
     os.environ.update({name: str(value) for name, value in variables.items()})
     sys.argv = command
     sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
-    # A script that starts loader workers of its own gets them as under python: spawned, each would run it again.
+    # A script that starts loader workers of its own gets them as under python: spawned, each would
+    # run it again.
     mp.set_start_method(None, force=True)
     try:
         runpy.run_path(command[0], run_name="__main__")
@@ -59,10 +61,14 @@ def main(command: list[str]) -> int:
         nnodes, node_rank = 1, 0
         nproc_per_node = int(os.environ.get("NPROC_PER_NODE") or torch.cuda.device_count() or 2)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free_port())
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc_per_node)))
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc_per_node))
+        )
 
     if not os.path.exists(command[0]):
-        print(f"spawn_ranks.py: {command[0]}: No such file or directory", file=sys.stderr, flush=True)
+        print(
+            f"spawn_ranks.py: {command[0]}: No such file or directory", file=sys.stderr, flush=True
+        )
         return 2
 
     processes = []
@@ -83,7 +89,11 @@ def main(command: list[str]) -> int:
             pass
     except mp.ProcessExitedException as error:
         rank = node_rank * nproc_per_node + error.error_index
-        print(f"spawn_ranks.py: rank {rank} on {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
+        print(
+            f"spawn_ranks.py: rank {rank} on {socket.gethostname()}: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
         return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
     return 0
 

@@ -1,4 +1,5 @@
-"""Jobs submitted earlier: the record of each in slurm-jobs/; its state, log, exit status and files, from any shell."""
+"""Jobs submitted earlier: the record of each in slurm-jobs/; its state, log, exit status and
+files, from any shell."""
 
 import json
 import os
@@ -15,7 +16,8 @@ from . import remote, slurmfile
 from .remote import ConnectionFailed, explain, host_of
 from .slurmfile import fail
 
-MARK = ".submission.json"  # the last file of a submission's archive; older than every file that the job makes
+# The last file of a submission's archive, older than every file that the job makes.
+MARK = ".submission.json"
 RETRY_SECONDS = 300  # how long a job is followed without a connection to the cluster
 
 
@@ -32,27 +34,40 @@ def save(folder: Path, record: dict):
 def find_record(args: Namespace) -> dict:
     folder = slurmfile.find().parent / "slurm-jobs"
     known = sorted(path.stem for path in folder.glob("*-*.json"))
-    matches = [name for name in known if name == f"{args.env or name.rpartition('-')[0]}-{args.job}"]
+    matches = [
+        name for name in known if name == f"{args.env or name.rpartition('-')[0]}-{args.job}"
+    ]
     if not matches:
-        fail(f"no job {args.job} was submitted from here; {folder} has {', '.join(known) or 'none'}")
+        fail(
+            f"no job {args.job} was submitted from here; {folder} has {', '.join(known) or 'none'}"
+        )
     if len(matches) > 1:
         fail(f"{' and '.join(matches)} are two jobs: add --env")
     return json.loads((folder / f"{matches[0]}.json").read_text())
 
 
 def watch(record: dict, show_log: bool, follow: bool = True) -> int:
-    """Follows the job to its end, over as many connections as it takes, and returns its exit status; or looks once."""
+    """Follows the job to its end, over as many connections as it takes, and returns its exit
+    status; or looks once."""
     job, log, position, printed = record["job"], record["log"] if show_log else "/dev/null", 0, ""
     connected = time.monotonic()
     while True:
         try:
-            with remote.run(record["cluster"], "watch", job, log, position, "yes" if follow else "no") as lines:
+            with remote.run(
+                record["cluster"], "watch", job, log, position, "yes" if follow else "no"
+            ) as lines:
                 while (header := lines.readline().split()) and (info := read_info(lines)):
-                    if info["JobState"] == "UNKNOWN":  # Slurm forgets old jobs: take the last known state
+                    if (
+                        info["JobState"] == "UNKNOWN"
+                    ):  # Slurm forgets old jobs: take the last known state
                         info = record.get("info", info)
                     state = info["JobState"], info.get("Reason")
                     if state != printed and (follow or not show_log):
-                        print(describe(record, info), file=sys.stderr if follow else sys.stdout, flush=True)
+                        print(
+                            describe(record, info),
+                            file=sys.stderr if follow else sys.stdout,
+                            flush=True,
+                        )
                     printed, position = state, int(header[1])
                     position += copy(lines, int(header[2]))
                     connected = time.monotonic()
@@ -73,7 +88,8 @@ def watch(record: dict, show_log: bool, follow: bool = True) -> int:
 
 
 def read_info(lines: BinaryIO) -> dict[str, str]:
-    """Slurm's NAME=VALUE words up to an empty line; an empty dict if the connection broke before it."""
+    """Slurm's NAME=VALUE words up to an empty line; an empty dict if the connection broke before
+    it."""
     info = {}
     while (line := lines.readline()) != b"\n":
         if not line:
@@ -99,9 +115,15 @@ def command_for(verb: str, job: int) -> str:
 
 def describe(record: dict, info: dict[str, str]) -> str:
     if info["JobState"] == "UNREACHABLE":
-        return f"job {record['job']}: Slurm does not answer on {host_of(record['cluster'])} at the moment"
+        return (
+            f"job {record['job']}: Slurm does not answer on {host_of(record['cluster'])} at the "
+            "moment"
+        )
     if info["JobState"] == "UNKNOWN":
-        return f"job {record['job']}: Slurm on {host_of(record['cluster'])} has forgotten it and keeps no accounting"
+        return (
+            f"job {record['job']}: Slurm on {host_of(record['cluster'])} has forgotten it and "
+            "keeps no accounting"
+        )
     where = f" on {nodes}" if (nodes := info.get("NodeList")) not in (None, "", "(null)") else ""
     why = f" ({reason})" if (reason := info.get("Reason", "None")) != "None" else ""
     return f"job {record['job']}: {info['JobState']}{why}{where}, run time {info['RunTime']}"
@@ -126,7 +148,8 @@ def exit_status(record: dict, info: dict[str, str]) -> int:
 
 
 def fetch(record: dict) -> int:
-    """Copies every file that the job wrote into slurm-jobs/ENV-JOB. If that fails, an earlier copy stays as it was."""
+    """Copies every file that the job wrote into slurm-jobs/ENV-JOB. If that fails, an earlier
+    copy stays as it was."""
     folder = Path(record["file"]).with_suffix("")
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -140,12 +163,14 @@ def fetch(record: dict) -> int:
         fail(f"fetching the files of job {record['job']} failed: {error}")
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    print(f"Fetched {count} files of job {record['job']} into {os.path.relpath(folder)}", flush=True)
+    print(
+        f"Fetched {count} files of job {record['job']} into {os.path.relpath(folder)}", flush=True
+    )
     return 0
 
 
 def unpack(stream: BinaryIO, folder: Path, host: str) -> int:
-    """Extracts the archive: regular files only, and none outside of `folder`. Returns their number."""
+    """Extracts the archive's regular files into `folder`, none outside. Returns their number."""
     folder.mkdir()
     count = 0
     with tarfile.open(fileobj=stream, mode="r|") as archive:

@@ -1,6 +1,7 @@
 """Runs the functions of remote.sh on a cluster, over SSH or on this machine.
 
-Agents, aliases, jump hosts and connection sharing are set up in ~/.ssh/config. Host keys are checked.
+Agents, aliases, jump hosts and connection sharing are set up in ~/.ssh/config. Host keys are
+checked.
 """
 
 import os
@@ -24,27 +25,33 @@ KEPT_VARIABLES = re.compile(
 
 
 class ConnectionFailed(Exception):
-    """ssh could not connect, or lost the connection. `message` is ssh's; `started`: remote.sh was running by then."""
+    """ssh could not connect, or lost the connection. `message` is ssh's; `started`: remote.sh
+    was running by then."""
 
     def __init__(self, message: str, started: bool):
         self.message, self.started = message, started
 
 
 def host_of(cluster: dict) -> str:
-    return "this machine" if cluster["backend"] == "local" else cluster["backend_config"]["hostname"]
+    return (
+        "this machine" if cluster["backend"] == "local" else cluster["backend_config"]["hostname"]
+    )
 
 
 def destination(cluster: dict) -> list[str]:
     config = cluster["backend_config"]
     flags = {"username": "-l", "port": "-p", "identity_file": "-i"}
-    words = [word for key, flag in flags.items() if key in config for word in (flag, str(config[key]))]
+    words = [
+        word for key, flag in flags.items() if key in config for word in (flag, str(config[key]))
+    ]
     return [*words, "--", config["hostname"]]
 
 
 def command_line(cluster: dict, *command: object) -> list[str]:
     """The command line that runs a function of remote.sh on the cluster.
 
-    ssh joins its arguments with blanks, and the remote shell splits them again: they are quoted here, and only here.
+    ssh joins its arguments with blanks, and the remote shell splits them again: they are quoted
+    here, and only here.
     """
     shell = ["sh", "-c", SCRIPT.read_text(), "remote.sh", *map(str, command)]
     if cluster["backend"] == "local":
@@ -56,23 +63,39 @@ def command_line(cluster: dict, *command: object) -> list[str]:
         "LogLevel=ERROR",
         "ClearAllForwardings=yes",
     ]
-    options += ["ServerAliveInterval=5", "ServerAliveCountMax=3"]  # a silent link counts as broken after 15 s
-    return ["ssh", "-T", *(f"-o{option}" for option in options), *destination(cluster), f"exec {shlex.join(shell)}"]
+    options += [
+        "ServerAliveInterval=5",
+        "ServerAliveCountMax=3",
+    ]  # a silent link counts as broken after 15 s
+    return [
+        "ssh",
+        "-T",
+        *(f"-o{option}" for option in options),
+        *destination(cluster),
+        f"exec {shlex.join(shell)}",
+    ]
 
 
 @contextmanager
 def run(cluster: dict, *command: object, stdin=subprocess.DEVNULL) -> Iterator[BinaryIO]:
-    """The output of a function of remote.sh. If it fails, this program ends with its last line on stderr.
+    """The output of a function of remote.sh. If it fails, this program ends with its last line
+    on stderr.
 
     Raises ConnectionFailed.
     """
     started, env = False, None
-    if cluster["backend"] == "local":  # as over SSH: only the variables that the Slurmfile names enter the job
+    if (
+        cluster["backend"] == "local"
+    ):  # as over SSH: only the variables that the Slurmfile names enter the job
         env = {name: value for name, value in os.environ.items() if KEPT_VARIABLES.fullmatch(name)}
     with tempfile.TemporaryFile() as stderr:
         try:
             process = subprocess.Popen(
-                command_line(cluster, *command), stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, env=env
+                command_line(cluster, *command),
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=env,
             )
         except FileNotFoundError as error:
             fail(f"{error.filename} is not installed on this machine")
@@ -87,32 +110,59 @@ def run(cluster: dict, *command: object, stdin=subprocess.DEVNULL) -> Iterator[B
             process.wait()
             stderr.seek(0)
             message = stderr.read().decode(errors="replace").rpartition(READY)[2].strip()
-    if cluster["backend"] == "ssh" and (status == 255 or status < 0):  # ssh's own status, or ssh was killed
+    if cluster["backend"] == "ssh" and (
+        status == 255 or status < 0
+    ):  # ssh's own status, or ssh was killed
         raise ConnectionFailed(message, started)
     if status != 0 or not started:
-        fail(f"{host_of(cluster)}: {message.splitlines()[-1] if message else f'sh ended with exit status {status}'}")
+        fail(
+            f"{host_of(cluster)}: "
+            f"{message.splitlines()[-1] if message else f'sh ended with exit status {status}'}"
+        )
     if message:
         print(message, file=sys.stderr)
 
 
 def explain(cluster: dict, message: str) -> tuple[str, bool]:
-    """Why ssh failed and what to do about it, in one sentence; and whether another attempt would fail as well."""
+    """Why ssh failed and what to do about it, in one sentence; and whether another attempt would
+    fail as well."""
     host, last = host_of(cluster), message.splitlines()[-1] if message else "ssh gives no reason"
     if "Host key verification failed" in message:
-        ask = ["ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-v", *destination(cluster), "true"]
+        ask = [
+            "ssh",
+            "-o",
+            "BatchMode=yes",
+            "-o",
+            "StrictHostKeyChecking=yes",
+            "-v",
+            *destination(cluster),
+            "true",
+        ]
         log = subprocess.run(ask, capture_output=True, text=True, stdin=subprocess.DEVNULL).stderr
-        kind, fingerprint = [("kind", "unknown"), *re.findall(r"Server host key: (\S+) (\S+)", log)][-1]
-        accept = shlex.join(["ssh", "-o", "StrictHostKeyChecking=ask", *destination(cluster), "true"])
+        kind, fingerprint = [
+            ("kind", "unknown"),
+            *re.findall(r"Server host key: (\S+) (\S+)", log),
+        ][-1]
+        accept = shlex.join(
+            ["ssh", "-o", "StrictHostKeyChecking=ask", *destination(cluster), "true"]
+        )
         if changed := re.search(r"Offending (?:\S+ )?key in (\S+):(\d+)", message):
             return (
-                f"refused: the host key of {host} is not the one in line {changed[2]} of {changed[1]}, but "
-                f"{fingerprint} ({kind}). Somebody may be listening. If your site confirms the new key, delete that "
+                f"refused: the host key of {host} is not the one in line {changed[2]} of "
+                f"{changed[1]}, but "
+                f"{fingerprint} ({kind}). Somebody may be listening. If your site confirms the new "
+                "key, delete that "
                 f"line and type: {accept}"
             ), True
         return (
-            f"the host key of {host} is unknown. It is {fingerprint} ({kind}): compare it with the one that your "
+            f"the host key of {host} is unknown. It is {fingerprint} ({kind}): compare it with the "
+            "one that your "
             f"site publishes, and accept it with: {accept}"
         ), True
     if "Permission denied" in message:
-        return f"{host} refuses the login ({last}): make ssh work without a password (ssh-copy-id, ssh-add)", True
+        return (
+            f"{host} refuses the login ({last}): make ssh work without a password (ssh-copy-id, "
+            "ssh-add)",
+            True,
+        )
     return f"no connection to {host} ({last})", False

@@ -25,18 +25,28 @@ KEYS = {
     },
     "submit": {},  # any option of sbatch
 }
-KINDS = {str: "a string", int: "a whole number", bool: "true or false", list: "a list of strings", dict: "a table"}
+KINDS = {
+    str: "a string",
+    int: "a whole number",
+    bool: "true or false",
+    list: "a list of strings",
+    dict: "a table",
+}
 
-# To find misspelt options. One that resembles none of these is left to sbatch, which may be newer than this list.
-SBATCH_OPTIONS = """account acctg-freq batch bb bbf begin chdir cluster-constraint comment constraint container
-    contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency
-    distribution error exclude exclusive export extra-node-info get-user-env gid gpu-bind gpu-freq gpus gpus-per-node
-    gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs input job-name kill-on-invalid-dep licenses
-    mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network nice no-kill no-requeue nodefile
-    nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket open-mode output overcommit
-    oversubscribe partition power prefer priority profile propagate qos quiet reboot requeue reservation signal
-    sockets-per-node spread-job switches thread-spec threads-per-core time time-min tmp tres-per-task uid
-    use-min-nodes verbose wait-all-nodes wckey""".split()  # noqa: SIM905  a list would be a hundred lines
+# To find misspelt options. One that resembles none of these is left to sbatch, which may be newer
+# than this list.
+SBATCH_OPTIONS = """
+    account acctg-freq batch bb bbf begin chdir cluster-constraint comment constraint container
+    contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot
+    dependency distribution error exclude exclusive export extra-node-info get-user-env gid gpu-
+    bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint hold
+    ignore-pbs input job-name kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-
+    bind mem-per-cpu mem-per-gpu mincpus network nice no-kill no-requeue nodefile nodelist nodes
+    ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket open-mode output
+    overcommit oversubscribe partition power prefer priority profile propagate qos quiet reboot
+    requeue reservation signal sockets-per-node spread-job switches thread-spec threads-per-core
+    time time-min tmp tres-per-task uid use-min-nodes verbose wait-all-nodes wckey
+""".split()
 REFUSED = {
     "array": "an array is many jobs, and submit.py follows one: use sbatch on the cluster",
     "clusters": "name each cluster's own login node in the Slurmfile",
@@ -60,11 +70,15 @@ def find() -> Path:
     for folder in (Path.cwd(), *Path.cwd().parents):
         if (folder / "Slurmfile.toml").is_file():
             return folder / "Slurmfile.toml"
-    fail(f"no Slurmfile.toml in {Path.cwd()} or above it: copy the repository's, or name one with SLURMFILE")
+    fail(
+        f"no Slurmfile.toml in {Path.cwd()} or above it: copy the repository's, or name one with "
+        "SLURMFILE"
+    )
 
 
 def read(path: Path, environment: str) -> dict[str, dict]:
-    """The tables cluster, packaging and submit of one environment; [default] has the values that it lacks."""
+    """The tables cluster, packaging and submit of one environment; [default] has the values that
+    it lacks."""
     text = path.read_text()
     try:
         environments = tomllib.loads(text)
@@ -75,7 +89,9 @@ def read(path: Path, environment: str) -> dict[str, dict]:
     if environment not in environments or environment == "default":
         names = ", ".join(name for name in environments if name != "default") or "none"
         fail(f"no environment {environment!r} in {path}; it has {names}")
-    settings = merged({table: {} for table in ("cluster", "packaging", "submit")}, environments.get("default", {}))
+    settings = merged(
+        {table: {} for table in ("cluster", "packaging", "submit")}, environments.get("default", {})
+    )
     settings = merged(settings, environments[environment])
     check_whole(path, text, environment, settings)
     return settings
@@ -91,7 +107,8 @@ def merged(below: dict, above: dict) -> dict:
 
 
 def line_of(text: str, *paths: tuple[str, ...]) -> int:
-    """The line of the text that goes furthest along one of these paths of keys: tomllib gives no line numbers."""
+    """The line of the text that goes furthest along one of these paths of keys: tomllib gives no
+    line numbers."""
     table, line, depth = (), 1, 0
     for number, content in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[+([^\]]+)\]", content):
@@ -112,7 +129,8 @@ def keys_in(dotted: str) -> tuple[str, ...]:
 
 
 def check(path: Path, text: str, environments: dict, name: str):
-    """Stops at the first key of environment `name` that does not exist or has a value of the wrong type."""
+    """Stops at the first key of environment `name` that does not exist or has a value of the
+    wrong type."""
 
     def refuse(where: tuple[str, ...], sentence: str):
         fail(f"{path}, line {line_of(text, where)}: {sentence}")
@@ -123,27 +141,43 @@ def check(path: Path, text: str, environments: dict, name: str):
             refuse(where, f"{'.'.join(where)} must be a table")
         for key, value in table.items():
             if key == "password":
-                reason = "it does not belong into a repository; make a key with ssh-keygen and ssh-copy-id"
+                reason = (
+                    "it does not belong into a repository; make a key with ssh-keygen and "
+                    "ssh-copy-id"
+                )
                 refuse((*where, key), f"a password is refused: {reason}")
             if key not in known:
-                refuse((*where, key), f"[{'.'.join(where)}] has no key {key!r}; its keys are {', '.join(known)}")
-            right = type(value) is known[key] and (known[key] is not list or all(isinstance(x, str) for x in value))
+                refuse(
+                    (*where, key),
+                    f"[{'.'.join(where)}] has no key {key!r}; its keys are {', '.join(known)}",
+                )
+            right = type(value) is known[key] and (
+                known[key] is not list or all(isinstance(x, str) for x in value)
+            )
             if not right:
                 refuse((*where, key), f"{key} must be {KINDS[known[key]]}, not {value!r}")
             if known[key] is dict:
                 check_table((*where, key), value)
 
     if not isinstance(environments[name], dict):
-        refuse((name,), f"{name!r} is outside of a table: move it below [{name}.cluster] or the like")
+        refuse(
+            (name,), f"{name!r} is outside of a table: move it below [{name}.cluster] or the like"
+        )
     for table, value in environments[name].items():
         if table not in ("cluster", "packaging", "submit"):
-            refuse((name, table), f"[{name}] has no table {table!r}; its tables are cluster, packaging, submit")
+            refuse(
+                (name, table),
+                f"[{name}] has no table {table!r}; its tables are cluster, packaging, submit",
+            )
         if table != "submit" or not isinstance(value, dict):
             check_table((name, table), value)
             continue
         for key, option in value.items():
             if type(option) not in (str, int, bool):
-                refuse((name, table, key), f'{key} must be a string, a number or true: write {key} = "{option}"')
+                refuse(
+                    (name, table, key),
+                    f'{key} must be a string, a number or true: write {key} = "{option}"',
+                )
             if fault := option_fault(key.replace("_", "-")):
                 refuse((name, table, key), fault)
 
@@ -178,10 +212,20 @@ def check_whole(path: Path, text: str, environment: str, settings: dict[str, dic
 
     need("cluster", cluster, "backend", '"ssh", or "local" for sbatch on this machine')
     choose("cluster", "backend", ("ssh", "local"))
-    need("cluster", cluster, "job_base_dir", "the folder on the cluster in which each job gets a new folder")
+    need(
+        "cluster",
+        cluster,
+        "job_base_dir",
+        "the folder on the cluster in which each job gets a new folder",
+    )
     if cluster["backend"] == "ssh":
         config = cluster.setdefault("backend_config", {})
-        need("cluster.backend_config", config, "hostname", "the login node, or its name in your ~/.ssh/config")
+        need(
+            "cluster.backend_config",
+            config,
+            "hostname",
+            "the login node, or its name in your ~/.ssh/config",
+        )
         for key in ("hostname", "username"):
             if not re.fullmatch(r"[\w][\w.:%@\\-]*", config.get(key, "x")):
                 refuse("cluster.backend_config", key, f"{config[key]!r} is not a {key}")
@@ -197,15 +241,24 @@ def check_whole(path: Path, text: str, environment: str, settings: dict[str, dic
         packaging.setdefault("dockerfile", "Dockerfile")
         need("packaging", packaging, "image", "the name of the image that is built")
         push, squashfs = packaging.get("push"), packaging.get("squashfs")
-        if push is None and squashfs is None:  # a Docker Hub name has no registry in it: nothing gets public unasked
+        if (
+            push is None and squashfs is None
+        ):  # a Docker Hub name has no registry in it: nothing gets public unasked
             push = registry_of(packaging["image"]) != ""
-        packaging["push"], packaging["squashfs"] = bool(push), bool(squashfs) if squashfs is not None else not push
+        packaging["push"], packaging["squashfs"] = (
+            bool(push),
+            bool(squashfs) if squashfs is not None else not push,
+        )
         if packaging["push"] == packaging["squashfs"]:
-            how = "push = true (the cluster imports it from a registry) or squashfs = true (it is copied)"
+            how = (
+                "push = true (the cluster imports it from a registry) or squashfs = true (it is "
+                "copied)"
+            )
             refuse("packaging", "image", f"say how the image gets to the cluster: {how}")
 
 
 def registry_of(image: str) -> str:
-    """The host in front of an image's name, registry.example.org or localhost:5000; empty if there is none."""
+    """The host in front of an image's name, registry.example.org or localhost:5000; empty if
+    there is none."""
     host, slash, _ = image.partition("/")
     return host if slash and (host == "localhost" or "." in host or ":" in host) else ""
