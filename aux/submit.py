@@ -7,11 +7,11 @@
     python aux/submit.py cancel JOB
     python aux/submit.py fetch JOB         # checkpoints, metrics and log, into slurm-jobs/
 
-Slurmfile.toml says where and how. Options before the launcher that are not listed below are sbatch's: --option=value. The code is
-copied into a new folder on the cluster, committed or not, without the files that git ignores:
-later edits do not change the job. Environment variables are not copied, except those that the
-Slurmfile names. A broken connection does not affect the job. --follow, --wait and --fetch return
-its exit status.
+Slurmfile.toml says where and how. Options before the launcher that are not listed below are
+sbatch's: --option=value. The code is copied into a new folder on the cluster, committed or not,
+without the files that git ignores: later edits do not change the job. Environment variables are
+not copied, except those that the Slurmfile names. A broken connection does not affect the job.
+--follow, --wait and --fetch return its exit status.
 """
 
 import io

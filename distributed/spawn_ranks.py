@@ -3,7 +3,8 @@
     srun --ntasks-per-node=1 python distributed/spawn_ranks.py distributed/train_ddp.py
     NPROC_PER_NODE=4 python distributed/spawn_ranks.py distributed/train_ddp.py
 
-By hand it starts one rank for each GPU of this machine, or two on the CPU. Each rank runs the script as __main__, with the variables that torchrun would set.
+By hand it starts one rank for each GPU of this machine, or two on the CPU. Each rank runs the
+script as __main__, with the variables that torchrun would set.
 """
 
 import os

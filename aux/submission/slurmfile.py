@@ -46,7 +46,7 @@ SBATCH_OPTIONS = """
     overcommit oversubscribe partition power prefer priority profile propagate qos quiet reboot
     requeue reservation signal sockets-per-node spread-job switches thread-spec threads-per-core
     time time-min tmp tres-per-task uid use-min-nodes verbose wait-all-nodes wckey
-""".split()
+""".split()  # noqa: SIM905
 REFUSED = {
     "array": "an array is many jobs, and submit.py follows one: use sbatch on the cluster",
     "clusters": "name each cluster's own login node in the Slurmfile",
