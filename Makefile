@@ -8,7 +8,7 @@ ARGS ?=
 NODES ?= 2
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-scale test-gpu bench scaling lint docs clean
+.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-scale test-gpu bench lint docs clean
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand --tabs=28
 
@@ -55,11 +55,8 @@ test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 10 GB of memor
 test-gpu: .venv/tests  ## every script on this machine's GPUs, NCCL with one rank (a dry run: ARGS="--device cpu")
 	.venv/bin/python -m pytest tests/test_gpu.py -m gpu $(ARGS)
 
-bench: .venv/ready data text  ## the speed beside that of others, as ratios: 40 quiet minutes (docs/benchmarks.md; ARGS="--only launch")
-	.venv/bin/python dev/bench/all.py --mnist-dir $(DATA_DIR) --text-dir $(TEXT_DIR) $(ARGS)
-
-scaling: .venv/tests data text slurm  ## the figures of docs/scaling.md, up to 4,096 ranks (root; 10 GB of memory, an hour)
-	./dev/bench/measure_scaling.sh
+bench: .venv/ready data text slurm  ## the speed beside plain loops, as ratios: 25 quiet minutes (docs/benchmarks.md; ARGS="--only launch")
+	.venv/bin/python dev/bench/compare.py --mnist-dir $(DATA_DIR) --text-dir $(TEXT_DIR) $(ARGS)
 
 lint: .venv/tests  ## ruff and shellcheck
 	.venv/bin/ruff check .
@@ -90,13 +87,17 @@ new_venv = $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || ./dev/install.sh
 	.venv/bin/python dev/mend_torchvision.py
 	touch .venv/ready
 
-.venv/tests: .venv/ready requirements-test.txt requirements-figures.txt
-	.venv/bin/python -m pip install --quiet --requirement requirements-test.txt
+# A dependency group of pyproject.toml into a virtual environment: Debian 12's pip has no --group yet.
+install_group = $(1)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["$(2)"], sep="\n")' \
+	    | $(1)/bin/python -m pip install --quiet --requirement /dev/stdin
+
+.venv/tests: .venv/ready pyproject.toml
+	$(call install_group,.venv,test)
 	touch .venv/tests
 
-.venv-docs/ready: requirements-docs.txt
+.venv-docs/ready: pyproject.toml
 	$(new_venv) .venv-docs
-	.venv-docs/bin/python -m pip install --quiet --requirement requirements-docs.txt
+	$(call install_group,.venv-docs,docs)
 	touch .venv-docs/ready
 
 # The programs that are not there are installed, named with the package that they come in.

@@ -15,7 +15,9 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DIFF = re.compile(r"`(git diff --no-index [^`]+)`([^`]*:\s*\n\n```diff\n)(.*?)(^```$)", re.M | re.S)
-EXCERPT = re.compile(r"(^```bash\n(sed -n '[^\n]+|cat [\w/]+\.sh)\n```\n\n```\n)(.*?)(^```$)", re.M | re.S)
+EXCERPT = re.compile(
+    r"(^```bash\n(sed -n '[^\n]+|cat [\w/]+\.sh)\n```\n\n```\n)(.*?)(^```$)", re.M | re.S
+)
 
 
 def blocks_of(hunks: list[str], path: str) -> list[str]:
@@ -23,7 +25,9 @@ def blocks_of(hunks: list[str], path: str) -> list[str]:
     lines, names = (REPOSITORY / path).read_text().splitlines(), []
     for hunk in hunks:
         above = lines[: int(re.match(r"@@ \S+ \+(\d+)", hunk)[1])]
-        rulers = [ruler[1] for ruler in (re.match(r"# --- (.+?) -+$", line) for line in above) if ruler]
+        rulers = [
+            ruler[1] for ruler in (re.match(r"# --- (.+?) -+$", line) for line in above) if ruler
+        ]
         head = "imports" if any(line.startswith("import ") for line in above) else "docstring"
         names.append(rulers[-1] if rulers else head)
     return names
@@ -46,11 +50,15 @@ def with_diffs(text: str) -> str:
         command, sentence = found[1], found[2]
         names = re.search(r"\bblocks? (.+?):$", " ".join(sentence.split("```")[0].split()))
         wanted = re.split(r", | and ", names[1]) if names else None
-        hunks = [hunk for block, hunk in hunks_by_block(command) if wanted is None or block in wanted]
+        hunks = [
+            hunk for block, hunk in hunks_by_block(command) if wanted is None or block in wanted
+        ]
         return f"`{command}`{sentence}{''.join(hunks)}```"
 
     def excerpt(found: re.Match) -> str:
-        done = subprocess.run(shlex.split(found[2]), cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            shlex.split(found[2]), cwd=REPOSITORY, capture_output=True, text=True, check=True
+        )
         return f"{found[1]}{done.stdout}```"
 
     return EXCERPT.sub(excerpt, DIFF.sub(fresh, text))

@@ -30,24 +30,12 @@ SCRIPTS = {  # how many command lines for each
     "aux/prepare_data.py": 60,
     "aux/lint_sbatch.py": 15,
     "aux/watch_job.py": 15,
-    "dev/bench/all.py": 3,
-    "dev/bench/launch.py": 3,
-    "dev/bench/mnist.py": 18,
-    "dev/bench/overhead.py": 3,
-    "dev/bench/ranks.py": 3,
-    "dev/bench/checkpoint.py": 5,
-    "dev/bench/gpu.py": 5,
-    "dev/bench/allreduce.py": 3,
-    "dev/bench/predict_scaling.py": 3,
-    "dev/bench/read_scaling.py": 3,
-    "dev/bench/staging.py": 3,
     "aux/plot_runs.py": 3,
     "aux/submit.py": 15,
     "distributed/train_task.py": 10,
-    "dev/bench/language_model.py": 22,
     "local/cluster/namespaces.sh": 20,
 }
-PLAIN = ("local/train_single.py", "distributed/train_ddp.py")  # argparse as it is
+PLAIN = ("local/train_single.py", "distributed/train_ddp.py", "aux/plot_runs.py")  # argparse as it is
 FLAT = (*PLAIN, "distributed/train_preemptible.py")  # they import torch first: fewer lines, fewer at once
 IN_JOBS = {"srun": 8, "torchrun": 2, "spawn": 2}  # and these, by the launchers on the cluster
 FEW_IN_JOBS = {"srun": 1, "torchrun": 1, "spawn": 1}
@@ -231,8 +219,5 @@ def test_every_script_is_tried():
     scripts = {str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("*/**/*.py") if ".venv" not in path.parts}
     runs = {path for path in scripts if 'if __name__ == "__main__"' in (REPOSITORY / path).read_text()}
     runs -= {"distributed/spawn_ranks.py"}  # what it is given is the script's
-    drawn = {f"dev/figures/draw_{what}.py" for what in ("processes", "ratios", "scaling")}
-    runs -= {"dev/write_diffs.py", *drawn}  # for our own pages
-    # Any folder is a good --out of these, and minutes of jobs follow.
-    runs -= {"dev/bench/growth.py", "dev/figures/show_data_split.py", "dev/figures/prove_convergence.py"}
-    assert {path for path in runs if not path.startswith("tests/")} <= set(SCRIPTS), "a script that is not tried"
+    outside = ("tests/", "dev/")
+    assert {path for path in runs if not path.startswith(outside)} <= set(SCRIPTS), "a script that is not tried"

@@ -149,15 +149,11 @@ def test_a_strangers_script(cluster, site):
 
 @pytest.mark.matrix
 def test_all_reduce_in_containers(cluster, site):
-    """As under the other launchers (test_scaling.py); a relative file lands in the repository, which is mounted."""
+    """As under the other launchers (test_bench.py)."""
     clone = site.clone("allreduce", mounts=site.torch)
-    small = ["--largest", "4K", "--factor", 8, "--rounds", 1, "--seconds", 0, "--json", "allreduce.json"]
-    job = sbatch(cluster, site, clone, "dev/bench/allreduce.py", "--device", "cpu", *small)
-    assert job.state == "COMPLETED", job.log
-    (group,) = json.loads((clone / "allreduce.json").read_text())["groups"]
-    assert (group["name"], group["ranks"]) == ("across nodes", 2) and len(group["sizes"]) == 4
-    for row in group["sizes"]:
-        assert row["busbw"] == pytest.approx(row["bytes"] / row["seconds"])  # 2 (n - 1) / n is 1 for two ranks
+    small = ["--device", "cpu", "--largest", "1", "--rounds", "1", "--calls", "2"]
+    job = sbatch(cluster, site, clone, "dev/bench/allreduce.py", *small)
+    assert job.state == "COMPLETED" and "All-reduce across nodes, 2 ranks" in job.log, job.log
 
 
 @pytest.mark.matrix
@@ -165,13 +161,10 @@ def test_benchmark_of_launches(site, tmp_path):
     """dev/bench/launch.py has rows of the container if there are Enroot and an image."""
     clone = site.clone("bench", mounts=site.torch)
     command = [sys.executable, clone / "dev/bench/launch.py", "--rounds", 1]
-    done = run(*command, env=environment() | site.environment | {"BENCH_ROWS": str(tmp_path / "rows")}, timeout=600)
+    done = run(*command, env=environment() | site.environment, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
-    assert [one["name"] for one in found if "container" in one["name"]] == [
-        f"launch to first step, container, {ranks} ranks" for ranks in (2, 4)
-    ]
-    assert len(found) == 8 and all(one["good"] and one["ours"][0][0] > 0.5 for one in found), found
+    found = re.findall(r"^launch to first step, container, (\d) ranks: [\d.]+ s", done.stdout, re.M)
+    assert found == ["2", "4"], done.stdout
 
 
 def test_what_is_inside(cluster, site):
@@ -505,5 +498,5 @@ def test_all_launchers_agree(cluster, site, mnist_full, text):
     command += ["--images", mnist_full, "--text", text]
     done = cluster.exec(*command, cwd=clone, env=site.environment, timeout=1800)
     assert done.returncode == 0 and "VERDICT: all ways agree" in done.stdout, done.stdout + done.stderr
-    assert done.stdout.count(". container, ") == 4 and (clone / "out/convergence.svg").exists()
+    assert done.stdout.count(". container, ") == 4 and (clone / "out/convergence.png").exists()
     assert not list(clone.glob("checkpoints/*")) and not list(clone.glob("log/*")), "nothing is left behind"

@@ -4,14 +4,12 @@
 `pytest tests/test_gpu.py -m gpu --device cpu` is the dry run: the same with the CPU and gloo, two ranks included.
 """
 
-import importlib.util
 import json
 import re
 import signal
 import subprocess
 import sys
 import threading
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -20,19 +18,17 @@ import torch
 from conftest import REPOSITORY, environment, free_port, read_metrics, run
 
 SINGLE, DDP, TASK = "local/train_single.py", "distributed/train_ddp.py", "distributed/train_task.py"
-PREEMPTIBLE, FAST, FSDP, TP = (f"distributed/train_{name}.py" for name in ("preemptible", "fast", "fsdp", "tp"))
+PREEMPTIBLE, FSDP, TP = (f"distributed/train_{name}.py" for name in ("preemptible", "fsdp", "tp"))
 IMAGES = ["--epochs", 1, "--batch-size", 20, "--log-every", 1]  # 300 images: 15 steps
 TEXT = ["--layers", 2, "--heads", 4, "--width", 64, "--context", 32, "--batch-size", 8, "--dropout", 0]
 TEXT += ["--learning-rate", 0.01, "--steps", 15, "--warmup-steps", 5, "--log-every", 1, "--eval-windows", 20]
 ARGUMENTS = {SINGLE: [*IMAGES, "--dropout", 0], TASK: IMAGES, FSDP: TEXT}
-ARGUMENTS[FAST] = [*IMAGES, "--learning-rate", 0.01]
 ARGUMENTS |= {DDP: ARGUMENTS[SINGLE], PREEMPTIBLE: ARGUMENTS[SINGLE], TP: TEXT}
 REFERENCE = {
     SINGLE: SINGLE,
     DDP: SINGLE,
     PREEMPTIBLE: SINGLE,
     TASK: TASK,
-    FAST: FAST,
     FSDP: FSDP,
     TP: FSDP,
 }  # of equal losses
@@ -140,7 +136,7 @@ def assert_equal_losses(log: str, expected: tuple[list[float], float], precision
 # --- one process ------------------------------------------------------------------------------------------------------
 
 PRECISIONS = [(PREEMPTIBLE, "fp16")]
-PRECISIONS += [(script, precision) for script in (SINGLE, DDP, PREEMPTIBLE, FAST) for precision in ("fp32", "bf16")]
+PRECISIONS += [(script, precision) for script in (SINGLE, DDP, PREEMPTIBLE) for precision in ("fp32", "bf16")]
 PRECISIONS += [(script, precision) for script in (FSDP, TP) for precision in ("fp32", "bf16")]
 
 
@@ -197,16 +193,6 @@ def test_process_group(device, train, on_cpu, script, form, ranks):
         assert said["backend"] == {"cuda": "nccl", "cpu": "gloo"}[device]
         assert said["kind"] == WEIGHTS[script]
     assert_equal_losses(log, on_cpu(script))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("start", ["torchrun", "spawn", "environment"])
-def test_process_group_of_one_rank(device, train, on_cpu, start):
-    """train_fast.py's losses depend on the number of ranks: each has BatchNorm's statistics of its own images."""
-    log = train(FAST, device, "--precision", "fp32", form=start)
-    [said] = devices(log, device)
-    assert said["backend"] == {"cuda": "nccl", "cpu": "gloo"}[device]
-    assert_equal_losses(log, on_cpu(FAST))
 
 
 @pytest.mark.gpu
@@ -368,48 +354,3 @@ def test_no_gpu_is_a_failure():
     done = run("bash", "-c", f"{command} -p no:cacheprovider", env=environment(CUDA_VISIBLE_DEVICES=""))
     assert done.returncode == 1 and "no GPU here" in done.stdout, done.stdout
     assert not re.search(r"\d (passed|skipped)", done.stdout), done.stdout
-
-
-@pytest.mark.matrix
-def test_bench_dry_run():
-    """Every row of dev/bench/gpu.py; and without a GPU it fails."""
-    done = run(sys.executable, "dev/bench/gpu.py", "--device", "cpu", "--rounds", 1)
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^\|.+ / .+\| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ to [\d.]+ \|", done.stdout, re.M)) == 11
-    assert done.stdout.count("| MFU unknown |") == 4
-    bad = run(sys.executable, "dev/bench/gpu.py", env=environment(CUDA_VISIBLE_DEVICES=""))
-    assert bad.returncode == 1 and bad.stderr.startswith("gpu.py: no GPU here") and bad.stdout == ""
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    """dev/bench/gpu.py."""
-    monkeypatch.syspath_prepend(REPOSITORY / "dev/bench")
-    spec = importlib.util.spec_from_file_location("bench_gpu", REPOSITORY / "dev/bench/gpu.py")
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
-    return bench
-
-
-def test_bench_measures_as_its_docstring_says(bench, monkeypatch):
-    """Nine rounds, of turns of two seconds: on a GPU, which is pretended here."""
-    measured = []
-    monkeypatch.setattr(sys, "argv", ["gpu.py"])
-    monkeypatch.setattr(bench, "ROWS", {"a / b": (10, id, id)})
-    monkeypatch.setattr(bench, "arguments", lambda *_: None)
-    monkeypatch.setattr(bench, "measure", lambda sides, *how: measured.append(how))
-    monkeypatch.setattr(bench, "report", lambda *_: None)
-    for name in ("is_available", "get_device_name", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda: "GPU")
-    for name in ("init_process_group", "destroy_process_group"):
-        monkeypatch.setattr(bench.dist, name, lambda *_, **__: None)
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
-    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
-    bench.main(bench.parse_arguments())
-    assert measured == [(9, 2.0)]
-
-
-def test_bench_tells_a_missed_gate(bench):
-    rounds, args = [(0.01, 1.0), (0.06, 1.0), (0.07, 1.0)], Namespace(device="cpu")
-    assert bench.report("feeding / step", args, rounds) == "feeding / step is 0.060, and at most 0.05 is promised"
-    assert bench.report("feeding / step", args, [(0.01, 1.0), *rounds[:2]]) is None

@@ -52,7 +52,6 @@ OLDER, MATRIX = "tests/scripts/older_torch.py", pytest.mark.matrix
     [
         ["./torchrun.sh", OLDER, "2.4", "distributed/train_preemptible.py", "--batch-size", "20"],
         ["./torchrun.sh", OLDER, "2.4", "distributed/train_ddp.py", "--batch-size", "20"],
-        pytest.param(["./torchrun.sh", OLDER, "2.4", "distributed/train_fast.py", "--batch-size", "20"], marks=MATRIX),
         pytest.param([sys.executable, OLDER, "2.4", "local/train_single.py"], marks=MATRIX),
         pytest.param([sys.executable, OLDER, "2.4", "distributed/train_task.py"], marks=MATRIX),
     ],

@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import time
-import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
@@ -284,20 +283,6 @@ def test_all_of_the_step_to_data_parallel_is_shown():
     assert [block for block, hunk in hunks_by_block(command) if hunk not in both] == ["docstring"] * 3
     copied = "git diff --no-index -U0 distributed/train_ddp.py tests/scripts/train_images.py"
     assert "".join(hunk for _, hunk in hunks_by_block(copied)) in CHAPTERS[16].read_text()
-
-
-def test_pictures_are_drawn_again(tmp_path):
-    """Drawn again, they are those in the repository; each is shown somewhere, and can be read aloud."""
-    drawn = run("python", "dev/figures/draw_processes.py", "--folder", tmp_path)
-    assert drawn.returncode == 0, drawn.stderr
-    pages = "".join(path.read_text() for path in DOCUMENTS)
-    for picture in tmp_path.iterdir():
-        svg = picture.read_text()
-        assert svg == (REPOSITORY / "docs/figures" / picture.name).read_text(), picture.name
-        root = xml.etree.ElementTree.fromstring(svg)
-        assert root.tag.endswith("svg") and len(root.get("aria-label")) > 80 and "prefers-color-scheme: dark" in svg
-        assert len(re.findall(rf"!\[[^\]]{{30,}}\]\((?:docs/)?figures/{picture.name}\)", pages)) == 1, picture.name
-    assert len(list(tmp_path.iterdir())) == 13
 
 
 @pytest.mark.parametrize("number", [*range(1, 13), 14, 15])

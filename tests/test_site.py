@@ -9,7 +9,11 @@ import pytest
 
 from conftest import REPOSITORY, run
 
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "SECURITY.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [
+    REPOSITORY / "README.md",
+    REPOSITORY / "SECURITY.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+]
 
 
 class Page(HTMLParser):
@@ -42,23 +46,37 @@ def faults(site: Path) -> list[str]:
         for link in sorted(page.links | page.loaded):
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
-                found += [f"{path.name} loads {link}"] if link in page.loaded and parts.scheme != "data" else []
+                found += (
+                    [f"{path.name} loads {link}"]
+                    if link in page.loaded and parts.scheme != "data"
+                    else []
+                )
                 continue
-            folder = site.resolve() if link.startswith("/") else path.parent  # 404.html may be shown for any folder
+            folder = (
+                site.resolve() if link.startswith("/") else path.parent
+            )  # 404.html may be shown for any folder
             target = (folder / unquote(parts.path).lstrip("/")).resolve() if parts.path else path
             if target.is_dir():
                 target /= "index.html"
-            if not target.is_file() or (target in pages and unquote(parts.fragment) not in pages[target].names):
+            if not target.is_file() or (
+                target in pages and unquote(parts.fragment) not in pages[target].names
+            ):
                 found.append(f"{path.name}: {link}")
     return found
 
 
 def test_a_broken_link_is_found(tmp_path):
-    (tmp_path / "a.html").write_text('<h1 id="one">1</h1><a href="#one"></a><a href="b.html#two">2</a>')
-    (tmp_path / "b.html").write_text('<p id="two"></p><a href="https://example.org/"></a><img src="c.svg">')
+    (tmp_path / "a.html").write_text(
+        '<h1 id="one">1</h1><a href="#one"></a><a href="b.html#two">2</a>'
+    )
+    (tmp_path / "b.html").write_text(
+        '<p id="two"></p><a href="https://example.org/"></a><img src="c.svg">'
+    )
     (tmp_path / "c.svg").write_text("<svg></svg>")
     assert faults(tmp_path) == []
-    (tmp_path / "b.html").write_text('<a href="a.html#no"></a><a href="#no"></a><script src="//x.org/y"></script>')
+    (tmp_path / "b.html").write_text(
+        '<a href="a.html#no"></a><a href="#no"></a><script src="//x.org/y"></script>'
+    )
     (tmp_path / "c.svg").unlink()
     wrong = ["a.html: b.html#two", "b.html loads //x.org/y", "b.html: #no", "b.html: a.html#no"]
     assert sorted(faults(tmp_path)) == sorted(wrong)
@@ -103,7 +121,9 @@ def test_markdown_is_read_as_on_github(site):
     for page in PAGES:
         html = re.search(r"<article.*?</article>", built(page, site).read_text(), re.S)[0]
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
-        assert html.count("<table>") == len(re.findall(r"^\|[ :|-]*---[ :|-]*\|$", text, re.M)), page
+        assert html.count("<table>") == len(re.findall(r"^\|[ :|-]*---[ :|-]*\|$", text, re.M)), (
+            page
+        )
         assert html.count("<li>") == len(re.findall(r"^ *(?:[-*]|\d+\.) ", text, re.M)), page
         assert html.count("<pre") == len(re.findall(r"^```\w*$", page.read_text(), re.M)) / 2, page
 

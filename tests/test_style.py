@@ -39,7 +39,6 @@ def test_exactly_the_named_blocks_differ(script, parent, said):
 def test_every_script_says_from_what_it_has_grown():
     parents = [("distributed/train_ddp.py", "local/train_single.py")]
     parents += [("distributed/train_preemptible.py", "distributed/train_ddp.py")]
-    parents += [("distributed/train_fast.py", "distributed/train_ddp.py")]
     parents += [("distributed/train_tp.py", "distributed/train_fsdp.py")]
     assert set(parents) <= {row[:2] for row in grown()}
 

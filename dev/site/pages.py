@@ -9,7 +9,11 @@ from pathlib import Path
 from mkdocs.structure.files import File, Files
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")), REPOSITORY / "SECURITY.md"]
+PAGES = [
+    REPOSITORY / "README.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+    REPOSITORY / "SECURITY.md",
+]
 
 
 def linked_files() -> set[Path]:
@@ -37,4 +41,12 @@ def on_files(files, config):
     theme = [file for file in files if file.src_dir != config.docs_dir]
     names = [str(path.relative_to(REPOSITORY)) for path in [*PAGES, *sorted(linked_files())]]
     names += [*config.extra_css, *config.extra["polyfills"]]
-    return Files([*theme, *(File(name, str(REPOSITORY), config.site_dir, config.use_directory_urls) for name in names)])
+    return Files(
+        [
+            *theme,
+            *(
+                File(name, str(REPOSITORY), config.site_dir, config.use_directory_urls)
+                for name in names
+            ),
+        ]
+    )

@@ -1,0 +1,77 @@
+"""MNIST in the style of pytorch/examples, on one CPU or GPU: the other side of compare.py.
+
+python dev/bench/plain_mnist.py --loader images      # transforms image by image
+python dev/bench/plain_mnist.py --loader tensors     # batches are slices, to time the steps
+python dev/bench/plain_mnist.py --only-load          # no training: the loader by itself
+python dev/bench/plain_mnist.py --only-load --ours   # the loader of train_ddp.py
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import nn
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
+
+import mnist
+
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+parser.add_argument("--data-dir", default="data/mnist")
+parser.add_argument("--loader", choices=["images", "tensors"], default="images")
+parser.add_argument("--only-load", action="store_true")
+parser.add_argument("--ours", action="store_true")
+parser.add_argument("--steps", type=int, default=300)
+args = parser.parse_args()
+if args.steps < 30:
+    parser.error("--steps takes 30 or more")
+if not Path(args.data_dir, "MNIST/raw").is_dir():
+    parser.error(f"no MNIST data in {args.data_dir}: python aux/prepare_data.py mnist")
+
+transforms = torchvision.transforms
+normalize = transforms.Normalize((0.1307,), (0.3081,))
+dataset = torchvision.datasets.MNIST(
+    args.data_dir, transform=transforms.Compose([transforms.ToTensor(), normalize])
+)
+loader = DataLoader(dataset, batch_size=64, shuffle=True)
+if args.ours:
+    loader = DataLoader(mnist.load(args.data_dir)[0], 64, shuffle=True, collate_fn=mnist.collate)
+
+
+def batches():
+    if args.loader == "tensors":
+        images, labels = mnist.load(args.data_dir)[0].tensors
+        while True:
+            yield from zip(images.split(64), labels.split(64), strict=True)
+    while True:
+        yield from loader
+
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+torch.manual_seed(0)
+layers = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)]
+layers += [nn.Dropout(0.25), nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5)]
+model = nn.Sequential(*layers, nn.Linear(128, 10), nn.LogSoftmax(1)).to(device)
+optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+
+start, images_seen, loss = time.perf_counter(), 0, torch.zeros(())
+for step, (images, labels) in enumerate(batches(), start=1):
+    images_seen += len(images)
+    if not args.only_load:
+        optimizer.zero_grad()
+        loss = F.nll_loss(model(images.to(device)), labels.to(device))
+        loss.backward()
+        optimizer.step()
+        if step % 10 == 0:
+            loss.item()
+    if step % (args.steps // 5) == 0:
+        rate = images_seen / (time.perf_counter() - start)
+        print(f"step={step} loss={loss.item():.4f} images_per_second={rate:.0f}", flush=True)
+        start, images_seen = time.perf_counter(), 0
+    if step == args.steps:
+        break
