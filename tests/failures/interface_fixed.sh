@@ -7,4 +7,4 @@
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${hosts%%$'\n'*} MASTER_PORT=$((61000 + 10#$SLURM_JOB_ID % 4536))
 export GLOO_SOCKET_IFNAME=eth0
-srun --kill-on-bad-exit=1 python docs/failures/all_reduce.py
+srun --kill-on-bad-exit=1 python tests/failures/all_reduce.py

@@ -5,4 +5,4 @@
 #SBATCH --output=%x.out
 # On the second node localhost is the second node.
 export MASTER_ADDR=localhost MASTER_PORT=$((61000 + 10#$SLURM_JOB_ID % 4536))
-srun --kill-on-bad-exit=1 python docs/failures/all_reduce.py
+srun --kill-on-bad-exit=1 python tests/failures/all_reduce.py

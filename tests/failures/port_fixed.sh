@@ -7,7 +7,7 @@
 python -c 'import socket, time; taken = socket.create_server(("", 29500)); time.sleep(60)' &
 other=$!
 sleep 2
-export MASTER_ADDR=$SLURMD_NODENAME MASTER_PORT=29500
-srun --kill-on-bad-exit=1 python docs/failures/all_reduce.py || status=$?
+export MASTER_ADDR=$SLURMD_NODENAME MASTER_PORT=$((61000 + 10#$SLURM_JOB_ID % 4536))
+srun --kill-on-bad-exit=1 python tests/failures/all_reduce.py || status=$?
 kill $other
 exit "${status:-0}"

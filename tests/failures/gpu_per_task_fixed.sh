@@ -5,4 +5,4 @@
 #SBATCH --time=00:05:00
 #SBATCH --output=%x.out
 # Each task sees the GPUs of all tasks on its node, and takes the one of its local rank.
-srun --kill-on-bad-exit=1 python docs/failures/set_device.py
+srun --kill-on-bad-exit=1 python tests/failures/set_device.py

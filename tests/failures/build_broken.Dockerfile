@@ -1,4 +1,4 @@
-# docker build --file docs/failures/build_broken.Dockerfile .
+# docker build --file tests/failures/build_broken.Dockerfile .
 # The build sees this folder less what .dockerignore names, and data is in there.
 FROM scratch
 COPY data /workspace/data

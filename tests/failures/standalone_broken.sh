@@ -5,4 +5,4 @@
 #SBATCH --output=%x.out
 # Each torchrun --standalone knows of its own node alone.
 export OMP_NUM_THREADS=1
-srun --kill-on-bad-exit=1 torchrun --standalone --nproc-per-node=2 docs/failures/all_reduce.py
+srun --kill-on-bad-exit=1 torchrun --standalone --nproc-per-node=2 tests/failures/all_reduce.py

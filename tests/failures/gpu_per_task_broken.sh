@@ -5,4 +5,4 @@
 #SBATCH --time=00:05:00
 #SBATCH --output=%x.out
 # Each task sees one GPU, and torch counts what it sees from 0: cuda:1 is in no task.
-srun --kill-on-bad-exit=1 python docs/failures/set_device.py
+srun --kill-on-bad-exit=1 python tests/failures/set_device.py

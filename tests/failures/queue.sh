@@ -1,6 +1,6 @@
 #!/bin/bash
 # Jobs that wait, each for another reason: what squeue says of them, and then what lets each of them start.
-# As root, on a cluster that nobody else uses: ./local/cluster/namespaces.sh exec docs/failures/queue.sh
+# As root, on a cluster that nobody else uses: ./local/cluster/namespaces.sh exec tests/failures/queue.sh
 set -euo pipefail
 submit() { sbatch --parsable --output=/dev/null --time=00:10:00 --job-name "$@"; }
 hosts=$(scontrol show hostnames "$(sinfo --noheader --format=%N)")

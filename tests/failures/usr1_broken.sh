@@ -7,4 +7,4 @@
 # torchrun does not know SIGUSR1 and dies of it.
 export OMP_NUM_THREADS=1
 { sleep 20; scancel --signal=USR1 "$SLURM_JOB_ID"; } &    # what Slurm does 120 s before the time limit
-srun --kill-on-bad-exit=1 torchrun --standalone --nproc-per-node=2 docs/failures/save_at_signal.py
+srun --kill-on-bad-exit=1 torchrun --standalone --nproc-per-node=2 tests/failures/save_at_signal.py

@@ -1,6 +1,6 @@
 #!/bin/bash
 # The same munged with a copy of the cluster's key.
-# Type it as root: ./local/cluster/namespaces.sh exec docs/failures/munge_fixed.sh
+# Type it as root: ./local/cluster/namespaces.sh exec tests/failures/munge_fixed.sh
 folder=$(mktemp --directory)
 cp "${SLURM_CONF%/*}"/*.conf "$folder"
 cp "${SLURM_CONF%/*}/key/munge.key" "$folder/munge.key"

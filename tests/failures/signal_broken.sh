@@ -7,5 +7,5 @@
 { sleep 10; scancel --signal=TERM "$SLURM_JOB_ID"; } &    # what Slurm does at the time limit
 # shellcheck disable=SC2016
 srun --kill-on-bad-exit=1 bash -c 'export RANK=$SLURM_PROCID
-    python docs/failures/save_at_signal.py
+    python tests/failures/save_at_signal.py
     echo "rank $RANK has ended"'
