@@ -2,9 +2,10 @@
 
     python dev/write_diffs.py README.md docs/*.md         # changes the files, prints their names
 
-The sentence ends with a colon. "`git diff --no-index -U0 OLD NEW`:" shows all. "`git diff --no-index -U0 OLD NEW`, the
-blocks data, model:" shows these, "the block model:" one, by the names on their rulers. Above the first ruler are
-docstring and imports. An excerpt is the block below a block of one command, `sed -n '...' FILE` or `cat FILE.sh`.
+The sentence ends with a colon. "`git diff --no-index -U0 OLD NEW`:" shows all. "`git diff --no-
+index -U0 OLD NEW`, the blocks data, model:" shows these, "the block model:" one, by the names on
+their rulers. Above the first ruler are docstring and imports. An excerpt is the block below a
+block of one command, `sed -n '...' FILE` or `cat FILE.sh`.
 """
 
 import re

@@ -24,7 +24,7 @@ import mnist  # EDIT: your data
 # --- arguments ---
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--batch-size", type=int, default=64, help="images per step")
+parser.add_argument("--batch-size", type=int, default=64, help="images per step over all ranks")
 parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
 parser.add_argument("--dropout", type=float, default=0.25)
 parser.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout")
@@ -46,6 +46,11 @@ use_cuda = args.device == "auto" and torch.cuda.is_available()
 if args.device == "auto" and not use_cuda and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
     sys.exit("Slurm granted GPUs, but torch sees none: check nvidia-smi, or say --device cpu")
 device = torch.device("cuda" if use_cuda else "cpu")
+
+
+def log(text: str):
+    print(text, flush=True)
+
 
 # --- data ---
 # EDIT: your two datasets. collate_fn is for those of mnist.py, which fetch a whole batch at once.
@@ -82,9 +87,9 @@ if saved:
     checkpoint = torch.load(saved[epochs_done], map_location=device, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
-    print(f"Resumed after epoch {epochs_done}", flush=True)
+    log(f"Resumed after epoch {epochs_done}")
 folder.mkdir(parents=True, exist_ok=True)
-print(f"Data: {source}. Checkpoints: {folder}", flush=True)
+log(f"Data: {source}. Checkpoints: {folder}")
 
 # --- training ---
 for epoch in range(epochs_done + 1, args.epochs + 1):
@@ -113,7 +118,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             line = f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss:.6f}"
             line += f" images_per_second={args.batch_size / seconds:.0f}"
             line += f" time_left={timedelta(seconds=round(seconds * steps_left))}"
-            print(line, flush=True)
+            log(line)
             losses, start = [], time.perf_counter()
 
     model.eval()
@@ -125,11 +130,11 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             sums[0] += nn.functional.cross_entropy(logits, labels, reduction="sum")
             sums[1] += (logits.argmax(1) == labels).sum()
     test_loss, accuracy = (sums / len(test_set)).tolist()
-    print(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}", flush=True)
+    log(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}")
 
     # Under another name until it is whole: a job that ends here leaves no half checkpoint.
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(checkpoint, folder / "part")
     os.replace(folder / "part", folder / f"checkpoint_epoch_{epoch}.pt")
 
-print(f"Finished: epoch={args.epochs}, checkpoints in {folder}", flush=True)
+log(f"Finished: epoch={args.epochs}, checkpoints in {folder}")

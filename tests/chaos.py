@@ -2,10 +2,11 @@
 """Injects one fault after another into a job on the local cluster (root), until the job is done.
 
     make cluster
-    ./local/cluster/namespaces.sh exec sbatch --parsable launch_slurm_with_torchrun.sh distributed/train_preemptible.py
+    ./local/cluster/namespaces.sh exec sbatch --parsable launch_slurm_to_torch.sh train.py
     python3 tests/chaos.py --every 20 --seed 1 JOBID
 
-Some faults make the job fail. It is then requeued, as its owner would do, and resumes from its newest checkpoint.
+Some faults make the job fail. It is then requeued, as its owner would do, and resumes from its
+newest checkpoint.
 """
 
 import argparse
@@ -24,16 +25,22 @@ ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED")
 
 def slurm(*command: object) -> str:
     """A command of Slurm's on the cluster that CLUSTER names; its output."""
-    shown = subprocess.run([str(part) for part in (NAMESPACES, "exec", *command)], capture_output=True, text=True)
+    shown = subprocess.run(
+        [str(part) for part in (NAMESPACES, "exec", *command)], capture_output=True, text=True
+    )
     return shown.stdout
 
 
 def show(job: int) -> dict[str, str]:
-    return dict(part.split("=", 1) for part in slurm("scontrol", "show", "job", "-o", job).split() if "=" in part)
+    return dict(
+        part.split("=", 1)
+        for part in slurm("scontrol", "show", "job", "-o", job).split()
+        if "=" in part
+    )
 
 
 def all_processes(job: int, node: str = "") -> Iterator[tuple[int, str]]:
-    """The processes of a job, on one node or any: their ids on the host, and their command lines."""
+    """The processes of a job, on one node or any: their ids on the host and command lines."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             env, command = (process / "environ").read_bytes(), (process / "cmdline").read_text()
@@ -53,11 +60,14 @@ def processes(job: int, name: str, node: str = "") -> Iterator[int]:
 
 def starters(job: int) -> set[int]:
     """What starts the ranks of each node: torchrun, or the spawner."""
-    return {process for name in ("/torchrun\0", "spawn_ranks.py") for process in processes(job, name)}
+    return {
+        process for name in ("/torchrun\0", "spawn_ranks.py") for process in processes(job, name)
+    }
 
 
 def ranks(job: int, name: str = "train_", node: str = "") -> list[int]:
-    """The ranks of a script, of a job on one node or any. Those of the spawner have no script in their command line."""
+    """The ranks of a script, of a job on one node or any. Those of the spawner have no script in
+    their command line."""
     found = [*processes(job, name, node), *processes(job, "spawn_main", node)]
     others = starters(job)
     return [process for process in found if process not in others]
@@ -79,7 +89,9 @@ def stop_a_rank_for_a_while(job: int, moments: random.Random):
 
 def cut_a_link_for_a_while(job: int, moments: random.Random):
     """Too short to be noticed, but for the time lost."""
-    nodes = slurm("scontrol", "show", "hostnames", show(job)["NodeList"]).split() or ["node-1"]  # it has just ended
+    nodes = slurm("scontrol", "show", "hostnames", show(job)["NodeList"]).split() or [
+        "node-1"
+    ]  # it has just ended
     victim = ("--node", moments.choice(nodes), "ip", "link", "set", "eth0")
     slurm(*victim, "down")
     time.sleep(2)
@@ -88,21 +100,35 @@ def cut_a_link_for_a_while(job: int, moments: random.Random):
 
 FAULTS: dict[str, Callable[[int, random.Random], object]] = {
     "SIGTERM": lambda job, moments: slurm("scancel", "--signal=TERM", job),
-    "SIGTERM to the batch shell as well": lambda job, moments: slurm("scancel", "--full", "--signal=TERM", job),
+    "SIGTERM to the batch shell as well": lambda job, moments: slurm(
+        "scancel", "--full", "--signal=TERM", job
+    ),
     "scontrol requeue": lambda job, moments: slurm("scontrol", "requeue", job),
     "kill -9 of a rank": lambda job, moments: kill_one(moments, ranks(job)),
-    "kill -9 of torchrun or the spawner on one node": lambda job, moments: kill_one(moments, sorted(starters(job))),
+    "kill -9 of torchrun or the spawner on one node": lambda job, moments: kill_one(
+        moments, sorted(starters(job))
+    ),
     "a rank stopped for 2 s": stop_a_rank_for_a_while,
     "the link of a node down for 2 s": cut_a_link_for_a_while,
 }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("job", type=int, metavar="JOBID")
-    parser.add_argument("--every", type=float, default=20, metavar="SECONDS", help="of running time between two faults")
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=20,
+        metavar="SECONDS",
+        help="of running time between two faults",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--faults", type=int, default=sys.maxsize, help="leave the job alone after so many")
+    parser.add_argument(
+        "--faults", type=int, default=sys.maxsize, help="leave the job alone after so many"
+    )
     args = parser.parse_args()
     moments, faults, running_since = random.Random(args.seed), 0, None
     while (shown := show(args.job)).get("JobState") not in ("COMPLETED", "CANCELLED"):

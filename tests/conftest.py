@@ -1,4 +1,5 @@
-"""What the tests share: a real Slurm cluster in network namespaces, jobs on it, small data in MNIST's own format."""
+"""What the tests share: a real Slurm cluster in network namespaces, jobs on it, small data in
+MNIST's own format."""
 
 import contextlib
 import json
@@ -29,12 +30,17 @@ LAUNCHERS = {
 sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux", "dev")]
 
 
-signal.signal(signal.SIGTERM, signal.default_int_handler)  # like ctrl-C: by way of the fixtures, which end the cluster
-signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is inherited ignored, also by children
+signal.signal(
+    signal.SIGTERM, signal.default_int_handler
+)  # like ctrl-C: by way of the fixtures, which end the cluster
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # in the background it is inherited ignored, also by children
 
 
 def pytest_collection_modifyitems(items):
-    """test_submit.py first: it takes minutes, and as the last file it would leave the other process without work."""
+    """test_submit.py first: it takes minutes, and as the last file it would leave the other
+    process without work."""
     items.sort(key=lambda item: item.path.name != "test_submit.py")
 
 
@@ -45,18 +51,21 @@ def pytest_addoption(parser):
 
 def cells(pairs: list[tuple], *quick: tuple) -> list:
     """Cases for parametrize, of which make test runs only those in `quick`."""
-    return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.matrix) for pair in pairs]
+    return [
+        pytest.param(*pair, marks=() if pair in quick else pytest.mark.matrix) for pair in pairs
+    ]
 
 
 def at_once(scenario: Callable, cases: list[tuple]):
-    """Calls `scenario` with each of the cases, in a thread each: a job waits more than it computes."""
+    """Calls `scenario` with each case in a thread: a job waits more than it computes."""
     with ThreadPoolExecutor(len(cases)) as pool:
         for done in [pool.submit(scenario, *case) for case in cases]:
             done.result()
 
 
 def environment(**values: object) -> dict[str, str]:
-    """This process's environment without what would lead a launcher astray, the virtual environment first in PATH."""
+    """This process's environment without what would lead a launcher astray, the virtual
+    environment first in PATH."""
     stray = (
         "SLURM",
         "SBATCH",
@@ -78,9 +87,19 @@ def environment(**values: object) -> dict[str, str]:
 
 
 def run(*command: object, timeout: float = 120, **options) -> subprocess.CompletedProcess:
-    """A command in the repository, its output as text; ended with everything it started when the time is up."""
-    options = {"cwd": REPOSITORY, "env": environment(OMP_NUM_THREADS=1), "stdin": subprocess.DEVNULL} | options
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    """A command in the repository, its output as text; ended with everything it started when the
+    time is up."""
+    options = {
+        "cwd": REPOSITORY,
+        "env": environment(OMP_NUM_THREADS=1),
+        "stdin": subprocess.DEVNULL,
+    } | options
+    pipes = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "start_new_session": True,
+    }
     with subprocess.Popen([str(part) for part in command], **pipes, **options) as process:
         try:
             out, err = process.communicate(timeout=timeout)
@@ -101,9 +120,20 @@ def wait_for(condition: Callable[[], object], seconds: float = 90):
 MATRIX: list[tuple] = []
 
 
-def note(way: str, script: str, state: str, status: int, restarts: object, seconds: float, which: str = ""):
-    """A row of the table at the end: the fault is the running test, with those of its parameters that are not here."""
-    name, _, case = os.environ["PYTEST_CURRENT_TEST"].split("::")[1].rpartition(" (")[0].partition("[")
+def note(
+    way: str,
+    script: str,
+    state: str,
+    status: int,
+    restarts: object,
+    seconds: float,
+    which: str = "",
+):
+    """A row of the table at the end: the fault is the running test, with those of its parameters
+    that are not here."""
+    name, _, case = (
+        os.environ["PYTEST_CURRENT_TEST"].split("::")[1].rpartition(" (")[0].partition("[")
+    )
     for known in (way, script):
         case = case.rstrip("]").replace(known, "", 1).removeprefix("-")
     case = which if case.startswith("at-once") else case
@@ -131,7 +161,8 @@ def pytest_terminal_summary(terminalreporter):
 
 @dataclass
 class Job:
-    """A job that has ended: Slurm's state, the exit status, the log, and the seconds from its start to its end."""
+    """A job that has ended: Slurm's state, the exit status, the log, and the seconds from its
+    start to its end."""
 
     id: int
     state: str
@@ -141,7 +172,10 @@ class Job:
 
     def ranks(self) -> list[dict]:
         """What tests/scripts/variables.py has printed, by rank."""
-        return sorted((json.loads(x) for x in re.findall(r"^VARIABLES (.*)$", self.log, re.M)), key=lambda x: x["rank"])
+        return sorted(
+            (json.loads(x) for x in re.findall(r"^VARIABLES (.*)$", self.log, re.M)),
+            key=lambda x: x["rank"],
+        )
 
 
 class Cluster:
@@ -175,14 +209,22 @@ class Cluster:
         return dict(part.split("=", 1) for part in shown.split() if "=" in part)
 
     def wait(self, job: int, timeout: float = 120) -> Job:
-        """Waits for the job's end; past `timeout` seconds it is cancelled and the test fails with its log."""
+        """Waits for the job's end; past `timeout` seconds it is cancelled and the test fails
+        with its log."""
         deadline = time.monotonic() + timeout
-        while (shown := self.show(job))["JobState"] in ("PENDING", "CONFIGURING", "RUNNING", "SIGNALING", "COMPLETING"):
+        while (shown := self.show(job))["JobState"] in (
+            "PENDING",
+            "CONFIGURING",
+            "RUNNING",
+            "SIGNALING",
+            "COMPLETING",
+        ):
             if time.monotonic() > deadline:
                 self.exec("scancel", job)
                 log = Path(shown["StdOut"])
                 pytest.fail(
-                    f"job {job} is {shown['JobState']} after {timeout} s:\n{log.read_text() if log.exists() else ''}"
+                    f"job {job} is {shown['JobState']} after {timeout} "
+                    f"s:\n{log.read_text() if log.exists() else ''}"
                 )
             time.sleep(0.2)
         log = Path(shown["StdOut"])
@@ -191,7 +233,13 @@ class Cluster:
         seconds = [int(x) for x in re.split("[-:]", shown["RunTime"])]
         return Job(job, shown["JobState"], status or signal, text, seconds[-1] + 60 * seconds[-2])
 
-    def sbatch(self, *command: object, env: dict | None = None, cwd: Path = REPOSITORY, timeout: float = 120) -> Job:
+    def sbatch(
+        self,
+        *command: object,
+        env: dict | None = None,
+        cwd: Path = REPOSITORY,
+        timeout: float = 120,
+    ) -> Job:
         """submit, and wait."""
         return self.wait(self.submit(*command, env=env, cwd=cwd), timeout)
 
@@ -202,7 +250,8 @@ class Cluster:
 
 @pytest.fixture(scope="session")
 def cluster():
-    """64 nodes with 8 CPUs and 8 pretended GPUs each. A cluster that does not start is a failure, never a skip."""
+    """64 nodes with 8 CPUs and 8 pretended GPUs each. A cluster that does not start is a
+    failure, never a skip."""
     cluster = Cluster(f"tests-{os.getpid()}", nodes=64, cpus=8, gpus=8)
     yield cluster
     cluster.down()
@@ -251,7 +300,8 @@ def mnist(mnist_full, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(mnist_full, tmp_path_factory) -> Path:
-    """300 training and 100 test images, where a test is not about what is learnt: five steps an epoch."""
+    """300 training and 100 test images, where a test is not about what is learnt: five steps an
+    epoch."""
     return first_images(mnist_full, tmp_path_factory.mktemp("tiny"), 300, 100)
 
 
@@ -267,7 +317,8 @@ def read_metrics(folder: Path) -> list[dict]:
 
 @pytest.fixture(scope="session")
 def debian(tmp_path_factory):
-    """The folder of a Debian 12 with Python, from the mirror that this machine's apt uses: for images of containers."""
+    """The folder of a Debian 12 with Python, from the mirror that this machine's apt uses: for
+    images of containers."""
     folder = tmp_path_factory.mktemp("debian") / "root"
     only = ["Created-By: Packages", "Codename: bookworm", "Component: main"]
     mirror = run("apt-get", "indextargets", "--format", "$(REPO_URI)", *only).stdout.split()[:1]

@@ -1,7 +1,9 @@
-"""Command lines that cannot be right, generated from a seed: each is refused with one sentence, at once, and no more.
+"""Command lines that cannot be right, generated from a seed: each is refused with one sentence,
+at once, and no more.
 
-They are made from what every script's --help says, so that a new argument is tried without a word here. All are run as
-processes of their own, in an empty folder, with a secret in the environment and words that would touch a canary file.
+They are made from what every script's --help says, so that a new argument is tried without a
+word here. All are run as processes of their own, in an empty folder, with a secret in the
+environment and words that would touch a canary file.
 """
 
 import os
@@ -36,8 +38,16 @@ SCRIPTS = {  # how many command lines for each
     "local/cluster/namespaces.sh": 20,
 }
 # argparse as it is: its usage comes before the sentence.
-PLAIN = ("local/train_single.py", "distributed/train_ddp.py", "aux/plot_runs.py", "aux/prepare_data.py")
-FLAT = (*PLAIN, "distributed/train_preemptible.py")  # they import torch first: fewer lines, fewer at once
+PLAIN = (
+    "local/train_single.py",
+    "distributed/train_ddp.py",
+    "aux/plot_runs.py",
+    "aux/prepare_data.py",
+)
+FLAT = (
+    *PLAIN,
+    "distributed/train_preemptible.py",
+)  # they import torch first: fewer lines, fewer at once
 IN_JOBS = {"srun": 8, "torchrun": 2, "spawn": 2}  # and these, by the launchers on the cluster
 FEW_IN_JOBS = {"srun": 1, "torchrun": 1, "spawn": 1}
 HOSTILE = [
@@ -72,7 +82,8 @@ OUT_OF_RANGE = ["-1", "-0.5", "-9999999999", "1e400", "-inf", "9" * 30, "-" + "9
 
 @dataclass
 class Option:
-    """An option as --help shows it: its flag, its choices, and whether it takes a value, and one of any kind."""
+    """An option as --help shows it: its flag, its choices, and whether it takes a value, and one
+    of any kind."""
 
     flag: str
     value: str
@@ -86,14 +97,22 @@ class Option:
 def read_options(script: str) -> list[Option]:
     """What `--help` lists; none for those that know no options."""
     shown = run(sys.executable, script, "--help") if script.endswith(".py") else None
-    found = re.findall(r"^  (--[\w-]+)(?:,? (\[?[A-Z_]+\]?|\{[\w,]+\}))?(?=  |$)", shown.stdout if shown else "", re.M)
-    return [Option(flag, value, value.strip("{}").split(",") if "{" in value else []) for flag, value in found]
+    found = re.findall(
+        r"^  (--[\w-]+)(?:,? (\[?[A-Z_]+\]?|\{[\w,]+\}))?(?=  |$)",
+        shown.stdout if shown else "",
+        re.M,
+    )
+    return [
+        Option(flag, value, value.strip("{}").split(",") if "{" in value else [])
+        for flag, value in found
+    ]
 
 
 def bad_line(pick: random.Random, script: str, options: list[Option]) -> list[str]:
     """Arguments that the script cannot accept, whatever else they hold.
 
-    argparse by itself repeats them as they are, so that plain scripts are given none that would not print in one line.
+    argparse by itself repeats them as they are, so that plain scripts are given none that would
+    not print in one line.
     """
     while True:
         line = any_bad_line(pick, script, options)
@@ -107,7 +126,11 @@ def any_bad_line(pick: random.Random, script: str, options: list[Option]) -> lis
         valued = [option for option in valued if option.flag not in ("--seed", "--learning-rate")]
     numbers = [option for option in valued if not option.is_text and not option.choices]
     kinds = ["unknown", "abbreviated", "positional", "short"]
-    kinds += ["missing", "choice"] * bool(valued) + ["no number", "out of range", "given twice"] * 2 * bool(numbers)
+    kinds += ["missing", "choice"] * bool(valued) + [
+        "no number",
+        "out of range",
+        "given twice",
+    ] * 2 * bool(numbers)
     kinds += ["flag with value"] * any(not option.value for option in options)
     kind = pick.choice(kinds)
     word = "".join(pick.choices(string.ascii_lowercase, k=6))
@@ -124,7 +147,10 @@ def any_bad_line(pick: random.Random, script: str, options: list[Option]) -> lis
         bad = [pick.choice(valued).flag]
         return harmless(pick, numbers) + bad  # last, so that nothing can be its value
     elif kind == "choice" and (chosen := [x for x in valued if x.choices or "DEVICE" in x.value]):
-        bad = [pick.choice(chosen).flag, pick.choice([word, *(x for x in HOSTILE if not x.startswith("-"))])]
+        bad = [
+            pick.choice(chosen).flag,
+            pick.choice([word, *(x for x in HOSTILE if not x.startswith("-"))]),
+        ]
     elif kind == "no number":
         bad = [f"{pick.choice(numbers).flag}={pick.choice(NO_NUMBERS)}"]
     elif kind == "out of range":
@@ -163,7 +189,8 @@ def is_refused(done, seconds: float, folder: Path, script: str = "") -> str | No
     }
     failed = [name for name, holds in checks.items() if not holds]
     return (
-        f"not {', '.join(failed)}: {done.args}\n{done.returncode} {output[-2000:]!r} {seconds:.1f} s"
+        f"not {', '.join(failed)}: {done.args}\n{done.returncode} {output[-2000:]!r} {seconds:.1f} "
+        "s"
         if failed
         else None
     )
@@ -171,7 +198,11 @@ def is_refused(done, seconds: float, folder: Path, script: str = "") -> str | No
 
 def try_out(script: str, arguments: list[str], folder: Path) -> str | None:
     folder.mkdir(parents=True)
-    command = [*([sys.executable] if script.endswith(".py") else ["bash"]), REPOSITORY / script, *arguments]
+    command = [
+        *([sys.executable] if script.endswith(".py") else ["bash"]),
+        REPOSITORY / script,
+        *arguments,
+    ]
     variables = {"SECRET_TOKEN": SECRET, "PYTHONDONTWRITEBYTECODE": "1", "CLUSTER": "bad-input"}
     start = time.monotonic()
     done = run(*command, cwd=folder, env=environment(**variables), timeout=60)
@@ -195,16 +226,24 @@ def test_bad_command_lines_are_refused(script, part, tmp_path):
     assert not faults, f"{len(faults)} of {len(lines)}:\n" + "\n".join(faults[:10])
 
 
-@pytest.mark.parametrize("counts", cells([(FEW_IN_JOBS,), (IN_JOBS,)], (FEW_IN_JOBS,)), ids=["few", "all"])
+@pytest.mark.parametrize(
+    "counts", cells([(FEW_IN_JOBS,), (IN_JOBS,)], (FEW_IN_JOBS,)), ids=["few", "all"]
+)
 def test_bad_command_lines_are_refused_in_jobs(counts, cluster, tmp_path):
-    """By every launcher, all at once: FAILED, one sentence of the script's, and nothing that bash would add to it."""
+    """By every launcher, all at once: FAILED, one sentence of the script's, and nothing that
+    bash would add to it."""
     pick, jobs = random.Random("jobs"), []
     script = "distributed/train_preemptible.py"
     options = read_options(script)
     for way, count in counts.items():
         for i in range(count):
             node = f"node-{20 + len(jobs)}"
-            size = ["--nodes=1", f"--nodelist={node}", "--gpus-per-node=1", f"--output={tmp_path}/{way}-{i}"]
+            size = [
+                "--nodes=1",
+                f"--nodelist={node}",
+                "--gpus-per-node=1",
+                f"--output={tmp_path}/{way}-{i}",
+            ]
             size += ["--ntasks-per-node=1"] if way == "srun" else []
             command = [LAUNCHERS[way], script, *bad_line(pick, script, options)]
             variables = {"SECRET_TOKEN": SECRET, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -212,15 +251,27 @@ def test_bad_command_lines_are_refused_in_jobs(counts, cluster, tmp_path):
     for way, command, number in jobs:
         job = cluster.wait(number)
         said = [line for line in job.log.splitlines() if "--help lists" in line]
-        assert job.state == "FAILED" and len(said) == 1 and said[0].isprintable(), f"{command}\n{job.log}"
-        assert SECRET not in job.log and not re.search(r"line \d+: |syntax error|command not found", job.log), job.log
+        assert job.state == "FAILED" and len(said) == 1 and said[0].isprintable(), (
+            f"{command}\n{job.log}"
+        )
+        assert SECRET not in job.log and not re.search(
+            r"line \d+: |syntax error|command not found", job.log
+        ), job.log
         assert way == "torchrun" or "Traceback" not in job.log, job.log
     assert not list(REPOSITORY.glob("canary*"))
 
 
 def test_every_script_is_tried():
-    scripts = {str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("*/**/*.py") if ".venv" not in path.parts}
-    runs = {path for path in scripts if 'if __name__ == "__main__"' in (REPOSITORY / path).read_text()}
+    scripts = {
+        str(path.relative_to(REPOSITORY))
+        for path in REPOSITORY.glob("*/**/*.py")
+        if ".venv" not in path.parts
+    }
+    runs = {
+        path for path in scripts if 'if __name__ == "__main__"' in (REPOSITORY / path).read_text()
+    }
     runs -= {"distributed/spawn_ranks.py"}  # what it is given is the script's
     outside = ("tests/", "dev/")
-    assert {path for path in runs if not path.startswith(outside)} <= set(SCRIPTS), "a script that is not tried"
+    assert {path for path in runs if not path.startswith(outside)} <= set(SCRIPTS), (
+        "a script that is not tried"
+    )

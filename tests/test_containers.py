@@ -1,4 +1,5 @@
-"""run_script.sh on the real cluster; the stand-ins for Enroot, Pyxis and Apptainer really enter a Debian image."""
+"""run_script.sh on the real cluster; the stand-ins for Enroot, Pyxis and Apptainer really enter
+a Debian image."""
 
 import json
 import re
@@ -12,7 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, Cluster, Job, environment, read_metrics, run, wait_for
+from conftest import (
+    LAUNCHERS,
+    NAMESPACES,
+    REPOSITORY,
+    Cluster,
+    Job,
+    environment,
+    read_metrics,
+    run,
+    wait_for,
+)
 from test_launchers import NASTY
 from test_readme import CHAPTERS, steps, try_block
 
@@ -39,10 +50,19 @@ class Site:
     def without_torch(self) -> str:
         return f"{STAND_INS}/torchrun:/usr/local/bin/torchrun"
 
-    def clone(self, name: str, image: object = None, mounts: str | None = None, container: str = "", env="") -> Path:
+    def clone(
+        self,
+        name: str,
+        image: object = None,
+        mounts: str | None = None,
+        container: str = "",
+        env="",
+    ) -> Path:
         """A copy of the repository with the settings edited in run_script.sh, as a user would."""
         clone = self.folder / name
-        tracked = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True).stdout
+        tracked = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True
+        ).stdout
         for path in filter(None, tracked.split("\0")):
             (clone / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / path, clone / path)
@@ -62,31 +82,42 @@ class Site:
         return self.folder / f"{name}.sqsh"
 
     def creations(self, container: str) -> list[str]:
-        """The nodes on which the stand-in was told to create a container from this image, as often as it was."""
+        """The nodes on which the stand-in was told to create a container from this image, as
+        often as it was."""
         log = (self.folder / "log").read_text()
         return re.findall(rf"^(\S+) create .*/{container}\.sqsh$", log, re.M)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The image has Python; torch is mounted from this virtual environment, so its Python has to be Debian 12's."""
-    assert sys.version_info[:2] == (3, 11), "the image has Python 3.11, and so must the virtual environment"
+    """The image has Python; torch is mounted from this virtual environment, so its Python has to
+    be Debian 12's."""
+    assert sys.version_info[:2] == (3, 11), (
+        "the image has Python 3.11, and so must the virtual environment"
+    )
     folder = tmp_path_factory.mktemp("site")
     (folder / "registry").mkdir()
-    (folder / "torchrun").write_text("#!/usr/bin/python3\nfrom torch.distributed.run import main\n\nmain()\n")
+    (folder / "torchrun").write_text(
+        "#!/usr/bin/python3\nfrom torch.distributed.run import main\n\nmain()\n"
+    )
     (folder / "torchrun").chmod(0o755)
     packages = f"{sysconfig.get_path('purelib')}:/usr/local/lib/python3.11/dist-packages"
     torch = f"{packages},{folder}/torchrun:/usr/local/bin/torchrun"
     site = Site(folder, small_debian(folder / "root"), folder / "image.sqsh", torch)
     make_image(site.root, site.image, "first")
     (folder / "log").touch()
-    (folder / "registry/nvcr.io+nvidia+pytorch:25.06-py3").symlink_to(site.image)  # import_image.sh's default
+    (folder / "registry/nvcr.io+nvidia+pytorch:25.06-py3").symlink_to(
+        site.image
+    )  # import_image.sh's default
     yield site
-    run("rm", "--recursive", "--force", folder, timeout=120)  # dozens of containers of two thousand files
+    run(
+        "rm", "--recursive", "--force", folder, timeout=120
+    )  # dozens of containers of two thousand files
 
 
 def small_debian(root: Path) -> Path:
-    """The root file system of a Debian with Python: these packages of this machine, and what they depend on."""
+    """The root file system of a Debian with Python: these packages of this machine, and what
+    they depend on."""
     depends = run("apt-cache", "depends", "--recurse", "--installed", "--important", *PACKAGES)
     packages = [line for line in depends.stdout.splitlines() if re.match(r"[a-z]", line)]
     listed = run("dpkg-query", "--listfiles", *packages)
@@ -95,7 +126,11 @@ def small_debian(root: Path) -> Path:
     # /bin is a link to /usr/bin, and packages know of both.
     paths = {path.parent.resolve() / path.name for path in paths}
     files = [path for path in paths if path.is_symlink() or path.is_file()]
-    files = [path for path in files if not path.is_relative_to("/usr/share") and "gconv" not in path.parts]
+    files = [
+        path
+        for path in files
+        if not path.is_relative_to("/usr/share") and "gconv" not in path.parts
+    ]
     files += [Path("/etc/profile"), *map(Path, ("/bin", "/lib", "/lib64", "/sbin"))]
     for folder in ("dev", "etc", "proc", "root", "sys", "tmp", "usr/sbin"):
         (root / folder).mkdir(parents=True)
@@ -104,14 +139,20 @@ def small_debian(root: Path) -> Path:
     (root / "usr/bin/python").symlink_to("python3")
     (root / "usr/bin/sh").symlink_to("dash")
     names = "\0".join(str(path).lstrip("/") for path in files)
-    copy = 'tar --create --directory=/ --null --no-recursion --files-from=- | tar --extract --directory="$1"'
-    copied = subprocess.run(["bash", "-c", copy, "bash", root], input=names, text=True, stderr=subprocess.PIPE)
+    copy = (
+        "tar --create --directory=/ --null --no-recursion --files-from=- | tar --extract "
+        '--directory="$1"'
+    )
+    copied = subprocess.run(
+        ["bash", "-c", copy, "bash", root], input=names, text=True, stderr=subprocess.PIPE
+    )
     assert copied.returncode == 0, copied.stderr
     return root
 
 
 def make_image(root: Path, image: Path, name: str):
-    """As `enroot import` makes them: variables in /etc/environment, an /etc/rc that runs the command."""
+    """As `enroot import` makes them: variables in /etc/environment, an /etc/rc that runs the
+    command."""
     files = {
         "etc/which-image": name,
         "etc/environment": r"PYTORCH_VERSION=2.4.0\nPATH=/usr/local/bin:/usr/bin:/bin\n",
@@ -124,7 +165,9 @@ def make_image(root: Path, image: Path, name: str):
     assert made.returncode == 0, made.stderr
 
 
-def submit(cluster: Cluster, site: Site, clone: Path, *command: object, nodes: str = "node-[1-2]", **env) -> int:
+def submit(
+    cluster: Cluster, site: Site, clone: Path, *command: object, nodes: str = "node-[1-2]", **env
+) -> int:
     size = [f"--nodelist={nodes}", f"--nodes={2 if '[' in nodes else 1}", "--gpus-per-node=1"]
     return cluster.submit(*size, "run_script.sh", *command, cwd=clone, env=site.environment | env)
 
@@ -135,12 +178,15 @@ def sbatch(cluster: Cluster, *args, **kwargs) -> Job:
 
 def seen(job: Job) -> list[dict]:
     """What inside.py has printed, by rank."""
-    found = [json.loads(Path(path).read_text()) for path in re.findall(r"^SEEN (.*)$", job.log, re.M)]
+    found = [
+        json.loads(Path(path).read_text()) for path in re.findall(r"^SEEN (.*)$", job.log, re.M)
+    ]
     return sorted(found, key=lambda one: one["variables"][0])
 
 
 def test_a_strangers_script(cluster, site):
-    """Ten lines of torch that read RANK, LOCAL_RANK and the like run in the container as under the other launchers."""
+    """Ten lines of torch that read RANK, LOCAL_RANK and the like run in the container as under
+    the other launchers."""
     clone = site.clone("stranger", mounts=site.torch)
     job = sbatch(cluster, site, clone, "tests/scripts/stranger.py")
     found = re.findall(r"^rank (\d) of 2, local rank 0: the sum is 1$", job.log, re.M)
@@ -168,9 +214,12 @@ def test_benchmark_of_launches(site, tmp_path):
 
 
 def test_what_is_inside(cluster, site):
-    """The container's files and not the host's, nothing of the host's environment but what is named, every argument."""
+    """The container's files and not the host's, nothing of the host's environment but what is
+    named, every argument."""
     clone = site.clone("inside", env="OWN,OWN_TOO")
-    stray = dict.fromkeys((f"CONTAINER_{name}" for name in ("NAME", "IMAGE", "MOUNTS", "FOLDER")), "stray")
+    stray = dict.fromkeys(
+        (f"CONTAINER_{name}" for name in ("NAME", "IMAGE", "MOUNTS", "FOLDER")), "stray"
+    )
     stray["CONTAINER_ENV"] = "LEAK"
     stray |= {"LEAK": "leak", "CUDA_HOME": "/usr/local/cuda-of-the-node", "OWN_": "not named"}
     named = {
@@ -179,7 +228,10 @@ def test_what_is_inside(cluster, site):
         "GLOO_SOCKET_IFNAME": "eth0",
         "TORCH_NCCL_TIMEOUT": "9",
     }
-    named |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    named |= {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
     named |= {"CUDA_LAUNCH_BLOCKING": "1", "OWN": "a b", "OWN_TOO": ""}
     job = sbatch(cluster, site, clone, INSIDE, *NASTY, **named, **stray)
     assert job.state == "COMPLETED", job.log
@@ -187,18 +239,28 @@ def test_what_is_inside(cluster, site):
     assert [rank["variables"] for rank in ranks] == [[0, 0, 2], [1, 0, 2]]
     assert [rank["host"] for rank in ranks] == ["node-1", "node-2"]
     for index, rank in enumerate(ranks):
-        assert rank["image"] == "first" and rank["folder"] == "/workspace/mnt" and "workspace" in rank["root"]
+        assert (
+            rank["image"] == "first"
+            and rank["folder"] == "/workspace/mnt"
+            and "workspace" in rank["root"]
+        )
         assert rank["arguments"] == NASTY
         inside = rank["environment"]
         assert {name: inside.get(name) for name in named} == named
         assert inside["SLURM_JOB_ID"] == str(job.id) and inside["SLURM_NODEID"] == str(index)
         assert inside["CUDA_VISIBLE_DEVICES"] == "0" and inside["PYTHONUNBUFFERED"] == "1"
-        assert inside["MASTER_ADDR"] == "node-1" and int(inside["MASTER_PORT"]) == 61000 + job.id % 4536, "env.sh's"
+        assert (
+            inside["MASTER_ADDR"] == "node-1"
+            and int(inside["MASTER_PORT"]) == 61000 + job.id % 4536
+        ), "env.sh's"
         sizes = {"NNODES": "2", "NPROC_PER_NODE": "1", "CPUS_PER_NODE": "2", "OMP_NUM_THREADS": "2"}
         assert {name: inside.get(name) for name in sizes} == sizes
         assert not {*stray, "VIRTUAL_ENV", "ENROOT_STAND_IN"} & set(inside)
         assert str(STAND_INS) not in inside["PATH"]
-        assert f"node-{index + 1} hook RANK={index} LOCAL_RANK=0\n" in (site.folder / "log").read_text(), "harmless"
+        assert (
+            f"node-{index + 1} hook RANK={index} LOCAL_RANK=0\n"
+            in (site.folder / "log").read_text()
+        ), "harmless"
     assert not (clone / "canary").exists()
 
 
@@ -206,14 +268,18 @@ def test_what_is_inside(cluster, site):
 def test_chapter_has_the_losses_of_torchrun(cluster, site, tiny, tmp_path):
     """Chapter 8: import the default image, train in it, with a line in the log for every step."""
     (language, commands, shown), _ = steps(CHAPTERS[8])
-    commands, count = re.subn(r"(distributed/train_ddp.py --epochs 1)", r"\1 --log-every 1", commands)
+    commands, count = re.subn(
+        r"(distributed/train_ddp.py --epochs 1)", r"\1 --log-every 1", commands
+    )
     assert count == 1
     clone = site.clone("documented", image="$PWD/pytorch.sqsh", mounts=site.torch)
     shutil.copytree(tiny, clone / "data/mnist")
     train = ["distributed/train_ddp.py", "--epochs", 1, "--log-every", 1]
     other = cluster.submit(f"--output={tmp_path}/log", LAUNCHERS["torchrun"], *train, cwd=clone)
     prefix = (NAMESPACES, "exec")
-    printed = try_block(language, commands, shown, clone, prefix, **cluster.environment, **site.environment)
+    printed = try_block(
+        language, commands, shown, clone, prefix, **cluster.environment, **site.environment
+    )
     logs = [printed, cluster.wait(other).log]
     losses = [re.findall(r"^epoch=1 step=\d/4 loss=(\S+)", log, re.M) for log in logs]
     assert len(losses[0]) == 4 and losses[0] == losses[1]
@@ -264,9 +330,12 @@ def test_image_replaced_between_jobs(cluster, site):
 
 
 def test_container_made_by_hand(cluster, site):
-    """It is used as it is, with what its owner has installed in it. A node that lacks it says so, in Enroot's words."""
+    """It is used as it is, with what its owner has installed in it. A node that lacks it says
+    so, in Enroot's words."""
     clone = site.clone("by-hand", container="mine", image=Path("/no/image"))
-    made = cluster.exec("enroot", "create", "--name", "mine", site.image, node="node-7", env=site.environment)
+    made = cluster.exec(
+        "enroot", "create", "--name", "mine", site.image, node="node-7", env=site.environment
+    )
     assert made.returncode == 0, made.stderr
     (site.folder / "node-7/mine/etc/which-image").write_text("mine")
     ids = [submit(cluster, site, clone, INSIDE, nodes=f"node-{node}") for node in (7, 10)]
@@ -278,9 +347,21 @@ def test_container_made_by_hand(cluster, site):
 def test_nodes_that_share_their_containers(cluster, site):
     """ENROOT_DATA_PATH is one folder for all: the container is created once."""
     clone = site.clone("common", image=site.copy("common"))
-    job = sbatch(cluster, site, clone, INSIDE, nodes="node-[31-32]", ENROOT_DATA_PATH=site.folder / "common-data")
-    assert job.state == "COMPLETED" and [rank["image"] for rank in seen(job)] == ["first"] * 2, job.log
-    assert len(site.creations("common")) == 1 and len(list((site.folder / "common-data").glob("[!.]*"))) == 1
+    job = sbatch(
+        cluster,
+        site,
+        clone,
+        INSIDE,
+        nodes="node-[31-32]",
+        ENROOT_DATA_PATH=site.folder / "common-data",
+    )
+    assert job.state == "COMPLETED" and [rank["image"] for rank in seen(job)] == ["first"] * 2, (
+        job.log
+    )
+    assert (
+        len(site.creations("common")) == 1
+        and len(list((site.folder / "common-data").glob("[!.]*"))) == 1
+    )
 
 
 def test_what_is_mounted(cluster, site):
@@ -310,7 +391,9 @@ def test_what_is_mounted(cluster, site):
     log = (site.folder / "log").read_text()
     for job, below in zip(jobs, ("", "/at-home"), strict=True):
         (rank,) = seen(job)
-        assert {"aaa", "bbb", "ccc"} <= set(rank["root"]) and {"aaa", "bbb", "ccc"} & set(rank["read_only"]) == {"aaa"}
+        assert {"aaa", "bbb", "ccc"} <= set(rank["root"]) and {"aaa", "bbb", "ccc"} & set(
+            rank["read_only"]
+        ) == {"aaa"}
         assert rank["folder"] == f"/workspace/mnt{below}"
         assert rank["data"] == ["in link"]
         assert job.log.count(": no never in there: Enroot mounts no blank or colon, ") == 1, job.log
@@ -318,30 +401,44 @@ def test_what_is_mounted(cluster, site):
 
 
 class Training:
-    """train_preemptible.py in containers on two nodes, slowly: 30 steps, a line of metrics for each."""
+    """train_preemptible.py in containers on two nodes, slowly: 30 steps, a line of metrics for
+    each."""
 
     steps = 30
 
-    def __init__(self, cluster: Cluster, site: Site, tiny: Path, name: str, *options: object, nodes: str):
+    def __init__(
+        self, cluster: Cluster, site: Site, tiny: Path, name: str, *options: object, nodes: str
+    ):
         self.cluster, self.clone = cluster, site.clone(name, mounts=f"{site.torch},{tiny}:/tiny")
-        command = ["tests/scripts/slowly.py", 0.3, "distributed/train_preemptible.py", "--data-dir", "/tiny"]
+        command = [
+            "tests/scripts/slowly.py",
+            0.3,
+            "distributed/train_preemptible.py",
+            "--data-dir",
+            "/tiny",
+        ]
         command += ["--epochs", 2, "--batch-size", 20, "--log-every", 1]
         size = [f"--nodelist={nodes}", "--nodes=2", "--gpus-per-node=1", *options]
-        self.job = cluster.submit(*size, "run_script.sh", *command, cwd=self.clone, env=site.environment)
+        self.job = cluster.submit(
+            *size, "run_script.sh", *command, cwd=self.clone, env=site.environment
+        )
 
     def folders(self) -> list[Path]:
         return [path.parent for path in self.clone.glob("checkpoints/*/metrics.jsonl")]
 
     def wait_until_it_trains(self, folders: int = 1):
         """As many trainings: the tasks of an array have a folder each."""
-        wait_for(lambda: sum(len(read_metrics(folder)) >= 7 for folder in self.folders()) == folders)
+        wait_for(
+            lambda: sum(len(read_metrics(folder)) >= 7 for folder in self.folders()) == folders
+        )
 
     def signal(self, *options: str, job: object = None):
         assert self.cluster.exec("scancel", *options, job or self.job).returncode == 0
 
 
 def test_stopped_and_requeued(cluster, site, tiny):
-    """SIGTERM reaches torchrun and the ranks in their containers. A cancelled job saves, and stays cancelled."""
+    """SIGTERM reaches torchrun and the ranks in their containers. A cancelled job saves, and
+    stays cancelled."""
     trainings = [
         Training(cluster, site, tiny, name, nodes=nodes)
         for name, nodes in (("requeued", "node-[33-34]"), ("cancelled", "node-[35-36]"))
@@ -350,14 +447,25 @@ def test_stopped_and_requeued(cluster, site, tiny):
         training.wait_until_it_trains()
         training.signal(*options)
     requeued, cancelled = (cluster.wait(training.job) for training in trainings)
-    assert requeued.state == "COMPLETED" and cluster.show(requeued.id)["Restarts"] == "1", requeued.log
+    assert requeued.state == "COMPLETED" and cluster.show(requeued.id)["Restarts"] == "1", (
+        requeued.log
+    )
     assert re.search(r"^Stopped after step \d+, saved$", requeued.log, re.M), requeued.log
-    assert "\nRequeued: it resumes by itself\n" in requeued.log and "\nResumed after step" in requeued.log, requeued.log
+    assert (
+        "\nRequeued: it resumes by itself\n" in requeued.log
+        and "\nResumed after step" in requeued.log
+    ), requeued.log
     (folder,) = trainings[0].folders()
-    assert [event["step"] for event in read_metrics(folder) if "loss" in event] == list(range(1, Training.steps + 1))
-    assert cancelled.state == "CANCELLED" and cluster.show(cancelled.id)["Restarts"] == "0", cancelled.log
+    assert [event["step"] for event in read_metrics(folder) if "loss" in event] == list(
+        range(1, Training.steps + 1)
+    )
+    assert cancelled.state == "CANCELLED" and cluster.show(cancelled.id)["Restarts"] == "0", (
+        cancelled.log
+    )
     assert re.search(r"^Stopped after step \d+, saved$", cancelled.log, re.M), cancelled.log
-    assert "\nRequeued" not in cancelled.log and cluster.left_over(cancelled.id) == [], cancelled.log
+    assert "\nRequeued" not in cancelled.log and cluster.left_over(cancelled.id) == [], (
+        cancelled.log
+    )
 
 
 @pytest.mark.matrix
@@ -369,7 +477,9 @@ def test_not_requeued(cluster, site, tiny):
     job = cluster.wait(training.job)
     assert job.state == "FAILED" and job.exit_code == 1 and "\nRequeued" not in job.log, job.log
     assert "Requested operation is presently disabled" in job.log, job.log
-    assert re.search(r"^Not requeued. To resume it:\n    sbatch run_script.sh .* --resume .*$", job.log, re.M), job.log
+    assert re.search(
+        r"^Not requeued. To resume it:\n    sbatch run_script.sh .* --resume .*$", job.log, re.M
+    ), job.log
 
 
 @pytest.mark.matrix
@@ -388,12 +498,15 @@ def test_a_failing_script_fails_the_job(cluster, site):
     clone = site.clone("failing", mounts=site.torch)
     job = sbatch(cluster, site, clone, "tests/scripts/fail.py", "exit", nodes="node-[8-9]")
     assert job.state == "FAILED" and job.seconds < 30, job.log
-    assert "exitcode  : 3 " in job.log and "srun: error: node-9: task 1: Exited with exit code 1" in job.log, job.log
+    assert (
+        "exitcode  : 3 " in job.log
+        and "srun: error: node-9: task 1: Exited with exit code 1" in job.log
+    ), job.log
     assert cluster.left_over(job.id) == []
 
 
 def test_what_goes_wrong(cluster, site):
-    """One sentence with the host's name if it is ours, or Enroot's own. Nothing half made is left."""
+    """One sentence with the host's name if it is ours, or Enroot's own. Nothing half made stays."""
     bad = site.folder / "bad.sqsh"
     bad.write_text("no squashfs")
     outside = site.clone("outside")
@@ -403,9 +516,21 @@ def test_what_goes_wrong(cluster, site):
     (outside / "run_script.sh").write_text(edited)
     lacking = site.clone("no-folder", mounts=f"{site.without_torch},/no/folder:/data")
     cases = [
-        ("enroot.sh on node-21: no enroot on this node", site.clone("no-enroot"), {"PATH": environment()["PATH"]}),
-        ("enroot.sh on node-22: no image /no/image: run ", site.clone("no-image", image=Path("/no/image")), {}),
-        (f"enroot.sh on node-23: no container from {bad} in ", site.clone("bad-image", image=bad), {}),
+        (
+            "enroot.sh on node-21: no enroot on this node",
+            site.clone("no-enroot"),
+            {"PATH": environment()["PATH"]},
+        ),
+        (
+            "enroot.sh on node-22: no image /no/image: run ",
+            site.clone("no-image", image=Path("/no/image")),
+            {},
+        ),
+        (
+            f"enroot.sh on node-23: no container from {bad} in ",
+            site.clone("bad-image", image=bad),
+            {},
+        ),
         (f"enroot.sh on node-24: no container from {site.image} in ", site.clone("full"), {}),
         ("enroot.sh on node-25: the repository, ", outside, {}),
         ("exec: torchrun: not found", site.clone("no-torch", mounts=""), {}),
@@ -424,15 +549,21 @@ def test_what_goes_wrong(cluster, site):
     finally:
         cluster.exec("umount", site.folder / "node-24", node="node-24")
     for node, ((said, _, _), job) in enumerate(zip(cases, jobs, strict=True), start=21):
-        assert job.state == "FAILED" and job.log.count(said) == 1 and "Traceback" not in job.log, job.log
-        assert f"srun: error: node-{node}: task 0: Exited with exit code {job.exit_code}" in job.log, job.log
+        assert job.state == "FAILED" and job.log.count(said) == 1 and "Traceback" not in job.log, (
+            job.log
+        )
+        assert (
+            f"srun: error: node-{node}: task 0: Exited with exit code {job.exit_code}" in job.log
+        ), job.log
     assert "[ERROR] Invalid image format" in jobs[2].log and left == ""
 
 
 def documented(runtime: str, clone: Path) -> Path:
     """The clone, its run_script.sh edited as docs/containers.md says."""
     script = (clone / "run_script.sh").read_text()
-    blocks = re.findall(r"^```\n(    .*?)^```$", (clone / "docs/containers.md").read_text(), re.M | re.S)
+    blocks = re.findall(
+        r"^```\n(    .*?)^```$", (clone / "docs/containers.md").read_text(), re.M | re.S
+    )
     name = {"Pyxis": "--container-image", "Apptainer": "apptainer exec"}[runtime]
     (lines,) = [text for text in blocks if name in text]
     script, count = re.subn(r"^    .*\./aux/enroot\.sh .*\n", lambda _: lines, script, flags=re.M)
@@ -442,9 +573,11 @@ def documented(runtime: str, clone: Path) -> Path:
 
 
 def test_other_runtimes(cluster, site):
-    """The documented lines, as they are, in the place of the one they name. The stand-ins know no other options.
+    """The documented lines, as they are, in the place of the one they name. The stand-ins know
+    no other options.
 
-    Pyxis imports the image of a registry itself. The nodes have no Python, only the container has one.
+    Pyxis imports the image of a registry itself. The nodes have no Python, only the container
+    has one.
     """
     programs = site.folder / "programs"
     programs.mkdir()
@@ -455,35 +588,52 @@ def test_other_runtimes(cluster, site):
     registry = documented("Pyxis", site.clone("pyxis", image="nvcr.io#nvidia/pytorch:25.06-py3"))
     file = documented("Apptainer", site.clone("apptainer"))
     jobs = []
-    for clone, nodes, tools in ((registry, "node-[13-14]", f"{STAND_INS}/pyxis:"), (file, "node-[15-16]", "")):
+    for clone, nodes, tools in (
+        (registry, "node-[13-14]", f"{STAND_INS}/pyxis:"),
+        (file, "node-[15-16]", ""),
+    ):
         path = f"{tools}{STAND_INS}/bin:{programs}"
         size = [f"--nodelist={nodes}", "--gpus-per-node=1", f"--export=ALL,PATH={path}"]
-        jobs.append(cluster.submit(*size, "run_script.sh", INSIDE, *NASTY, cwd=clone, env=site.environment))
+        jobs.append(
+            cluster.submit(*size, "run_script.sh", INSIDE, *NASTY, cwd=clone, env=site.environment)
+        )
     for job in map(cluster.wait, jobs):
         assert job.state == "COMPLETED", job.log
         ranks = seen(job)
         assert [rank["variables"] for rank in ranks] == [[0, 0, 2], [1, 0, 2]]
-        assert all(rank["image"] == "first" and rank["folder"] == "/workspace/mnt" for rank in ranks)
+        assert all(
+            rank["image"] == "first" and rank["folder"] == "/workspace/mnt" for rank in ranks
+        )
         assert all(rank["arguments"] == NASTY for rank in ranks)
 
 
 def test_import_image(site, tmp_path):
-    """The file is by default the one in run_script.sh; what fails leaves none, what is there stays."""
+    """The default is run_script.sh's file; what fails leaves none, and what is there stays."""
     clone = site.clone("import")
     env = environment(**site.environment)
     command, in_clone = [clone / "aux/import_image.sh"], {"cwd": clone, "env": env}
     missing = run(*command, "docker://nvcr.io#nvidia/none:1", **in_clone)
-    assert missing.returncode == 1 and "404 Not Found" in missing.stderr and not list(clone.glob("*.sqsh*"))
+    assert (
+        missing.returncode == 1
+        and "404 Not Found" in missing.stderr
+        and not list(clone.glob("*.sqsh*"))
+    )
     assert missing.stderr.splitlines()[-1].startswith(
         "import_image.sh: enroot cannot import docker://nvcr.io#nvidia/none:1"
     )
     (site.folder / "registry/debian:12").write_text("an image")
     imported = run(*command, "docker://debian:12", **in_clone)
     assert imported.returncode == 0, imported.stderr
-    (name,) = re.findall(r"^export CONTAINER_IMAGE=\$PWD/(\S+)", (REPOSITORY / "run_script.sh").read_text(), re.M)
+    (name,) = re.findall(
+        r"^export CONTAINER_IMAGE=\$PWD/(\S+)", (REPOSITORY / "run_script.sh").read_text(), re.M
+    )
     assert (clone / name).read_text() == "an image" and len(list(clone.glob("*.sqsh*"))) == 1
     again = run(*command, "docker://debian:12", **in_clone)
-    assert again.returncode == 1 and "exists already" in again.stderr and len(again.stderr.splitlines()) == 1
+    assert (
+        again.returncode == 1
+        and "exists already" in again.stderr
+        and len(again.stderr.splitlines()) == 1
+    )
     without = run(*command, "docker://debian", tmp_path / "x.sqsh")
     assert without.returncode == 1 and "no enroot on" in without.stderr
     wrong = run(*command, "debian", tmp_path / "x.sqsh", env=env)
@@ -494,9 +644,19 @@ def test_import_image(site, tmp_path):
 def test_all_launchers_agree(cluster, site, mnist_full, text):
     """The proof of docs/09_do_all_ways_agree.md, with the container."""
     clone = site.clone("convergence", mounts=site.torch)
-    command = [sys.executable, "dev/figures/prove_convergence.py", "--container", "--out", clone / "out"]
+    command = [
+        sys.executable,
+        "dev/figures/prove_convergence.py",
+        "--container",
+        "--out",
+        clone / "out",
+    ]
     command += ["--images", mnist_full, "--text", text]
     done = cluster.exec(*command, cwd=clone, env=site.environment, timeout=1800)
-    assert done.returncode == 0 and "VERDICT: all ways agree" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "VERDICT: all ways agree" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert done.stdout.count(". container, ") == 4 and (clone / "out/convergence.png").exists()
-    assert not list(clone.glob("checkpoints/*")) and not list(clone.glob("log/*")), "nothing is left behind"
+    assert not list(clone.glob("checkpoints/*")) and not list(clone.glob("log/*")), (
+        "nothing is left behind"
+    )

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md: each script of tests/failures/ shows its symptom, and its fix does not."""
+"""Each script of tests/failures/ shows its symptom, and its fix does not."""
 
 import re
 from collections import Counter

@@ -1,4 +1,5 @@
-"""The proofs and the plots: a fault in the data's split or in the losses is told, and every figure is drawn."""
+"""The proofs and the plots: a fault in the data's split or in the losses is told, and every
+figure is drawn."""
 
 import copy
 import importlib.util
@@ -36,7 +37,8 @@ def test_without_matplotlib_it_is_one_sentence(tmp_path):
 
 
 def test_pictures_can_be_read():
-    """Each is shown on a page with words for it. PNGs are small, SVGs have a background of their own."""
+    """Each is shown on a page with words for it. PNGs are small, SVGs have a background of their
+    own."""
     pages = "".join(
         path.read_text() for path in REPOSITORY.glob("**/*.md") if ".venv" not in path.parts
     )
@@ -55,7 +57,8 @@ def test_pictures_can_be_read():
     assert len(pictures) > 10
 
 
-# --- how the data are split -------------------------------------------------------------------------------------------
+# --- how the data are split
+# -------------------------------------------------------------------------------------------
 
 
 def of_train(reads: list) -> list:
@@ -157,7 +160,8 @@ def test_the_split_of_the_scripts_themselves(tmp_path):
     )
 
 
-# --- the same losses --------------------------------------------------------------------------------------------------
+# --- the same losses
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_published_losses_agree(tmp_path, monkeypatch, capsys):
@@ -203,7 +207,10 @@ def test_a_comparison_that_shows_nothing_is_told(capsys):
 
 
 def test_losses_of_a_plain_log():
-    log = "epoch=1 step=1/2 loss=2.5 x\nepoch=1 step=2/2 loss=2.25 x\nepoch=1 test_loss=2.0 test_accuracy=0.5\n"
+    log = (
+        "epoch=1 step=1/2 loss=2.5 x\nepoch=1 step=2/2 loss=2.25 x\nepoch=1 test_loss=2.0 "
+        "test_accuracy=0.5\n"
+    )
     log += log.replace("epoch=1", "epoch=2").replace("2.5", "1.5")
     losses, evaluations = prove_convergence.read_log(log)
     assert losses == {1: 2.5, 2: 2.25, 3: 1.5, 4: 2.25} and evaluations == {2: 2.0, 4: 2.0}
@@ -278,7 +285,8 @@ def test_no_metrics_is_one_sentence(tmp_path):
         plot_runs.main(Namespace(runs=[tmp_path / "nowhere"], out=tmp_path / "out", watch=None))
 
 
-# --- TensorBoard ------------------------------------------------------------------------------------------------------
+# --- TensorBoard ----------------------------------------------------------------------------------
+# --------------------
 
 
 def test_without_tensorboard_it_is_one_sentence(monkeypatch, capsys):
@@ -289,7 +297,10 @@ def test_without_tensorboard_it_is_one_sentence(monkeypatch, capsys):
     assert not parser.parse_args([]).tensorboard
     with pytest.raises(SystemExit):
         parser.parse_args(["--tensorboard"])
-    said = "train.py: --tensorboard needs the package tensorboard: python -m pip install tensorboard (--help"
+    said = (
+        "train.py: --tensorboard needs the package tensorboard: python -m pip install tensorboard "
+        "(--help"
+    )
     assert capsys.readouterr().err.startswith(said)
 
 

@@ -1,4 +1,5 @@
-"""Every flag and every variable that the documents name exists. Sources are read as text; no script is run."""
+"""Every flag and every variable that the documents name exists. Sources are read as text; no
+script is run."""
 
 import re
 import shutil
@@ -11,15 +12,32 @@ import pytest
 
 from conftest import REPOSITORY
 
-DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "SECURITY.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-TRACKED = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True).stdout.split()
+DOCUMENTS = [
+    REPOSITORY / "README.md",
+    REPOSITORY / "SECURITY.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+]
+TRACKED = subprocess.run(
+    ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True
+).stdout.split()
 FLAG = r"--[a-zA-Z][\w-]*"
 
-# Slurm's programs are asked for their flags. Here is what they leave out, what Pyxis adds, and flags of other programs.
+# Slurm's programs are asked for their flags. Here is what they leave out, what Pyxis adds, and
+# flags of other programs.
 SLURM = ("sbatch", "srun", "salloc", "squeue", "sinfo", "scancel", "sacct", "scontrol", "sacctmgr")
 OTHERS = {
     "apptainer": ("--bind", "--nv", "--pwd"),
-    "docker": ("--file", "--gpus", "--ipc", "--no-cache", "--platform", "--profile", "--rm", "--volume", "--volumes"),
+    "docker": (
+        "--file",
+        "--gpus",
+        "--ipc",
+        "--no-cache",
+        "--platform",
+        "--profile",
+        "--rm",
+        "--volume",
+        "--volumes",
+    ),
     "enroot": ("--mount", "--root", "--rw"),
     "git": ("--no-index",),
     "sacct": ("--jobs",),
@@ -30,8 +48,8 @@ PLACEHOLDERS = {"--its", "--option"}  # in `my_script.py --its arguments` and `-
 
 
 def pieces(text: str) -> list[str]:
-    """A page in pieces, each a command or a sentence: the lines of blocks, the spans, the lines without spans. No
-    diffs: they show files, and another test compares them."""
+    """A page in pieces, each a command or a sentence: the lines of blocks, the spans, the lines
+    without spans. No diffs: they show files, and another test compares them."""
     found = []
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S):
         found += block.replace("\\\n", " ").splitlines() if language != "diff" else []
@@ -40,7 +58,8 @@ def pieces(text: str) -> list[str]:
     return [" ".join(piece.split()) for piece in found]
 
 
-# --- flags ------------------------------------------------------------------------------------------------------------
+# --- flags ----------------------------------------------------------------------------------------
+# --------------------
 
 
 @cache
@@ -50,7 +69,9 @@ def flags_of_program(name: str) -> set[str]:
         said = subprocess.run([name, "--help"], capture_output=True, text=True)
         known.update(re.findall(FLAG, said.stdout + said.stderr))
     if name == "torchrun":
-        source = Path(find_spec("torch").origin).parent / "distributed/run.py"  # found, and not imported
+        source = (
+            Path(find_spec("torch").origin).parent / "distributed/run.py"
+        )  # found, and not imported
         known.update(re.findall(rf'^ +"({FLAG})"', source.read_text(), re.M))
     return known
 
@@ -63,7 +84,9 @@ def with_imports(script: Path) -> set[Path]:
         if path in found:
             continue
         found.add(path)
-        for module, names in re.findall(r"^ *(?:from ([\w.]+) )?import ([\w, .]+)", path.read_text(), re.M):
+        for module, names in re.findall(
+            r"^ *(?:from ([\w.]+) )?import ([\w, .]+)", path.read_text(), re.M
+        ):
             names = [name.split(" as ")[0] for name in names.split(", ")]
             names = [module, *(f"{module}.{name}" for name in names)] if module else names
             for folder in (path.parent, REPOSITORY / "distributed", REPOSITORY / "aux"):
@@ -74,7 +97,8 @@ def with_imports(script: Path) -> set[Path]:
 
 @cache
 def flags_of_script(path: str) -> set[str]:
-    """Of a Python script: the arguments that it adds to its parser. Of a shell script: all that stand in it."""
+    """Of a Python script: the arguments that it adds to its parser. Of a shell script: all that
+    stand in it."""
     if path.endswith(".sh"):
         return set(re.findall(FLAG, (REPOSITORY / path).read_text()))
     text = "".join(file.read_text() for file in with_imports(REPOSITORY / path))
@@ -101,12 +125,15 @@ def owner(word: str) -> set[str] | None:
 
 @cache
 def all_flags() -> set[str]:
-    """For a flag that stands alone, or behind the name of a script that is not of this repository."""
-    return set().union(*map(flags_of_program, [*SLURM, *OTHERS, "torchrun"]), *map(flags_of_script, SCRIPTS))
+    """For a flag that stands alone, or behind the name of a script that is not ours."""
+    return set().union(
+        *map(flags_of_program, [*SLURM, *OTHERS, "torchrun"]), *map(flags_of_script, SCRIPTS)
+    )
 
 
 def unknown_flags(text: str) -> list[str]:
-    """A flag belongs to the program before it. Where the next program begins, the flags of the first one end."""
+    """A flag belongs to the program before it. Where the next program begins, the flags of the
+    first one end."""
     found = []
     for piece in pieces(text):
         known = None
@@ -115,7 +142,9 @@ def unknown_flags(text: str) -> list[str]:
             if flag and flag[0] not in PLACEHOLDERS | (all_flags() if known is None else known):
                 found.append(f"{flag[0]} in `{piece}`")
             elif not flag and re.search(r"\.(py|sh|slurm)$|^[a-z#]+$", word, re.I):
-                known = owner(word) if word.endswith((".py", ".sh", ".slurm")) else owner(word) or known
+                known = (
+                    owner(word) if word.endswith((".py", ".sh", ".slurm")) else owner(word) or known
+                )
     return found
 
 
@@ -124,7 +153,12 @@ def slurm(tmp_path, monkeypatch):
     """Without a configuration, Slurm's programs do not even print their help."""
     if not all(map(shutil.which, SLURM)):
         pytest.skip("Slurm is not installed here")
-    lines = ["ClusterName=none", "SlurmctldHost=localhost", "NodeName=localhost", "PartitionName=p Nodes=ALL"]
+    lines = [
+        "ClusterName=none",
+        "SlurmctldHost=localhost",
+        "NodeName=localhost",
+        "PartitionName=p Nodes=ALL",
+    ]
     (tmp_path / "slurm.conf").write_text("\n".join([*lines, "AuthType=auth/none", ""]))
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
 
@@ -134,14 +168,26 @@ def test_flags_exist(path, slurm):
     assert unknown_flags(path.read_text()) == []
 
 
-# --- variables --------------------------------------------------------------------------------------------------------
+# --- variables ------------------------------------------------------------------------------------
+# --------------------
 
 # Nothing here sets or reads these, or they are no variables.
 OF_OTHERS = {
     *("BASH_ENV", "CUDA_LAUNCH_BLOCKING", "ENROOT_DATA_PATH", "LD_LIBRARY_PATH", "LD_PRELOAD"),
-    *("NCCL_DEBUG_SUBSYS", "NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"),
+    *(
+        "NCCL_DEBUG_SUBSYS",
+        "NCCL_IB_DISABLE",
+        "NCCL_NET_GDR_LEVEL",
+        "NCCL_P2P_DISABLE",
+        "NCCL_SHM_DISABLE",
+    ),
     *("HF_HOME", "WANDB_API_KEY"),  # which a reader may want in a container
-    *("OUT_OF_MEMORY", "TMP_DISK", "AVAIL_FE", "SIG_DFL"),  # a state and columns of Slurm's, a constant of Python's
+    *(
+        "OUT_OF_MEMORY",
+        "TMP_DISK",
+        "AVAIL_FE",
+        "SIG_DFL",
+    ),  # a state and columns of Slurm's, a constant of Python's
     *("BATCH_SIZE", "EPOCHS"),  # of launchers that others have
     *("VARIABLE", "LAUNCHER_JOBID"),  # in `VARIABLE=value sbatch ...` and in the name of a log
 }
@@ -151,8 +197,13 @@ FORMS = (rf"\$[({{]?({NAME})", rf"\b({NAME}) ?[?:+]?=", rf"[\"']({NAME})[\"']", 
 
 @cache
 def variables_of_sources() -> set[str]:
-    """What a file that is no document and no test sets or reads, or has as a string: the keys of os.environ."""
-    files = [path for path in TRACKED if not path.endswith((".md", ".svg", ".json")) and not path.startswith("tests/")]
+    """What a file that is no document and no test sets or reads, or has as a string: the keys of
+    os.environ."""
+    files = [
+        path
+        for path in TRACKED
+        if not path.endswith((".md", ".svg", ".json")) and not path.startswith("tests/")
+    ]
     source = "\n".join((REPOSITORY / path).read_text() for path in files)
     loops = " ".join(re.findall(r"^ *for \w+ in ([^;]+); do", source, re.M)).split()
     return {name for form in FORMS for name in re.findall(form, source, re.M)} | set(loops)
@@ -162,8 +213,14 @@ def unknown_variables(text: str) -> list[str]:
     """Of the words with an underscore in them, and those before a `=` or behind a `$`."""
     found = []
     for piece in pieces(text):
-        names = re.findall(rf"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b|\b{NAME}(?==)|(?<=\$){NAME}|(?<=\${{){NAME}", piece)
-        found += [f"{name} in `{piece}`" for name in names if name not in OF_OTHERS | variables_of_sources()]
+        names = re.findall(
+            rf"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b|\b{NAME}(?==)|(?<=\$){NAME}|(?<=\${{){NAME}", piece
+        )
+        found += [
+            f"{name} in `{piece}`"
+            for name in names
+            if name not in OF_OTHERS | variables_of_sources()
+        ]
     return found
 
 
@@ -172,7 +229,8 @@ def test_variables_exist(path):
     assert unknown_variables(path.read_text()) == []
 
 
-# --- the test of the tests --------------------------------------------------------------------------------------------
+# --- the test of the tests
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -181,7 +239,10 @@ def test_variables_exist(path):
         ("`sbatch --nodes=2 launch_slurm_to_torch.sh distributed/train_ddp.py --epochs 1`", []),
         ("`sbatch --epochs=2 launch_slurm_to_torch.sh distributed/train_ddp.py`", ["--epochs"]),
         ("`python distributed/train_ddp.py --epochs 1 --nodes=2`", ["--nodes"]),
-        ("`train_ddp.py --checkpoint-every 5`, `train_preemptible.py --checkpoint-every 5`", ["--checkpoint-every"]),
+        (
+            "`train_ddp.py --checkpoint-every 5`, `train_preemptible.py --checkpoint-every 5`",
+            ["--checkpoint-every"],
+        ),
         ("`train_fsdp.py --no-compile --no-tensorboard`", ["--no-tensorboard"]),
         ("```bash\n./torchrun.sh distributed/train_tp.py \\\n    --epoch 1\n```\n", ["--epoch"]),
         ("```\n#SBATCH --node=2\n```\n", ["--node"]),

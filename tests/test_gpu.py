@@ -1,7 +1,9 @@
-"""On a GPU: every script in every precision, NCCL with one rank, stop and resume, memory, and the losses of the CPU.
+"""On a GPU: every script in every precision, NCCL with one rank, stop and resume, memory, and
+the losses of the CPU.
 
-`make test-gpu` runs it, and fails where no GPU is. With two GPUs or more there are cases of two ranks besides.
-`pytest tests/test_gpu.py -m gpu --device cpu` is the dry run: the same with the CPU and gloo, two ranks included.
+`make test-gpu` runs it, and fails where no GPU is. With two GPUs or more there are cases of two
+ranks besides. `pytest tests/test_gpu.py -m gpu --device cpu` is the dry run: the same with the
+CPU and gloo, two ranks included.
 """
 
 import json
@@ -20,8 +22,32 @@ from conftest import REPOSITORY, environment, free_port, read_metrics, run
 SINGLE, DDP, TASK = "local/train_single.py", "distributed/train_ddp.py", "distributed/train_task.py"
 PREEMPTIBLE, FSDP, TP = (f"distributed/train_{name}.py" for name in ("preemptible", "fsdp", "tp"))
 IMAGES = ["--epochs", 1, "--batch-size", 20, "--log-every", 1]  # 300 images: 15 steps
-TEXT = ["--layers", 2, "--heads", 4, "--width", 64, "--context", 32, "--batch-size", 8, "--dropout", 0]
-TEXT += ["--learning-rate", 0.01, "--steps", 15, "--warmup-steps", 5, "--log-every", 1, "--eval-windows", 20]
+TEXT = [
+    "--layers",
+    2,
+    "--heads",
+    4,
+    "--width",
+    64,
+    "--context",
+    32,
+    "--batch-size",
+    8,
+    "--dropout",
+    0,
+]
+TEXT += [
+    "--learning-rate",
+    0.01,
+    "--steps",
+    15,
+    "--warmup-steps",
+    5,
+    "--log-every",
+    1,
+    "--eval-windows",
+    20,
+]
 ARGUMENTS = {SINGLE: [*IMAGES, "--dropout", 0], TASK: IMAGES, FSDP: TEXT}
 ARGUMENTS |= {DDP: ARGUMENTS[SINGLE], PREEMPTIBLE: ARGUMENTS[SINGLE], TP: TEXT}
 REFERENCE = {
@@ -33,7 +59,8 @@ REFERENCE = {
     TP: FSDP,
 }  # of equal losses
 STEPS = 15
-# How far a loss may be from the CPU's in float32, as a share of it. Float32 is meant: NVIDIA_TF32_OVERRIDE=0.
+# How far a loss may be from the CPU's in float32, as a share of it. Float32 is meant:
+# NVIDIA_TF32_OVERRIDE=0.
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.03, "fp16": 0.03}
 FORMS = {
     "none": [sys.executable],
@@ -52,7 +79,9 @@ def pytest_generate_tests(metafunc):
     two = metafunc.config.getoption("--device") == "cpu" or torch.cuda.device_count() >= 2
     if {"form", "ranks"} <= set(metafunc.fixturenames):
         alone = [("torchrun", 1), ("spawn", 1), ("environment", 1)]
-        metafunc.parametrize(("form", "ranks"), [*alone, ("torchrun", 2), ("spawn", 2)] if two else alone)
+        metafunc.parametrize(
+            ("form", "ranks"), [*alone, ("torchrun", 2), ("spawn", 2)] if two else alone
+        )
     elif "ranks" in metafunc.fixturenames:
         metafunc.parametrize("ranks", [1, 2] if two else [1])
 
@@ -70,7 +99,11 @@ def command_of(script: str, data: Path, folder: Path, device: str, form: str, *f
     command = [*FORMS[form], "tests/scripts/one_rank.py", script, *ARGUMENTS.get(script, [])]
     command += ["--data-dir", data, *([] if script == TASK else ["--checkpoint-dir", folder])]
     command += ["--device", device, *flags]
-    variables = {"NVIDIA_TF32_OVERRIDE": 0, "OMP_NUM_THREADS": 1, "TORCHDYNAMO_DISABLE": int("--compile" not in flags)}
+    variables = {
+        "NVIDIA_TF32_OVERRIDE": 0,
+        "OMP_NUM_THREADS": 1,
+        "TORCHDYNAMO_DISABLE": int("--compile" not in flags),
+    }
     if form in ("spawn", "environment"):
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     if form == "spawn":  # as in a job
@@ -82,13 +115,18 @@ def command_of(script: str, data: Path, folder: Path, device: str, form: str, *f
 
 @pytest.fixture(scope="session")
 def train(request, tmp_path_factory):
-    """A function that runs a script to its end and returns what it printed; made lazily is the data that it wants."""
+    """A function that runs a script to its end and returns what it printed; made lazily is the
+    data that it wants."""
 
-    def train(script: str, device: str, *flags: object, form="none", ranks=1, folder=None, **variables) -> str:
+    def train(
+        script: str, device: str, *flags: object, form="none", ranks=1, folder=None, **variables
+    ) -> str:
         data = request.getfixturevalue("text" if script in (FSDP, TP) else "tiny")
         folder = folder or tmp_path_factory.mktemp("out") / "checkpoints"
         command, needed = command_of(script, data, folder, device, form, *flags)
-        done = run(*command, env=environment(NPROC_PER_NODE=ranks, **needed, **variables), timeout=500)
+        done = run(
+            *command, env=environment(NPROC_PER_NODE=ranks, **needed, **variables), timeout=500
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -97,7 +135,8 @@ def train(request, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def on_cpu(train):
-    """A function that gives the losses of a script in one process on the CPU, in float32, and its last test loss."""
+    """A function that gives the losses of a script in one process on the CPU, in float32, and
+    its last test loss."""
     known = {}
 
     def on_cpu(script: str) -> tuple[list[float], float]:
@@ -110,7 +149,10 @@ def on_cpu(train):
 
 
 def losses(log: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"^(?:epoch=\d+ )?step=\d+/\d+ .*?\bloss=(\S+)", log, re.M)]
+    return [
+        float(loss)
+        for loss in re.findall(r"^(?:epoch=\d+ )?step=\d+/\d+ .*?\bloss=(\S+)", log, re.M)
+    ]
 
 
 def last_loss(log: str) -> float:
@@ -119,7 +161,8 @@ def last_loss(log: str) -> float:
 
 
 def devices(log: str, device: str, ranks: int = 1) -> list[dict]:
-    """What tests/scripts/one_rank.py has said after the last step, rank by rank: all is on the device."""
+    """What tests/scripts/one_rank.py has said after the last step, rank by rank: all is on the
+    device."""
     said = [json.loads(line) for line in re.findall(r"^DEVICE (.*)$", log, re.M)]
     assert len(said) >= ranks and {line["device"] for line in said} == {device}, log
     return said[-ranks:]
@@ -133,10 +176,13 @@ def assert_equal_losses(log: str, expected: tuple[list[float], float], precision
         assert losses(log) != pytest.approx(expected[0], rel=1e-5), f"this was not {precision}"
 
 
-# --- one process ------------------------------------------------------------------------------------------------------
+# --- one process ----------------------------------------------------------------------------------
+# --------------------
 
 PRECISIONS = [(PREEMPTIBLE, "fp16")]
-PRECISIONS += [(script, precision) for script in (SINGLE, DDP, PREEMPTIBLE) for precision in ("fp32", "bf16")]
+PRECISIONS += [
+    (script, precision) for script in (SINGLE, DDP, PREEMPTIBLE) for precision in ("fp32", "bf16")
+]
 PRECISIONS += [(script, precision) for script in (FSDP, TP) for precision in ("fp32", "bf16")]
 
 
@@ -148,7 +194,9 @@ def test_precision(device, train, on_cpu, script, precision):
     assert said["backend"] is None
     if precision == "auto":
         [precision] = re.findall(r"^Precision: (\w+)\.", log, re.M)
-        assert device == "cpu" or (precision == "bf16") == (torch.cuda.get_device_capability() >= (8, 0)), log
+        assert device == "cpu" or (precision == "bf16") == (
+            torch.cuda.get_device_capability() >= (8, 0)
+        ), log
     assert_equal_losses(log, on_cpu(script), precision)
     assert ("peak_memory_gib=" in log) == (device == "cuda" and script in (FSDP, TP)), log
     assert device == "cuda" or "Compiled: True" not in log, log
@@ -158,7 +206,8 @@ def test_precision(device, train, on_cpu, script, precision):
 @pytest.mark.parametrize("form", ["none", "torchrun", "spawn"], ids=["alone", "one-rank", "spawn"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_task(device, train, on_cpu, precision, form):
-    """Its dropout is fixed, and a GPU draws another one than the CPU: near are only the first loss and the last."""
+    """Its dropout is fixed, and a GPU draws another one than the CPU: near are only the first
+    loss and the last."""
     log = train(TASK, device, "--precision", precision, form=form)
     [said] = devices(log, device)
     assert (said["backend"] is None) == (form == "none")
@@ -177,7 +226,8 @@ def test_compile(device, train, on_cpu, script, precision, form):
     assert_equal_losses(log, on_cpu(script), precision)
 
 
-# --- a process group --------------------------------------------------------------------------------------------------
+# --- a process group
+# --------------------------------------------------------------------------------------------------
 
 WEIGHTS = {DDP: "Parameter", PREEMPTIBLE: "Parameter", FSDP: "DTensor", TP: "DTensor"}
 
@@ -185,7 +235,8 @@ WEIGHTS = {DDP: "Parameter", PREEMPTIBLE: "Parameter", FSDP: "DTensor", TP: "DTe
 @pytest.mark.gpu
 @pytest.mark.parametrize("script", WEIGHTS, ids=stem)
 def test_process_group(device, train, on_cpu, script, form, ranks):
-    """NCCL with one rank, too; what several ranks do around a checkpoint is done for one. FSDP's are replicas once."""
+    """NCCL with one rank, too; what several ranks do around a checkpoint is done for one. FSDP's
+    are replicas once."""
     flags = ["--hybrid", 1] if (script, form) == (FSDP, "spawn") else []
     log = train(script, device, "--precision", "fp32", *flags, form=form, ranks=ranks)
     assert ("replicate" in log) == (flags != [] and ranks == 2), log
@@ -214,12 +265,22 @@ def test_process_group_in_bfloat16(device, train, on_cpu, script, ranks):
 @pytest.mark.gpu
 @pytest.mark.parametrize("script", [FSDP, TP], ids=stem)
 def test_asynchronous_checkpoints(device, train, on_cpu, tmp_path, script, ranks):
-    """Copied from the device and written by a thread, which leaves the GPUs of other ranks alone."""
+    """Copied from the device and written by a thread, which leaves other ranks' GPUs alone."""
     flags = ["--precision", "fp32", "--checkpoint-every", 5]
-    log = train(script, device, *flags, form="torchrun", ranks=ranks, folder=tmp_path / "out", ASYNCHRONOUS=1)
+    log = train(
+        script,
+        device,
+        *flags,
+        form="torchrun",
+        ranks=ranks,
+        folder=tmp_path / "out",
+        ASYNCHRONOUS=1,
+    )
     assert_equal_losses(log, on_cpu(script))
     assert all(len(said.get("contexts", [0])) == 1 for said in devices(log, device, ranks)), log
-    resumed = train(script, device, *flags, "--resume", form="torchrun", ranks=ranks, folder=tmp_path / "out")
+    resumed = train(
+        script, device, *flags, "--resume", form="torchrun", ranks=ranks, folder=tmp_path / "out"
+    )
     assert f"Resumed after step {STEPS}" in resumed, resumed
 
 
@@ -233,18 +294,25 @@ def test_check_ranks(device, tmp_path, form, ranks):
     assert ("GPU: none" in done.stdout) == (device == "cpu"), done.stdout
 
 
-# --- stop, save and resume --------------------------------------------------------------------------------------------
+# --- stop, save and resume
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("script", [PREEMPTIBLE, FSDP, TP], ids=stem)
 def test_stop_save_and_resume(device, train, on_cpu, request, tmp_path, script):
-    """Asked to stop in its midst, resumed under another launcher: the losses of a run that was not stopped."""
-    data, folder = request.getfixturevalue("text" if script in (FSDP, TP) else "tiny"), tmp_path / "checkpoints"
+    """Asked to stop in its midst, resumed under another launcher: the losses of a run that was
+    not stopped."""
+    data, folder = (
+        request.getfixturevalue("text" if script in (FSDP, TP) else "tiny"),
+        tmp_path / "checkpoints",
+    )
     flags = ["--precision", "fp32", "--checkpoint-every", 1000]
     command, variables = command_of(script, data, folder, device, "environment", *flags)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=REPOSITORY, env=environment(SLOW=0.3, **variables), **pipes) as process:
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment(SLOW=0.3, **variables), **pipes
+    ) as process:
         overdue = threading.Timer(300, process.kill)
         overdue.start()
         printed = ""
@@ -261,7 +329,9 @@ def test_stop_save_and_resume(device, train, on_cpu, request, tmp_path, script):
     assert f"Resumed after step {stopped}\n" in log
     events = [event for event in read_metrics(folder) if "loss" in event]
     assert [event["step"] for event in events] == list(range(1, STEPS + 1))
-    assert [event["loss"] for event in events] == pytest.approx(on_cpu(script)[0], rel=TOLERANCE["fp32"])
+    assert [event["loss"] for event in events] == pytest.approx(
+        on_cpu(script)[0], rel=TOLERANCE["fp32"]
+    )
     if script != PREEMPTIBLE:
         written = train(script, device, "--sample", 40, "--prompt", "The ", folder=folder)
         assert re.search(rf"^Sample from .*_step_{STEPS}:\nThe ", written, re.M), written
@@ -270,11 +340,22 @@ def test_stop_save_and_resume(device, train, on_cpu, request, tmp_path, script):
 @pytest.mark.gpu
 @pytest.mark.parametrize("script", [PREEMPTIBLE, FSDP], ids=stem)
 def test_killed_rank(device, train, on_cpu, request, tmp_path, script, ranks):
-    """The others end by themselves, with one line each; resumed, the losses are those of a run that was not killed."""
-    data, folder = request.getfixturevalue("text" if script == FSDP else "tiny"), tmp_path / "checkpoints"
+    """The others end by themselves, with one line each; resumed, the losses are those of a run
+    that was not killed."""
+    data, folder = (
+        request.getfixturevalue("text" if script == FSDP else "tiny"),
+        tmp_path / "checkpoints",
+    )
     flags = ["--precision", "fp32", "--checkpoint-every", 2]
-    command, variables = command_of(script, data, folder, device, "environment", *flags, "--timeout", 20)
-    variables |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "TORCH_CPP_LOG_LEVEL": "ERROR", "SLOW": 0.3}
+    command, variables = command_of(
+        script, data, folder, device, "environment", *flags, "--timeout", 20
+    )
+    variables |= {
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "SLOW": 0.3,
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = []
     for rank in range(ranks):
@@ -297,15 +378,21 @@ def test_killed_rank(device, train, on_cpu, request, tmp_path, script, ranks):
             process.wait()
     assert killed.returncode == -signal.SIGKILL, printed
     for other, text in zip(others, said, strict=True):
-        assert other.returncode != 0 and text.count("lost a peer") == 1 and "Traceback" not in text, text
+        assert (
+            other.returncode != 0 and text.count("lost a peer") == 1 and "Traceback" not in text
+        ), text
     log = train(script, device, *flags, "--resume", form="torchrun", ranks=ranks, folder=folder)
     assert re.search(r"^Resumed after step [2468]$", log, re.M), log
     events = [event for event in read_metrics(folder) if "loss" in event]
-    assert [event["loss"] for event in events] == pytest.approx(on_cpu(script)[0], rel=TOLERANCE["fp32"])
+    assert [event["loss"] for event in events] == pytest.approx(
+        on_cpu(script)[0], rel=TOLERANCE["fp32"]
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("script", "form"), [(SINGLE, "none"), (DDP, "environment")], ids=["single", "ddp"])
+@pytest.mark.parametrize(
+    ("script", "form"), [(SINGLE, "none"), (DDP, "environment")], ids=["single", "ddp"]
+)
 def test_resume_after_an_epoch(device, train, tmp_path, script, form):
     both = train(script, device, "--epochs", 2, form=form)
     train(script, device, form=form, folder=tmp_path)
@@ -315,42 +402,76 @@ def test_resume_after_an_epoch(device, train, tmp_path, script, form):
     assert losses(log) == pytest.approx(losses(both)[STEPS:], rel=TOLERANCE["fp32"])
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
+# --------------------
 
 
 @pytest.mark.gpu
 def test_memory(device, train, ranks):
-    """A rank holds its part of weights, gradients and two moments, in float32; recomputing spares activations."""
+    """A rank holds its part of weights, gradients and two moments, in float32; recomputing
+    spares activations."""
     layers, width, context, batch = (8, 1024, 256, 16) if device == "cuda" else (4, 128, 64, 8)
-    flags = ["--layers", layers, "--width", width, "--context", context, "--batch-size", batch, "--precision", "fp32"]
+    flags = [
+        "--layers",
+        layers,
+        "--width",
+        width,
+        "--context",
+        context,
+        "--batch-size",
+        batch,
+        "--precision",
+        "fp32",
+    ]
     flags += ["--steps", 3, "--accumulation", 1]
     peaks = []
     for more in ([], ["--activation-checkpointing"]):
-        for said in devices(train(FSDP, device, *flags, *more, form="torchrun", ranks=ranks, COUNT=1), device, ranks):
-            weights = 4 * (12 * layers * width**2 + context * width)  # bytes, without the embedding of the characters
+        for said in devices(
+            train(FSDP, device, *flags, *more, form="torchrun", ranks=ranks, COUNT=1), device, ranks
+        ):
+            weights = 4 * (
+                12 * layers * width**2 + context * width
+            )  # bytes, without the embedding of the characters
             assert weights / ranks < said["weights"] < 1.2 * weights / ranks
-            # Besides there are the logits, on the CPU the text, and on a GPU the workspace of cuBLAS
+            # Besides there are the logits, on the CPU the text, and on a GPU the workspace of
+            # cuBLAS
             held = said["now"] / said["weights"]
             assert 4 <= held < 4.5, f"{held:.2f} times the weights"
         peaks.append(said["peak"] - said["now"])
     assert peaks[1] < 0.6 * peaks[0], peaks
 
 
-# --- without a GPU ----------------------------------------------------------------------------------------------------
+# --- without a GPU --------------------------------------------------------------------------------
+# --------------------
 
 
 @pytest.mark.matrix
 def test_dry_run():
     """A part of it, on the CPU."""
     selected = "test_process_group and ((train_tp and torchrun-1) or (train_ddp and environment-1))"
-    command = [sys.executable, "-m", "pytest", "tests/test_gpu.py", "-m", "gpu", "--device", "cpu", "-k", selected]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/test_gpu.py",
+        "-m",
+        "gpu",
+        "--device",
+        "cpu",
+        "-k",
+        selected,
+    ]
     done = run(*command, "-p", "no:cacheprovider")
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout
 
 
 def test_no_gpu_is_a_failure():
     """The command of `make test-gpu` where torch sees none, and no GPU is hidden by mistake."""
-    [command] = re.findall(r"^test-gpu:.*\n\t(.+) \$\(ARGS\)$", (REPOSITORY / "Makefile").read_text(), re.M)
-    done = run("bash", "-c", f"{command} -p no:cacheprovider", env=environment(CUDA_VISIBLE_DEVICES=""))
+    [command] = re.findall(
+        r"^test-gpu:.*\n\t(.+) \$\(ARGS\)$", (REPOSITORY / "Makefile").read_text(), re.M
+    )
+    done = run(
+        "bash", "-c", f"{command} -p no:cacheprovider", env=environment(CUDA_VISIBLE_DEVICES="")
+    )
     assert done.returncode == 1 and "no GPU here" in done.stdout, done.stdout
     assert not re.search(r"\d (passed|skipped)", done.stdout), done.stdout

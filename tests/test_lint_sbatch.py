@@ -1,4 +1,5 @@
-"""aux/lint_sbatch.py: each mistake is found on its line, what is nearly it and right is not, and ours are clean."""
+"""aux/lint_sbatch.py: each mistake is found on its line, what is nearly it and right is not, and
+ours are clean."""
 
 import re
 import sys
@@ -18,23 +19,45 @@ HEADER = """#!/bin/bash
 FLAGS = "--kill-on-bad-exit=1"
 WAIT = 'srun_pid=$!\nwhile kill -0 "$srun_pid" 2>/dev/null; do wait "$srun_pid"; done'
 
-# What the finding says; the header and the body of a script with the mistake, the line marked by MISTAKE; one without.
+# What the finding says; the header and the body of a script with the mistake, the line marked by
+# MISTAKE; one without.
 CASES = {
-    "blank": ("take out the blanks", "# SBATCH --time=1:00:00  MISTAKE", "# SBATCH lines are read by Slurm"),
-    "indented": ("take out the blanks", "  #SBATCH --time=1:00:00  MISTAKE", "  # about SBATCH --time"),
+    "blank": (
+        "take out the blanks",
+        "# SBATCH --time=1:00:00  MISTAKE",
+        "# SBATCH lines are read by Slurm",
+    ),
+    "indented": (
+        "take out the blanks",
+        "  #SBATCH --time=1:00:00  MISTAKE",
+        "  # about SBATCH --time",
+    ),
     "late": (
         "after the first command",
         "cd /tmp\n#SBATCH --time=1:00:00  MISTAKE",
-        "# a comment\n\n#SBATCH --time=1:00\ncd /tmp\ncat <<'EOF' >a.sh\n#SBATCH -n 1\nEOF\necho '\n#SBATCH -n 2'",
+        "# a comment\n\n#SBATCH --time=1:00\ncd /tmp\ncat <<'EOF' >a.sh\n#SBATCH -n 1\nEOF\necho "
+        "'\n#SBATCH -n 2'",
     ),
     "variable in a directive": (
         "does not expand",
         "#SBATCH --job-name=$USER  MISTAKE",
         "#SBATCH --job-name=%u  # $USER",
     ),
-    "log folder": ("no folder absent", "#SBATCH --output=absent/%j.out  MISTAKE", "#SBATCH --output=present/%j.out"),
-    "error folder": ("no folder absent", "#SBATCH -e absent/%j.out  MISTAKE", "#SBATCH -e /dev/null"),
-    "log folder named by the job": ("only name%j", "#SBATCH --output=%j/out  MISTAKE", "#SBATCH --output=present/%j"),
+    "log folder": (
+        "no folder absent",
+        "#SBATCH --output=absent/%j.out  MISTAKE",
+        "#SBATCH --output=present/%j.out",
+    ),
+    "error folder": (
+        "no folder absent",
+        "#SBATCH -e absent/%j.out  MISTAKE",
+        "#SBATCH -e /dev/null",
+    ),
+    "log folder named by the job": (
+        "only name%j",
+        "#SBATCH --output=%j/out  MISTAKE",
+        "#SBATCH --output=present/%j",
+    ),
     "job name with a slash": (
         "take the / out",
         "#SBATCH --job-name=a/b\n#SBATCH --output=%x.out  MISTAKE",
@@ -43,11 +66,13 @@ CASES = {
     "standalone": (
         "--standalone on 2 nodes",
         f"srun {FLAGS} torchrun --standalone train.py  # MISTAKE",
-        f'srun {FLAGS} torchrun --nnodes="$SLURM_JOB_NUM_NODES" --rdzv-endpoint="$host:$port" train.py',
+        f'srun {FLAGS} torchrun --nnodes="$SLURM_JOB_NUM_NODES" --rdzv-endpoint="$host:$port" '
+        "train.py",
     ),
     "nnodes 1, in an array": (
         "--nnodes=1 on 2 nodes",
-        f'launcher=(torchrun --nnodes=1)  # MISTAKE\nsrun {FLAGS} \\\n  "${{launcher[@]}}" train.py',
+        f'launcher=(torchrun --nnodes=1)  # MISTAKE\nsrun {FLAGS} \\\n  "${{launcher[@]}}" '
+        "train.py",
         f'launcher=(torchrun --nnodes=1:2)\nsrun {FLAGS} \\\n  "${{launcher[@]}}" train.py',
     ),
     "nnodes 1 on one node": (
@@ -62,18 +87,21 @@ CASES = {
     ),
     "no srun, and --ntasks": (
         "asks for 4 tasks: srun python3",
-        "#SBATCH --nodes=1\n#SBATCH --ntasks=4\n#SBATCH --ntasks-per-node=4\npython3 train.py  # MISTAKE",
+        "#SBATCH --nodes=1\n#SBATCH --ntasks=4\n#SBATCH --ntasks-per-node=4\npython3 train.py  # "
+        "MISTAKE",
         "#SBATCH --nodes=1\n#SBATCH --ntasks=1\npython3 train.py",
     ),
     "no srun, and -n": (
         "asks for 3 tasks",
-        "#SBATCH -n 3\nsource .venv/bin/activate\nif true; then\n  X=1 python train.py  # MISTAKE\nfi",
+        "#SBATCH -n 3\nsource .venv/bin/activate\nif true; then\n  X=1 python train.py  # "
+        "MISTAKE\nfi",
         "#SBATCH -n 3\npython a.py & python b.py & python c.py & wait",
     ),
     "no srun, but on several nodes": (
         "asks for 2 nodes",
         "#SBATCH --ntasks-per-node=1\nset -e\nsrun hostname\npython train.py  # MISTAKE",
-        "#SBATCH --ntasks-per-node=1\npython -m venv .venv\npython -c 'import torch'\nset -e\nmpirun python train.py",
+        "#SBATCH --ntasks-per-node=1\npython -m venv .venv\npython -c 'import torch'\nset "
+        "-e\nmpirun python train.py",
     ),
     "no srun, in a container": (
         "apptainer without srun",
@@ -103,10 +131,15 @@ CASES = {
     "rank variable": (
         "SLURM_PROCID expanded in the batch shell",
         f'srun {FLAGS} bash -c "python train.py --rank $SLURM_PROCID"  # MISTAKE',
-        f"echo \"rank $SLURM_PROCID\"  # $SLURM_LOCALID\nsrun {FLAGS} bash -c 'python train.py --rank $SLURM_PROCID'\n"
+        f'echo "rank $SLURM_PROCID"  # $SLURM_LOCALID\nsrun {FLAGS} bash -c \'python train.py '
+        "--rank $SLURM_PROCID'\n"
         f'srun {FLAGS} bash -c "python train.py --rank \\$SLURM_PROCID"',
     ),
-    "node rank": ("SLURM_NODEID", "node_rank=${SLURM_NODEID}  # MISTAKE", "node_rank='${SLURM_NODEID}'"),
+    "node rank": (
+        "SLURM_NODEID",
+        "node_rank=${SLURM_NODEID}  # MISTAKE",
+        "node_rank='${SLURM_NODEID}'",
+    ),
     "one GPU per task": (
         "invalid device ordinal",
         f"#SBATCH --gpus-per-task=1  MISTAKE\nsrun {FLAGS} python by_local_rank.py",
@@ -122,7 +155,11 @@ CASES = {
         "export CUDA_VISIBLE_DEVICES=0,1,2,3  # MISTAKE",
         "echo CUDA_VISIBLE_DEVICES=0\nexport CUDA_VISIBLE_DEVICES=\n# CUDA_VISIBLE_DEVICES=0",
     ),
-    "port": ("port 29500", "export MASTER_PORT=29500  # MISTAKE", "MASTER_PORT=$((61000 + 10#$SLURM_JOB_ID % 4536))"),
+    "port": (
+        "port 29500",
+        "export MASTER_PORT=29500  # MISTAKE",
+        "MASTER_PORT=$((61000 + 10#$SLURM_JOB_ID % 4536))",
+    ),
     "port by default": (
         "port 29500",
         "MASTER_PORT=${MASTER_PORT:-29500}  # MISTAKE",
@@ -140,14 +177,20 @@ CASES = {
     ),
     "address from hostname": (
         "hostname --ip-address",
-        f"ip=$(hostname --ip-address)\nsrun {FLAGS} torchrun --rdzv-endpoint=$ip:$port train.py  # MISTAKE",
+        f"ip=$(hostname --ip-address)\nsrun {FLAGS} torchrun --rdzv-endpoint=$ip:$port train.py  # "
+        "MISTAKE",
         f"ip=$(hostname)\nsrun {FLAGS} torchrun --rdzv-endpoint=$ip:$port train.py",
     ),
-    "localhost": ("localhost", "export MASTER_ADDR=localhost  # MISTAKE", "#SBATCH --nodes=1\nMASTER_ADDR=localhost"),
+    "localhost": (
+        "localhost",
+        "export MASTER_ADDR=localhost  # MISTAKE",
+        "#SBATCH --nodes=1\nMASTER_ADDR=localhost",
+    ),
     "cpus": (
         "do not hand it on",
         f"#SBATCH --cpus-per-task=8\nsrun {FLAGS} python -c 'import train'  # MISTAKE",
-        f'#SBATCH --cpus-per-task=8\nsrun {FLAGS} ${{X:+--cpus-per-task="$X"}} python a.py\nsrun -K -c 8 python a.py',
+        f'#SBATCH --cpus-per-task=8\nsrun {FLAGS} ${{X:+--cpus-per-task="$X"}} python a.py\nsrun '
+        "-K -c 8 python a.py",
     ),
     "cpus by a variable": (
         "do not hand it on",
@@ -157,7 +200,8 @@ CASES = {
     "kill on bad exit": (
         "--kill-on-bad-exit=1",
         'srun \\\n  python train.py "$@"  # MISTAKE-1',
-        "options='-K --label'\nsrun $options python train.py\nsrun hostname\nsrun --ntasks=1 python prepare.py",
+        "options='-K --label'\nsrun $options python train.py\nsrun hostname\nsrun --ntasks=1 "
+        "python prepare.py",
     ),
     "kill on bad exit behind a function": (
         "--kill-on-bad-exit=1",
@@ -172,7 +216,8 @@ CASES = {
     "pipe of another command": (
         "set -o pipefail",
         "torchrun train.py | tee log  # MISTAKE",
-        "#SBATCH -N 1\nnvidia-smi | tee log\ntorchrun train.py >log 2>&1 || exit 1\necho 'torchrun train.py | tee log'",
+        "#SBATCH -N 1\nnvidia-smi | tee log\ntorchrun train.py >log 2>&1 || exit 1\necho 'torchrun "
+        "train.py | tee log'",
     ),
     "another exit status": (
         "the status is echo's, not srun's",
@@ -191,7 +236,8 @@ CASES = {
     ),
     "head": (
         "SIGPIPE",
-        "set -o pipefail\nMASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)  # MISTAKE",
+        "set -o pipefail\nMASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)  "
+        "# MISTAKE",
         "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)",
     ),
     "trap": (
@@ -221,18 +267,21 @@ CASES = {
     ),
     "signal to the ranks": (
         "--signal=B:USR1",
-        f"#SBATCH --signal=USR1@120  MISTAKE\ntrap requeue USR1\nsrun {FLAGS} python train.py &\nwait",
+        f"#SBATCH --signal=USR1@120  MISTAKE\ntrap requeue USR1\nsrun {FLAGS} python train.py "
+        "&\nwait",
         f"#SBATCH --signal=B:USR1@120\ntrap requeue USR1\nsrun {FLAGS} python train.py &\nwait",
     ),
     "torchrun and USR1": (
         "kills torchrun",
         f"#SBATCH --signal=USR1@120\nsrun {FLAGS} torchrun train.py  # MISTAKE",
-        f"#SBATCH --signal=TERM@120\nsrun {FLAGS} torchrun a.py\nsrun {FLAGS} bash -c 'exec torchrun b.py'",
+        f"#SBATCH --signal=TERM@120\nsrun {FLAGS} torchrun a.py\nsrun {FLAGS} bash -c 'exec "
+        "torchrun b.py'",
     ),
     "a sentence that names srun and torchrun": (
         "--kill-on-bad-exit=1",
         'note "srun starts python" hard\nbash -c "cd code && srun python train.py"  # MISTAKE',
-        '#SBATCH --signal=USR1@120\necho "srun starts torchrun everywhere, then torchrun the ranks"',
+        '#SBATCH --signal=USR1@120\necho "srun starts torchrun everywhere, then torchrun the '
+        'ranks"',
     ),
     "torchrun and USR1, behind a script": (
         "kills torchrun",
@@ -242,7 +291,8 @@ CASES = {
     "torchrun and USR1 handed on": (
         "kills torchrun",
         f"trap 'kill -USR1 $pid' USR1\nsrun {FLAGS} torchrun train.py &  # MISTAKE\npid=$!\nwait",
-        f"#SBATCH --signal=B:USR1@120\ntrap 'scontrol requeue $SLURM_JOB_ID' USR1\nsrun {FLAGS} torchrun a.py &\nwait",
+        f"#SBATCH --signal=B:USR1@120\ntrap 'scontrol requeue $SLURM_JOB_ID' USR1\nsrun {FLAGS} "
+        "torchrun a.py &\nwait",
     ),
     "a shell in between": (
         "a shell between srun and python",
@@ -264,8 +314,16 @@ CASES = {
         f"srun -N 2 {FLAGS} python train.py  # MISTAKE",
         f"srun {FLAGS} python train.py -N 2x",
     ),
-    "GPUs typed twice": ("GPUS_PER_NODE=4", "GPUS_PER_NODE=4  # MISTAKE", "GPUS_PER_NODE=$SLURM_GPUS_ON_NODE"),
-    "world size typed twice": ("WORLD_SIZE=8", "WORLD_SIZE=8  # MISTAKE", "WORLD_SIZE=${WORLD_SIZE:-8}"),
+    "GPUs typed twice": (
+        "GPUS_PER_NODE=4",
+        "GPUS_PER_NODE=4  # MISTAKE",
+        "GPUS_PER_NODE=$SLURM_GPUS_ON_NODE",
+    ),
+    "world size typed twice": (
+        "WORLD_SIZE=8",
+        "WORLD_SIZE=8  # MISTAKE",
+        "WORLD_SIZE=${WORLD_SIZE:-8}",
+    ),
 }
 
 
@@ -273,7 +331,9 @@ def lint(folder: Path, body: str, capsys) -> list[str]:
     """The findings on a script of HEADER and `body`, less its path."""
     (folder / "present").mkdir(exist_ok=True)
     (folder / "by_local_rank.py").write_text("torch.cuda.set_device(local_rank)\n")
-    (folder / "by_count.py").write_text("torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else local)\n")
+    (folder / "by_count.py").write_text(
+        "torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else local)\n"
+    )
     (folder / "hears.sh").write_text('exec "$@"\n')
     (folder / "stays.sh").write_text("source .venv/bin/activate\ntorchrun train.py\n")
     (folder / "ignores.sh").write_text("trap '' USR1\nexec \"$@\"\n")
@@ -298,7 +358,11 @@ def test_a_mistake_is_found_and_its_neighbour_is_not(name, tmp_path, capsys):
 
 
 def test_ours_are_clean():
-    ours = [*REPOSITORY.glob("*.sh"), *REPOSITORY.glob("aux/*.sh"), *REPOSITORY.glob("local/cluster/*.sh")]
+    ours = [
+        *REPOSITORY.glob("*.sh"),
+        *REPOSITORY.glob("aux/*.sh"),
+        *REPOSITORY.glob("local/cluster/*.sh"),
+    ]
     assert len(ours) >= 7
     done = run(sys.executable, "aux/lint_sbatch.py", *ours)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -308,15 +372,24 @@ def test_ours_are_not_clean_once_edited_wrongly(tmp_path):
     """The torchrun launcher with mistakes that its readers make; every one is found on its line."""
     text = (REPOSITORY / "launch_slurm_with_torchrun.sh").read_text()
     text = text.replace("#SBATCH --time", "# SBATCH --time").replace("%x_%j.out", "logs/%x_%j.out")
-    text = text.replace("--kill-on-bad-exit=1 ", "").replace("./torchrun.sh", "torchrun --nnodes=1 --nproc-per-node=2")
-    text = text.replace("source ./env.sh", "source ./env.sh\nexport MASTER_PORT=29500 CUDA_VISIBLE_DEVICES=0,1")
+    text = text.replace("--kill-on-bad-exit=1 ", "").replace(
+        "./torchrun.sh", "torchrun --nnodes=1 --nproc-per-node=2"
+    )
+    text = text.replace(
+        "source ./env.sh", "source ./env.sh\nexport MASTER_PORT=29500 CUDA_VISIBLE_DEVICES=0,1"
+    )
     script = tmp_path / "edited.sh"
     script.write_text(text)
     done = run(sys.executable, "aux/lint_sbatch.py", script)
     assert done.returncode == 1 and done.stderr == ""
-    said = [re.fullmatch(rf"{re.escape(str(script))}:(\d+): (.+)", line) for line in done.stdout.splitlines()]
+    said = [
+        re.fullmatch(rf"{re.escape(str(script))}:(\d+): (.+)", line)
+        for line in done.stdout.splitlines()
+    ]
     lines = text.splitlines()
-    found = {match[2].split(":")[0]: "\n".join(lines[int(match[1]) - 1 :][:2]) for match in said}  # srun: perhaps below
+    found = {
+        match[2].split(":")[0]: "\n".join(lines[int(match[1]) - 1 :][:2]) for match in said
+    }  # srun: perhaps below
     for sentence, line in (
         ("take out|a comment and no directive", "# SBATCH --time"),
         ("no folder logs", "#SBATCH --output=logs"),
@@ -326,14 +399,18 @@ def test_ours_are_not_clean_once_edited_wrongly(tmp_path):
         ("srun lets the others wait", "srun "),
         ("--nproc-per-node=2 repeats the header", "srun "),
     ):
-        assert [line in text for said, text in found.items() if re.match(sentence, said)] == [True], done.stdout
+        assert [line in text for said, text in found.items() if re.match(sentence, said)] == [
+            True
+        ], done.stdout
     assert len(said) == 7, done.stdout
 
 
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "binary").write_bytes(bytes(range(256)) * 20)
     (tmp_path / "empty").write_text("")
-    done = run(sys.executable, "aux/lint_sbatch.py", tmp_path / "binary", tmp_path / "empty", "torchrun.sh")
+    done = run(
+        sys.executable, "aux/lint_sbatch.py", tmp_path / "binary", tmp_path / "empty", "torchrun.sh"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     for path in (tmp_path, tmp_path / "absent"):
         done = run(sys.executable, "aux/lint_sbatch.py", path, "torchrun.sh")

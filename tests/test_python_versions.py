@@ -1,4 +1,5 @@
-"""Jobs run on Python 3.10, as NVIDIA's images of 2024 and Ubuntu 22.04 have it, and on torch 2.4 or 2.6."""
+"""Jobs run on Python 3.10, as NVIDIA's images of 2024 and Ubuntu 22.04 have it, and on torch 2.4
+or 2.6."""
 
 import re
 import shutil
@@ -14,10 +15,14 @@ import language_model
 from conftest import REPOSITORY, environment, run
 from resilience import place
 
-TRACKED = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True).stdout.split()
+TRACKED = subprocess.run(
+    ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True
+).stdout.split()
 ON_TOP = ("check_ranks", "lint_sbatch", "plot_runs", "prepare_data", "slurm_task", "watch_job")
 IN_JOBS = [path for path in TRACKED if path.startswith(("distributed/", "local/", "dev/"))]
-IN_JOBS = [path for path in [*IN_JOBS, *(f"aux/{name}.py" for name in ON_TOP)] if path.endswith(".py")]
+IN_JOBS = [
+    path for path in [*IN_JOBS, *(f"aux/{name}.py" for name in ON_TOP)] if path.endswith(".py")
+]
 ON_SUBMISSION = ["aux/submit.py", *(path for path in TRACKED if path.startswith("aux/submission/"))]
 ON_SUBMISSION = [path for path in ON_SUBMISSION if path.endswith(".py")]
 
@@ -59,10 +64,16 @@ OLDER, MATRIX = "tests/scripts/older_torch.py", pytest.mark.matrix
 )
 def test_plain_and_hard_layers_run_on_torch_2_4(command, tiny, tmp_path):
     """With what torch has had since taken away."""
-    where = ["--data-dir", tiny, *(["--checkpoint-dir", tmp_path / "c"] if "task" not in command[3] else [])]
+    where = [
+        "--data-dir",
+        tiny,
+        *(["--checkpoint-dir", tmp_path / "c"] if "task" not in command[3] else []),
+    ]
     env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, TRAIN_DEVICE="cpu")
     done = run(*command, "--epochs", 1, *where, env=env)
-    assert done.returncode == 0 and re.search("^Finished: ", done.stdout, re.M), done.stdout + done.stderr
+    assert done.returncode == 0 and re.search("^Finished: ", done.stdout, re.M), (
+        done.stdout + done.stderr
+    )
 
 
 @MATRIX
@@ -79,7 +90,11 @@ def test_a_gpu_without_a_uuid(monkeypatch):
 
 
 NEWER = {
-    "2.4": ["torch.accelerator", "torch.cpu.get_capabilities()", "from torch.distributed.fsdp import fully_shard"],
+    "2.4": [
+        "torch.accelerator",
+        "torch.cpu.get_capabilities()",
+        "from torch.distributed.fsdp import fully_shard",
+    ],
     "2.6": [
         "torch.cpu.get_capabilities()",
         "from torch.distributed.checkpoint.staging import StagingOptions",
@@ -97,7 +112,20 @@ def test_the_older_torch_is_one(version, tmp_path):
     assert done.stdout == "older\n" * 3, done.stdout + done.stderr
 
 
-LARGE = ["--layers", 2, "--heads", 4, "--width", 32, "--context", 32, "--batch-size", 8, "--log-every", 5]
+LARGE = [
+    "--layers",
+    2,
+    "--heads",
+    4,
+    "--width",
+    32,
+    "--context",
+    32,
+    "--batch-size",
+    8,
+    "--log-every",
+    5,
+]
 LARGE += ["--steps", 10, "--warmup-steps", 2, "--eval-windows", 8, "--checkpoint-every", 5]
 
 
@@ -110,7 +138,17 @@ LARGE += ["--steps", 10, "--warmup-steps", 2, "--eval-windows", 8, "--checkpoint
 )
 def test_large_layer_runs_on_torch_2_6(start, script, text, tmp_path):
     """Trains, and resumes from a sharded checkpoint, with what torch has had since taken away."""
-    command = [start, OLDER, "2.6", f"distributed/{script}", *LARGE, "--data-dir", text, "--checkpoint-dir", tmp_path]
+    command = [
+        start,
+        OLDER,
+        "2.6",
+        f"distributed/{script}",
+        *LARGE,
+        "--data-dir",
+        text,
+        "--checkpoint-dir",
+        tmp_path,
+    ]
     env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, TRAIN_DEVICE="cpu")
     for resumed in ([], ["--resume"]):
         done = run(*command, *resumed, env=env)
@@ -125,8 +163,17 @@ FSDP_ON_A_CPU = "FSDP on a CPU needs torch 2.9 or newer, whose gloo can average,
 
 @MATRIX
 def test_fsdp_on_a_cpu_says_which_torch_it_needs(text, tmp_path):
-    """With torch 2.6.0 it fails. With 2.7.0 and 2.8.0 gloo adds the gradients up where FSDP2 wants their average."""
-    command = ["./torchrun.sh", OLDER, "2.6", "distributed/train_fsdp.py", *LARGE, "--data-dir", text]
+    """With torch 2.6.0 it fails. With 2.7.0 and 2.8.0 gloo adds the gradients up where FSDP2
+    wants their average."""
+    command = [
+        "./torchrun.sh",
+        OLDER,
+        "2.6",
+        "distributed/train_fsdp.py",
+        *LARGE,
+        "--data-dir",
+        text,
+    ]
     env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, TRAIN_DEVICE="cpu")
     done = run(*command, "--checkpoint-dir", tmp_path, env=env)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
@@ -144,7 +191,13 @@ def test_fsdp_on_a_cpu_says_which_torch_it_needs(text, tmp_path):
         ("2.8.0", 65, "cpu", {"shard": 4}, FSDP_ON_A_CPU),
         ("2.9.1", 65, "cpu", {"shard": 4}, None),
         ("2.8.0", 128, "cuda", {"data": 2, "tensor": 2}, None),
-        ("2.8.0", 65, "cuda", {"data": 2, "tensor": 2}, "torch 2.8.0 cannot split 65 rows of a weight over 4 ranks: "),
+        (
+            "2.8.0",
+            65,
+            "cuda",
+            {"data": 2, "tensor": 2},
+            "torch 2.8.0 cannot split 65 rows of a weight over 4 ranks: ",
+        ),
         (
             "2.8.0",
             192,
@@ -156,7 +209,11 @@ def test_fsdp_on_a_cpu_says_which_torch_it_needs(text, tmp_path):
     ],
 )
 def test_what_torch_cannot_do_yet(version, vocabulary, device, mesh, fault, monkeypatch):
-    monkeypatch.setattr(language_model, "metadata_of", lambda args: {"sizes": {"vocabulary": vocabulary, "width": 128}})
+    monkeypatch.setattr(
+        language_model,
+        "metadata_of",
+        lambda args: {"sizes": {"vocabulary": vocabulary, "width": 128}},
+    )
     named = Namespace(mesh_dim_names=tuple(mesh), shape=tuple(mesh.values())) if mesh else None
     found = language_model.too_old(version, Namespace(), torch.device(device), named)
     assert found == fault or (fault and found.startswith(fault)), found
@@ -169,4 +226,6 @@ def test_large_layer_says_which_torch_it_needs(script, tmp_path):
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.4.0a0+f70bd71a48.nv24.6\n")
     done = run(sys.executable, f"distributed/{script}", env=environment(PYTHONPATH=tmp_path))
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert done.stderr.startswith(f"{script}: needs torch 2.6 or newer, and this is 2.4.0a0+f70bd71a48.nv24.6: ")
+    assert done.stderr.startswith(
+        f"{script}: needs torch 2.6 or newer, and this is 2.4.0a0+f70bd71a48.nv24.6: "
+    )

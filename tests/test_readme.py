@@ -1,4 +1,5 @@
-"""The commands of README and docs, run as they stand, block by block, in a copy of the repository; diffs, pictures."""
+"""The commands of README and docs, run as they stand, block by block, in a copy of the
+repository; diffs, pictures."""
 
 import os
 import re
@@ -15,12 +16,16 @@ from write_diffs import DIFF, hunks_by_block, with_diffs
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 CHAPTERS = {int(path.name[:2]): path for path in DOCUMENTS if re.match(r"\d\d_", path.name)}
-BLOCKS = re.findall(r"^```bash\n(.*?)^```$", "\n".join(path.read_text() for path in DOCUMENTS), re.M | re.S)
+BLOCKS = re.findall(
+    r"^```bash\n(.*?)^```$", "\n".join(path.read_text() for path in DOCUMENTS), re.M | re.S
+)
 
 
 def copy_of_repository(folder: Path) -> Path:
     """The files that git tracks."""
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True
+    ).stdout
     for path in filter(None, tracked.split("\0")):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(REPOSITORY / path, folder / path)
@@ -29,7 +34,7 @@ def copy_of_repository(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory, tiny) -> Path:
-    """A copy with the virtual environment of the tests, and small data where the README has them."""
+    """A copy with the virtual environment of the tests, and small data."""
     folder = copy_of_repository(tmp_path_factory.mktemp("clone") / "repository")
     (folder / ".venv").symlink_to(REPOSITORY / ".venv")
     shutil.copytree(tiny, folder / "data/mnist")
@@ -37,7 +42,17 @@ def clone(tmp_path_factory, tiny) -> Path:
 
 
 def bash(script: str, clone: Path, prefix: tuple = (), **variables):
-    done = run(*prefix, "bash", "-euo", "pipefail", "-c", script, cwd=clone, env=environment(**variables), timeout=300)
+    done = run(
+        *prefix,
+        "bash",
+        "-euo",
+        "pipefail",
+        "-c",
+        script,
+        cwd=clone,
+        env=environment(**variables),
+        timeout=300,
+    )
     assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -48,11 +63,13 @@ def block(containing: str) -> str:
     return found[0]
 
 
-# --- what a block shows -----------------------------------------------------------------------------------------------
+# --- what a block shows
+# -----------------------------------------------------------------------------------------------
 
 
 def steps(path: Path) -> list[tuple[str, str, str]]:
-    """(language, commands, what they show, or nothing) of every bash and console block of a document."""
+    """(language, commands, what they show, or nothing) of every bash and console block of a
+    document."""
     fences = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.M | re.S)
     found = []
     for (language, text), (after, shown) in zip(fences, [*fences[1:], ("end", "")], strict=True):
@@ -65,12 +82,15 @@ def steps(path: Path) -> list[tuple[str, str, str]]:
 
 
 def shapes(text: str) -> list[str]:
-    """The lines of an output without what differs from run to run: numbers, blanks, the name of a machine, the order of
-    lines that ranks and tasks print at the same time, what a rank does just then (watch_job.py), whether srun had to
-    wait, and what slurmstepd says of an end. The numbers of a rank stay."""
+    """The lines of an output without what differs from run to run: numbers, blanks, the name of
+    a machine, the order of lines that ranks and tasks print at the same time, what a rank does
+    just then (watch_job.py), whether srun had to wait, and what slurmstepd says of an end. The
+    numbers of a rank stay."""
     lines = []
     for line in text.splitlines():
-        if re.match(r"srun: (job \d+ (queued|has been allocated)|Job \d+ step creation|Step created)", line):
+        if re.match(
+            r"srun: (job \d+ (queued|has been allocated)|Job \d+ step creation|Step created)", line
+        ):
             continue
         if re.match(r"slurmstepd-\S+: error: \*\*\*", line):
             continue
@@ -79,20 +99,30 @@ def shapes(text: str) -> list[str]:
         if re.match(r"\[Rank: |task \d+ of ", line):
             line = re.sub(r"node-\d+", "node-#", line)
             # A rank that ends early may say why before another one says that it is there.
-            end = next((i for i in range(len(lines), 0, -1) if not lines[i - 1].startswith("[Rank # on ")), 0)
-            at = next((i for i in range(end, 0, -1) if not re.match(r"\[Rank: |task ", lines[i - 1])), 0)
-            lines[at:end] = sorted([*lines[at:end], re.sub(r"CPUs: \d+ \| threads: \d+", "CPUs, threads", line)])
+            end = next(
+                (i for i in range(len(lines), 0, -1) if not lines[i - 1].startswith("[Rank # on ")),
+                0,
+            )
+            at = next(
+                (i for i in range(end, 0, -1) if not re.match(r"\[Rank: |task ", lines[i - 1])), 0
+            )
+            lines[at:end] = sorted(
+                [*lines[at:end], re.sub(r"CPUs: \d+ \| threads: \d+", "CPUs, threads", line)]
+            )
         else:
             lines.append(" ".join(re.sub(r"\d+([.:]\d+)*", "#", line).split()))
     return lines
 
 
 def assert_shown(shown: str, fresh: str):
-    """What a document shows is what the command prints. A line "..." stands for any number of lines."""
+    """What a document shows is what the command prints. A line "..." stands for any number of
+    lines."""
     lines, start = ["begin", *shapes(fresh), "end"], 0
     parts = [shapes(part) for part in re.split(r"^\.\.\.\n", f"begin\n{shown}end\n", flags=re.M)]
     for part in parts:
-        places = (i for i in range(start, len(lines) - len(part) + 1) if lines[i : i + len(part)] == part)
+        places = (
+            i for i in range(start, len(lines) - len(part) + 1) if lines[i : i + len(part)] == part
+        )
         start = next(places, len(lines)) + len(part)
         assert start <= len(lines), f"not in the output:\n{part}\nThe output:\n{fresh}"
 
@@ -105,15 +135,21 @@ def in_a_name(path: object) -> str:
     return re.sub(r"[^\w.]", "-", str(path))
 
 
-def try_block(language: str, commands: str, shown: str, clone: Path, prefix: tuple = (), **variables) -> str:
+def try_block(
+    language: str, commands: str, shown: str, clone: Path, prefix: tuple = (), **variables
+) -> str:
     """Runs a block, compares what it prints with what the document shows. Returns it."""
     if language == "bash":
         printed = bash(commands, clone, prefix, **variables)
     else:
         command = ["bash", "-c", f"exec 2>&1; {commands}"]
-        printed = run(*prefix, *command, cwd=clone, env=environment(**variables), timeout=120).stdout
+        printed = run(
+            *prefix, *command, cwd=clone, env=environment(**variables), timeout=120
+        ).stdout
     if shown:
-        assert_shown(shown, printed.replace(str(clone), HOME).replace(in_a_name(clone), in_a_name(HOME)))
+        assert_shown(
+            shown, printed.replace(str(clone), HOME).replace(in_a_name(clone), in_a_name(HOME))
+        )
     return printed
 
 
@@ -124,13 +160,21 @@ def try_chapter(number: int, clone: Path, prefix: tuple = (), **variables) -> li
 
 def test_the_comparison_can_fail():
     rank = "[Rank: {0} | vm | world size: 2 | local rank: {0} | device: cpu]\n"
-    fresh = rank.format(1) + rank.format(0) + "Data: drawn\nepoch=1 step=4/4 loss=0.5\nFinished: epoch=1\n"
+    fresh = (
+        rank.format(1)
+        + rank.format(0)
+        + "Data: drawn\nepoch=1 step=4/4 loss=0.5\nFinished: epoch=1\n"
+    )
     assert_shown(rank.format(0) + rank.format(1) + "Data: drawn\n...\nFinished: epoch=3\n", fresh)
     assert_shown("...\nepoch=1 step=99/100 loss=1.25\nFinished: epoch=1\n", fresh)
     stopped = "[Rank 0 on vm] no data\n"
-    assert_shown(rank.format(0) + rank.format(1) + stopped, rank.format(0) + stopped + rank.format(1))
+    assert_shown(
+        rank.format(0) + rank.format(1) + stopped, rank.format(0) + stopped + rank.format(1)
+    )
     sign = "   {}  node-1  {}  0 s  {}\n"  # of watch_job.py
-    assert_shown(sign.format(0, 7, "forward (model.py:7)"), sign.format(0, "-", "<module> (train.py:3)"))
+    assert_shown(
+        sign.format(0, 7, "forward (model.py:7)"), sign.format(0, "-", "<module> (train.py:3)")
+    )
     for wrong in (
         rank.format(0) * 2 + "...\n",
         rank.format(0) + rank.format(1) + stopped + "...\n",
@@ -144,14 +188,18 @@ def test_the_comparison_can_fail():
             assert_shown(wrong, fresh)
 
 
-# --- the blocks -------------------------------------------------------------------------------------------------------
+# --- the blocks -----------------------------------------------------------------------------------
+# --------------------
 
 
 def test_every_block_is_run():
-    """Here, but three pages: chapter 8 in test_containers.py, 15 in test_submit.py, docker.md in test_docker.py."""
+    """Here, but three pages: chapter 8 in test_containers.py, 15 in test_submit.py, docker.md in
+    test_docker.py."""
     chapters = [CHAPTERS[number] for number in (*range(1, 8), *range(9, 13), 14)]  # try_chapter's
     others = [path for path in DOCUMENTS if path not in chapters]
-    counts = {str(path.relative_to(REPOSITORY)): path.read_text().count("```bash\n") for path in others}
+    counts = {
+        str(path.relative_to(REPOSITORY)): path.read_text().count("```bash\n") for path in others
+    }
     assert {name: count for name, count in counts.items() if count} == {
         "README.md": 1,
         "docs/08_in_a_container.md": 1,
@@ -189,16 +237,22 @@ def test_chapter_of_slurm(clone):
         run(NAMESPACES, "down", env=environment(**variables))
 
 
-@pytest.mark.parametrize("numbers", cells([((6,),), ((5, 7),)], ((6,),)), ids=["torchrun", "srun and spawn"])
+@pytest.mark.parametrize(
+    "numbers", cells([((6,),), ((5, 7),)], ((6,),)), ids=["torchrun", "srun and spawn"]
+)
 def test_chapters_of_launchers(numbers, clone, cluster):
     """Every job of theirs trains, or finds all ranks, but for the one that has too few tasks."""
 
     def scenario(number: int, folder: Path):
-        printed = "".join(try_chapter(number, folder, prefix=(NAMESPACES, "exec"), **cluster.environment))
+        printed = "".join(
+            try_chapter(number, folder, prefix=(NAMESPACES, "exec"), **cluster.environment)
+        )
         ids = [int(job) for job in re.findall(r"Submitted batch job (\d+)", printed)]
         ended = [cluster.wait(job, timeout=240) for job in ids]
         logs = [job.log for job in ended if job.state == "COMPLETED"]
-        assert any(re.search(r"^epoch=1 test_loss=\S+ .*\nFinished: epoch=1, ", log, re.M) for log in logs), ended
+        assert any(
+            re.search(r"^epoch=1 test_loss=\S+ .*\nFinished: epoch=1, ", log, re.M) for log in logs
+        ), ended
         refused = [job for job in ended if "Unable to create step" in job.log]
         assert len(refused) == (number == 5) and len(logs) == len(ended) - len(refused), ended
 
@@ -207,15 +261,19 @@ def test_chapters_of_launchers(numbers, clone, cluster):
 
 @pytest.mark.matrix
 def test_chapters_of_language_models(clone):
-    """The second takes the text of the first. Without internet, as here, that is the one that Python brings along."""
+    """The second takes the text of the first. Without internet, as here, that is the one that
+    Python brings along."""
     shown = "".join(try_chapter(10, clone) + try_chapter(11, clone))
-    losses = [float(loss) for loss in re.findall(r"^Finished: step=100 val_loss=(\S+)$", shown, re.M)]
+    losses = [
+        float(loss) for loss in re.findall(r"^Finished: step=100 val_loss=(\S+)$", shown, re.M)
+    ]
     assert losses[0] == pytest.approx(losses[1], abs=0.02) and losses[0] < 3.2
     assert len(shown.partition("\nSample from checkpoints/tp/checkpoint_step_100:\n")[2]) > 200
 
 
 def test_on_a_cluster(clone, cluster):
-    """The commands for a login node, typed on one, except the first: the (small) data are there already."""
+    """The commands for a login node, typed on one, except the first: the (small) data are there
+    already."""
     script = block("sbatch --nodes=4")
     prepare, jobs = script.split("\n", 1)
     assert prepare.startswith("python aux/prepare_data.py mnist ")
@@ -233,16 +291,20 @@ def test_on_a_cluster(clone, cluster):
 
 @pytest.mark.matrix
 def test_chapter_of_the_proof(clone):
-    """One process, two ranks and four: the columns are the same training, and not only of the same shape."""
+    """One process, two ranks and four: the columns are the same training, and not only of the
+    same shape."""
     shown = try_chapter(9, clone)[1]
-    rows = [[float(loss) for loss in re.findall(r" loss=(\S+)", line)] for line in shown.splitlines()]
+    rows = [
+        [float(loss) for loss in re.findall(r" loss=(\S+)", line)] for line in shown.splitlines()
+    ]
     assert len(rows) == 5 and rows[-1][0] < rows[0][0]
     assert all(row == pytest.approx([row[0]] * 3, abs=1e-4) for row in rows), shown
 
 
 @pytest.mark.matrix
 def test_chapter_of_surviving(clone, cluster):
-    """A job that is stopped, requeued and resumed; what is then asked for with another batch size is refused."""
+    """A job that is stopped, requeued and resumed; what is then asked for with another batch
+    size is refused."""
     shown = try_chapter(12, clone, prefix=(NAMESPACES, "exec"), **cluster.environment)
     assert re.search(r"^All 4 ranks are alive, at step \d+\.$", shown[1], re.M), shown
     [stopped] = re.findall(r"^Stopped after step (\d+), saved$", shown[2], re.M)
@@ -250,37 +312,51 @@ def test_chapter_of_surviving(clone, cluster):
 
 
 def test_files_of_a_copy(clone):
-    """`cp` of the files that a project of one's own takes along: three for a launcher, by the table above."""
+    """`cp` of the files that a project of one's own takes along: three for a launcher, by the
+    table above."""
     bash(block("../my-project"), clone)
     project = clone.parent / "my-project"
-    taken = {str(path.relative_to(project)) for path in project.rglob("*.*") if not path.is_symlink()}
+    taken = {
+        str(path.relative_to(project)) for path in project.rglob("*.*") if not path.is_symlink()
+    }
     rows = re.findall(r"^\| (\w+) \| (`env\.sh`, .+) \|$", CHAPTERS[16].read_text(), re.M)
     files = {launcher: re.findall(r"`([^`]+)`", cell) for launcher, cell in rows}
     assert {launcher: names[1] for launcher, names in files.items()} == LAUNCHERS
     for launcher, names in files.items():
-        started = set(re.findall(r"(?:\./|python )([\w/]+\.(?:sh|py))\b", Path(clone, LAUNCHERS[launcher]).read_text()))
+        started = set(
+            re.findall(
+                r"(?:\./|python )([\w/]+\.(?:sh|py))\b",
+                Path(clone, LAUNCHERS[launcher]).read_text(),
+            )
+        )
         assert set(names) - {names[1]} == started & set(names) and len(names) == 3, launcher
     scripts = {f"distributed/{name}.py" for name in ("train_ddp", "mnist", "torchvision_on_cpu")}
     assert taken == {*files["torchrun"], *scripts}
     assert (project / ".venv/bin/python").exists()
 
 
-# --- what is generated, and what is promised --------------------------------------------------------------------------
+# --- what is generated, and what is promised
+# --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_diffs_are_fresh(path):
     """`python dev/write_diffs.py README.md docs/*.md` writes them anew."""
     text = path.read_text()
-    assert len(DIFF.findall(text)) == len(re.findall(r"^```diff$", text, re.M)), "a diff without its command above it"
+    assert len(DIFF.findall(text)) == len(re.findall(r"^```diff$", text, re.M)), (
+        "a diff without its command above it"
+    )
     assert with_diffs(text) == text
 
 
 def test_all_of_the_step_to_data_parallel_is_shown():
-    """In two chapters, but for the docstring. The changed copy, which test_plain_scripts.py trains, is shown whole."""
+    """In two chapters, but for the docstring. The changed copy, which test_plain_scripts.py
+    trains, is shown whole."""
     command = "git diff --no-index -U0 local/train_single.py distributed/train_ddp.py"
     both = "".join(CHAPTERS[number].read_text() for number in (2, 3))
-    assert [block for block, hunk in hunks_by_block(command) if hunk not in both] == ["docstring"] * 3
+    assert [block for block, hunk in hunks_by_block(command) if hunk not in both] == [
+        "docstring"
+    ] * 3
     copied = "git diff --no-index -U0 distributed/train_ddp.py tests/scripts/train_images.py"
     assert "".join(hunk for _, hunk in hunks_by_block(copied)) in CHAPTERS[16].read_text()
 
@@ -289,17 +365,27 @@ def test_all_of_the_step_to_data_parallel_is_shown():
 def test_a_chapter_has_the_shape_of_all(number):
     text = CHAPTERS[number].read_text()
     heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
-    assert heads[0].startswith(f"{number}. ") and heads[1:] == ["What changes", "Run it", "Try", "When it goes wrong"]
+    assert heads[0].startswith(f"{number}. ") and heads[1:] == [
+        "What changes",
+        "Run it",
+        "Try",
+        "When it goes wrong",
+    ]
     assert re.search(r"^!\[", text.split("## What changes")[0], re.M), "a picture with the idea"
     parts = re.split(r"^## .*$", text, flags=re.M)
     assert "```bash" in parts[2] and "```console" in parts[4]
 
 
 def test_readme_is_a_page():
-    """This machine, the local cluster, one's own cluster; which launcher, which files to copy; then how it works."""
+    """This machine, the local cluster, one's own cluster; which launcher, which files to copy;
+    then how it works."""
     text = (REPOSITORY / "README.md").read_text()
     top, *heads = re.split(r"^## (.*)$", text, flags=re.M)
-    assert top.index("make train") < top.index("`make cluster`") < top.index("\nsbatch launch_slurm_with_torchrun.sh ")
+    assert (
+        top.index("make train")
+        < top.index("`make cluster`")
+        < top.index("\nsbatch launch_slurm_with_torchrun.sh ")
+    )
     assert heads[::2] == [
         "Which launcher do I want?",
         "Your own script: which files do I copy?",
@@ -312,7 +398,9 @@ def test_readme_is_a_page():
 
 def anchors(path: Path) -> set[str]:
     """The names that GitHub gives the headings of a page."""
-    heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S), re.M)
+    heads = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S), re.M
+    )
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
@@ -325,18 +413,25 @@ def test_links_and_paths_lead_somewhere(path):
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
     for span in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)):
-        for name in re.findall(r"(?<![\w./-])(?:aux|dev|distributed|local|docs|tests)/[\w/-]+\.\w+", span):
+        for name in re.findall(
+            r"(?<![\w./-])(?:aux|dev|distributed|local|docs|tests)/[\w/-]+\.\w+", span
+        ):
             assert (REPOSITORY / name).exists(), name
 
 
-# --- what people are used to ------------------------------------------------------------------------------------------
+# --- what people are used to
+# ------------------------------------------------------------------------------------------
 
 
 def habits() -> list[str]:
     """The commands in the middle column of docs/coming-from.md."""
     page = (REPOSITORY / "docs/coming-from.md").read_text()
     cells = re.findall(r"^\| .+? \| (.+?) \| .+? \|$", page, re.M)
-    return list(dict.fromkeys(span for cell in cells for span in re.findall(r"`([^`]+)`", cell) if " " in span))
+    return list(
+        dict.fromkeys(
+            span for cell in cells for span in re.findall(r"`([^`]+)`", cell) if " " in span
+        )
+    )
 
 
 ELSEWHERE = (
@@ -353,18 +448,26 @@ def test_habits_that_other_tests_run():
     """Containers, Docker and submission have tests of their own."""
     page = (REPOSITORY / "docs/coming-from.md").read_text()
     assert page.count("| there | here | why |") == page.count("\n## ") == 5
-    for name in ("with_torchmultiprocessing.sh", "run_distributed.slurm", "train.sh", "./torchrun.sh 0 node-1"):
+    for name in (
+        "with_torchmultiprocessing.sh",
+        "run_distributed.slurm",
+        "train.sh",
+        "./torchrun.sh 0 node-1",
+    ):
         assert re.search(rf"^\| [^|]*{re.escape(name)}", page, re.M), name
     others = [command for command in habits() if command.startswith(ELSEWHERE)]
     assert len(others) == 7 and len(habits()) == 18, habits()
     for command in others:
         if command.startswith(("docker exec", "sbatch", "python")):
-            script = next(word for word in command.split() if word.endswith((".py", ".sh"))).removeprefix("/data/")
+            script = next(
+                word for word in command.split() if word.endswith((".py", ".sh"))
+            ).removeprefix("/data/")
             assert any(script in text for text in BLOCKS), command
 
 
 def test_habits_of_tasks():
-    """The lines that import the decorator, and its numbers; what stands on their left is refused in test_submit.py."""
+    """The lines that import the decorator, and its numbers; what stands on their left is refused
+    in test_submit.py."""
     lines = [cell for cell in habits() if cell.startswith(("sys.path", "from slurm", "@task"))]
     lines.sort(key=lambda cell: "sf@".index(cell[0]))
     lines += ["def train(job=None):", "    return job", "print(train())"]
@@ -375,7 +478,9 @@ def test_habits_of_tasks():
 HERE = [command for command in habits() if not command.startswith(ELSEWHERE)]
 
 
-@pytest.mark.parametrize("command", [command for command in HERE if not command.startswith("sbatch ")])
+@pytest.mark.parametrize(
+    "command", [command for command in HERE if not command.startswith("sbatch ")]
+)
 def test_habits(command, clone):
     shown = bash(f"source .venv/bin/activate; {command}", clone)
     assert re.search(r"^Finished: ", shown, re.M), shown
@@ -386,9 +491,13 @@ def test_habits_of_sbatch(clone, cluster, tmp_path):
     commands = [command.split()[1:] for command in HERE if command.startswith("sbatch ")]
     ids = []
     for command in commands:
-        gpus = 2 if "launch_slurm_to_torch.sh" in command else 1  # its header has two tasks on a node
+        gpus = (
+            2 if "launch_slurm_to_torch.sh" in command else 1
+        )  # its header has two tasks on a node
         options = ["--nodes=2", f"--gpus-per-node={gpus}", f"--output={tmp_path}/%j"]
         ids.append(cluster.submit(*options, *command, cwd=clone))
     for job in map(cluster.wait, ids):
-        assert job.state == "COMPLETED" and re.search(r"^(Finished: |VERDICT: )", job.log, re.M), job.log
+        assert job.state == "COMPLETED" and re.search(r"^(Finished: |VERDICT: )", job.log, re.M), (
+            job.log
+        )
     assert len(ids) == 6, commands

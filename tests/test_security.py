@@ -1,4 +1,4 @@
-"""What SECURITY.md says: no shell is given a string, no secret is told, a .pt file cannot run code."""
+"""SECURITY.md: no shell is given a string, no secret is told, a .pt file cannot run code."""
 
 import ast
 import re
@@ -10,7 +10,9 @@ import pytest
 
 from conftest import LAUNCHERS, REPOSITORY, cells, run
 
-TRACKED = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True).stdout.split()
+TRACKED = subprocess.run(
+    ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True
+).stdout.split()
 SECRET = "canary-3f1d9c"  # no part of any other text
 
 
@@ -31,7 +33,7 @@ def test_no_secret_in_log_script_or_command_line(way, cluster, tmp_path):
 
 
 def test_no_shell_is_given_a_string():
-    """No eval, no sh -c of something put together, and Python starts programs by a list of words."""
+    """No eval, no sh -c of something put together; Python starts programs by a list of words."""
     for path in TRACKED:
         text = (REPOSITORY / path).read_text(errors="replace")
         if path.endswith(".sh"):
@@ -43,7 +45,14 @@ def test_no_shell_is_given_a_string():
         if path.endswith(".py") and not path.startswith("tests/"):
             for node in ast.walk(ast.parse(text)):
                 called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-                assert called not in ("eval", "exec", "os.system", "os.popen", "pickle.load", "pickle.loads"), path
+                assert called not in (
+                    "eval",
+                    "exec",
+                    "os.system",
+                    "os.popen",
+                    "pickle.load",
+                    "pickle.loads",
+                ), path
                 keywords = {x.arg: ast.unparse(x.value) for x in node.keywords} if called else {}
                 assert keywords.get("shell", "False") == "False", path
                 assert called != "torch.load" or keywords.get("weights_only") == "True", path

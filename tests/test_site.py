@@ -1,4 +1,5 @@
-"""`make docs`: the site is built; every page and picture is there, and every link in it leads somewhere."""
+"""`make docs`: the site is built; every page and picture is there, and every link in it leads
+somewhere."""
 
 import re
 from html.parser import HTMLParser
@@ -17,7 +18,8 @@ PAGES = [
 
 
 class Page(HTMLParser):
-    """What a page links to, what it loads, the names that a link to it can have behind its #, and its text."""
+    """What a page links to, what it loads, the names that a link to it can have behind its #,
+    and its text."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -117,7 +119,8 @@ def test_every_page_and_picture_is_there(site):
 
 @pytest.mark.matrix
 def test_markdown_is_read_as_on_github(site):
-    """As many tables, items and blocks as the file has: a list without a blank line above it would be a paragraph."""
+    """As many tables, items and blocks as the file has: a list without a blank line above it
+    would be a paragraph."""
     for page in PAGES:
         html = re.search(r"<article.*?</article>", built(page, site).read_text(), re.S)[0]
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)

@@ -16,12 +16,25 @@ ENDS = "tests/scripts/ends.py"
 
 def job(ranks: int = 2) -> dict[str, str]:
     """The environment of the one node of a job, as env.sh and srun make it."""
-    place = {"NNODES": 1, "SLURM_NODEID": 0, "NPROC_PER_NODE": ranks, "SLURM_JOB_ID": 7, "PYTHONUNBUFFERED": 1}
+    place = {
+        "NNODES": 1,
+        "SLURM_NODEID": 0,
+        "NPROC_PER_NODE": ranks,
+        "SLURM_JOB_ID": 7,
+        "PYTHONUNBUFFERED": 1,
+    }
     return environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), OMP_NUM_THREADS=2)
 
 
 def in_a_job(script: object, *arguments: object, ranks: int = 2, timeout: float = 120):
-    return run(sys.executable, "distributed/spawn_ranks.py", script, *arguments, env=job(ranks), timeout=timeout)
+    return run(
+        sys.executable,
+        "distributed/spawn_ranks.py",
+        script,
+        *arguments,
+        env=job(ranks),
+        timeout=timeout,
+    )
 
 
 def lines(output: str) -> list[str]:
@@ -37,13 +50,18 @@ def test_a_spawned_rank_ends_as_others_do():
     spawned = in_a_job(ENDS)
     other = run("./torchrun.sh", ENDS, env=environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=2))
     assert spawned.returncode == other.returncode == 0, spawned.stderr + other.stderr
-    expected = [f"{rank} {words}" for rank in (0, 1) for words in ("sees 1 4950 268435456 2 True", "thread", "atexit")]
+    expected = [
+        f"{rank} {words}"
+        for rank in (0, 1)
+        for words in ("sees 1 4950 268435456 2 True", "thread", "atexit")
+    ]
     assert lines(spawned.stdout) == lines(other.stdout) == expected
     assert not spawned.stderr, spawned.stderr
 
 
 def test_its_status_is_that_of_the_first_rank_to_fail(tmp_path):
-    """As a shell counts a signal, too. One line names the rank and the host, and its peers are ended."""
+    """As a shell counts a signal, too. One line names the rank and the host, and its peers are
+    ended."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys, time\n"
@@ -53,7 +71,11 @@ def test_its_status_is_that_of_the_first_rank_to_fail(tmp_path):
         "    os.kill(os.getpid(), int(sys.argv[1]))\n"
         "time.sleep(100)\n"
     )
-    for how, status, said in (("exit", 3, "exit code 3"), (9, 137, "signal SIGKILL"), (15, 143, "signal SIGTERM")):
+    for how, status, said in (
+        ("exit", 3, "exit code 3"),
+        (9, 137, "signal SIGKILL"),
+        (15, 143, "signal SIGTERM"),
+    ):
         done = in_a_job(script, how, timeout=60)
         assert done.returncode == status, done.stderr
         line = rf"^spawn_ranks.py: rank 1 on \S+: process 1 terminated with {said}$"
@@ -76,7 +98,8 @@ while True:
 
 
 def test_signals_reach_the_ranks_once(tmp_path):
-    """Slurm signals the spawner. It stays until ranks that save have ended, and ends as well as they do."""
+    """Slurm signals the spawner. It stays until ranks that save have ended, and ends as well as
+    they do."""
     script = tmp_path / "script.py"
     script.write_text(LISTENS)
     command = [sys.executable, "distributed/spawn_ranks.py", str(script)]

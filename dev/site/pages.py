@@ -1,6 +1,8 @@
-"""Tells mkdocs which pages the site of `make docs` has, and their order. mkdocs.yml names this file.
+"""Tells mkdocs which pages the site of `make docs` has, and their order. mkdocs.yml names this
+file.
 
-Every page has the same place in the site as in the repository, so that links lead to the same files in both.
+Every page has the same place in the site as in the repository, so that links lead to the same
+files in both.
 """
 
 import re

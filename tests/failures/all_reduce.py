@@ -13,7 +13,11 @@ patience = datetime.timedelta(seconds=30)  # by default 30 minutes with gloo, 10
 dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=patience)
 ones = torch.ones(1)
 dist.all_reduce(ones)
-print(f"rank {rank} of {world_size} on {socket.gethostname()}, all ranks together are {ones.item():.0f}", flush=True)
+print(
+    f"rank {rank} of {world_size} on {socket.gethostname()}, all ranks together are "
+    f"{ones.item():.0f}",
+    flush=True,
+)
 dist.barrier()
 dist.destroy_process_group()
 os._exit(0)  # threads of gloo's can abort Python while it shuts down

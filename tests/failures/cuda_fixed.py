@@ -1,4 +1,5 @@
-"""The script asks torch. It says what it has found, so that a job does not train on the CPU for a week unseen."""
+"""The script asks torch. It says what it has found, so that a job does not train on the CPU for
+a week unseen."""
 
 import torch
 

@@ -1,4 +1,5 @@
-"""The process that trains reads the images, too. How long it waits for them is measured: do the same in your loop."""
+"""The process that trains reads the images, too. How long it waits for them is measured: do the
+same in your loop."""
 
 import time
 
@@ -21,4 +22,6 @@ for _ in loader:
     waited += time.perf_counter() - asked
     time.sleep(0.1)  # in place of a step
     asked = time.perf_counter()
-print(f"waits for data: {100 * waited / (time.perf_counter() - start):.0f} % of the time", flush=True)
+print(
+    f"waits for data: {100 * waited / (time.perf_counter() - start):.0f} % of the time", flush=True
+)

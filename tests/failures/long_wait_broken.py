@@ -1,4 +1,5 @@
-"""Rank 0 prepares the data, the other ranks wait in a barrier, and their time-out is shorter than the preparation."""
+"""Rank 0 prepares the data, the other ranks wait in a barrier, and their time-out is shorter
+than the preparation."""
 
 import datetime
 import os

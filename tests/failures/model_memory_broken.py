@@ -1,4 +1,5 @@
-"""Every rank holds the whole model, its gradients and Adam's two moments: 16 bytes for each of 64 million weights."""
+"""Every rank holds the whole model, its gradients and Adam's two moments: 16 bytes for each of
+64 million weights."""
 
 import ctypes
 import os
@@ -11,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
 ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: what is freed goes back to the system
-resource.setrlimit(resource.RLIMIT_DATA, (5 * 2**28, 5 * 2**28))  # bytes, in place of a GPU's memory
+resource.setrlimit(
+    resource.RLIMIT_DATA, (5 * 2**28, 5 * 2**28)
+)  # bytes, in place of a GPU's memory
 model = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(16)])
 model = DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters())

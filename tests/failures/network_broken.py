@@ -24,6 +24,8 @@ for part in torch.ones(8, 4, 2000):
     model(part).mean().backward()
 if dist.get_rank() == 0:
     seconds = time.perf_counter() - start
-    print(f"One step: {len(sent)} all-reduces, {sum(sent) / 1e6:.0f} MB, {seconds:.2f} s", flush=True)
+    print(
+        f"One step: {len(sent)} all-reduces, {sum(sent) / 1e6:.0f} MB, {seconds:.2f} s", flush=True
+    )
 dist.barrier()
 os._exit(0)  # threads of gloo's can abort Python while it shuts down

@@ -1,4 +1,5 @@
-"""Gradients of eight parts are added up, and DDP averages them over the ranks once, after the last part."""
+"""Gradients of eight parts are added up, and DDP averages them over the ranks once, after the
+last part."""
 
 import contextlib
 import os
@@ -26,6 +27,8 @@ for number, part in enumerate(torch.ones(8, 4, 2000), start=1):
         model(part).mean().backward()
 if dist.get_rank() == 0:
     seconds = time.perf_counter() - start
-    print(f"One step: {len(sent)} all-reduces, {sum(sent) / 1e6:.0f} MB, {seconds:.2f} s", flush=True)
+    print(
+        f"One step: {len(sent)} all-reduces, {sum(sent) / 1e6:.0f} MB, {seconds:.2f} s", flush=True
+    )
 dist.barrier()
 os._exit(0)  # threads of gloo's can abort Python while it shuts down

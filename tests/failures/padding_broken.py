@@ -1,4 +1,5 @@
-"""DistributedSampler fills up 5 test images to 6, so that both ranks have 3: the first one is counted twice."""
+"""DistributedSampler fills up 5 test images to 6, so that both ranks have 3: the first one is
+counted twice."""
 
 import os
 

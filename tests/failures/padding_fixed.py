@@ -1,4 +1,5 @@
-"""Each test image is on one rank: rank 0 has 3 of 5, rank 1 has 2. Sums and counts are added up, not means."""
+"""Each test image is on one rank: rank 0 has 3 of 5, rank 1 has 2. Sums and counts are added up,
+not means."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""What gpu_per_task_broken.sh and gpu_per_task_fixed.sh start: each task takes the GPU of its local rank."""
+"""What gpu_per_task_broken.sh and gpu_per_task_fixed.sh start: each task takes the GPU of its
+local rank."""
 
 import os
 import sys
@@ -10,5 +11,8 @@ count = len(visible.split(","))
 if torch.cuda.is_available():  # not with the pretended GPUs of the local cluster
     torch.cuda.set_device(local_rank)
 elif local_rank >= count:
-    sys.exit(f"task {local_rank} sees {count} GPU (CUDA_VISIBLE_DEVICES={visible}): there is no cuda:{local_rank}")
+    sys.exit(
+        f"task {local_rank} sees {count} GPU (CUDA_VISIBLE_DEVICES={visible}): there is no "
+        f"cuda:{local_rank}"
+    )
 print(f"task {local_rank} takes cuda:{local_rank} of {count}", flush=True)

@@ -1,4 +1,5 @@
-"""Five batches for two ranks: rank 0 has three, rank 1 has two, and the third step of rank 0 waits for nobody."""
+"""Five batches for two ranks: rank 0 has three, rank 1 has two, and the third step of rank 0
+waits for nobody."""
 
 import os
 import time

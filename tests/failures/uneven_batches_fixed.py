@@ -1,4 +1,5 @@
-"""Five batches for two ranks: the same number on each, and the fifth is left out (or take a DistributedSampler)."""
+"""Five batches for two ranks: the same number on each, and the fifth is left out (or take a
+DistributedSampler)."""
 
 import os
 import time

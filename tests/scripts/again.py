@@ -1,7 +1,9 @@
-"""Runs train_ddp.py many times in one job and prints how its ranks ended: argv[1] times, with the arguments behind it.
+"""Runs train_ddp.py many times in one job and prints how its ranks ended: argv[1] times, with
+the arguments behind it.
 
-A process that has imported torch forks each run's rank, under srun in every task, which saves the import. Each run has
-a port of its own, and starts when the one before it has ended on this node.
+A process that has imported torch forks each run's rank, under srun in every task, which saves
+the import. Each run has a port of its own, and starts when the one before it has ended on this
+node.
 """
 
 import collections

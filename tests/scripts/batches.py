@@ -1,4 +1,5 @@
-"""Runs a plain train script (argv[1]) with its arguments as it stands, but for the batches that its loader gives.
+"""Runs a plain train script (argv[1]) with its arguments as it stands, but for the batches that
+its loader gives.
 
 The variable SLOW says how many seconds later each comes; a requeued job is as fast as it can.
 The variable RAISE says in which step an exception comes instead, on rank 1.
@@ -12,7 +13,9 @@ from pathlib import Path
 
 from torch.utils.data import DataLoader
 
-seconds = float(os.environ.get("SLOW", 0)) if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else 0
+seconds = (
+    float(os.environ.get("SLOW", 0)) if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else 0
+)
 batches = DataLoader.__iter__
 
 

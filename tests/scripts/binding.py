@@ -1,4 +1,5 @@
-"""The package's device function with pretended GPUs: torch is made to see what CUDA_VISIBLE_DEVICES grants."""
+"""The package's device function with pretended GPUs: torch is made to see what
+CUDA_VISIBLE_DEVICES grants."""
 
 import os
 import sys
@@ -16,7 +17,9 @@ granted = visible.split(",") if visible else []
 torch.cuda.is_available = lambda: bool(granted)
 torch.cuda.device_count = lambda: len(granted)
 torch.cuda.set_device = lambda index: None
-torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"uuid-{granted[device.index]}")
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(
+    uuid=f"uuid-{granted[device.index]}"
+)
 
 launcher, rank, local_rank, world_size = find_ranks()
 device, fault = choose_device("auto", local_rank, world_size)

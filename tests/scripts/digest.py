@@ -1,4 +1,5 @@
-"""Runs a train script (argv[1]) with its arguments as it stands; then every rank prints a digest of its weights.
+"""Runs a train script (argv[1]) with its arguments as it stands; then every rank prints a digest
+of its weights.
 
 For scripts with DistributedDataParallel. The hook is what they end with: destroy_process_group.
 """
@@ -25,7 +26,9 @@ def record(self, module, *args, **options):
 
 def destroy_process_group():
     for model in models:
-        weights = b"".join(weight.detach().cpu().numpy().tobytes() for weight in model.state_dict().values())
+        weights = b"".join(
+            weight.detach().cpu().numpy().tobytes() for weight in model.state_dict().values()
+        )
         line = f"WEIGHTS {hashlib.sha256(weights).hexdigest()}\n"
         os.write(1, line.encode())  # one write: lines of ranks do not mix
     destroy()

@@ -1,4 +1,5 @@
-"""A script with all that Python does when a process ends, and with threads of torch's and numpy's: each rank says it.
+"""A script with all that Python does when a process ends, and with threads of torch's and
+numpy's: each rank says it.
 
 It returns; after the word "exit" rank 1 ends with status 3.
 """
@@ -37,7 +38,14 @@ loaded = sum(int(batch.sum()) for batch in loader)
 products = sum(float((ones @ ones).sum()) for ones in (torch.ones(512, 512), np.ones((512, 512))))
 draws = torch.tensor(np.random.rand(), dtype=torch.float64).repeat(2)
 dist.all_reduce(draws[:1])  # the sum of two ranks' draws; draws[1] is this rank's own
-say("sees", int(total), loaded, int(products), torch.get_num_threads(), bool(draws[0] != 2 * draws[1]))
+say(
+    "sees",
+    int(total),
+    loaded,
+    int(products),
+    torch.get_num_threads(),
+    bool(draws[0] != 2 * draws[1]),
+)
 say("folder", scratch.name)
 dist.barrier()
 dist.destroy_process_group()

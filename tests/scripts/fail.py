@@ -1,4 +1,4 @@
-"""Ranks that reduce for a minute; rank 1 fails as argv[1] says: exit, kill, exception or sentence."""
+"""Ranks reduce for a minute; rank 1 fails as argv[1] says: exit, kill, exception or sentence."""
 
 import os
 import sys

@@ -1,4 +1,5 @@
-"""A stand-in for a train script that looks for what is in SECRET_TOKEN in the command lines of all processes."""
+"""A stand-in for a train script that looks for what is in SECRET_TOKEN in the command lines of
+all processes."""
 
 import os
 from pathlib import Path

@@ -1,7 +1,8 @@
-"""Runs a script (argv[2]) with its arguments as it stands, on a torch that shows it nothing newer than 2.4 or 2.6.
+"""Runs a script (argv[2]) with its arguments as it stands, on a torch that shows it nothing
+newer than 2.4 or 2.6.
 
-argv[1] says which of the two. The names are what 2.13.0 has and 2.4.1 or 2.6.0 lacks, in the modules that jobs import.
-torch itself still has them.
+argv[1] says which of the two. The names are what 2.13.0 has and 2.4.1 or 2.6.0 lacks, in the
+modules that jobs import. torch itself still has them.
 """
 
 import os
@@ -16,15 +17,26 @@ import torch.distributed.checkpoint as dcp
 NEWER_THAN_2_4 = {
     "torch": "accelerator AcceleratorError hash_tensor sym_sum thread_safe_generator while_loop",
     "torch.cpu": "get_capabilities is_initialized",
-    "torch.cuda": "AcceleratorError GreenContext MemPool device_memory_used host_memory_stats is_tf32_supported",
+    "torch.cuda": (
+        "AcceleratorError GreenContext MemPool "
+        "device_memory_used host_memory_stats is_tf32_supported"
+    ),
     "torch.nn": "Buffer LinearCrossEntropyLoss LinearCrossEntropyOptions",
     "torch.nn.functional": "grouped_mm linear_cross_entropy scaled_grouped_mm scaled_mm",
     "torch.nn.utils": "clip_grads_with_norm_ get_total_norm",
     "torch.optim": "Adafactor Muon",
-    "torch.serialization": "get_unsafe_globals_in_checkpoint safe_globals set_crc32_options skip_data",
-    "torch.distributed": "all_gather_single get_default_backend_for_device reduce_scatter_single split_group",
-    "torch.distributed.fsdp": "CPUOffloadPolicy FSDPModule MixedPrecisionPolicy OffloadPolicy fully_shard",
-    "torch.distributed.tensor": "DTensor Partial Placement Replicate Shard distribute_module distribute_tensor",
+    "torch.serialization": (
+        "get_unsafe_globals_in_checkpoint safe_globals set_crc32_options skip_data"
+    ),
+    "torch.distributed": (
+        "all_gather_single get_default_backend_for_device reduce_scatter_single split_group"
+    ),
+    "torch.distributed.fsdp": (
+        "CPUOffloadPolicy FSDPModule MixedPrecisionPolicy OffloadPolicy fully_shard"
+    ),
+    "torch.distributed.tensor": (
+        "DTensor Partial Placement Replicate Shard distribute_module distribute_tensor"
+    ),
     "torch.utils.checkpoint": "CheckpointPolicy SelectiveCheckpointContext",
 }
 NEWER_THAN_2_6 = {
@@ -48,7 +60,9 @@ TORCH = os.path.dirname(torch.__file__)
 class Older(ModuleType):
     def __getattribute__(self, name: str):
         get = super().__getattribute__
-        if name in NEWER.get(get("__name__"), "").split() and not sys._getframe(1).f_code.co_filename.startswith(TORCH):
+        if name in NEWER.get(get("__name__"), "").split() and not sys._getframe(
+            1
+        ).f_code.co_filename.startswith(TORCH):
             raise AttributeError(f"torch {VERSION} has no {get('__name__')}.{name}")
         return get(name)
 

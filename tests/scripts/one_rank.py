@@ -1,13 +1,16 @@
-"""Runs a script (argv[1]) with its arguments as it stands, except that one rank does what several ranks do.
+"""Runs a script (argv[1]) with its arguments as it stands, except that one rank does what
+several ranks do.
 
-So the process group, DistributedDataParallel, fully_shard, DTensor and the collectives around a checkpoint are gone
-through on one GPU, where NCCL takes no second rank. Wherever the script or a module of ours asks whether `world_size`
-is 1, or more, the answer is more. Several ranks are left as they are, and so is one that no launcher has started.
+So the process group, DistributedDataParallel, fully_shard, DTensor and the collectives around a
+checkpoint are gone through on one GPU, where NCCL takes no second rank. Wherever the script or a
+module of ours asks whether `world_size` is 1, or more, the answer is more. Several ranks are
+left as they are, and so is one that no launcher has started.
 
-After every step of the optimizer a line DEVICE says, in JSON, the backend, the kind of the weights, their bytes on this
-rank, and the bytes of its device: now, and at most so far. On a CPU, which has no counters for that, the variable COUNT
-says that tensors are to be counted. The variable SLOW says how many seconds longer a step takes. With ASYNCHRONOUS
-small checkpoints are written asynchronously, too; on CUDA the line has the GPUs on which this process has a context.
+After every step of the optimizer a line DEVICE says, in JSON, the backend, the kind of the
+weights, their bytes on this rank, and the bytes of its device: now, and at most so far. On a
+CPU, which has no counters for that, the variable COUNT says that tensors are to be counted. The
+variable SLOW says how many seconds longer a step takes. With ASYNCHRONOUS small checkpoints are
+written asynchronously, too; on CUDA the line has the GPUs on which this process has a context.
 """
 
 import json
@@ -28,7 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-FOLDERS = tuple(str(Path(__file__).resolve().parents[2] / name) for name in ("distributed", "local", "aux"))
+FOLDERS = tuple(
+    str(Path(__file__).resolve().parents[2] / name) for name in ("distributed", "local", "aux")
+)
 
 
 class AsSeveral(SourceFileLoader):
@@ -37,7 +42,9 @@ class AsSeveral(SourceFileLoader):
     def get_code(self, fullname: str):
         path = Path(self.get_filename(fullname))
         question = r"\b(?:\w+\.)*world_size (==|>) 1\b"
-        return compile(re.sub(question, lambda found: str(found[1] == ">"), path.read_text()), path, "exec")
+        return compile(
+            re.sub(question, lambda found: str(found[1] == ">"), path.read_text()), path, "exec"
+        )
 
 
 def find_ours(folder: str) -> FileFinder:
@@ -55,7 +62,9 @@ class Bytes(TorchDispatchMode):
         self.sizes, self.now, self.peak = WeakIdKeyDictionary(), 0, 0
         resize = torch.UntypedStorage.resize_
 
-        def resize_(storage: torch.UntypedStorage, size: int):  # so fully_shard frees what it has gathered
+        def resize_(
+            storage: torch.UntypedStorage, size: int
+        ):  # so fully_shard frees what it has gathered
             resize(storage, size)
             self.note(storage)
 
@@ -66,7 +75,9 @@ class Bytes(TorchDispatchMode):
             return NotImplemented  # its parts come through here again, as plain tensors
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().device.type != "meta":  # without memory
+            if (
+                isinstance(tensor, torch.Tensor) and tensor.untyped_storage().device.type != "meta"
+            ):  # without memory
                 self.note(tensor.untyped_storage())
         return result
 
@@ -88,10 +99,20 @@ def report(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
     now, peak = counted.now, counted.peak
     if local[0].is_cuda:
         now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        contexts = [number for number in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(number)]
-    line = {"backend": dist.get_backend() if dist.is_initialized() else None, "device": local[0].device.type}
+        contexts = [
+            number
+            for number in range(torch.cuda.device_count())
+            if torch._C._cuda_hasPrimaryContext(number)
+        ]
+    line = {
+        "backend": dist.get_backend() if dist.is_initialized() else None,
+        "device": local[0].device.type,
+    }
     line |= {"contexts": contexts} if local[0].is_cuda else {}
-    line |= {"kind": type(weights[0]).__name__, "weights": sum(x.numel() * x.element_size() for x in local)}
+    line |= {
+        "kind": type(weights[0]).__name__,
+        "weights": sum(x.numel() * x.element_size() for x in local),
+    }
     os.write(1, f"DEVICE {json.dumps(line | {'now': now, 'peak': peak})}\n".encode())
     time.sleep(float(os.environ.get("SLOW", 0)))
 

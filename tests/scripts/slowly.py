@@ -1,12 +1,14 @@
-"""Runs a train script (argv[2]) with its arguments as it stands, argv[1] seconds slower at each step.
+"""Runs a train script (argv[2]) with its arguments as it stands, argv[1] seconds slower at each
+step.
 
-The hook is Checkpoints.due, which train_preemptible.py, train_fsdp.py and train_tp.py ask after every step.
-A requeued job is as fast as it can, unless the variable ALWAYS is set: what was to happen has happened.
-The variable LATE says how many seconds the ranks sleep once they listen for signals, and MISSING which one never comes.
-With SLOW_SAVE a checkpoint takes so many seconds more to write, and with LONG_STEP step number N takes five.
-With the variable HOLD, train_fsdp.py and train_tp.py write their checkpoints asynchronously, however small, and that of
-step N is not written as long as there is a file HOLD/N.
-The rank that the variable STUCK names stays for ever in step 8; the one that HUNGRY names takes memory without end.
+The hook is Checkpoints.due, which train_preemptible.py, train_fsdp.py and train_tp.py ask after
+every step. A requeued job is as fast as it can, unless the variable ALWAYS is set: what was to
+happen has happened. The variable LATE says how many seconds the ranks sleep once they listen for
+signals, and MISSING which one never comes. With SLOW_SAVE a checkpoint takes so many seconds
+more to write, and with LONG_STEP step number N takes five. With the variable HOLD, train_fsdp.py
+and train_tp.py write their checkpoints asynchronously, however small, and that of step N is not
+written as long as there is a file HOLD/N. The rank that the variable STUCK names stays for ever
+in step 8; the one that HUNGRY names takes memory without end.
 """
 
 import os

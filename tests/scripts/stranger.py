@@ -1,4 +1,5 @@
-"""A script that knows nothing of this repository: torch's variables, an all-reduce, and twenty steps of training."""
+"""A script that knows nothing of this repository: torch's variables, an all-reduce, and twenty
+steps of training."""
 
 import os
 
@@ -24,7 +25,11 @@ for _ in range(20):
 weight = float(model.module.weight.detach().sum())
 
 dist.barrier()
-print(f"rank {dist.get_rank()} of {dist.get_world_size()}, local rank {local_rank}: the sum is {total:.0f}\n", end="")
+print(
+    f"rank {dist.get_rank()} of {dist.get_world_size()}, local rank {local_rank}: the sum is "
+    f"{total:.0f}\n",
+    end="",
+)
 print(f"trained: {weight:.6f}\n", end="")
 dist.destroy_process_group()
 os._exit(0)  # gloo on a CPU may abort a Python that shuts down

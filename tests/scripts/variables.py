@@ -1,6 +1,7 @@
 """A script without torch: prints what this rank was given, as one line of JSON.
 
-After the word `wait` all ranks wait. After `fail` they do, too, but for rank 1, which ends with status 3.
+After the word `wait` all ranks wait. After `fail` they do, too, but for rank 1, which ends with
+status 3.
 """
 
 import json

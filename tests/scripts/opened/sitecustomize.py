@@ -1,6 +1,6 @@
-"""With this folder in PYTHONPATH, sys.opened has the files that a process opens, from its start, and sys.operations
-counts how often Python names a file or a folder to the file system: to open it, to list it, or to look for a module.
-What is forked counts anew."""
+"""With this folder in PYTHONPATH, sys.opened has the files that a process opens, from its start,
+and sys.operations counts how often Python names a file or a folder to the file system: to open
+it, to list it, or to look for a module. What is forked counts anew."""
 
 import os
 import posix
