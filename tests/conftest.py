@@ -2,6 +2,7 @@
 MNIST's own format."""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -267,17 +268,30 @@ def write_idx(path: Path, shape: tuple[int, ...], data: bytes):
     path.write_bytes(header + data)
 
 
-def synthetic(name: str, folder: Path) -> Path:
-    """The folder, with a data set that aux/prepare_data.py has made on this machine."""
+def once(tmp_path_factory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that `make` fills once for all processes of pytest-xdist."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder = shared / name
+    with open(shared / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            make(shared / f"{name}.unfinished")
+            (shared / f"{name}.unfinished").rename(folder)
+    return folder
+
+
+def synthetic(name: str, folder: Path):
+    """Fills the folder with a data set that aux/prepare_data.py makes on this machine."""
     made = run(sys.executable, "aux/prepare_data.py", name, "--synthetic", "--data-dir", folder)
     assert made.returncode == 0, made.stderr
-    return folder
 
 
 @pytest.fixture(scope="session")
 def mnist_full(tmp_path_factory) -> Path:
     """The whole synthetic set."""
-    return synthetic("mnist", tmp_path_factory.mktemp("mnist-full"))
+    return once(tmp_path_factory, "mnist-full", lambda folder: synthetic("mnist", folder))
 
 
 def first_images(full: Path, folder: Path, train: int, test: int) -> Path:
@@ -308,7 +322,7 @@ def tiny(mnist_full, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
     """Prepared text."""
-    return synthetic("shakespeare", tmp_path_factory.mktemp("text"))
+    return once(tmp_path_factory, "text", lambda folder: synthetic("shakespeare", folder))
 
 
 def read_metrics(folder: Path) -> list[dict]:
@@ -316,14 +330,15 @@ def read_metrics(folder: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="session")
-def debian(tmp_path_factory):
-    """The folder of a Debian 12 with Python, from the mirror that this machine's apt uses: for
-    images of containers."""
-    folder = tmp_path_factory.mktemp("debian") / "root"
+def debian(tmp_path_factory) -> Path:
+    """The folder of a Debian 12 with Python, from this machine's apt mirror, for images."""
     only = ["Created-By: Packages", "Codename: bookworm", "Component: main"]
     mirror = run("apt-get", "indextargets", "--format", "$(REPO_URI)", *only).stdout.split()[:1]
-    command = ["debootstrap", "--variant=minbase", "--include=python3", "bookworm", folder, *mirror]
-    made = run(*command, env=environment(PATH=f"{os.environ['PATH']}:/usr/sbin"), timeout=300)
-    assert made.returncode == 0, made.stdout[-2000:] + made.stderr
-    yield folder
-    shutil.rmtree(folder)
+
+    def make(folder: Path):
+        command = ["debootstrap", "--variant=minbase", "--include=python3", "bookworm", folder]
+        path = environment(PATH=f"{os.environ['PATH']}:/usr/sbin")
+        made = run(*command, *mirror, env=path, timeout=300)
+        assert made.returncode == 0, made.stdout[-2000:] + made.stderr
+
+    return once(tmp_path_factory, "debian", make)

@@ -92,7 +92,7 @@ def needs_another_torch(command: str) -> bool:
     """Two scripts show what a torch without CUDA says."""
     import torch
 
-    return ("cuda_" in command or "torchvision_" in command) and torch.version.cuda is not None
+    return "cuda_" in command and torch.version.cuda is not None
 
 
 QUICK = [pair for pair in SHOWN if "set_epoch" in pair[1]]

@@ -330,7 +330,7 @@ def test_files_of_a_copy(clone):
             )
         )
         assert set(names) - {names[1]} == started & set(names) and len(names) == 3, launcher
-    scripts = {f"distributed/{name}.py" for name in ("train_ddp", "mnist", "torchvision_on_cpu")}
+    scripts = {f"distributed/{name}.py" for name in ("train_ddp", "mnist")}
     assert taken == {*files["torchrun"], *scripts}
     assert (project / ".venv/bin/python").exists()
 
