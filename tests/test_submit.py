@@ -101,15 +101,21 @@ def start_sshd(cluster, folder: Path, port: int, mounts: str) -> subprocess.Pope
     (folder / "shadow").write_text(shadow)  # sshd lets no locked account in
     inside = f"/run/slurm-cluster-{cluster.environment['CLUSTER']}/inside"
     (folder / "sshd_config").write_text(
-        f"Port {port}\nHostKey {folder}/host_key\nAuthorizedKeysFile "
-        f"{folder.parent}/user_key.pub\nPidFile none\n"
-        "UsePAM no\nPermitRootLogin yes\nPasswordAuthentication no\nKbdInteractiveAuthentication "
-        "no\nStrictModes no\n"
+        f"Port {port}\n"
+        f"HostKey {folder}/host_key\n"
+        f"AuthorizedKeysFile {folder.parent}/user_key.pub\n"
+        "PidFile none\n"
+        "UsePAM no\n"
+        "PermitRootLogin yes\n"
+        "PasswordAuthentication no\n"
+        "KbdInteractiveAuthentication no\n"
+        "StrictModes no\n"
         f"SetEnv SLURM_CONF={inside}/slurm.conf\n"
     )
     mounts = (
-        f"mount --bind {folder}/shadow /etc/shadow\nmount --bind {folder.parent}/passwd "
-        f"/etc/passwd\n{mounts}"
+        f"mount --bind {folder}/shadow /etc/shadow\n"
+        f"mount --bind {folder.parent}/passwd /etc/passwd\n"
+        f"{mounts}"
     )
     script = f"{mounts}\nexec /usr/sbin/sshd -D -e -f {folder}/sshd_config"
     where = [
