@@ -5,20 +5,24 @@
 #SBATCH --cpus-per-task=1     # EDIT: for one rank
 #SBATCH --time=01:00:00       # EDIT
 #SBATCH --output=%x_%j.out    # the log: this file's name and the job's number
-#SBATCH --open-mode=append    # a requeued job goes on in its log
 #SBATCH --requeue             # after a preemption or a lost node Slurm starts the job again
+#SBATCH --open-mode=append    # a requeued job appends to its log
 # srun starts every rank itself.
 #
 # Usage: sbatch [sbatch options] launch_slurm_to_torch.sh [SCRIPT [ARGUMENTS]]
-#        sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=12 launch_slurm_to_torch.sh distributed/train_ddp.py
+#        sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=12 \
+#            launch_slurm_to_torch.sh distributed/train_ddp.py
 set -euo pipefail
 source ./env.sh
 
-# SIGTERM is for the ranks, which may save: this shell waits for them.
+# Slurm sends SIGTERM before it ends a job. The ranks may save, so this shell lives on.
 trap : TERM
 
+# Without a script: this one.
 if (($# == 0)); then set -- distributed/train_ddp.py; fi
 
+# --overlap: also inside an salloc that holds the CPUs. If a task fails, srun ends the others. Once
+# one has ended well, the others have 300 seconds more.
 srun --ntasks="$WORLD_SIZE" --ntasks-per-node="$NPROC_PER_NODE" --cpus-per-task="$CPUS_PER_RANK" \
     --distribution=block:block --overlap --kill-on-bad-exit=1 --wait=300 \
     ./aux/slurm_rank.sh python "$@"

@@ -5,12 +5,13 @@
 #SBATCH --cpus-per-task=2     # EDIT: for all ranks of a node together
 #SBATCH --time=01:00:00       # EDIT
 #SBATCH --output=%x_%j.out    # the log: this file's name and the job's number
-#SBATCH --open-mode=append    # a requeued job goes on in its log
 #SBATCH --requeue             # after a preemption or a lost node Slurm starts the job again
+#SBATCH --open-mode=append    # a requeued job appends to its log
 # srun starts an Enroot container on each node, torchrun in it, and torchrun starts the ranks.
 #
 # Usage: sbatch [sbatch options] run_script.sh [SCRIPT [ARGUMENTS]]
-#        sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 run_script.sh distributed/train_ddp.py
+#        sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 \
+#            run_script.sh distributed/train_ddp.py
 # Before the first job: ./aux/import_image.sh, on the login node. For Pyxis see docs/containers.md.
 set -euo pipefail
 source ./env.sh
@@ -21,15 +22,18 @@ export CONTAINER_FOLDER=$PWD             # EDIT: /workspace/mnt in there; or $HO
 export CONTAINER_MOUNTS=                 # EDIT: more folders: /nfs/data:/data,/nfs/text:/text:ro
 export CONTAINER_ENV=                    # EDIT: more variables: WANDB_API_KEY,HF_HOME
 
-# SIGTERM is for the ranks, which may save: this shell waits for them.
+# Slurm sends SIGTERM before it ends a job. The ranks may save, so this shell lives on.
 trap : TERM
 
+# Without a script: this one.
 if (($# == 0)); then set -- distributed/train_ddp.py; fi
 
 # There is no scontrol in there: rank 0 of a stopped run leaves this file, and this shell requeues.
 stopped=log/$SLURM_JOB_ID/requeue
 rm --force "$stopped"
 
+# --overlap: also inside an salloc that holds the CPUs. If a task fails, srun ends the others. Once
+# one has ended well, the others have 300 seconds more.
 status=0
 srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --overlap \
     --kill-on-bad-exit=1 --wait=300 ./aux/enroot.sh ./torchrun.sh "$@" || status=$?

@@ -1,12 +1,14 @@
 #!/bin/bash
-# Becomes torchrun: in a job for the ranks of one node, by hand for those of this machine.
+# Starts torchrun: in a job it starts this node's ranks, by hand this machine's.
 #
 # Usage: ./torchrun.sh distributed/train_ddp.py --epochs 3
-#        NPROC_PER_NODE=4 ./torchrun.sh distributed/train_ddp.py    (default: one rank per GPU, or two on the CPU)
+#        NPROC_PER_NODE=4 ./torchrun.sh distributed/train_ddp.py
+# By hand the default is one rank for each GPU, or two on the CPU.
 set -euo pipefail
 
 if [[ -n "${NNODES:-}" ]]; then
-    # env.sh has been sourced, and srun starts this on each node: the first one, MASTER_ADDR, is node rank 0.
+    # srun starts this on each node. Node rank 0 is the first node, MASTER_ADDR. The id differs
+    # after a requeue, and the last node has 300 seconds to come.
     rendezvous=(
         --nnodes="$NNODES" --node-rank="$SLURM_NODEID"
         --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"
@@ -29,6 +31,7 @@ fi
 
 # rendezvous+=(--numa-binding=node)    # EDIT: each rank on the CPUs next to its GPU (torch 2.13)
 
-# Until torchrun listens, SIGTERM is nobody's. It would end the job as a failed one, which Slurm does not requeue.
+# Ignore SIGTERM until torchrun has a handler of its own: exec passes this on. If SIGTERM ended
+# torchrun, the job would have failed, and Slurm does not requeue failed jobs.
 trap '' TERM
 exec torchrun "${rendezvous[@]}" --nproc-per-node="$NPROC_PER_NODE" "$@"

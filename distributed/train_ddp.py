@@ -1,4 +1,4 @@
-"""Train a ConvNet on MNIST with DistributedDataParallel: every process, a rank, runs all of this.
+"""Train a ConvNet on MNIST with DistributedDataParallel. Every process (rank) runs this whole file.
 
     python aux/prepare_data.py mnist                      # once, before any job
     ./torchrun.sh distributed/train_ddp.py --epochs 3     # one rank per GPU, or two on the CPU
@@ -38,40 +38,42 @@ parser.add_argument("--log-every", type=int, default=100, help="steps between tw
 parser.add_argument(
     "--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id or time"
 )
-# Slurm starts a requeued job with the same command: it resumes.
+# A requeued job runs the same command again, so it resumes without being told.
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 parser.add_argument("--resume", action="store_true", default=requeued)
 args = parser.parse_args()
 
 # --- process group ---
-# The launcher says which rank this is, of how many, and which of those on this node. All count
-# from 0. A script that srun starts without a launcher finds Slurm's own names.
+# RANK is this process's number among all WORLD_SIZE, from 0; LOCAL_RANK its number on this node.
+# The launcher sets them. If srun starts this file by itself, there are only Slurm's own names.
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
 
 use_cuda = args.device == "auto" and torch.cuda.is_available()
 if args.device == "auto" and not use_cuda and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
-    sys.exit("Slurm granted GPUs, but torch sees none: check nvidia-smi, or say --device cpu")
+    sys.exit("Slurm granted GPUs, but torch sees none: check nvidia-smi, or pass --device cpu")
 device = torch.device("cpu")
 if use_cuda:
-    # GPU number local_rank, but number 0 if Slurm shows this rank a single GPU.
+    # GPU number local_rank. If Slurm hides the other ranks' GPUs, this rank's is number 0.
     device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
     torch.cuda.set_device(device)
 
 if world_size > 1 and "MASTER_ADDR" not in os.environ:
     sys.exit(f"this is one of {world_size} ranks, but MASTER_ADDR is not set: use a launcher")
-# The ranks meet at MASTER_ADDR. One process alone has nobody to meet.
+# The ranks meet in a store, which is at MASTER_ADDR:MASTER_PORT, or for one process in its memory.
 store = dist.HashStore() if world_size == 1 else None
+# Between GPUs NCCL sends, between CPUs gloo.
 backend = "nccl" if use_cuda else "gloo"
 dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-# NCCL connects in its first collective, and on a wrong network it would wait for ever: SIGALRM
-# ends this rank instead.
+# NCCL connects in the first all_reduce, a sum over all ranks. On a wrong network it would wait for
+# ever, so SIGALRM ends this rank after 300 seconds.
 signal.alarm(300)
 dist.all_reduce(torch.zeros(1, device=device))
 signal.alarm(0)
 host = os.uname().nodename
 place = f"world size: {world_size} | local rank: {local_rank} | device: {device}"
+# One write with its line break, so that the lines of two ranks do not mix.
 print(f"[Rank: {rank} | {host} | {place}]\n", end="", flush=True)
 
 
@@ -81,18 +83,17 @@ def log(text: str):
 
 
 # --- data ---
-# EDIT: your two datasets. collate_fn is for those of mnist.py, which fetch a whole batch at once.
+# EDIT: your two data sets. collate_fn is only for those of mnist.py, which return whole batches.
 try:
     train_set, test_set = mnist.load(args.data_dir)
     source = mnist.describe(args.data_dir)
 except ValueError as error:
     sys.exit(str(error))
-if not 0 < args.batch_size <= len(train_set) or args.batch_size % world_size != 0:
-    sys.exit(
-        f"--batch-size {args.batch_size} must be from 1 to {len(train_set)}, the images,"
-        f" and a multiple of {world_size}, the ranks"
-    )
-# Equal shares of the shuffled images, and each test image on one rank.
+if not 0 < args.batch_size <= len(train_set):
+    sys.exit(f"--batch-size {args.batch_size} must be between 1 and {len(train_set)} (images)")
+if args.batch_size % world_size != 0:
+    sys.exit(f"--batch-size {args.batch_size} must be divisible by {world_size} (ranks)")
+# Each rank gets an equal share of the shuffled images, and every world_size-th test image.
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
 test_sampler = range(rank, len(test_set), world_size)
 options = {"collate_fn": mnist.collate, "pin_memory": use_cuda}  # EDIT
@@ -106,8 +107,9 @@ torch.manual_seed(args.seed)
 convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU()]
 linears = [nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10)]
 model = nn.Sequential(*convolutions, nn.Dropout(args.dropout), nn.Flatten(), *linears)
+# Convolutions are faster in this layout.
 model = model.to(device, memory_format=torch.channels_last)
-# backward() averages the gradients over all ranks.
+# ddp has the weights of model, and its backward() averages the gradients over all ranks.
 ddp = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=True)
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
@@ -118,7 +120,7 @@ folder = args.checkpoint_dir or Path("checkpoints", run)
 saved = {int(path.stem.split("_")[-1]): path for path in folder.glob("checkpoint_epoch_*.pt")}
 epochs_done = max(saved, default=0)
 if saved and not args.resume:
-    sys.exit(f"{folder} has checkpoints: say --resume, or choose another --checkpoint-dir")
+    sys.exit(f"{folder} has checkpoints: pass --resume, or choose another --checkpoint-dir")
 if saved:
     checkpoint = torch.load(saved[epochs_done], map_location=device, weights_only=True)
     model.load_state_dict(checkpoint["model"])
@@ -132,7 +134,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     model.train()
     # A new order in every epoch, and the same one after a resume.
     sampler.set_epoch(epoch)
-    # Dropout differs between ranks.
+    # A different number for each rank, because their dropout must differ.
     torch.manual_seed((args.seed + epoch) * world_size + rank)
     losses, start = [], time.perf_counter()
     for step, (images, labels) in enumerate(train_loader, start=1):
@@ -147,16 +149,17 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
         losses.append(loss.detach())
 
         if step % args.log_every == 0 or step == len(train_loader):
+            # The sum over all ranks of their shares of the mean.
             mean_loss = torch.stack(losses).mean() / world_size
             dist.all_reduce(mean_loss)
             mean_loss = mean_loss.item()
             if not math.isfinite(mean_loss):
                 sys.exit(f"the loss is {mean_loss}: try a lower --learning-rate")
-            seconds = (time.perf_counter() - start) / len(losses)
+            seconds_per_step = (time.perf_counter() - start) / len(losses)
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
             line = f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss:.6f}"
-            line += f" images_per_second={args.batch_size / seconds:.0f}"
-            line += f" time_left={timedelta(seconds=round(seconds * steps_left))}"
+            line += f" images_per_second={args.batch_size / seconds_per_step:.0f}"
+            line += f" time_left={timedelta(seconds=round(seconds_per_step * steps_left))}"
             log(line)
             losses, start = [], time.perf_counter()
 
@@ -173,7 +176,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     log(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}")
 
     if rank == 0:
-        # Under another name until it is whole: a job that ends here leaves no half checkpoint.
+        # Written to a temporary name, then renamed: a job that ends here leaves no half checkpoint.
         checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(checkpoint, folder / "part")
         os.replace(folder / "part", folder / f"checkpoint_epoch_{epoch}.pt")
@@ -181,5 +184,5 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
 log(f"Finished: epoch={args.epochs}, checkpoints in {folder}")
 dist.destroy_process_group()
 if not use_cuda:
-    # A thread of gloo can outlive the group, and crash Python while it shuts down.
+    # A thread of gloo can outlive the group and crash Python's shutdown, which this skips.
     os._exit(0)

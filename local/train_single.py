@@ -35,7 +35,7 @@ parser.add_argument("--log-every", type=int, default=100, help="steps between tw
 parser.add_argument(
     "--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id or time"
 )
-# Slurm starts a requeued job with the same command: it resumes.
+# A requeued job runs the same command again, so it resumes without being told.
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 parser.add_argument("--resume", action="store_true", default=requeued)
 args = parser.parse_args()
@@ -44,7 +44,7 @@ args = parser.parse_args()
 # None: this process trains alone.
 use_cuda = args.device == "auto" and torch.cuda.is_available()
 if args.device == "auto" and not use_cuda and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
-    sys.exit("Slurm granted GPUs, but torch sees none: check nvidia-smi, or say --device cpu")
+    sys.exit("Slurm granted GPUs, but torch sees none: check nvidia-smi, or pass --device cpu")
 device = torch.device("cuda" if use_cuda else "cpu")
 
 
@@ -53,14 +53,14 @@ def log(text: str):
 
 
 # --- data ---
-# EDIT: your two datasets. collate_fn is for those of mnist.py, which fetch a whole batch at once.
+# EDIT: your two data sets. collate_fn is only for those of mnist.py, which return whole batches.
 try:
     train_set, test_set = mnist.load(args.data_dir)
     source = mnist.describe(args.data_dir)
 except ValueError as error:
     sys.exit(str(error))
 if not 0 < args.batch_size <= len(train_set):
-    sys.exit(f"--batch-size {args.batch_size} must be from 1 to {len(train_set)}, the images")
+    sys.exit(f"--batch-size {args.batch_size} must be between 1 and {len(train_set)} (images)")
 sampler = RandomSampler(train_set, generator=torch.Generator())
 options = {"collate_fn": mnist.collate, "pin_memory": use_cuda}  # EDIT
 train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
@@ -72,6 +72,7 @@ torch.manual_seed(args.seed)
 convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU()]
 linears = [nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10)]
 model = nn.Sequential(*convolutions, nn.Dropout(args.dropout), nn.Flatten(), *linears)
+# Convolutions are faster in this layout.
 model = model.to(device, memory_format=torch.channels_last)
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=True)
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
@@ -82,7 +83,7 @@ folder = args.checkpoint_dir or Path("checkpoints", run)
 saved = {int(path.stem.split("_")[-1]): path for path in folder.glob("checkpoint_epoch_*.pt")}
 epochs_done = max(saved, default=0)
 if saved and not args.resume:
-    sys.exit(f"{folder} has checkpoints: say --resume, or choose another --checkpoint-dir")
+    sys.exit(f"{folder} has checkpoints: pass --resume, or choose another --checkpoint-dir")
 if saved:
     checkpoint = torch.load(saved[epochs_done], map_location=device, weights_only=True)
     model.load_state_dict(checkpoint["model"])
@@ -113,11 +114,11 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             mean_loss = torch.stack(losses).mean().item()
             if not math.isfinite(mean_loss):
                 sys.exit(f"the loss is {mean_loss}: try a lower --learning-rate")
-            seconds = (time.perf_counter() - start) / len(losses)
+            seconds_per_step = (time.perf_counter() - start) / len(losses)
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
             line = f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss:.6f}"
-            line += f" images_per_second={args.batch_size / seconds:.0f}"
-            line += f" time_left={timedelta(seconds=round(seconds * steps_left))}"
+            line += f" images_per_second={args.batch_size / seconds_per_step:.0f}"
+            line += f" time_left={timedelta(seconds=round(seconds_per_step * steps_left))}"
             log(line)
             losses, start = [], time.perf_counter()
 
@@ -132,7 +133,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     test_loss, accuracy = (sums / len(test_set)).tolist()
     log(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}")
 
-    # Under another name until it is whole: a job that ends here leaves no half checkpoint.
+    # Written to a temporary name, then renamed: a job that ends here leaves no half checkpoint.
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(checkpoint, folder / "part")
     os.replace(folder / "part", folder / f"checkpoint_epoch_{epoch}.pt")

@@ -162,7 +162,7 @@ def test_uneven_allocation(cluster, tmp_path):
         cluster, tmp_path, VARIABLES, size=dict.fromkeys(LAUNCHERS, size)
     ).values():
         assert job.state == "FAILED", job.log
-        said = "11 tasks do not make 4 on each of 3 nodes: use --nodes and --ntasks-per-node"
+        said = "11 tasks are not 4 on each node: use --ntasks-per-node"
         assert job.log == f"env.sh: {said}\n"
 
 
@@ -301,23 +301,21 @@ def source_env(cluster, **variables) -> str:
         ({"NCCL_DEBUG": "INFO"}, "2 2 4 node-1 61089 4 2 INFO"),
         (
             {"SLURM_TASKS_PER_NODE": "4,3", "SLURM_NTASKS": 7, "SLURM_NTASKS_PER_NODE": 4},
-            "status 1: env.sh: 7 tasks do not make 4 on each of 2 nodes: "
-            "use --nodes and --ntasks-per-node",
+            "status 1: env.sh: 7 tasks are not 4 on each node: use --ntasks-per-node",
         ),
         (
             {"SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_NTASKS": 7, "SLURM_NTASKS_PER_NODE": 4},
-            "status 1: env.sh: 7 tasks do not make 4 on each of 2 nodes: "
-            "use --nodes and --ntasks-per-node",
+            "status 1: env.sh: 7 tasks are not 4 on each node: use --ntasks-per-node",
         ),
         ({"SLURM_GPUS": 4, "SLURM_GPUS_ON_NODE": 2}, "2 2 4 node-1 61089 4 2 WARN"),
         (
             {"SLURM_GPUS": "a100:5", "SLURM_GPUS_ON_NODE": 2},
-            "status 1: env.sh: --gpus=5 are not 2 on each of 2 nodes: use --gpus-per-node",
+            "status 1: env.sh: --gpus=5 is not 2 on each node: use --gpus-per-node",
         ),
         (
             {"SLURM_JOB_NODELIST": "gpu-a-007.rack-2,gpu-a-008.rack-2"},
-            "status 1: env.sh: the first node's name, 'gpu-a-007.rack-2', does not resolve "
-            "on node-1: edit MASTER_ADDR in env.sh",
+            "status 1: env.sh: the host name gpu-a-007.rack-2 does not resolve on node-1: "
+            "edit MASTER_ADDR",
         ),
     ],
 )

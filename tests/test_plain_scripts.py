@@ -164,7 +164,7 @@ def test_resume(script, mnist, tmp_path):
     first = train("--epochs", 1, "--checkpoint-dir", tmp_path / "b")
     again = run(sys.executable, script, "--data-dir", mnist, "--checkpoint-dir", tmp_path / "b")
     assert again.returncode != 0
-    assert again.stderr.count("has checkpoints: say --resume") == 1, again.stderr
+    assert again.stderr.count("has checkpoints: pass --resume") == 1, again.stderr
     second = train("--epochs", 2, "--checkpoint-dir", tmp_path / "b", "--resume")
     assert both.returncode == first.returncode == second.returncode == 0, second.stderr
     assert "Resumed after epoch 1\n" in second.stdout
@@ -219,7 +219,7 @@ def test_full_disk(script, tiny, tmp_path):
 
 SENTENCES = {
     "no data": (["--data-dir", "/nowhere"], "no MNIST data in /nowhere"),
-    "too large": (["--batch-size", "1000"], "--batch-size 1000 must be from 1 to 300, the images"),
+    "too large": (["--batch-size", "1000"], "--batch-size 1000 must be between 1 and 300 (images)"),
     "not finite": (["--learning-rate", "1e8"], "the loss is "),
     "unknown": (["--devise", "cpu"], "unrecognized arguments: --devise cpu"),
     "no number": (["--epochs", "many"], "--epochs: invalid int value: 'many'"),
@@ -251,7 +251,7 @@ def test_one_sentence_of_two_ranks(way, case, tiny, tmp_path):
 
 def test_batch_that_the_ranks_cannot_share(tiny):
     bad = local("torchrun", 2, DDP, "--data-dir", tiny, "--batch-size", 7)
-    assert bad.returncode == 1 and "and a multiple of 2, the ranks" in bad.stderr, bad.stderr
+    assert bad.returncode == 1 and "must be divisible by 2 (ranks)" in bad.stderr, bad.stderr
 
 
 def test_granted_gpus_that_torch_does_not_see(tiny, tmp_path):
