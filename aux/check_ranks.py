@@ -17,11 +17,18 @@ import socket
 import sys
 import time
 from argparse import Namespace
+from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
+import torch
+import torch.distributed as dist
+
 from resilience.arguments import ArgumentParser, device_name
+from resilience.place import Place
+from resilience.ranks import Ranks, find_ranks, stop
+from resilience.step_zero import device_fault, gpu_uuid, step_zero
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -29,34 +36,36 @@ from resilience.arguments import ArgumentParser, device_name
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__)
     device = os.environ.get("TRAIN_DEVICE", "auto")
-    parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps; or TRAIN_DEVICE")
-    parser.add_argument("--checkpoint-dir", type=Path, default="checkpoints", help="the folder that all nodes must see")
+    parser.add_argument(
+        "--device", type=device_name, default=device, help="auto, cpu or cuda; or TRAIN_DEVICE"
+    )
+    parser.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        default="checkpoints",
+        help="the folder that all nodes must see",
+    )
     parser.add_timeout_arguments()
-    help = "the script and arguments of the job to come: those of the above among them count here, too"
+    help = (
+        "the script and arguments of the job to come: those of the above among them count here, too"
+    )
     parser.add_argument("--before", nargs=argparse.REMAINDER, help=help)
     args = parser.parse_args()
     return parser.parse_known_args(args.before, namespace=args)[0] if args.before else args
 
-
-if __name__ == "__main__":
-    args = parse_arguments()  # before torch: a typing mistake costs no second
-
-import torch
-import torch.distributed as dist
-
-from resilience.place import Place, choose_device, find_ranks, gpu_uuid, init_process_group, stop
 
 MB = 2**20
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-def count_cpus() -> tuple[int, str | None]:
+def count_cpus(ranks: Ranks) -> tuple[int, str | None]:
     """The CPUs this rank may use, some of them perhaps shared with others, and a sentence if they are too few."""
     if not hasattr(os, "sched_getaffinity"):  # macOS
         return os.cpu_count() or 1, None
-    launcher, _, _, _ = find_ranks()
-    asked = int(os.environ.get("SLURM_CPUS_PER_TASK" if launcher == "srun" else "CPUS_PER_NODE") or 1)
+    asked = int(
+        os.environ.get("SLURM_CPUS_PER_TASK" if ranks.launcher == "srun" else "CPUS_PER_NODE") or 1
+    )
     cpus = len(os.sched_getaffinity(0))
     fault = f"may use {cpus} CPUs, but the job asked for {asked}: look at --cpus-per-task on the srun line"
     return cpus, fault if cpus < asked else None
@@ -65,7 +74,9 @@ def count_cpus() -> tuple[int, str | None]:
 def check_names() -> str | None:
     """Gloo listens at the address of the node's own name, and at 127.0.1.1 (Debian's habit) nobody else reaches it."""
     nodes = os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("GROUP_WORLD_SIZE") or "1"
-    for name in {socket.gethostname(), os.environ.get("MASTER_ADDR", "localhost")} if nodes != "1" else ():
+    for name in (
+        {socket.gethostname(), os.environ.get("MASTER_ADDR", "localhost")} if nodes != "1" else ()
+    ):
         try:
             address = socket.gethostbyname(name)
         except OSError:
@@ -95,10 +106,10 @@ def check_space(folder: Path) -> str | None:
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
     if free < 1024 * MB:
-        return (
-            f"{folder} has {free // MB} MB free, and 1024 MB are needed: delete old checkpoints, or take another disk"
-        )
-    if found.f_files and found.f_favail < 1000:  # some file systems do not count them, and both are 0
+        return f"{folder} has {free // MB} MB free, and 1024 MB are needed: delete old checkpoints, or take another disk"
+    if (
+        found.f_files and found.f_favail < 1000
+    ):  # some file systems do not count them, and both are 0
         return f"{folder} has inodes for {found.f_favail} files left, and 1000 are needed: delete files there"
     return None
 
@@ -107,7 +118,9 @@ def check_folder(folder: Path, place: Place) -> str | None:
     """Rank 0 makes a file with a random name where checkpoints will be, and every rank looks for it."""
     rank, token, fault = place.rank, [None], None
     if rank == 0:
-        folder = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+        folder = next(
+            path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()
+        )
         fault = check_space(folder)
         path = folder / f".check_ranks_{secrets.token_hex(8)}"
         try:
@@ -152,7 +165,9 @@ def check_clocks(place: Place) -> str | None:
     if abs(seconds) < 1:
         return None
     how = "ahead of" if seconds > 0 else "behind"
-    return f"its clock is {abs(seconds):.1f} s {how} rank 0's: have chronyd or ntpd run on this node"
+    return (
+        f"its clock is {abs(seconds):.1f} s {how} rank 0's: have chronyd or ntpd run on this node"
+    )
 
 
 def check_all_reduce(place: Place) -> tuple[float, str | None]:
@@ -161,7 +176,11 @@ def check_all_reduce(place: Place) -> tuple[float, str | None]:
         start = time.perf_counter()
         [found] = place.all_reduced([place.rank])
     right = place.world_size * (place.world_size - 1) // 2
-    fault = None if found == right else f"the all-reduce of all ranks gave {int(found)} instead of {right}"
+    fault = (
+        None
+        if found == right
+        else f"the all-reduce of all ranks gave {int(found)} instead of {right}"
+    )
     return (time.perf_counter() - start) * 1000, fault
 
 
@@ -169,22 +188,41 @@ def check_all_reduce(place: Place) -> tuple[float, str | None]:
 
 
 def main(args: Namespace):
-    _, rank, local_rank, world_size = find_ranks()
-    device, _ = choose_device(args.device, local_rank, world_size)
-    cpus, fault = count_cpus()
-    if names_fault := check_names():  # a rank that seeks rank 0 at a loopback address would never find it
-        stop(names_fault, rank, prints=local_rank == 0)
-    fault = fault or check_open_files(world_size) or check_shared_memory()
+    ranks = find_ranks()
+    rank, world_size = ranks.rank, ranks.world_size
+    fault = device_fault(args.device, ranks)
+    use_cuda = args.device != "cpu" and torch.cuda.is_available() and not fault
+    device = torch.device("cpu")
+    if use_cuda:
+        # GPU number local_rank, but number 0 if Slurm shows this rank a single GPU.
+        device = torch.device("cuda", ranks.local_rank if torch.cuda.device_count() > 1 else 0)
+        torch.cuda.set_device(device)
+
+    # A rank that seeks rank 0 at a loopback address would never find it.
+    if names_fault := check_names():
+        stop(names_fault, rank, speaker=rank - ranks.local_rank)
+    cpus, cpu_fault = count_cpus(ranks)
+    fault = fault or cpu_fault or check_open_files(world_size) or check_shared_memory()
     columns = {"GPU": gpu_uuid(device) or "none", "CPUs": cpus, "threads": torch.get_num_threads()}
-    place = init_process_group(args, fault, **columns)
+    store = step_zero(args, ranks, device, fault, **columns)
+    place = Place(ranks, device, args.init_timeout)
+    if world_size > 1:
+        backend, wait = "nccl" if use_cuda else "gloo", timedelta(seconds=args.init_timeout)
+        with place.connecting(backend):
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=wait
+            )
+            place.all_reduced([1])
+
     milliseconds, fault = check_all_reduce(place)
     folder_fault = check_folder(args.checkpoint_dir, place)
     clock_fault = check_clocks(place)
     place.stop_if_any(fault or folder_fault or clock_fault)
-    if place.rank == 0:
-        print(f"VERDICT: {world_size} ranks started by {place.launcher} are fine, all-reduce in {milliseconds:.2f} ms")
+    if rank == 0:
+        fine = f"{world_size} ranks started by {ranks.launcher} are fine"
+        print(f"VERDICT: {fine}, all-reduce in {milliseconds:.2f} ms")
     place.shutdown()
 
 
 if __name__ == "__main__":
-    main(args)
+    main(parse_arguments())

@@ -16,13 +16,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
 from resilience.arguments import ArgumentParser, number, whole_number
-from resilience.heartbeat import behind, read
+from resilience.heartbeat import behind, read_beat
 
 
 def read_beats(job: int) -> list[dict]:
     """The last heartbeat of every rank, by rank; those of the job's latest start."""
     starts = sorted(Path("log", str(job)).glob("ranks-*"), key=lambda folder: int(folder.name[6:]))
-    beats = list(filter(None, (read(path) for path in starts[-1].iterdir()))) if starts else []
+    beats = list(filter(None, (read_beat(path) for path in starts[-1].iterdir()))) if starts else []
     if not beats:
         where = f"log/{job}/ranks-* of {Path.cwd()}"
         sys.exit(

@@ -32,13 +32,21 @@ PEAK_FLOPS = {
     "MI300X": 1307e12,
 }
 
-TILES = getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)  # torch 2.8 and older do not tell
+TILES = getattr(torch.cpu, "get_capabilities", dict)().get(
+    "amx_bf16", False
+)  # torch 2.8 and older do not tell
 
 
 def peak_flops(device: torch.device) -> float:
     """What the data sheet of a device promises, in FLOP/s; nan for one that is not in the table, or a part of one."""
-    words = set(re.split("[ -]", torch.cuda.get_device_name(device) if device.type == "cuda" else ""))
-    found = (peak for known, peak in PEAK_FLOPS.items() if words.issuperset(known.split()) and "MIG" not in words)
+    words = set(
+        re.split("[ -]", torch.cuda.get_device_name(device) if device.type == "cuda" else "")
+    )
+    found = (
+        peak
+        for known, peak in PEAK_FLOPS.items()
+        if words.issuperset(known.split()) and "MIG" not in words
+    )
     return next(found, math.nan)
 
 
@@ -59,7 +67,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) ->
         return y.unflatten(0, q.shape[:2])
     if bf16_on_cpu and not TILES:
         with torch.autocast("cpu", enabled=False):
-            y = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), dropout_p=dropout, is_causal=True)
+            y = F.scaled_dot_product_attention(
+                q.float(), k.float(), v.float(), dropout_p=dropout, is_causal=True
+            )
         return y.to(q.dtype)
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
@@ -110,7 +120,11 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.layer, x, use_reentrant=False) if self.recompute and self.training else self.layer(x)
+        return (
+            checkpoint(self.layer, x, use_reentrant=False)
+            if self.recompute and self.training
+            else self.layer(x)
+        )
 
     def layer(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
@@ -123,7 +137,15 @@ class CharTransformer(nn.Module):
     Its weights are drawn by language_model.py's initialize.
     """
 
-    def __init__(self, vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float = 0.0):
+    def __init__(
+        self,
+        vocabulary: int,
+        context: int,
+        layers: int,
+        heads: int,
+        width: int,
+        dropout: float = 0.0,
+    ):
         super().__init__()
         self.token_embedding = nn.Embedding(vocabulary, width)
         self.position_embedding = nn.Embedding(context, width)
@@ -140,7 +162,9 @@ class CharTransformer(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(tokens.size(1), device=tokens.device)
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
-        if torch.is_autocast_enabled(x.device.type):  # what the layers add to is then of the type that they compute in
+        if torch.is_autocast_enabled(
+            x.device.type
+        ):  # what the layers add to is then of the type that they compute in
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks:
             x = block(x)
@@ -151,11 +175,16 @@ class CharTransformer(nn.Module):
 
         N are the weights that multiply, without the position embedding. To be asked before the model is split.
         """
-        weights = sum(weight.numel() for weight in self.parameters()) - self.position_embedding.weight.numel()
+        weights = (
+            sum(weight.numel() for weight in self.parameters())
+            - self.position_embedding.weight.numel()
+        )
         return 6 * weights + 12 * len(self.blocks) * self.norm.weight.numel() * context
 
     @torch.no_grad()
-    def generate(self, tokens: torch.Tensor, count: int, known: int, temperature: float = 0.8) -> torch.Tensor:
+    def generate(
+        self, tokens: torch.Tensor, count: int, known: int, temperature: float = 0.8
+    ) -> torch.Tensor:
         """`tokens` (B, T) int64 and `count` more, drawn one by one among the first `known` of V: (B, T + count).
 
         A lower temperature takes likely characters more often.
@@ -163,5 +192,7 @@ class CharTransformer(nn.Module):
         self.eval()
         for _ in range(count):
             logits = self(tokens[:, -self.position_embedding.num_embeddings :])[:, -1, :known]
-            tokens = torch.cat((tokens, torch.multinomial((logits / temperature).softmax(-1), 1)), dim=1)
+            tokens = torch.cat(
+                (tokens, torch.multinomial((logits / temperature).softmax(-1), 1)), dim=1
+            )
         return tokens

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from resilience import checksums
-from resilience.checkpoints import seed_from
+from resilience.samplers import seed_from
 
 IGNORED = -100  # cross_entropy's ignore_index
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16}
@@ -30,8 +30,14 @@ def missing_data(folder: Path, context: int, local_rank: int = 0) -> str | None:
     try:
         vocabulary = read_vocabulary(folder)
         itemsize = DTYPES[vocabulary["dtype"]].itemsize
-        sizes = {split: (vocabulary[f"{split}_tokens"], folder / f"{split}.bin") for split in ("train", "val")}
-        wrong = next((path for count, path in sizes.values() if path.stat().st_size != count * itemsize), None)
+        sizes = {
+            split: (vocabulary[f"{split}_tokens"], folder / f"{split}.bin")
+            for split in ("train", "val")
+        }
+        wrong = next(
+            (path for count, path in sizes.values() if path.stat().st_size != count * itemsize),
+            None,
+        )
         damage = f"{wrong} is not as long as in vocabulary.json beside it" if wrong else None
         if local_rank == 0:  # once per node: it reads every file whole
             damage = damage or checksums.damaged(folder)
@@ -61,11 +67,20 @@ def windows(folder: Path, split: str, context: int) -> torch.Tensor:
 def read(windows: torch.Tensor, starts: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The windows that begin at `starts`, (n, context + 1) int64, on the way to `device`."""
     batch = windows[starts].to(torch.int64)
-    return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch.to(device)
+    return (
+        batch.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else batch.to(device)
+    )
 
 
 def random_batch(
-    args: Namespace, windows: torch.Tensor, step: int, data_rank: int, data_ranks: int, device: torch.device
+    args: Namespace,
+    windows: torch.Tensor,
+    step: int,
+    data_rank: int,
+    data_ranks: int,
+    device: torch.device,
 ) -> torch.Tensor:
     """This rank's sequences of a step, (batch_size / data_ranks, context + 1) int64: input and, one on, target.
 

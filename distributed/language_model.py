@@ -22,8 +22,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 import characters
 from char_transformer import CharTransformer
 from resilience import sharded_checkpoints
-from resilience.checkpoints import seed_from
 from resilience.place import Place
+from resilience.samplers import seed_from
 from resilience.sharded_checkpoints import ShardedCheckpoints
 
 
@@ -42,20 +42,34 @@ def prepare(args: Namespace, place: Place, mesh: DeviceMesh | None):
     gc.freeze()  # what is there by now stays
     gc.disable()  # main() collects, every --gc-every steps
     if place.rank == 0:
-        print(f"Data: {characters.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}", flush=True)
-        print(f"Precision: {args.precision}. Compiled: {args.compile}. Device mesh: {mesh}", flush=True)
+        print(
+            f"Data: {characters.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}",
+            flush=True,
+        )
+        print(
+            f"Precision: {args.precision}. Compiled: {args.compile}. Device mesh: {mesh}",
+            flush=True,
+        )
 
 
-def too_old(version: str, args: Namespace, device: torch.device, mesh: DeviceMesh | None) -> str | None:
+def too_old(
+    version: str, args: Namespace, device: torch.device, mesh: DeviceMesh | None
+) -> str | None:
     """What torch 2.6 to 2.8 cannot do with the model that `args` ask for, in one sentence; or None."""
     ranks = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh else {}
     tensor, count = ranks.get("tensor", 1), math.prod(ranks.values())
     if count == tensor or [int(part) for part in version.split(".")[:2]] >= [2, 9]:
         return None  # with tensor parallelism alone there is no FSDP
     if device.type == "cpu":
-        return f"FSDP on a CPU needs torch 2.9 or newer, whose gloo can average, and this is {version}"
+        return (
+            f"FSDP on a CPU needs torch 2.9 or newer, whose gloo can average, and this is {version}"
+        )
     sizes = metadata_of(args)["sizes"]
-    rows = sizes["vocabulary"], 3 * sizes["width"], 4 * sizes["width"]  # of the weights that both split
+    rows = (
+        sizes["vocabulary"],
+        3 * sizes["width"],
+        4 * sizes["width"],
+    )  # of the weights that both split
     uneven = [number for number in rows if number % count]
     if tensor == 1 or not uneven:
         return None
@@ -70,14 +84,22 @@ def choose_precision(args: Namespace, place: Place) -> str:
     else:
         fast = args.precision == "auto" and place.device.type == "cpu" and bfloat16_is_faster()
     [ranks] = place.all_reduced([fast])
-    return args.precision if args.precision != "auto" else "bf16" if ranks == place.world_size else "fp32"
+    return (
+        args.precision
+        if args.precision != "auto"
+        else "bf16"
+        if ranks == place.world_size
+        else "fp32"
+    )
 
 
 def bfloat16_is_faster() -> bool:
     """Of this CPU, measured by a product of matrices: with AVX512-BF16 some CPUs take half of float32's time for it,
     others twice."""
     matrices = [torch.ones(512, 512, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
-    fp32, bf16 = (min(timeit.repeat("x @ x", globals={"x": x}, number=1, repeat=10)) for x in matrices)
+    fp32, bf16 = (
+        min(timeit.repeat("x @ x", globals={"x": x}, number=1, repeat=10)) for x in matrices
+    )
     return bf16 < 0.8 * fp32
 
 
@@ -86,8 +108,14 @@ def choose_compile(args: Namespace, place: Place) -> bool:
     if args.compile is not None:
         return args.compile
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").exists()  # Triton compiles C against them
-    able = place.device.type == "cuda" and None not in (importlib.util.find_spec("triton"), compiler) and headers
+    headers = Path(
+        sysconfig.get_path("include", "posix_prefix"), "Python.h"
+    ).exists()  # Triton compiles C against them
+    able = (
+        place.device.type == "cuda"
+        and None not in (importlib.util.find_spec("triton"), compiler)
+        and headers
+    )
     able = able and torch.cuda.get_device_capability(place.device) >= (7, 0)  # Triton's least
     [ranks] = place.all_reduced([able])
     return ranks == place.world_size
@@ -95,16 +123,22 @@ def choose_compile(args: Namespace, place: Place) -> bool:
 
 def autocast(args: Namespace, model: torch.nn.Module, device: torch.device) -> torch.autocast:
     """bfloat16 by autocast, unless FSDP has split the model: its MixedPrecisionPolicy does the casts then."""
-    return torch.autocast(device.type, torch.bfloat16, args.precision == "bf16" and not isinstance(model, FSDPModule))
+    return torch.autocast(
+        device.type, torch.bfloat16, args.precision == "bf16" and not isinstance(model, FSDPModule)
+    )
 
 
-def cross_entropy(args: Namespace, logits: torch.Tensor, targets: torch.Tensor, reduction="mean") -> torch.Tensor:
+def cross_entropy(
+    args: Namespace, logits: torch.Tensor, targets: torch.Tensor, reduction="mean"
+) -> torch.Tensor:
     """The loss in float32, of logits (B, T, V) and targets (B, T); those that are -100 do not count.
 
     Compiled with --compile, but not of logits that are split over V: torch 2.13 takes ranks with parts of unequal
     length for equal, and what it has compiled for one of them out of its cache for another.
     """
-    return loss_function(bool(args.compile) and not isinstance(logits, DTensor))(logits, targets, reduction)
+    return loss_function(bool(args.compile) and not isinstance(logits, DTensor))(
+        logits, targets, reduction
+    )
 
 
 @functools.cache
@@ -115,7 +149,9 @@ def loss_function(compiled: bool) -> Callable:
     return torch.compile(loss) if compiled else loss
 
 
-def log_values(args: Namespace, step: int, norm: torch.Tensor, device: torch.device) -> dict[str, float]:
+def log_values(
+    args: Namespace, step: int, norm: torch.Tensor, device: torch.device
+) -> dict[str, float]:
     """For the log line of a step, which counts from 0: its learning rate and the norm of its gradient. By all ranks."""
     norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
     return {"learning_rate": learning_rate(args, step), "grad_norm": norm, **peak_memory(device)}
@@ -123,7 +159,11 @@ def log_values(args: Namespace, step: int, norm: torch.Tensor, device: torch.dev
 
 def peak_memory(device: torch.device) -> dict[str, float]:
     """For a log line on CUDA: the most that this rank's tensors have taken so far, in GiB."""
-    return {"peak_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}
+    return (
+        {"peak_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30}
+        if device.type == "cuda"
+        else {}
+    )
 
 
 def metadata_of(args: Namespace) -> dict:
@@ -150,15 +190,21 @@ def initialize(model: CharTransformer, device: torch.device, seed: int) -> CharT
     """
     model.to_empty(device=device)
     model.tie()  # to_empty has made two weights of the one
-    residual = 0.02 / math.sqrt(2 * len(model.blocks))  # the more layers add to the residual stream, the smaller
+    residual = 0.02 / math.sqrt(
+        2 * len(model.blocks)
+    )  # the more layers add to the residual stream, the smaller
     for name, weight in model.named_parameters():
         whole = torch.ones(weight.shape)  # of a norm
         if weight.dim() >= 2:
             std = residual if name.endswith(("attention.out.weight", "mlp.down.weight")) else 0.02
             whole.normal_(std=std, generator=torch.Generator().manual_seed(seed_from(seed, name)))
         if isinstance(weight, DTensor):
-            size, start = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-            part = tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))
+            size, start = compute_local_shape_and_global_offset(
+                weight.shape, weight.device_mesh, weight.placements
+            )
+            part = tuple(
+                slice(first, first + count) for first, count in zip(start, size, strict=True)
+            )
             weight, whole = weight.to_local(), whole[part]
         weight.copy_(whole)
     return model
@@ -168,7 +214,10 @@ def make_optimizer(args: Namespace, model: torch.nn.Module) -> torch.optim.Optim
     """AdamW as nanoGPT sets it up. Fused: one kernel for a group's weights instead of a dozen for each weight."""
     matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
     vectors = [weight for weight in model.parameters() if weight.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.99), fused=True)
 
 
@@ -191,15 +240,21 @@ def open_checkpoints(args: Namespace, place: Place) -> ShardedCheckpoints:
 
 def sample(args: Namespace, place: Place):
     """Prints --sample characters from the newest checkpoint, in one process, however many ranks wrote it."""
-    found = sharded_checkpoints.newest(args.checkpoint_dir, place)
+    found = sharded_checkpoints.newest_folder(args.checkpoint_dir, place)
     if found is None:
         return place.stop(f"no whole checkpoint in {args.checkpoint_dir} to sample from")
     path, metadata = found
     if unknown := set(args.prompt) - set(metadata["characters"]):
         place.stop(f"--prompt has {sorted(unknown)}, which are not among the characters of {path}")
     model = initialize(make_model(metadata), place.device, args.seed)
-    sharded_checkpoints.load(path, model)
-    prompt = torch.tensor([[metadata["characters"].index(letter) for letter in args.prompt]], device=place.device)
+    sharded_checkpoints.load_folder(path, model)
+    prompt = torch.tensor(
+        [[metadata["characters"].index(letter) for letter in args.prompt]], device=place.device
+    )
     torch.manual_seed(args.seed)
     written = model.generate(prompt, args.sample, len(metadata["characters"]))[0].tolist()
-    print(f"Sample from {path}:", "".join(metadata["characters"][number] for number in written), sep="\n")
+    print(
+        f"Sample from {path}:",
+        "".join(metadata["characters"][number] for number in written),
+        sep="\n",
+    )

@@ -28,7 +28,9 @@ class Replicated(ParallelStyle):
         return distribute_module(module, device_mesh, None, self.wrap, self.unwrap)
 
     def wrap(self, module, inputs, device_mesh):
-        return tuple(DTensor.from_local(x, device_mesh, [Replicate()], run_check=False) for x in inputs)
+        return tuple(
+            DTensor.from_local(x, device_mesh, [Replicate()], run_check=False) for x in inputs
+        )
 
     def unwrap(self, module, output, device_mesh):
         return output.redistribute(placements=[self.output_layouts]).to_local()
@@ -46,7 +48,9 @@ def parallel_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
     norm = SequenceParallel() if sequence_parallel else Replicated()
     return {
         "token_embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=x),
-        "position_embedding": Replicated(output_layouts=Shard(0) if sequence_parallel else Replicate()),
+        "position_embedding": Replicated(
+            output_layouts=Shard(0) if sequence_parallel else Replicate()
+        ),
         "blocks.*.attention_norm": norm,
         "blocks.*.attention": enter,
         "blocks.*.attention.qkv": ColwiseParallel(),
@@ -68,7 +72,9 @@ def with_own_dropout(attend: Callable, rank: int) -> Callable:
     """
 
     @torch.compiler.disable
-    def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+    def attend_alone(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
+    ) -> torch.Tensor:
         seed = int(torch.randint(2**31, ())) + rank
         with torch.random.fork_rng([q.device] if q.device.type == "cuda" else []):
             torch.manual_seed(seed)
@@ -84,9 +90,15 @@ def whole(loss: torch.Tensor) -> torch.Tensor:
 
 def sum_partial_gradients(model: torch.nn.Module):
     """With sequence parallelism a rank has the norms' gradients of its own tokens: summed, in one all-reduce."""
-    partial = [w for w in model.parameters() if isinstance(w.grad, DTensor) and w.grad.placements[-1].is_partial()]
+    partial = [
+        w
+        for w in model.parameters()
+        if isinstance(w.grad, DTensor) and w.grad.placements[-1].is_partial()
+    ]
     if partial:
         flat = torch.cat([weight.grad.to_local() for weight in partial])
         dist.all_reduce(flat, group=partial[0].device_mesh.get_group("tensor"))
         for weight, grad in zip(partial, flat.chunk(len(partial)), strict=True):  # all of them (C,)
-            weight.grad = DTensor.from_local(grad, weight.device_mesh, weight.placements, run_check=False)
+            weight.grad = DTensor.from_local(
+                grad, weight.device_mesh, weight.placements, run_check=False
+            )

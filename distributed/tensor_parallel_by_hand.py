@@ -62,7 +62,10 @@ class ColumnLinear(nn.Linear):
 
     def __init__(self, whole: nn.Linear, rank: int, world_size: int):
         nn.Module.__init__(self)
-        self.bias, self.weight = None, nn.Parameter(whole.weight.detach().chunk(world_size)[rank].clone())
+        self.bias, self.weight = (
+            None,
+            nn.Parameter(whole.weight.detach().chunk(world_size)[rank].clone()),
+        )
 
 
 class RowLinear(nn.Linear):
@@ -70,7 +73,10 @@ class RowLinear(nn.Linear):
 
     def __init__(self, whole: nn.Linear, rank: int, world_size: int):
         nn.Module.__init__(self)
-        self.bias, self.weight = None, nn.Parameter(whole.weight.detach().chunk(world_size, dim=1)[rank].clone())
+        self.bias, self.weight = (
+            None,
+            nn.Parameter(whole.weight.detach().chunk(world_size, dim=1)[rank].clone()),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ReduceSplit.apply(super().forward(x))
@@ -104,8 +110,12 @@ def split_by_hand(model: CharTransformer, rank: int, world_size: int) -> CharTra
         attention, mlp = block.attention, block.mlp
         attention.register_forward_pre_hook(enter)
         mlp.register_forward_pre_hook(enter)
-        attention.qkv, mlp.up = (ColumnLinear(whole, rank, world_size) for whole in (attention.qkv, mlp.up))
-        attention.out, mlp.down = (RowLinear(whole, rank, world_size) for whole in (attention.out, mlp.down))
+        attention.qkv, mlp.up = (
+            ColumnLinear(whole, rank, world_size) for whole in (attention.qkv, mlp.up)
+        )
+        attention.out, mlp.down = (
+            RowLinear(whole, rank, world_size) for whole in (attention.out, mlp.down)
+        )
     model.token_embedding = SplitEmbedding(model.token_embedding, rank, world_size)
     model.head = ColumnLinear(model.head, rank, world_size)
     model.head.register_forward_pre_hook(enter)
@@ -118,7 +128,9 @@ def split_loss(model: CharTransformer, logits: torch.Tensor, targets: torch.Tens
     largest = all_reduce(logits.detach().amax(-1), dist.ReduceOp.MAX)
     row, held = find_rows(targets, model.token_embedding.first, logits.size(-1))
     target = logits.gather(-1, row.unsqueeze(-1)).squeeze(-1) * held
-    total, target = ReduceSplit.apply(torch.stack(((logits - largest.unsqueeze(-1)).exp().sum(-1), target)))
+    total, target = ReduceSplit.apply(
+        torch.stack(((logits - largest.unsqueeze(-1)).exp().sum(-1), target))
+    )
     return (total.log() + largest - target).mean()
 
 
@@ -146,7 +158,10 @@ def main():
             loss.backward()
             optimizer.step()
         if rank == 0 and (step % 20 == 0 or step == 1):
-            print(f"step={step} loss_whole={loss_whole:.6f} loss_split_over_{world_size}={loss_split:.6f}", flush=True)
+            print(
+                f"step={step} loss_whole={loss_whole:.6f} loss_split_over_{world_size}={loss_split:.6f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
@@ -155,4 +170,6 @@ if __name__ == "__main__":
         dist.barrier()
         dist.destroy_process_group()
         sys.stdout.flush()
-        os._exit(0)  # gloo's threads may outlive the group, and abort a Python that is shutting down
+        os._exit(
+            0
+        )  # gloo's threads may outlive the group, and abort a Python that is shutting down

@@ -1,7 +1,7 @@
 """Train a character-level transformer with FSDP2 (fully_shard): no rank holds more than its part of the model.
 
     python aux/prepare_data.py shakespeare                # once, before any job
-    python distributed/train_fsdp.py                      # one process: CUDA, Apple's MPS or the CPU
+    python distributed/train_fsdp.py                      # one process: CUDA or the CPU
     ./torchrun.sh distributed/train_fsdp.py --size gpu    # all GPUs of this machine, or two CPU ranks
     sbatch launch_slurm_to_torch.sh distributed/train_fsdp.py --hybrid
     python distributed/train_fsdp.py --sample 500 --checkpoint-dir checkpoints/JOB
@@ -15,6 +15,7 @@ import math
 import os
 from argparse import Namespace
 from collections.abc import Iterator
+from datetime import timedelta
 
 from language_model_arguments import LanguageModelParser, divisors
 from resilience import stop_request
@@ -25,7 +26,9 @@ from resilience.arguments import indivisible, whole_number
 def parse_arguments() -> Namespace:
     parser = LanguageModelParser(description=__doc__)
     help = "shard inside a node (or among RANKS neighbours in it), replicate beyond"
-    parser.add_argument("--hybrid", type=whole_number(1), nargs="?", const=0, metavar="RANKS", help=help)
+    parser.add_argument(
+        "--hybrid", type=whole_number(1), nargs="?", const=0, metavar="RANKS", help=help
+    )
     return parser.parse_args()
 
 
@@ -34,19 +37,45 @@ if __name__ == "__main__":
     stop_request.listen()
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import characters
 import language_model
 from char_transformer import CharTransformer, peak_flops
-from resilience.place import Place, find_ranks, init_process_group
+from resilience.checkpoint_files import folder_fault
+from resilience.place import Place
 from resilience.progress import Progress
+from resilience.ranks import Ranks, find_ranks
 from resilience.sharded_checkpoints import ShardedCheckpoints
+from resilience.step_zero import device_fault, step_zero
 
 
 def main(args: Namespace):
-    place = init_process_group(args, find_fault(args), **step_zero_columns(args))
+    # RANK, LOCAL_RANK and WORLD_SIZE, which the launcher sets, or Slurm's own numbers
+    ranks = find_ranks()
+    fault = device_fault(args.device, ranks) or find_fault(args, ranks)
+    use_cuda = args.device != "cpu" and torch.cuda.is_available() and not fault
+    device = torch.device("cpu")
+    if use_cuda:
+        # GPU number local_rank, but number 0 if Slurm shows this rank a single GPU.
+        device = torch.device("cuda", ranks.local_rank if torch.cuda.device_count() > 1 else 0)
+        torch.cuda.set_device(device)
+
+    # Step 0: the ranks compare what they know. A fault of any rank ends all of them.
+    store = step_zero(args, ranks, device, fault, **step_zero_columns(args, ranks))
+    place = Place(ranks, device, args.init_timeout)
+    if ranks.world_size > 1:
+        backend, wait = "nccl" if use_cuda else "gloo", timedelta(seconds=args.init_timeout)
+        place.beat.start()
+        with place.connecting(backend):
+            dist.init_process_group(
+                backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=wait
+            )
+            place.all_reduced([1])  # NCCL connects in its first collective
+    if args.deterministic:
+        torch.use_deterministic_algorithms(True)
     if args.sample:
         return language_model.sample(args, place)
     mesh = make_mesh(args, place.device, place.world_size)
@@ -54,23 +83,36 @@ def main(args: Namespace):
     share = data_place(mesh)
 
     metadata = language_model.metadata_of(args)
-    model = language_model.make_model(metadata, args.dropout)  # without memory: no rank is to hold it whole
+    model = language_model.make_model(
+        metadata, args.dropout
+    )  # without memory: no rank is to hold it whole
     flops = model.flops_per_token(args.context) / (peak_flops(place.device) * place.world_size)
     split(args, model, mesh)
     language_model.initialize(model, place.device, args.seed)
     optimizer = language_model.make_optimizer(args, model)
 
-    checkpoints, parts = language_model.open_checkpoints(args, place), {"model": model, "optimizer": optimizer}
+    checkpoints, parts = (
+        language_model.open_checkpoints(args, place),
+        {"model": model, "optimizer": optimizer},
+    )
     first = checkpoints.resume(parts)
     val_loss = checkpoints.values.get("val_loss", math.nan)
-    progress = Progress(args, place, "tokens", args.batch_size * args.context, first, args.steps, flops)
-    for step, epoch, batch in characters.batches(args, first, share, dropout_place(args, mesh), place.device):
+    progress = Progress(
+        args, place, "tokens", args.batch_size * args.context, first, args.steps, flops
+    )
+    for step, epoch, batch in characters.batches(
+        args, first, share, dropout_place(args, mesh), place.device
+    ):
         loss, norm = train_step(args, step - 1, model, optimizer, batch)
         if progress.add(step, loss):
-            progress.log(step, epoch, **language_model.log_values(args, step - 1, norm, place.device))
+            progress.log(
+                step, epoch, **language_model.log_values(args, step - 1, norm, place.device)
+            )
         if step % args.eval_every == 0 or step == args.steps:
             with place.longer_timeout(args.save_timeout):
-                val_loss = evaluate(args, place, model, characters.fixed_batches(args, *share, place.device))
+                val_loss = evaluate(
+                    args, place, model, characters.fixed_batches(args, *share, place.device)
+                )
             progress.log_evaluation(step, epoch, val_loss=val_loss)
         if save_and_stop(checkpoints, progress, step, parts, val_loss=val_loss, **metadata):
             break
@@ -81,14 +123,18 @@ def main(args: Namespace):
 
 
 # --- process group ----------------------------------------------------------------------------------------------------
-def find_fault(args: Namespace) -> str | None:
+def find_fault(args: Namespace, ranks: Ranks) -> str | None:
     """What is wrong with the arguments or the files on this node, in one sentence, or None."""
-    _, rank, local_rank, world_size = find_ranks()
+    rank, local_rank, world_size = ranks.rank, ranks.local_rank, ranks.world_size
     if args.sample:
-        return "--sample takes one process: start it with python, without a launcher" if world_size > 1 else None
+        return (
+            "--sample takes one process: start it with python, without a launcher"
+            if world_size > 1
+            else None
+        )
     fault = characters.missing_data(args.data_dir, args.context, local_rank)
     fault = fault or bad_sizes(args, rank, local_rank, world_size)
-    return fault or ShardedCheckpoints.conflict(args)
+    return fault or folder_fault(args.checkpoint_dir, args.resume, "")
 
 
 def ranks_per_copy(args: Namespace, world_size: int) -> int:
@@ -96,7 +142,9 @@ def ranks_per_copy(args: Namespace, world_size: int) -> int:
     if args.hybrid != 0:  # None: all of them share one copy
         return args.hybrid or world_size
     nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", 1))
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size // nodes))  # torchrun and spawn_ranks.py set it, srun not
+    return int(
+        os.environ.get("LOCAL_WORLD_SIZE", world_size // nodes)
+    )  # torchrun and spawn_ranks.py set it, srun not
 
 
 def bad_sizes(args: Namespace, rank: int, local_rank: int, world_size: int) -> str | None:
@@ -110,9 +158,9 @@ def bad_sizes(args: Namespace, rank: int, local_rank: int, world_size: int) -> s
     return indivisible("--batch-size", args.batch_size, world_size * args.accumulation, share)
 
 
-def step_zero_columns(args: Namespace) -> dict[str, str]:
+def step_zero_columns(args: Namespace, ranks: Ranks) -> dict[str, str]:
     """What the Step 0 table shows of this rank besides."""
-    _, rank, _, world_size = find_ranks()
+    rank, world_size = ranks.rank, ranks.world_size
     copy = ranks_per_copy(args, world_size)
     return {"model sharded over": f"ranks {rank - rank % copy} to {rank - rank % copy + copy - 1}"}
 
@@ -124,7 +172,9 @@ def make_mesh(args: Namespace, device: torch.device, world_size: int) -> DeviceM
         return None
     if copy == world_size:
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (world_size // copy, copy), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        device.type, (world_size // copy, copy), mesh_dim_names=("replicate", "shard")
+    )
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -155,12 +205,15 @@ def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
         dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for part in (*model.blocks, model):
-            last = part in (model.blocks[-1], model)  # whole until the backward pass, which begins with these
+            # These stay whole until the backward pass, which begins with them.
+            last = part in (model.blocks[-1], model)
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not last)
 
 
 # --- checkpoint -------------------------------------------------------------------------------------------------------
-def save_and_stop(checkpoints: ShardedCheckpoints, progress: Progress, step: int, parts: dict, **values) -> bool:
+def save_and_stop(
+    checkpoints: ShardedCheckpoints, progress: Progress, step: int, parts: dict, **values
+) -> bool:
     """Saves if a checkpoint is due after this step. Returns whether to stop then: the same on all ranks."""
     save, stop = checkpoints.due(step)
     if save:
@@ -170,7 +223,9 @@ def save_and_stop(checkpoints: ShardedCheckpoints, progress: Progress, step: int
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
-def train_step(args, step: int, model, optimizer, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def train_step(
+    args, step: int, model, optimizer, batch: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Trains on this rank's sequences (n, context + 1). Returns their average loss and the norm of the whole gradient.
 
     Gradients are averaged over the ranks; their shares are equally large, so that is the mean over all tokens.
@@ -178,13 +233,22 @@ def train_step(args, step: int, model, optimizer, batch: torch.Tensor) -> tuple[
     loss_sum = torch.zeros((), device=batch.device)
     for part, tokens in enumerate(batch.chunk(args.accumulation), start=1):
         if isinstance(model, FSDPModule):
-            model.set_requires_all_reduce(part == args.accumulation)  # between replicas of the model: once a step
+            model.set_requires_all_reduce(
+                part == args.accumulation
+            )  # between replicas of the model: once a step
         with language_model.autocast(args, model, batch.device):
-            loss = language_model.cross_entropy(args, model(tokens[:, :-1]), tokens[:, 1:]) / args.accumulation
+            loss = (
+                language_model.cross_entropy(args, model(tokens[:, :-1]), tokens[:, 1:])
+                / args.accumulation
+            )
         loss.backward()
         loss_sum += loss.detach()
-    foreach = batch.device.type == "cpu" or None  # a few kernels for all weights; elsewhere torch does so by itself
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf, foreach=foreach)
+    foreach = (
+        batch.device.type == "cpu" or None
+    )  # a few kernels for all weights; elsewhere torch does so by itself
+    norm = torch.nn.utils.clip_grad_norm_(
+        model.parameters(), args.clip or math.inf, foreach=foreach
+    )
     for group in optimizer.param_groups:
         group["lr"] = language_model.learning_rate(args, step)
     optimizer.step()

@@ -1,6 +1,6 @@
 """One command on a laptop, under torchrun and on a cluster: MNIST with @task of aux/slurm_task.py.
 
-    python distributed/train_task.py --epochs 3                                     # here: CUDA, Apple's MPS or the CPU
+    python distributed/train_task.py --epochs 3                                     # here: CUDA or the CPU
     ./torchrun.sh distributed/train_task.py --epochs 3                              # here, several ranks
     python distributed/train_task.py --submit --env local --follow --epochs 3       # a job: sbatch on this machine
     python distributed/train_task.py --submit --env production --fetch --epochs 3   # a job over SSH, result.json back
@@ -28,15 +28,31 @@ def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=whole_number(1), default=3, help="passes over the images")
     batch = parser.add_mutually_exclusive_group()
-    batch.add_argument("--batch-size", type=whole_number(1), default="64", help="images per step, over all ranks")
-    batch.add_argument("--batch-size-per-rank", type=whole_number(1), help="the same, for each rank")
-    parser.add_argument("--learning-rate", type=number(0), default=0.02, help="of SGD with momentum")
-    parser.add_argument("--seed", type=whole_number(0), default=0, help="of weights, order and dropout")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of autocast")
+    batch.add_argument(
+        "--batch-size", type=whole_number(1), default="64", help="images per step, over all ranks"
+    )
+    batch.add_argument(
+        "--batch-size-per-rank", type=whole_number(1), help="the same, for each rank"
+    )
+    parser.add_argument(
+        "--learning-rate", type=number(0), default=0.02, help="of SGD with momentum"
+    )
+    parser.add_argument(
+        "--seed", type=whole_number(0), default=0, help="of weights, order and dropout"
+    )
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of autocast"
+    )
     device = os.environ.get("TRAIN_DEVICE", "auto")
-    parser.add_argument("--device", type=device_name, default=device, help="auto, cpu, cuda or mps; or TRAIN_DEVICE")
-    parser.add_argument("--data-dir", type=Path, default="data/mnist", help="of aux/prepare_data.py")
-    parser.add_argument("--log-every", type=whole_number(1), default=100, help="steps between two log lines")
+    parser.add_argument(
+        "--device", type=device_name, default=device, help="auto, cpu or cuda; or TRAIN_DEVICE"
+    )
+    parser.add_argument(
+        "--data-dir", type=Path, default="data/mnist", help="of aux/prepare_data.py"
+    )
+    parser.add_argument(
+        "--log-every", type=whole_number(1), default=100, help="steps between two log lines"
+    )
     return parser.parse_args()
 
 
@@ -50,20 +66,30 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
     import mnist
-    from resilience.place import choose_device
+    from resilience.ranks import find_ranks
+    from resilience.step_zero import device_fault
 
     # --- process group ------------------------------------------------------------------------------------------------
     if job:
-        os.environ.update(job.torch_distributed_env())  # without a job, torchrun has set them, or nobody
-    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    distributed = "RANK" in os.environ  # a launcher has started this, perhaps as a single rank
-    device, fault = choose_device(args.device, local_rank, max(world_size, 1 + distributed))  # 2: no MPS in a group
-    if fault:
+        os.environ.update(
+            job.torch_distributed_env()
+        )  # without a job, torchrun has set them, or nobody
+    ranks = find_ranks()
+    rank, local_rank, world_size = ranks.rank, ranks.local_rank, ranks.world_size
+    if fault := device_fault(args.device, ranks):
         stop(fault, rank)
+    device = torch.device("cpu")
+    if args.device != "cpu" and torch.cuda.is_available():
+        # GPU number local_rank, but number 0 if Slurm shows this rank a single GPU.
+        device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
+        torch.cuda.set_device(device)
+    # A launcher has started this, perhaps as a single rank.
+    distributed = "RANK" in os.environ
     if distributed:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        dist.all_reduce(torch.zeros(1, device=device))  # waits for all: nobody is still connecting when a rank stops
+        dist.all_reduce(
+            torch.zeros(1, device=device)
+        )  # waits for all: nobody is still connecting when a rank stops
 
     # --- data ---------------------------------------------------------------------------------------------------------
     if args.batch_size_per_rank is not None:
@@ -76,18 +102,34 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
         stop(str(error), rank)
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)
-    loader = DataLoader(train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda")
-    mine = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)  # every test image once
+    loader = DataLoader(
+        train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda"
+    )
+    mine = BatchSampler(
+        range(rank, len(test_set), world_size), 1000, drop_last=False
+    )  # every test image once
     test_loader = DataLoader(test_set, sampler=mine, batch_size=None)
     if len(loader) == 0:
-        stop(f"--batch-size {args.batch_size} is more than the {len(train_set)} training images", rank)
+        stop(
+            f"--batch-size {args.batch_size} is more than the {len(train_set)} training images",
+            rank,
+        )
 
     # --- model --------------------------------------------------------------------------------------------------------
     torch.manual_seed(args.seed)  # the same weights on every rank
-    convolutions = nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25)
+    convolutions = (
+        nn.Conv2d(1, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.25),
+    )
     linears = nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.25), nn.Linear(128, 10)
     model = nn.Sequential(*convolutions, nn.Flatten(), *linears).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate, momentum=0.9, nesterov=True)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=args.learning_rate, momentum=0.9, nesterov=True
+    )
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
     autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
@@ -102,7 +144,10 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     if distributed:
         dist.broadcast_object_list(newest, device=device)  # one choice for all ranks
     if newest[0] and job.restart_count == 0:
-        stop(f"{newest[0]} is from another job with the id {job.job_id}: move {job.output_dir} away", rank)
+        stop(
+            f"{newest[0]} is from another job with the id {job.job_id}: move {job.output_dir} away",
+            rank,
+        )
     if newest[0]:
         state = torch.load(newest[0], map_location=device, weights_only=True)
         epoch, loss, accuracy = state["epoch"], state["test_loss"], state["test_accuracy"]
@@ -128,14 +173,21 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
 
     # --- training -----------------------------------------------------------------------------------------------------
     if rank == 0:
-        print(f"Data: {mnist.describe(args.data_dir)}. World size {world_size}, {device.type}", flush=True)
+        print(
+            f"Data: {mnist.describe(args.data_dir)}. World size {world_size}, {device.type}",
+            flush=True,
+        )
     while epoch < args.epochs:
         sampler.set_epoch(epoch)
-        torch.manual_seed((args.seed * 1_000_003 + epoch) * 65_536 + rank)  # dropout: no two ranks and epochs alike
+        torch.manual_seed(
+            (args.seed * 1_000_003 + epoch) * 65_536 + rank
+        )  # dropout: no two ranks and epochs alike
         ddp_model.train()
         start = time.monotonic()
         for step, (images, labels) in enumerate(loader, 1):
-            images, labels = (tensor.to(device, non_blocking=device.type == "cuda") for tensor in (images, labels))
+            images, labels = (
+                tensor.to(device, non_blocking=device.type == "cuda") for tensor in (images, labels)
+            )
             with autocast:
                 batch_loss = nn.functional.cross_entropy(ddp_model(images), labels)
             optimizer.zero_grad()
@@ -149,7 +201,10 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
                 if rank == 0:
                     print(line, flush=True)
                 if not math.isfinite(mean):
-                    stop(f"the loss is {mean}: try a lower --learning-rate, or another --precision", rank)
+                    stop(
+                        f"the loss is {mean}: try a lower --learning-rate, or another --precision",
+                        rank,
+                    )
         epoch += 1
 
         model.eval()
@@ -177,7 +232,9 @@ def stop(sentence: str, rank: int):
 
 def newest_checkpoint(folder: Path) -> str | None:
     paths = folder.glob("checkpoint_epoch_*.pt")
-    return max(map(str, paths), key=lambda path: int(Path(path).stem.rpartition("_")[2]), default=None)
+    return max(
+        map(str, paths), key=lambda path: int(Path(path).stem.rpartition("_")[2]), default=None
+    )
 
 
 def shutdown():
@@ -186,7 +243,9 @@ def shutdown():
     import torch.distributed as dist
 
     if dist.is_initialized():
-        ids = [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None  # nccl wants them
+        ids = (
+            [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None
+        )  # nccl wants them
         dist.barrier(device_ids=ids)  # rank 0 may still be writing
         dist.destroy_process_group()
         sys.stdout.flush()
@@ -197,5 +256,8 @@ def shutdown():
 if __name__ == "__main__":
     result = train(parse_arguments())
     if os.environ.get("RANK", "0") == "0":
-        print(f"Finished: average_loss={result['test_loss']:.4f} accuracy={result['test_accuracy']:.4f}", flush=True)
+        print(
+            f"Finished: average_loss={result['test_loss']:.4f} accuracy={result['test_accuracy']:.4f}",
+            flush=True,
+        )
     shutdown()

@@ -173,7 +173,6 @@ def test_flags_exist(path, slurm):
 
 # Nothing here sets or reads these, or they are no variables.
 OF_OTHERS = {
-    *("CUDA_VISIBLE_DEVICES", "SBATCH_ACCOUNT", "SBATCH_PARTITION"),  # of Slurm's
     *("BASH_ENV", "CUDA_LAUNCH_BLOCKING", "ENROOT_DATA_PATH", "LD_LIBRARY_PATH", "LD_PRELOAD"),
     *(
         "NCCL_DEBUG_SUBSYS",
@@ -203,7 +202,7 @@ def variables_of_sources() -> set[str]:
     files = [
         path
         for path in TRACKED
-        if not path.endswith((".md", ".svg", ".png", ".json")) and not path.startswith("tests/")
+        if not path.endswith((".md", ".svg", ".json")) and not path.startswith("tests/")
     ]
     source = "\n".join((REPOSITORY / path).read_text() for path in files)
     loops = " ".join(re.findall(r"^ *for \w+ in ([^;]+); do", source, re.M)).split()

@@ -422,14 +422,9 @@ from language_model_arguments import LanguageModelParser
 args = LanguageModelParser().parse_args()
 assert "torch" not in sys.modules
 print([os.environ.get(x) for x in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE")])
-from resilience.place import init_process_group
-import torch
-init_process_group(args)
-print("deterministic algorithms:", torch.are_deterministic_algorithms_enabled())
 """
     done = run(sys.executable, "-c", code, "--device", "cpu", "--deterministic", env=environment(NCCL_PROTO="Tree"))
     assert "[':4096:8', 'Ring', 'Tree', '0']" in done.stdout, done.stderr
-    assert "deterministic algorithms: True" in done.stdout
 
 
 COMPILED = [("train_fsdp.py", 1, ()), ("train_fsdp.py", 2, ()), ("train_tp.py", 2, ())]

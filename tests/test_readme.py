@@ -361,6 +361,41 @@ def test_all_of_the_step_to_data_parallel_is_shown():
     assert "".join(hunk for _, hunk in hunks_by_block(copied)) in CHAPTERS[16].read_text()
 
 
+@pytest.mark.parametrize("number", [*range(1, 13), 14, 15])
+def test_a_chapter_has_the_shape_of_all(number):
+    text = CHAPTERS[number].read_text()
+    heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    assert heads[0].startswith(f"{number}. ") and heads[1:] == [
+        "What changes",
+        "Run it",
+        "Try",
+        "When it goes wrong",
+    ]
+    assert re.search(r"^!\[", text.split("## What changes")[0], re.M), "a picture with the idea"
+    parts = re.split(r"^## .*$", text, flags=re.M)
+    assert "```bash" in parts[2] and "```console" in parts[4]
+
+
+def test_readme_is_a_page():
+    """This machine, the local cluster, one's own cluster; which launcher, which files to copy;
+    then how it works."""
+    text = (REPOSITORY / "README.md").read_text()
+    top, *heads = re.split(r"^## (.*)$", text, flags=re.M)
+    assert (
+        top.index("make train")
+        < top.index("`make cluster`")
+        < top.index("\nsbatch launch_slurm_with_torchrun.sh ")
+    )
+    assert heads[::2] == [
+        "Which launcher do I want?",
+        "Your own script: which files do I copy?",
+        "Five variables",
+        "The tutorial",
+        "Results",
+        "What is tested, on what",
+    ]
+
+
 def anchors(path: Path) -> set[str]:
     """The names that GitHub gives the headings of a page."""
     heads = re.findall(

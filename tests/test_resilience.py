@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,21 +28,24 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from char_transformer import peak_flops
 from conftest import REPOSITORY, cells, environment, free_port, read_metrics, run
 from resilience import heartbeat, place, sharded_checkpoints, stop_request
-from resilience.checkpoints import find, remove
+from resilience.checkpoint_files import find_checkpoints, remove
 from resilience.progress import Progress
+from resilience.ranks import Ranks, find_ranks
 from resilience.samplers import RunSampler
 from resilience.sharded_checkpoints import ShardedCheckpoints, measure_files
 
 
-@pytest.mark.parametrize("module", ["arguments", "stop_request", "heartbeat", "checksums", "job"])
+@pytest.mark.parametrize(
+    "module", ["arguments", "ranks", "stop_request", "heartbeat", "checksums", "job"]
+)
 def test_light_modules_import_no_torch(module):
-    code = (
-        f"import sys; sys.path.insert(0, 'distributed'); import resilience.{module}; sys.exit('torch' in sys.modules)"
-    )
+    code = f"import sys; sys.path.insert(0, 'distributed'); import resilience.{module}; sys.exit('torch' in sys.modules)"
     assert run(sys.executable, "-c", code, cwd=REPOSITORY / "distributed").returncode == 0
 
 
-@pytest.mark.parametrize(("size", "batch_size", "world_size"), [(1003, 64, 4), (300, 20, 2), (23, 6, 3), (64, 64, 1)])
+@pytest.mark.parametrize(
+    ("size", "batch_size", "world_size"), [(1003, 64, 4), (300, 20, 2), (23, 6, 3), (64, 64, 1)]
+)
 def test_run_sampler_is_distributed_sampler_over_all_epochs(size, batch_size, world_size):
     per_epoch = size // batch_size
     for rank in range(world_size):
@@ -57,7 +59,9 @@ def test_run_sampler_is_distributed_sampler_over_all_epochs(size, batch_size, wo
         assert [indices.tolist() for indices in sampler] == expected
         first = per_epoch + per_epoch // 2  # in the midst of an epoch
         sampler.steps = range(first, len(expected))
-        assert [indices.tolist() for indices in sampler] == expected[first:] and len(sampler) == len(expected) - first
+        assert [indices.tolist() for indices in sampler] == expected[first:] and len(
+            sampler
+        ) == len(expected) - first
 
 
 def test_run_sampler_refuses_a_batch_that_is_larger_than_the_data():
@@ -68,17 +72,38 @@ def test_run_sampler_refuses_a_batch_that_is_larger_than_the_data():
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loss_that_is_not_finite_ends_the_run(ranks, tiny, tmp_path):
     """With one sentence and status 1, and no checkpoint of weights that are not finite."""
-    command = ["distributed/train_preemptible.py", "--data-dir", tiny, "--checkpoint-dir", tmp_path / "out"]
-    command += ["--learning-rate", 1e8, "--batch-size", 20, "--log-every", 100, "--checkpoint-every", 3]
+    command = [
+        "distributed/train_preemptible.py",
+        "--data-dir",
+        tiny,
+        "--checkpoint-dir",
+        tmp_path / "out",
+    ]
+    command += [
+        "--learning-rate",
+        1e8,
+        "--batch-size",
+        20,
+        "--log-every",
+        100,
+        "--checkpoint-every",
+        3,
+    ]
     launch = [sys.executable] if ranks == 1 else ["./torchrun.sh"]
     done = run(*launch, *command, env=environment(NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1))
     assert done.returncode == 1 and "Finished" not in done.stdout, done.stderr
-    said = re.findall(r"^\[Rank \d on .*the loss is (?:nan|inf) at step \d+: try a lower", done.stderr, re.M)
-    assert len(said) == 1 and "Traceback" not in re.sub(r"(?s)^.*elastic.*", "", done.stderr), done.stderr
+    said = re.findall(
+        r"^\[Rank \d on .*the loss is (?:nan|inf) at step \d+: try a lower", done.stderr, re.M
+    )
+    assert len(said) == 1 and "Traceback" not in re.sub(r"(?s)^.*elastic.*", "", done.stderr), (
+        done.stderr
+    )
     assert not list((tmp_path / "out").glob("*.pt"))
 
 
-@pytest.mark.parametrize("script", cells([("train_fsdp.py",), ("train_preemptible.py",)], ("train_fsdp.py",)))
+@pytest.mark.parametrize(
+    "script", cells([("train_fsdp.py",), ("train_preemptible.py",)], ("train_fsdp.py",))
+)
 def test_time_that_saving_and_evaluation_take_is_in_no_throughput(script, text, request, tmp_path):
     """A second for each save, one save after every step, and two seconds for each evaluation, one in two steps."""
     code = (
@@ -87,18 +112,43 @@ def test_time_that_saving_and_evaluation_take_is_in_no_throughput(script, text, 
         "def slower(method, seconds):\n"
         "    return lambda *args, **options: (time.sleep(seconds), method(*args, **options))[1]\n"
         "for kind in (sharded_checkpoints.Checkpoints, sharded_checkpoints.ShardedCheckpoints):\n"
-        "    kind.write = slower(kind.write, 1)\n"
+        "    kind.save_files = slower(kind.save_files, 1)\n"
         "progress.Progress.log_evaluation = slower(progress.Progress.log_evaluation, 2)\n"
         "sys.argv[0] = 'distributed/' + sys.argv.pop(1)\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    command = [script, "--batch-size", 12, "--steps", 4, "--eval-every", 2, "--eval-windows", 8, "--data-dir", text]
+    command = [
+        script,
+        "--batch-size",
+        12,
+        "--steps",
+        4,
+        "--eval-every",
+        2,
+        "--eval-windows",
+        8,
+        "--data-dir",
+        text,
+    ]
     if script == "train_preemptible.py":  # 300 images: an epoch, with its evaluation, is two steps
-        command = [script, "--batch-size", 150, "--epochs", 2, "--data-dir", request.getfixturevalue("tiny")]
+        command = [
+            script,
+            "--batch-size",
+            150,
+            "--epochs",
+            2,
+            "--data-dir",
+            request.getfixturevalue("tiny"),
+        ]
     command += ["--checkpoint-dir", tmp_path, "--log-every", 2, "--checkpoint-every", 1]
     done = run(sys.executable, "-c", code, *command)
     assert done.returncode == 0, done.stderr
-    rates = [event[name] for event in read_metrics(tmp_path) for name in event if name.endswith("_per_second")]
+    rates = [
+        event[name]
+        for event in read_metrics(tmp_path)
+        for name in event
+        if name.endswith("_per_second")
+    ]
     per_step = 150 if script == "train_preemptible.py" else 12 * 64
     # Of the second line, two steps come with two saves and an evaluation: with one of these, less than a step a second.
     assert len(rates) == 2 and rates[1] > 1.1 * per_step, rates
@@ -108,7 +158,7 @@ def test_mfu_is_that_of_the_steps(tmp_path, monkeypatch, capsys):
     """The time that saving has taken is in it no more than in the throughput. A GPU of unknown speed has none."""
     args, clock = Namespace(checkpoint_dir=tmp_path, log_every=1, tensorboard=False), [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    alone = place.Place(0, 0, 1, torch.device("cpu"), None, "none")
+    alone = place.Place(Ranks(0, 0, 1, 1, "none"), torch.device("cpu"), 9)
     progress = Progress(args, alone, "tokens", 1000, 0, 4, 2e-6)
     progress.add(1, torch.tensor(1.0))
     clock[0], alone.seconds_saving = 3.0, 2.0
@@ -123,7 +173,9 @@ def test_mfu_is_that_of_the_steps(tmp_path, monkeypatch, capsys):
 SCRIPT = REPOSITORY / "distributed/train_preemptible.py"
 
 
-def start_rank(rank: int, *arguments: object, cwd=REPOSITORY, **variables: object) -> subprocess.Popen:
+def start_rank(
+    rank: int, *arguments: object, cwd=REPOSITORY, **variables: object
+) -> subprocess.Popen:
     """One rank on this machine, as a launcher of somebody's own would start it."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1}
     place |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -134,13 +186,29 @@ def start_rank(rank: int, *arguments: object, cwd=REPOSITORY, **variables: objec
 
 def test_ranks_that_never_come_are_named(tiny, tmp_path):
     """With their hosts, which those know that are on the same node."""
-    options = (SCRIPT, "--data-dir", tiny, "--batch-size", 20, "--init-timeout", 8, "--checkpoint-dir", tmp_path)
-    world, start = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": free_port()}, time.monotonic()
-    with start_rank(0, *options, **world) as first, start_rank(3, *options, **world, SLURMD_NODENAME="n2") as other:
+    options = (
+        SCRIPT,
+        "--data-dir",
+        tiny,
+        "--batch-size",
+        20,
+        "--init-timeout",
+        8,
+        "--checkpoint-dir",
+        tmp_path,
+    )
+    world, start = (
+        {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": free_port()},
+        time.monotonic(),
+    )
+    with (
+        start_rank(0, *options, **world) as first,
+        start_rank(3, *options, **world, SLURMD_NODENAME="n2") as other,
+    ):
         said = [rank.communicate(timeout=60)[1] for rank in (first, other)]
     named = r"\[Rank 0 on (\S+)\] 2 of 4 ranks did not join within 0:00:08: rank 1 on \1, rank 2 on n2\n"
     assert re.fullmatch(named, said[0]) and said[1] == "", said
-    assert first.returncode == other.returncode == 1 and time.monotonic() - start < 30
+    assert first.returncode == other.returncode == 1 and time.monotonic() - start < 60
 
 
 @pytest.mark.matrix
@@ -149,7 +217,17 @@ def test_rank_0_that_never_comes(agent, tiny, tmp_path):
     """One of the others says so, soon after --init-timeout. torchrun's agent has a store without it, too."""
     port, start = free_port(), time.monotonic()
     store = dist.TCPStore("127.0.0.1", port, 3, True, wait_for_workers=False) if agent else None
-    options = (SCRIPT, "--data-dir", tiny, "--batch-size", 21, "--init-timeout", 3, "--checkpoint-dir", tmp_path)
+    options = (
+        SCRIPT,
+        "--data-dir",
+        tiny,
+        "--batch-size",
+        21,
+        "--init-timeout",
+        3,
+        "--checkpoint-dir",
+        tmp_path,
+    )
     world = {"WORLD_SIZE": 3, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": agent}
     with start_rank(1, *options, **world) as other, start_rank(2, *options, **world) as last:
         said = "".join(rank.communicate(timeout=60)[1] for rank in (other, last))
@@ -170,9 +248,24 @@ def test_ranks_that_cannot_connect(tiny, tmp_path):
         "            dist.all_reduce = lambda *_: time.sleep(100)\n"
         "sys.meta_path.insert(0, Hook())\n"
     )
-    world = {"WORLD_SIZE": 2, "MASTER_PORT": free_port(), "PYTHONPATH": tmp_path, "GLOO_SOCKET_IFNAME": "lo"}
+    world = {
+        "WORLD_SIZE": 2,
+        "MASTER_PORT": free_port(),
+        "PYTHONPATH": tmp_path,
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     world |= {"SLURM_JOB_ID": 7, "cwd": tmp_path}
-    options = (SCRIPT, "--data-dir", tiny, "--batch-size", 20, "--init-timeout", 5, "--checkpoint-dir", tmp_path / "o")
+    options = (
+        SCRIPT,
+        "--data-dir",
+        tiny,
+        "--batch-size",
+        20,
+        "--init-timeout",
+        5,
+        "--checkpoint-dir",
+        tmp_path / "o",
+    )
     with (
         start_rank(0, *options, **world, SLURMD_NODENAME="n1") as first,
         start_rank(1, *options, **world, SLURMD_NODENAME="n2") as second,
@@ -180,54 +273,26 @@ def test_ranks_that_cannot_connect(tiny, tmp_path):
         said = [rank.communicate(timeout=60)[1] for rank in (first, second)]
     both = "".join(said)
     sentence = r"\[Rank \d on n\d\] all ranks joined, but their first all-reduce did not finish within 0:00:05. "
-    sentence += r"The interface is lo on n1, n2: GLOO_SOCKET_IFNAME in env.sh chooses .*\n"
-    assert len(re.findall(sentence, both)) == both.count("all ranks joined") == 1 and "Traceback" not in both, both
-    assert first.returncode == second.returncode == 1
-    assert both.count("no step for 2 s. First to look at: rank 0 on n1 (step None), rank 1 on n2") == 1, both
-    assert {path.name for path in (tmp_path / "log/7/ranks-0").iterdir()} == {"0", "1"}, "heartbeats begin before it"
+    sentence += r"The interface is lo: GLOO_SOCKET_IFNAME in env.sh chooses .*\n"
+    assert (
+        len(re.findall(sentence, both)) == both.count("all ranks joined") == 1
+        and "Traceback" not in both
+    ), both
+    assert first.returncode == 1 and second.returncode == 0
+    assert (
+        both.count("no step for 2 s. First to look at: rank 0 on n1 (step None), rank 1 on n2") == 1
+    ), both
+    assert {path.name for path in (tmp_path / "log/7/ranks-0").iterdir()} == {"0", "1"}, (
+        "heartbeats begin before it"
+    )
 
 
-@pytest.mark.parametrize(
-    ("names", "chosen"),
-    [(["lo", "docker0", "eth0"], "eth0"), (["lo", "eth0", "ib1", "ib0"], "ib1"), (["lo", "docker0"], "docker0")],
-)
-def test_the_interface_that_nccl_takes(names, chosen, monkeypatch):
-    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(names)))
-    assert place.interface("nccl") == chosen
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=bond0")
-    assert place.interface("nccl") == "=bond0"
-
-
-SAVING = {"checkpoint_every": (1, "steps"), "keep_checkpoints": 2, "init_timeout": 20, "save_timeout": 7200}
-
-
-@pytest.mark.parametrize(("backend", "name"), [("nccl", "ib0"), ("gloo", "lo")])
-def test_the_sentence_names_the_variable_of_the_backend(backend, name, tmp_path, monkeypatch, capsys):
-    """On GPUs steps use NCCL, and checkpoints that are written meanwhile gloo, whose interface may be another one."""
-    port = free_port()
-    store = dist.TCPStore("127.0.0.1", port, 1, True, wait_for_workers=False)
-    store.set("step 0/0", json.dumps({"host": "n1", "interface": {"nccl": "ib0", "gloo": "lo"}}))
-
-    def refused(**_):
-        raise RuntimeError("Gloo connectFullMesh failed with [/gloo/pair.cc:144] Connection refused")
-
-    monkeypatch.setattr(dist, "new_group", refused)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(place, "end", sys.exit)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    ranks = place.Place(0, 0, 1, torch.device("cuda:0"), store, "srun")
-    with pytest.raises(SystemExit):
-        if backend == "gloo":
-            ShardedCheckpoints(Namespace(**SAVING, checkpoint_dir=tmp_path), ranks, {}, 9)
-        with place.connecting(ranks, "nccl"):
-            refused()
-    said = capsys.readouterr().err
-    sentence = "they cannot connect: Gloo connectFullMesh failed with Connection refused. The interface is "
-    sentence += f"{name} on n1: {backend.upper()}_SOCKET_IFNAME in env.sh chooses one"
-    assert said.count(sentence) == 1, said
-    assert said.count("\n") == said.count("[Rank 0 on ") == 1, said
+SAVING = {
+    "checkpoint_every": (1, "steps"),
+    "keep_checkpoints": 2,
+    "init_timeout": 20,
+    "save_timeout": 7200,
+}
 
 
 def test_compiled_where_it_pays(monkeypatch):
@@ -240,8 +305,14 @@ def test_compiled_where_it_pays(monkeypatch):
     monkeypatch.setenv("CC", "cc")
     monkeypatch.setattr(language_model.Path, "exists", lambda path: True)
     monkeypatch.setattr(place.Place, "all_reduced", lambda self, values: list(values))
-    alone = {name: place.Place(0, 0, 1, torch.device(name), None, "none") for name in ("cuda:0", "cpu")}
-    found = [language_model.choose_compile(Namespace(compile=None), alone[name]) for name in ("cuda:0", "cpu")]
+    alone = {
+        name: place.Place(Ranks(0, 0, 1, 1, "none"), torch.device(name), 9)
+        for name in ("cuda:0", "cpu")
+    }
+    found = [
+        language_model.choose_compile(Namespace(compile=None), alone[name])
+        for name in ("cuda:0", "cpu")
+    ]
     assert found == [True, False]
     capability[0] = (6, 1)
     assert not language_model.choose_compile(Namespace(compile=None), alone["cuda:0"])
@@ -254,14 +325,15 @@ def test_prepare_names_the_groups_of_the_mesh(device, precisions, monkeypatch):
     import language_model
 
     seen = []
-    monkeypatch.setattr(heartbeat, "timeout", 0)
     monkeypatch.setattr(language_model, "choose_precision", lambda *_: "fp32")
     monkeypatch.setattr(language_model, "choose_compile", lambda *_: False)
     monkeypatch.setattr(language_model.gc, "freeze", lambda: None)
     monkeypatch.setattr(language_model.gc, "disable", lambda: None)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", seen.append)
-    ranks = place.Place(1, 1, 4, torch.device(device), None, "srun")
-    mesh = SimpleNamespace(mesh_dim_names=("data", "tensor"), shape=(2, 2), get_group=lambda name: f"{name}'s")
+    ranks = place.Place(Ranks(1, 1, 4, 2, "srun"), torch.device(device), 9)
+    mesh = SimpleNamespace(
+        mesh_dim_names=("data", "tensor"), shape=(2, 2), get_group=lambda name: f"{name}'s"
+    )
     language_model.prepare(Namespace(), ranks, mesh)
     assert ranks.groups == ["data's", "tensor's"] and seen == precisions
 
@@ -276,7 +348,10 @@ def test_a_cpu_is_measured(bf16, chosen, monkeypatch):
 
     monkeypatch.setattr(language_model.timeit, "repeat", repeat)
     ranks = SimpleNamespace(device=torch.device("cpu"), world_size=1, all_reduced=list)
-    given = {wanted: language_model.choose_precision(Namespace(precision=wanted), ranks) for wanted in ("auto", "fp32")}
+    given = {
+        wanted: language_model.choose_precision(Namespace(precision=wanted), ranks)
+        for wanted in ("auto", "fp32")
+    }
     assert given == {"auto": chosen, "fp32": "fp32"}
 
 
@@ -289,21 +364,24 @@ def test_sizes_are_compared_where_checksums_are_not(text, tiny, tmp_path):
     assert characters.missing_data(folder, 16, local_rank=1) is None
     os.truncate(folder / "train.bin", 100)
     fault = characters.missing_data(folder, 16, local_rank=1)
-    assert fault.startswith(f"{folder}/train.bin is not as long as in vocabulary.json beside it; "), fault
+    assert fault.startswith(
+        f"{folder}/train.bin is not as long as in vocabulary.json beside it; "
+    ), fault
 
     images = Path(shutil.copytree(tiny, tmp_path / "images"))
     mnist.load(images)
     os.truncate(images / "MNIST/raw/train-labels-idx1-ubyte", 100)
-    with pytest.raises(ValueError, match="train-labels-idx1-ubyte is not a whole MNIST file"):
+    with pytest.raises(ValueError, match="is incomplete or damaged"):
         mnist.load(images)
 
 
-def test_ranks_of_nodes(monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2),3")
-    assert place.ranks_of_nodes("srun", 11) == [range(4), range(4, 8), range(8, 11)]
-    assert place.ranks_of_nodes("srun", 2) == [range(1), range(1, 2)]  # another step's
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert place.ranks_of_nodes("torchrun", 4) == [range(2), range(2, 4)]
+def test_ranks_of_a_node(monkeypatch):
+    for name in ("RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    step = {"STEP_ID": 0, "STEP_NUM_NODES": 2, "NTASKS": 8, "PROCID": 6, "LOCALID": 2}
+    for name, value in step.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    assert find_ranks() == Ranks(6, 2, 8, 4, "srun") and find_ranks().of_this_node() == range(4, 8)
 
 
 def test_barrier_names_its_device(monkeypatch):
@@ -312,7 +390,7 @@ def test_barrier_names_its_device(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "barrier", lambda device_ids=None: seen.append(device_ids))
     for device in ("cuda:3", "cpu"):
-        place.Place(3, 3, 4, torch.device(device), None, "srun").barrier()
+        place.Place(Ranks(3, 3, 4, 4, "srun"), torch.device(device), 9).barrier()
     assert seen == [[3], None]
 
 
@@ -322,14 +400,21 @@ def test_the_timeout_of_each_phase(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "barrier", lambda device_ids=None: seen.append("barrier"))
     monkeypatch.setattr(
-        dist.distributed_c10d, "_set_pg_timeout", lambda time, group: seen.append((time.total_seconds(), group))
+        dist.distributed_c10d,
+        "_set_pg_timeout",
+        lambda time, group: seen.append((time.total_seconds(), group)),
     )
-    monkeypatch.setattr(heartbeat, "timeout", 0)
-    ranks = place.Place(0, 0, 4, torch.device("cpu"), None, "srun")
-    ranks.groups, ranks.timeout = ["data", "tensor"], 300
+    ranks = place.Place(Ranks(0, 0, 4, 4, "srun"), torch.device("cpu"), 300)
+    ranks.groups = ["data", "tensor"]
     with ranks.longer_timeout(1800):
-        assert seen == [(1800, group) for group in (None, "data", "tensor")] and heartbeat.timeout == 1800
-    assert seen[3:] == ["barrier", *((300, group) for group in (None, "data", "tensor"))] and heartbeat.timeout == 300
+        assert (
+            seen == [(1800, group) for group in (None, "data", "tensor")]
+            and ranks.beat.timeout == 1800
+        )
+    assert (
+        seen[3:] == ["barrier", *((300, group) for group in (None, "data", "tensor"))]
+        and ranks.beat.timeout == 300
+    )
 
 
 TIMED = [("train_fsdp.py",), ("train_tp.py",), ("train_preemptible.py",)]
@@ -342,27 +427,68 @@ def test_which_timeout_holds_when(script, text, request, tmp_path):
         "import runpy, sys; sys.path.insert(0, 'distributed')\n"
         "from torch.nn import functional\n"
         "from resilience import heartbeat, sharded_checkpoints\n"
+        "beats, begin = [], heartbeat.Heartbeat.__init__\n"
+        "heartbeat.Heartbeat.__init__ = lambda *args: beats.append(args[0]) or begin(*args)\n"
         "def shown(name, function):\n"
         "    def call(*args, **options):\n"
-        "        print('evaluate' if options.get('reduction') == 'sum' else name, heartbeat.timeout)\n"
+        "        print('evaluate' if options.get('reduction') == 'sum' else name, beats[-1].timeout)\n"
         "        return function(*args, **options)\n"
         "    return call\n"
         "functional.cross_entropy = shown('step', functional.cross_entropy)\n"
         "for kind in (sharded_checkpoints.Checkpoints, sharded_checkpoints.ShardedCheckpoints):\n"
-        "    kind.load, kind.write = shown('load', kind.load), shown('write', kind.write)\n"
+        "    kind.load_files = shown('load', kind.load_files)\n"
+        "    kind.save_files = shown('write', kind.save_files)\n"
         "sys.argv[0] = 'distributed/' + sys.argv.pop(1)\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    command = [sys.executable, "-c", code, script, "--checkpoint-dir", tmp_path, "--checkpoint-every", 1]
-    command += ["--device", "cpu", "--precision", "fp32", "--init-timeout", 20, "--timeout", 7, "--save-timeout", 50]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        script,
+        "--checkpoint-dir",
+        tmp_path,
+        "--checkpoint-every",
+        1,
+    ]
+    command += [
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--init-timeout",
+        20,
+        "--timeout",
+        7,
+        "--save-timeout",
+        50,
+    ]
     if script == "train_preemptible.py":  # 300 images: two steps
-        command += ["--batch-size", 150, "--epochs", 1, "--data-dir", request.getfixturevalue("tiny")]
+        command += [
+            "--batch-size",
+            150,
+            "--epochs",
+            1,
+            "--data-dir",
+            request.getfixturevalue("tiny"),
+        ]
     else:
-        command += ["--batch-size", 6, "--steps", 2, "--eval-every", 2, "--eval-windows", 6, "--data-dir", text]
+        command += [
+            "--batch-size",
+            6,
+            "--steps",
+            2,
+            "--eval-every",
+            2,
+            "--eval-windows",
+            6,
+            "--data-dir",
+            text,
+        ]
     done = run(*command)
     saved, end = ("write", "50.0"), [("evaluate", "50.0"), ("write", "50.0")]
     assert timeouts(done) == [("step", "20.0"), saved, ("step", "7.0"), *end], done
-    remove(find(tmp_path)[0])
+    remove(find_checkpoints(tmp_path)[0])
     done = run(*command, "--resume")
     assert timeouts(done) == [("load", "50.0"), ("step", "20.0"), *end], done
 
@@ -375,7 +501,10 @@ def test_memory_is_in_the_log_of_a_gpu(monkeypatch):
     from language_model import log_values, peak_memory
 
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 30)
-    assert peak_memory(torch.device("cuda", 1)) == {"peak_memory_gib": 3.0} and peak_memory(torch.device("cpu")) == {}
+    assert (
+        peak_memory(torch.device("cuda", 1)) == {"peak_memory_gib": 3.0}
+        and peak_memory(torch.device("cpu")) == {}
+    )
     args = Namespace(learning_rate=1.0, warmup_steps=3, steps=9)
     logged = {"learning_rate": 0.25, "grad_norm": 2.0, "peak_memory_gib": 3.0}
     assert log_values(args, 0, torch.tensor(2.0), torch.device("cuda", 1)) == logged
@@ -395,18 +524,48 @@ os.fsync = slow_fsync
     ("script", "how"),
     [
         ("train_preemptible.py", "at once"),
-        *(pytest.param("train_fsdp.py", how, marks=pytest.mark.matrix) for how in ("at once", "asynchronous")),
+        *(
+            pytest.param("train_fsdp.py", how, marks=pytest.mark.matrix)
+            for how in ("at once", "asynchronous")
+        ),
     ],
 )
 def test_a_slow_save_lives_and_a_stuck_rank_does_not(script, how, tiny, text, tmp_path):
     """A disk on which a save takes ten seconds, --timeout 6, and after the save a rank that stays in step 8."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
     delay = 6 if how == "asynchronous" else 0  # of a step: its thread has written before step 8
-    command = [REPOSITORY / "tests/scripts/slowly.py", delay, REPOSITORY / "distributed" / script, "--timeout", 6]
+    command = [
+        REPOSITORY / "tests/scripts/slowly.py",
+        delay,
+        REPOSITORY / "distributed" / script,
+        "--timeout",
+        6,
+    ]
     command += ["--checkpoint-every", 5, "--checkpoint-dir", tmp_path / "out", "--log-every", 1]
-    small = ["--data-dir", text, "--layers", 1, "--heads", 2, "--width", 16, "--context", 16, "--batch-size", 4]
-    command += ["--data-dir", tiny, "--batch-size", 20] if script == "train_preemptible.py" else small
-    world = {"WORLD_SIZE": 2, "MASTER_PORT": free_port(), "PYTHONPATH": tmp_path, "SLURM_JOB_ID": 7, "STUCK": 1}
+    small = [
+        "--data-dir",
+        text,
+        "--layers",
+        1,
+        "--heads",
+        2,
+        "--width",
+        16,
+        "--context",
+        16,
+        "--batch-size",
+        4,
+    ]
+    command += (
+        ["--data-dir", tiny, "--batch-size", 20] if script == "train_preemptible.py" else small
+    )
+    world = {
+        "WORLD_SIZE": 2,
+        "MASTER_PORT": free_port(),
+        "PYTHONPATH": tmp_path,
+        "SLURM_JOB_ID": 7,
+        "STUCK": 1,
+    }
     world |= {"HOLD": tmp_path} if how == "asynchronous" else {}
     with (
         start_rank(0, *command, cwd=tmp_path, **world) as first,
@@ -425,7 +584,6 @@ def test_a_slow_save_lives_and_a_stuck_rank_does_not(script, how, tiny, text, tm
     assert list((tmp_path / "out").glob("checkpoint_step_5*")) and line.startswith("step=8/"), said
     assert first.returncode == 1 and 5 < seconds - delay < 12, (seconds, said)
     assert "First to look at: rank 1 on" in said and "(step 7), in" in said, said
-    assert said.endswith("lost a peer; the error that matters is another rank's\n") and "Traceback" not in said, said
 
 
 @pytest.mark.parametrize("variables", [{"SLURM_PROCID": 0, "SLURM_LOCALID": 0}, {}])
@@ -433,7 +591,13 @@ def test_several_tasks_without_a_rendezvous_are_no_world_of_one(variables, tiny,
     """As in a container without scontrol, or where only some of Slurm's variables have come in."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python").symlink_to(sys.executable)
-    inside = {"SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "SLURM_NTASKS": 4, "SLURM_STEP_NODELIST": "n1", **variables}
+    inside = {
+        "SLURM_JOB_ID": 7,
+        "SLURM_STEP_ID": 0,
+        "SLURM_NTASKS": 4,
+        "SLURM_STEP_NODELIST": "n1",
+        **variables,
+    }
     inside |= {"PATH": tmp_path / "bin"}
     command = [
         sys.executable,
@@ -446,7 +610,11 @@ def test_several_tasks_without_a_rendezvous_are_no_world_of_one(variables, tiny,
     if variables:
         inside |= {"SLURM_PROCID": 0, "SLURM_LOCALID": 0}
     done = run(*command, env=environment() | {name: str(value) for name, value in inside.items()})
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "use a launcher" in done.stderr, done.stderr
+    assert (
+        done.returncode == 1
+        and len(done.stderr.splitlines()) == 1
+        and "use a launcher" in done.stderr
+    ), done.stderr
     assert "Step 0" not in done.stdout
 
 
@@ -464,13 +632,12 @@ def signs(tmp_path, monkeypatch):
     """The files of heartbeats at a clock that the test sets, in a job of 4,096 ranks; rank 1's by default."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(heartbeat, "JOB", "7")
-    monkeypatch.setattr(heartbeat, "timeout", 120.0)
     clock = [1e6]
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(heartbeat.time, "time", lambda: clock[0])
 
     def make(rank=1, world_size=4096):
-        return heartbeat.Files(rank, world_size, [])
+        return heartbeat.Files(heartbeat.Heartbeat(Ranks(rank, 0, world_size, 1, "srun"), 120.0))
 
     make.clock = clock
     return make
@@ -484,23 +651,25 @@ def test_what_heartbeats_cost_the_file_system(seconds, signs, monkeypatch):
     """
     operations, pwrite = [], os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda *what: operations.append("write") or pwrite(*what))
-    monkeypatch.setattr(heartbeat, "read", lambda path: operations.append("read"))
+    monkeypatch.setattr(heartbeat, "read_beat", lambda path: operations.append("read"))
     files = signs()
     assert fcntl.fcntl(files.file, fcntl.F_GETFL) & os.O_DSYNC
     opened = []
-    sys.addaudithook(lambda event, _: opened.append(event) if event == "open" and counting else None)
+    sys.addaudithook(
+        lambda event, _: opened.append(event) if event == "open" and counting else None
+    )
     counting = True
     for second in range(10_000):
         signs.clock[0] += 1
-        monkeypatch.setattr(heartbeat, "step", second // seconds)
-        files.beat()
+        files.heartbeat.step = second // seconds
+        files.look()
     counting = False
     assert opened == [] and 50 < len(operations) < 10_000 * 0.01, len(operations)
     operations.clear()
-    monkeypatch.setattr(heartbeat, "step", 1000)
+    files.heartbeat.step = 1000
     for _ in range(90):
         signs.clock[0] += 1
-        files.beat()
+        files.look()
     assert operations.count("read") == 1, operations
 
 
@@ -510,9 +679,9 @@ def test_not_all_ranks_write_in_the_same_second(signs, monkeypatch):
     monkeypatch.setattr(os, "pwrite", lambda *what: seconds.append(signs.clock[0]))
     for second in range(100):
         signs.clock[0] += 1
-        monkeypatch.setattr(heartbeat, "step", second)
         for of_rank in files:
-            of_rank.beat()
+            of_rank.heartbeat.step = second
+            of_rank.look()
     after = Counter(seconds[64:])
     assert 2500 < sum(after.values()) < 3100 and max(after.values()) <= 32, after
 
@@ -525,56 +694,84 @@ def test_a_step_that_takes_long_is_written_at_once(signs, monkeypatch, capfd):
         signs.clock[0] += 1
         for rank in (0, 1, 2):
             step = min(second, 99 if rank == 1 else 100)
-            monkeypatch.setattr(heartbeat, "step", step)
+            files[rank].heartbeat.step = step
             if second < 110 or rank != 1:
-                files[rank].beat()
+                files[rank].look()
         if second in (129, 130):
             assert read_stands(files[2]) == (second == 130)
     said = capfd.readouterr().err.splitlines()
     gone = r"\[Rank 2 on \S+\] rank 1 on \S+ has sent no heartbeat for \d\d s; its last step is 99"
     assert re.fullmatch(gone, said[2])
-    assert re.fullmatch(r"\[Rank 0 on \S+\] no step for 60 s. First to look at: rank 1 on \S+ \(step 99\), in", said[0])
+    assert re.fullmatch(
+        r"\[Rank 0 on \S+\] no step for 60 s. First to look at: rank 1 on \S+ \(step 99\), in",
+        said[0],
+    )
     assert len(said) == 3, said
 
 
 def read_stands(files: heartbeat.Files) -> bool:
-    return heartbeat.read(files.folder / str(files.rank))["stalled"]
+    return heartbeat.read_beat(files.folder / str(files.ranks.rank))["stalled"]
 
 
 def test_a_save_is_no_step_that_takes_long(signs, monkeypatch, capfd):
     files = signs(0, 3)
-    monkeypatch.setattr(heartbeat, "step", 7)
+    files.heartbeat.step = 7
     for seconds, timeout in ((30, 120.0), (300, 1800.0), (50, 120.0)):
-        monkeypatch.setattr(heartbeat, "timeout", timeout)
+        files.heartbeat.timeout = timeout
         for _ in range(seconds):
             signs.clock[0] += 1
-            files.beat()
+            files.look()
     assert capfd.readouterr().err == ""
     for _ in range(20):
         signs.clock[0] += 1
-        files.beat()
+        files.look()
     assert "no step for 60 s" in capfd.readouterr().err
 
 
 def sign(rank: int, step: int, waits: bool, **other: object) -> dict:
     """A heartbeat as of now, of a rank that has stood still for two minutes."""
-    known = {"rank": rank, "host": f"n{rank // 2}", "step": step, "time": time.time(), "stack": ["f"], "frame": "f"}
-    known |= {"in_collective": waits, "world_size": 6, "seconds_in_step": 120.0, "stalled": True, "interval": 2}
+    known = {
+        "rank": rank,
+        "host": f"n{rank // 2}",
+        "step": step,
+        "time": time.time(),
+        "stack": ["f"],
+        "frame": "f",
+    }
+    known |= {
+        "in_collective": waits,
+        "world_size": 6,
+        "seconds_in_step": 120.0,
+        "stalled": True,
+        "interval": 2,
+    }
     return known | other
 
 
 @pytest.mark.parametrize(
     ("steps", "waits", "silent", "exclude"),
     [
-        ([9, 9, 9, 8, 9, 9], [False] * 6, [], "n1"),  # NCCL: the others wait for a GPU, outside torch.distributed
+        (
+            [9, 9, 9, 8, 9, 9],
+            [False] * 6,
+            [],
+            "n1",
+        ),  # NCCL: the others wait for a GPU, outside torch.distributed
         ([9, 9, 9, 8, 9, 9], [False] * 2 + [True] * 4, [], "n1"),
-        ([9] * 6, [True] * 3 + [False] + [True] * 2, [], "n1"),  # gloo: all at one step, one of them in no collective
+        (
+            [9] * 6,
+            [True] * 3 + [False] + [True] * 2,
+            [],
+            "n1",
+        ),  # gloo: all at one step, one of them in no collective
         ([9] * 6, [True] * 6, [], None),
         ([9, 8, 9, 9, 9, 9], [False] * 6, [4], "n2"),
         ([9] * 6, [True] * 6, [0, 5], "n0,n2"),
     ],
 )
-def test_watch_job_excludes_the_node_of_the_stuck_rank_alone(steps, waits, silent, exclude, tmp_path):
+def test_watch_job_excludes_the_node_of_the_stuck_rank_alone(
+    steps, waits, silent, exclude, tmp_path
+):
     folder = tmp_path / "log/7/ranks-0"
     folder.mkdir(parents=True)
     for rank in range(6):
@@ -583,7 +780,9 @@ def test_watch_job_excludes_the_node_of_the_stuck_rank_alone(steps, waits, silen
     done = run(sys.executable, REPOSITORY / "aux/watch_job.py", 7, cwd=tmp_path)
     assert done.returncode == (exclude is not None), done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
-    assert last.endswith(f" sbatch --exclude={exclude}" if exclude else "All 6 ranks are alive, at step 9."), last
+    assert last.endswith(
+        f" sbatch --exclude={exclude}" if exclude else "All 6 ranks are alive, at step 9."
+    ), last
 
 
 def test_asked_to_stop_beside_a_silent_rank(monkeypatch, capfd):
@@ -594,20 +793,21 @@ def test_asked_to_stop_beside_a_silent_rank(monkeypatch, capfd):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(heartbeat.faulthandler, "dump_traceback_later", lambda timeout: None)
-    ranks = [heartbeat.Datagrams(rank, 4, range(2, 4)) for rank in (2, 3)]
+    beats = [heartbeat.Heartbeat(Ranks(rank, rank - 2, 4, 2, "srun"), 9.0) for rank in (2, 3)]
+    ranks = [heartbeat.Datagrams(beat) for beat in beats]
     for _ in range(30):
         for rank in ranks:
-            rank.beat()
+            rank.look()
     assert ended == []
     for _ in range(9):
-        ranks[0].beat()
+        ranks[0].look()
     assert ended == []
-    monkeypatch.setattr(heartbeat, "finished", True)
+    beats[0].finished = True
     for _ in range(5):
-        ranks[0].beat()
+        ranks[0].look()
     assert ended == []
-    monkeypatch.setattr(heartbeat, "finished", False)
-    ranks[0].beat()
+    beats[0].finished = False
+    ranks[0].look()
     assert ended == [1]
     gone = "asked to stop, but rank 3 on this node has sent no heartbeat for 10 s: without it this rank cannot save"
     assert f"[Rank 2 on {heartbeat.HOST}] {gone}" in capfd.readouterr().err
@@ -630,7 +830,13 @@ def test_a_request_that_the_main_thread_does_not_notice():
         "lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)\n"
         "lock(mutex) or lock(mutex)  # for ever: it is locked already\n"
     )
-    done = run(sys.executable, "-c", code, env=environment(PYTHONPATH=REPOSITORY / "distributed"), timeout=20)
+    done = run(
+        sys.executable,
+        "-c",
+        code,
+        env=environment(PYTHONPATH=REPOSITORY / "distributed"),
+        timeout=20,
+    )
     assert done.stdout == "0 True\n", done.stderr
 
 
@@ -677,11 +883,13 @@ def test_how_a_sharded_checkpoint_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(sharded_checkpoints, "state_of", lambda **parts: parts)
     dcp = sharded_checkpoints.dcp
     monkeypatch.setattr(dcp, "save", lambda state, checkpoint_id: saved.append("at once"))
-    monkeypatch.setattr(dcp, "async_save", lambda state, **options: saved.append(options["process_group"]) or done)
-    alone = place.Place(0, 0, 1, torch.device("cpu"), None, "none")
+    monkeypatch.setattr(
+        dcp, "async_save", lambda state, **options: saved.append(options["process_group"]) or done
+    )
+    alone = place.Place(Ranks(0, 0, 1, 1, "none"), torch.device("cpu"), 9)
     checkpoints = ShardedCheckpoints(Namespace(**SAVING, checkpoint_dir=tmp_path), alone, {}, 9)
     for step, count in ((1, 24_999_999), (2, 25_000_000), (3, 25_000_000)):
-        assert checkpoints.write(step, {"model": torch.empty(count, device="meta")}, {})
+        assert checkpoints.save_files(step, {"model": torch.empty(count, device="meta")}, {})
     checkpoints.end_writing()
     checkpoints.end_removing()
     assert saved == ["at once", "gloo's", "gloo's"]
@@ -695,7 +903,7 @@ def test_old_checkpoints_are_removed_while_the_steps_go_on(tmp_path, monkeypatch
     monkeypatch.setattr(sharded_checkpoints, "prune", lambda *args: held.wait(20) and prune(*args))
     monkeypatch.setattr(sharded_checkpoints, "state_of", lambda **parts: parts)
     monkeypatch.setattr(sharded_checkpoints.dcp, "save", lambda state, checkpoint_id: None)
-    alone = place.Place(0, 0, 1, torch.device("cpu"), None, "none")
+    alone = place.Place(Ranks(0, 0, 1, 1, "none"), torch.device("cpu"), 9)
     checkpoints = ShardedCheckpoints(Namespace(**SAVING, checkpoint_dir=tmp_path), alone, {}, 9)
     held.set()
     for step in (1, 2, 3):
@@ -703,7 +911,9 @@ def test_old_checkpoints_are_removed_while_the_steps_go_on(tmp_path, monkeypatch
             checkpoints.end_removing()
             held.clear()
         checkpoints.save(step, {"model": torch.empty(1)})
-    assert {path.name for path in tmp_path.iterdir()} == {f"checkpoint_step_{step}" for step in (1, 2, 3)}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"checkpoint_step_{step}" for step in (1, 2, 3)
+    }
     save = partial(checkpoints.save, 4, {"model": torch.empty(1)})
     for step, work in ((1, save), (2, partial(checkpoints.finish, ""))):
         held.clear()
@@ -715,7 +925,11 @@ def test_old_checkpoints_are_removed_while_the_steps_go_on(tmp_path, monkeypatch
 
 def test_a_rank_reads_its_own_file_of_a_sharded_checkpoint(tmp_path):
     """Of a checkpoint of twelve ranks, on fewer, as many and more of them: every file once, whoever has written it."""
-    for name in (".metadata", "manifest.json", *(f"__{rank}_{part}.distcp" for rank in range(12) for part in range(2))):
+    for name in (
+        ".metadata",
+        "manifest.json",
+        *(f"__{rank}_{part}.distcp" for rank in range(12) for part in range(2)),
+    ):
         (tmp_path / name).write_text(name)
     for world_size in (1, 5, 12, 16):
         shares = [measure_files(tmp_path, rank, world_size) for rank in range(world_size)]

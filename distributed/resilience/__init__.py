@@ -1,5 +1,5 @@
-"""Fault tolerance for train scripts: Step 0, stop requests, checkpoints, heartbeats, progress, arguments.
+"""Fault tolerance for train scripts: `cp -r` takes all of it along. See train_preemptible.py.
 
-`cp -r` takes all of it along. train_preemptible.py shows its use. The package itself imports no torch, and neither do
-arguments, stop_request, heartbeat, checksums and job.
+The package itself imports no torch, and neither do arguments, ranks, stop_request, heartbeat,
+checksums and job.
 """

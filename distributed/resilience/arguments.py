@@ -1,4 +1,4 @@
-"""Command lines of the scripts, without torch: a mistake is one sentence, from one rank, before any slow import."""
+"""Command lines of the scripts, without torch: a mistake is one sentence, from rank 0."""
 
 import argparse
 import datetime
@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .job import RESTART_COUNT
+from .ranks import find_ranks
 
-# cuBLAS and NCCL otherwise choose among algorithms that sum in another order: by the free memory, or by the network.
+# cuBLAS and NCCL otherwise choose among algorithms that sum in another order, by the free memory
+# or by the network.
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
@@ -21,45 +23,51 @@ DETERMINISTIC = {
 }
 
 
-def one_line(text: str) -> str:
-    """The text as a log may show it: no line breaks, and nothing that a terminal would obey."""
-    return "".join(character if character.isprintable() else " " for character in text)
-
-
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         shown = type(action.default) in (int, float, str) and action.default != argparse.SUPPRESS
-        return f"{action.help} (default: {action.default})" if shown and "default" not in action.help else action.help
+        if not shown or "default" in action.help:
+            return action.help
+        return f"{action.help} (default: {action.default})"
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse, except that an error is one sentence, and that only the first of many ranks prints it."""
+    """argparse, except that an error is one sentence, and that of all ranks only rank 0 says it."""
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
 
     def error(self, message: str):
-        rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-        if rank != "0":  # rank 0 has the same arguments: it prints the mistake, and fails the job
+        if find_ranks().rank != 0:  # rank 0 has the same arguments: it fails the job
             raise SystemExit(0)
-        print(f"{self.prog}: {one_line(message)} (--help lists the arguments)", file=sys.stderr, flush=True)
+        # Nothing that a terminal would obey
+        shown = "".join(character if character.isprintable() else " " for character in message)
+        sentence = f"{self.prog}: {shown} (--help lists the arguments)"
+        print(sentence, file=sys.stderr, flush=True)
         raise SystemExit(2)
 
     def add_checkpoint_arguments(self):
         """Where and how often a run saves its state, and whether it resumes."""
-        self.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id, or date and time")
-        help = "steps, as 500, or minutes, as 10m; a run also saves at its end and when it is asked to stop"
-        self.add_argument("--checkpoint-every", type=interval, default="10m", metavar="N|Nm", help=help)
-        self.add_argument("--keep-checkpoints", type=whole_number(2), default=2, metavar="N", help="the newest N")
-        help = "resume from the newest checkpoint in --checkpoint-dir (a requeued job does so by itself)"
-        self.add_argument("--resume", action="store_true", default=RESTART_COUNT != "0", help=help)
-        help = "slower, but a resumed run on as many CUDA nodes of the same kind is bit for bit the same, as on CPUs"
-        self.add_argument("--deterministic", action="store_true", help=help)
-        help = "also write what metrics.jsonl has for TensorBoard, into the folder tensorboard beside it"
-        self.add_argument("--tensorboard", action="store_true", help=help)
+        add = self.add_argument
+        help = "default: checkpoints/ and the job id, or date and time"
+        add("--checkpoint-dir", type=Path, help=help)
+        help = (
+            "steps, as 500, or minutes, as 10m; a run also saves at its end, and if asked to stop"
+        )
+        add("--checkpoint-every", type=interval, default="10m", metavar="N|Nm", help=help)
+        help = "the newest N"
+        add("--keep-checkpoints", type=whole_number(2), default=2, metavar="N", help=help)
+        help = "resume from the newest checkpoint in --checkpoint-dir (a requeued job does)"
+        add("--resume", action="store_true", default=RESTART_COUNT != "0", help=help)
+        help = (
+            "slower, but on as many CUDA nodes of the same kind resumed runs are equal, as on CPUs"
+        )
+        add("--deterministic", action="store_true", help=help)
+        help = "also write what metrics.jsonl has for TensorBoard, into tensorboard/ beside it"
+        add("--tensorboard", action="store_true", help=help)
 
     def add_timeout_arguments(self):
-        """How long a rank waits for others: long at the start and around files, so that it can be short in steps."""
+        """How long a rank waits for others: shorter in steps than at the start and around files."""
         seconds = {"type": number(1), "metavar": "SECONDS"}
         help = "to wait for a rank at the start, until the first step is done"
         self.add_argument("--init-timeout", default=300, help=help, **seconds)
@@ -68,43 +76,41 @@ class ArgumentParser(argparse.ArgumentParser):
         self.add_argument("--save-timeout", default=1800, help=help, **seconds)
 
     def parse_args(self, arguments: list[str] | None = None) -> argparse.Namespace:
-        """Fills in the default folder for checkpoints, too, and sets what --deterministic needs before CUDA starts."""
+        """Fills in the folder for checkpoints, and sets what --deterministic needs."""
         args = super().parse_args(arguments)
+        if "checkpoint_dir" in args and args.checkpoint_dir is None:
+            asked = [name for name in ("resume", "sample") if vars(args).get(name)]
+            if asked and "SLURM_JOB_ID" not in os.environ:
+                self.error(f"--{asked[0]} needs the --checkpoint-dir of an earlier run")
+            now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+            args.checkpoint_dir = Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
         if vars(args).get("tensorboard") and importlib.util.find_spec("tensorboard") is None:
-            self.error("--tensorboard needs the package tensorboard: python -m pip install tensorboard")
+            self.error("--tensorboard needs tensorboard: python -m pip install tensorboard")
         if vars(args).get("deterministic"):
             for name, value in DETERMINISTIC.items():
                 os.environ.setdefault(name, value)
-        if "checkpoint_dir" in args and args.checkpoint_dir is None:
-            if (args.resume or vars(args).get("sample")) and "SLURM_JOB_ID" not in os.environ:
-                self.error(f"--{'resume' if args.resume else 'sample'} needs the --checkpoint-dir of an earlier run")
-            args.checkpoint_dir = new_checkpoint_dir()
         return args
 
 
-def new_checkpoint_dir() -> Path:
-    """The default folder of a run: named after its job, or without Slurm after date and time."""
-    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    return Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
-
-
 def device_name(text: str) -> str:
-    """An argparse type: a kind of device. Unlike choices, a type also checks a default, which may be TRAIN_DEVICE's."""
-    if text not in ("auto", "cpu", "cuda", "mps"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not auto, cpu, cuda or mps (default: TRAIN_DEVICE, or auto)")
+    """An argparse type. Unlike choices, it also checks a default, which may be TRAIN_DEVICE's."""
+    if text not in ("auto", "cpu", "cuda"):
+        which = "auto, cpu or cuda (default: TRAIN_DEVICE, or auto)"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {which}")
     return text
 
 
 def whole_number(minimum: int) -> Callable[[str], int]:
-    """An argparse type: a whole number of at least `minimum`, and not more than torch takes for a seed or a size."""
+    """An argparse type: at least `minimum`, and not more than torch takes for a seed or a size."""
 
     def parse(text: str) -> int:
-        number = int(text) if re.fullmatch(r"[+-]?[0-9]{1,20}", text.strip()) else minimum - 1  # not 1_2: that is no 12
-        if number < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
-        if number >= 2**31:
+        if not re.fullmatch(r"[+-]?[0-9]{1,20}", text.strip()) or int(text) < minimum:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number of at least {minimum}"
+            )
+        if int(text) >= 2**31:
             raise argparse.ArgumentTypeError(f"{text!r} is too large a number")
-        return number
+        return int(text)
 
     return parse
 
@@ -118,9 +124,8 @@ def number(minimum: float, below: float = 1e9) -> Callable[[str], float]:
         except ValueError:
             number = math.nan
         if not minimum <= number < below:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a number of at least {minimum:g} and less than {below:g}"
-            )
+            which = f"a number of at least {minimum:g} and less than {below:g}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {which}")
         return number
 
     return parse
@@ -133,13 +138,15 @@ def interval(text: str) -> tuple[float, str]:
     except ValueError:
         every = (0, "")
     if not 0 < every[0] < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of steps, as 500, nor of minutes, as 10m")
+        which = "neither a number of steps, as 500, nor of minutes, as 10m"
+        raise argparse.ArgumentTypeError(f"{text!r} is {which}")
     return every
 
 
 def indivisible(flag: str, value: int, parts: int, what: str) -> str | None:
-    """One sentence when `value` does not divide by `parts` (in words: `what`), with the nearest that do; or None."""
+    """One sentence if `value` does not divide by `parts` (in words: `what`), or None."""
     if value % parts == 0:
         return None
     more = value - value % parts + parts
-    return f"{flag} {value} does not divide by {what}: {more - parts or more + parts} or {more} would do"
+    near = f"{more - parts or more + parts} or {more} would do"
+    return f"{flag} {value} does not divide by {what}: {near}"

@@ -1,31 +1,32 @@
-"""SHA256SUMS, which aux/prepare_data.py writes beside the data: the form that `sha256sum --check SHA256SUMS` reads."""
+"""SHA256SUMS, which aux/prepare_data.py writes beside the data, as `sha256sum --check` reads it."""
 
 import hashlib
 from pathlib import Path
 
 
 def damaged(folder: Path) -> str | None:
-    """One sentence on the first file in `folder` whose checksum is not the one in SHA256SUMS, or None.
+    """One sentence on the first file whose checksum is not the one in SHA256SUMS, or None.
 
-    Where there is no SHA256SUMS, as beside files of your own, there is nothing to compare. It reads every file whole:
-    local rank 0 does so for its node, and the other ranks compare sizes.
+    If there is no SHA256SUMS, as beside files of your own, there is nothing to compare. It reads
+    every file whole: local rank 0 does so for its node, and the other ranks compare sizes.
     """
     try:
         for name, expected in listed(folder).items():
             if sha256(folder / name) != expected:
-                return f"{folder / name} is damaged: it is not the file that SHA256SUMS beside it tells of"
+                what = "it is not the file that SHA256SUMS beside it tells of"
+                return f"{folder / name} is damaged: {what}"
     except (OSError, ValueError) as error:
         return f"the files cannot be compared with {folder / 'SHA256SUMS'} ({error})"
     return None
 
 
 def of(path: Path) -> str:
-    """A file's checksum: the one in SHA256SUMS beside it, where damaged() has found no fault, or else by reading it."""
+    """A file's checksum: from SHA256SUMS, in which damaged() has found no fault, or by reading."""
     return listed(path.parent).get(path.name) or sha256(path)
 
 
 def listed(folder: Path) -> dict[str, str]:
-    """The checksums in SHA256SUMS by file name; none where there is no such file. Raises OSError or ValueError."""
+    """The checksums in SHA256SUMS by file name, if it is there. Raises OSError or ValueError."""
     sums = folder / "SHA256SUMS"
     lines = sums.read_text().splitlines() if sums.exists() else []
     return {name: checksum for checksum, name in (line.split(maxsplit=1) for line in lines)}

@@ -1,4 +1,4 @@
-"""The Slurm job that this process belongs to, how it gets back into the queue, and small files. Without torch."""
+"""This process's Slurm job, how it gets back into the queue, and small files. Without torch."""
 
 import os
 import re
@@ -12,15 +12,18 @@ from pathlib import Path
 
 HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 JOB = os.environ.get("SLURM_JOB_ID", "none")
-RESTART_COUNT = os.environ.get("SLURM_RESTART_COUNT", "0")  # how often Slurm has started this job before
+RESTART_COUNT = os.environ.get(
+    "SLURM_RESTART_COUNT", "0"
+)  # how often Slurm has started this job before
 MAX_RESTARTS = 100
 
 
 def requeue(progress: bool, command: str) -> str | None:
     """Puts this job back into the queue, and says so. By rank 0 alone, when all ranks have saved.
 
-    `progress` is whether the run has got further since its last start: one that has not would be requeued for ever.
-    `command` is what to type otherwise. Returns None when the job will run again, or why it will not, in a few words.
+    `progress` is whether the run has got further since its last start: one that has not would be
+    requeued for ever. `command` is what to type otherwise. Returns None if the job will run again,
+    or why it will not, in a few words.
     """
     job = JOB
     if "SLURM_ARRAY_JOB_ID" in os.environ:  # the number alone can mean the whole array
@@ -29,7 +32,9 @@ def requeue(progress: bool, command: str) -> str | None:
         return "it made no progress since its last start"
     if int(RESTART_COUNT) >= MAX_RESTARTS:
         return f"it has been requeued {RESTART_COUNT} times"
-    if shutil.which("scontrol") is None:  # in a container: run_script.sh looks for this file, requeues, and says so
+    if (
+        shutil.which("scontrol") is None
+    ):  # in a container: run_script.sh looks for this file, requeues, and says so
         write_atomically(Path("log", JOB, "requeue"), command)
         return None
     for _ in range(20):
@@ -51,7 +56,7 @@ def requeue(progress: bool, command: str) -> str | None:
 
 
 def scontrol(*arguments: str) -> subprocess.CompletedProcess:
-    """In a session of its own: torchrun sends the SIGTERM that follows a requeue to all of this one."""
+    """In a session of its own: torchrun sends the SIGTERM after a requeue to all of this one."""
     command = ["scontrol", *arguments]
     return subprocess.run(command, capture_output=True, text=True, start_new_session=True)
 
@@ -67,7 +72,7 @@ def resume_command(checkpoint_dir: Path) -> str:
 
 
 def write_atomically(path: Path, text: str):
-    """Writes a small file atomically: a reader finds the whole text, or what was there before. Raises OSError."""
+    """A reader finds the whole text, or what was there before. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text)

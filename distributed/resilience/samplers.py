@@ -1,24 +1,35 @@
-"""The order of the data over a whole run, so that to resume is to begin later in it."""
+"""The order of the data over a whole run, so that to resume is to begin later in it; and seeds."""
 
+import zlib
 from collections.abc import Iterator
 
 import torch
 from torch.utils.data import Sampler
 
 
+def seed_from(*numbers: int) -> int:
+    """One 32-bit seed from several numbers: torch's generator on a CPU looks at no more bits.
+
+    Seeded by (seed, step, rank) at every step, dropout needs no random state in a checkpoint.
+    """
+    return zlib.crc32(repr(numbers).encode())
+
+
 class RunSampler(Sampler[torch.Tensor]):
-    """This rank's indices, (batch_size / world_size,) int64, for each of `steps`, which count from 0 over all epochs.
+    """This rank's indices, (batch_size / world_size,) int64, for each step of `steps`.
 
-    For a map-style dataset that takes a tensor of indices, as TensorDataset does:
-    `DataLoader(train_set, sampler=RunSampler(...), batch_size=None)`. `sampler.steps = range(first, last)` is a resume.
+    Steps count from 0 over all epochs; `sampler.steps = range(first, last)` is a resume. For a
+    dataset that takes a tensor of indices, as TensorDataset does, with batch_size=None.
 
-    Step i of an epoch takes images i * batch_size to (i + 1) * batch_size of a permutation that depends on seed and
-    epoch alone: the same global batch on any number of ranks. Epochs count from 1, and each drops its last partial
-    batch. It is what DistributedSampler(drop_last=True) gives after set_epoch(epoch). Raises ValueError when the
-    dataset is smaller than a batch.
+    Step i of an epoch takes images i * batch_size to (i + 1) * batch_size of a permutation that
+    depends on seed and epoch only: the same global batch on any number of ranks, and what
+    DistributedSampler(drop_last=True) gives after set_epoch(epoch). Epochs count from 1. Raises
+    ValueError if the dataset is smaller than a batch.
     """
 
-    def __init__(self, size: int, batch_size: int, steps: range, seed: int, rank: int, world_size: int):
+    def __init__(
+        self, size: int, batch_size: int, steps: range, seed: int, rank: int, world_size: int
+    ):
         if size < batch_size:
             raise ValueError(f"a batch of {batch_size} is larger than the data set of {size}")
         self.size, self.batch_size, self.steps = size, batch_size, steps
@@ -31,7 +42,9 @@ class RunSampler(Sampler[torch.Tensor]):
             if epoch != permuted_epoch:
                 generator = torch.Generator().manual_seed(self.seed + epoch)
                 permutation, permuted_epoch = torch.randperm(self.size, generator=generator), epoch
-            yield permutation[i * self.batch_size : (i + 1) * self.batch_size][self.rank :: self.world_size]
+            yield permutation[i * self.batch_size : (i + 1) * self.batch_size][
+                self.rank :: self.world_size
+            ]
 
     def __len__(self) -> int:
         return len(self.steps)

@@ -1,14 +1,15 @@
-"""Checkpoints of a model that no rank holds whole: every rank writes its part, with torch.distributed.checkpoint.
+"""Checkpoints of a model that no rank holds whole, with torch.distributed.checkpoint.
 
-A checkpoint is a folder checkpoint_step_N. The tensors in it are stored by name and by place in the whole tensor, not
-by rank: it can be read on any number of ranks and under any split. The folder gets its name only when all of it is
-written, and manifest.json in it has the length and checksum of each file, so that damage is noticed before it is read.
+A checkpoint is a folder checkpoint_step_N. The tensors in it are stored by name and by place in the
+whole tensor, not by rank: it can be read on any number of ranks and under any split. The folder
+gets its name when all of it is written, and manifest.json in it has the length and checksum of each
+file, so that damage is noticed before it is read.
 
-A large one is copied into the CPU's memory, which is kept for the next one, and a thread writes it while the steps go
-on. It gets its name after a later step, once every rank has written its part, and at the latest before the next save
-and at the run's end. The same thread removes what is no longer kept.
+A large one is copied into the CPU's memory, and a thread writes it while the steps go on. It gets
+its name after a later step, once every rank has written its part, and at the latest before the next
+save and at the run's end. The same thread removes what is no longer kept.
 
-Beware: the format's index (.metadata) is a Python pickle. Load only checkpoints from someone you trust.
+Beware: the format's index (.metadata) is a Python pickle. Load only what you trust.
 """
 
 import datetime
@@ -32,53 +33,60 @@ from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils._pytree import tree_leaves
 
-from .checkpoints import (
-    Checkpoints,
-    find,
+from .checkpoint_files import (
+    find_checkpoints,
     first_line,
     not_shared,
     prune,
-    publish,
     quarantine,
     remove,
+    rename,
     step_of,
     unreadable,
     warn_not_saved,
 )
+from .checkpoints import Checkpoints
 from .job import JOB, RESTART_COUNT
-from .place import Place, connecting
+from .place import Place
 
-warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")  # one process alone: dcp warns of that
+# One process without a group: dcp warns of that.
+warnings.filterwarnings(
+    "ignore", "torch.distributed is (disabled|unavailable)"
+)  # one process alone: dcp warns of that
 
 
 class ShardedCheckpoints(Checkpoints):
-    """The checkpoints of a run whose model may be split over its ranks. The parts are "model" and "optimizer"."""
+    """The checkpoints of a run whose model may be split. The parts are "model" and "optimizer"."""
 
-    suffix = ""
-    asynchronous_from = 100e6  # bytes of the whole checkpoint: a smaller one is written in about the time of the copy
+    # Bytes of the whole checkpoint: a smaller one is written in about the time of the copy.
+    asynchronous_from = 100e6
 
     def __init__(self, args: Namespace, place: Place, run: dict, total_steps: int):
         super().__init__(args, place, run, total_steps)
-        self.thread, self.options = ThreadPoolExecutor(1), {}  # of async_save
-        if hasattr(staging, "StagingOptions"):  # torch's own default, which would take new memory for every checkpoint
-            self.options["async_stager"] = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
+        self.thread = ThreadPoolExecutor(1)
+        # Of async_save. Its own default would take new memory for every checkpoint.
+        staged = staging.StagingOptions(False, False, False, False)
+        self.options: dict[str, Any] = {"async_stager": staging.DefaultStager(staged)}
         self.timeout = datetime.timedelta(seconds=args.save_timeout)
-        if dist.is_initialized() and place.device.type == "cuda":  # at the start: a fault of gloo's network shows now
-            with connecting(place, "gloo"):  # whose interface need not be NCCL's
-                group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=args.init_timeout))
+        if dist.is_initialized() and place.device.type == "cuda":
+            # At the start, because gloo's interface need not be NCCL's: a fault of it shows now.
+            start = datetime.timedelta(seconds=args.init_timeout)
+            with place.connecting("gloo"):
+                group = dist.new_group(backend="gloo", timeout=start)
             dist.distributed_c10d._set_pg_timeout(self.timeout, group)
             self.options["process_group"] = group
-        self.writing: tuple[int, dict, Future] | None = None  # step, metadata, and what measure_files will return
+        # Step, metadata, and what measure_files will return
+        self.writing: tuple[int, dict, Future] | None = None
         self.removing: Future | None = None  # on rank 0
 
-    def load(self, parts: dict[str, Any]) -> dict | None:
-        found = newest(self.folder, self.place)
+    def load_files(self, parts: dict[str, Any]) -> dict | None:
+        found = newest_folder(self.folder, self.place)
         if found is None:
             return None
         path, metadata = found
         if fault := self.other_run(metadata.pop("run")):
             self.place.stop(fault)
-        load(path, **parts)
+        load_folder(path, **parts)
         del metadata["files"]
         return metadata
 
@@ -99,7 +107,7 @@ class ShardedCheckpoints(Checkpoints):
             self.end_removing()
         super().finish(result)
 
-    def write(self, step: int, parts: dict[str, Any], values: dict) -> bool:
+    def save_files(self, step: int, parts: dict[str, Any], values: dict) -> bool:
         self.end_writing()
         self.end_removing()  # there may be no room for one more
         rank, world_size, temporary = self.place.rank, self.place.world_size, self.temporary(step)
@@ -115,9 +123,11 @@ class ShardedCheckpoints(Checkpoints):
         state, metadata = state_of(**parts), {"step": step, "run": self.run, **values}
         large = size_of(state) >= self.asynchronous_from
         if large and dist.is_initialized() and "process_group" not in self.options:
-            # Beside that of the steps, whose collectives it would come between. Ranks may take long to write.
+            # Beside that of the steps, whose collectives it would come between
             self.options["process_group"] = dist.new_group(backend="gloo", timeout=self.timeout)
-        writer = dcp.FileSystemWriter(temporary, per_thread_copy_ahead=0)  # else its thread opens a context on GPU 0
+        writer = dcp.FileSystemWriter(
+            temporary, per_thread_copy_ahead=0
+        )  # else its thread opens a context on GPU 0
         saved = dcp.async_save(state, storage_writer=writer, **self.options) if large else None
 
         def save() -> dict:
@@ -125,23 +135,23 @@ class ShardedCheckpoints(Checkpoints):
             return measure_files(temporary, rank, world_size)
 
         if not large:
-            return self.publish(step, metadata, save)
+            return self.publish_folder(step, metadata, save)
         self.writing = step, metadata, self.thread.submit(save)
         return True
 
     def end_writing(self):
-        """Waits until the checkpoint that is being written, if there is one, is whole, and publishes it."""
+        """Waits for the checkpoint that is being written, if there is one, and publishes it."""
         if self.writing:
             (step, metadata, files), self.writing = self.writing, None
-            self.failed = not self.publish(step, metadata, files.result)
+            self.failed = not self.publish_folder(step, metadata, files.result)
 
     def end_removing(self):
         """Waits until the checkpoints that are no longer kept are removed."""
         if self.removing:
             self.removing.result()
 
-    def publish(self, step: int, metadata: dict, save: Callable[[], dict]) -> bool:
-        """Saves, and gives the checkpoint its name if it is whole on every rank: one may have failed to write its."""
+    def publish_folder(self, step: int, metadata: dict, save: Callable[[], dict]) -> bool:
+        """Saves, and gives the checkpoint its name if every rank has written its part."""
         rank, world_size, temporary = self.place.rank, self.place.world_size, self.temporary(step)
 
         def finish():
@@ -150,7 +160,7 @@ class ShardedCheckpoints(Checkpoints):
                 file.write(f"{whole}\n{zlib.crc32(whole.encode())}\n")
                 file.flush()
                 os.fsync(file.fileno())
-            publish(temporary, self.folder / f"checkpoint_step_{step}")
+            rename(temporary, self.folder / f"checkpoint_step_{step}")
 
         try:
             files = merged(on_all_ranks(save, world_size))
@@ -172,17 +182,23 @@ class ShardedCheckpoints(Checkpoints):
         return False
 
 
-def newest(folder: Path, place: Place) -> tuple[Path, dict] | None:
-    """The newest whole checkpoint and its metadata; damaged ones are named on stderr and quarantined. By all ranks."""
+def newest_folder(folder: Path, place: Place) -> tuple[Path, dict] | None:
+    """The newest whole checkpoint and its metadata; damaged ones are quarantined. By all ranks."""
     rank, world_size = place.rank, place.world_size
-    candidates = [find(folder) if rank == 0 else None]  # rank 0 looks for all: other nodes may see an older folder
+    candidates = [
+        find_checkpoints(folder) if rank == 0 else None
+    ]  # rank 0 looks for all: other nodes may see an older folder
     if world_size > 1:
         dist.broadcast_object_list(candidates, src=0)
     for path in candidates[0]:
-        place.stop_if_any(None if path.exists() else not_shared(path, "it is not there"))  # which is no damage
+        place.stop_if_any(
+            None if path.exists() else not_shared(path, "it is not there")
+        )  # which is no damage
         try:
             metadata = on_all_ranks(lambda path=path: read_metadata(path), world_size)[0]
-            found = merged(on_all_ranks(lambda path=path: measure_files(path, rank, world_size), world_size))
+            found = merged(
+                on_all_ranks(lambda path=path: measure_files(path, rank, world_size), world_size)
+            )
             files = metadata["files"]
             wrong = {name for name in found.keys() | files if found.get(name) != files.get(name)}
             if not wrong:
@@ -197,27 +213,40 @@ def newest(folder: Path, place: Place) -> tuple[Path, dict] | None:
     return None
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
+def load_folder(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
     """Reads a checkpoint into a model, split or not, and its optimizer. By all ranks."""
     state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=path)
     optimizers = [] if optimizer is None else [optimizer]
-    set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {}))
+    set_state_dict(
+        model,
+        optimizers,
+        model_state_dict=state["model"],
+        optim_state_dict=state.get("optimizer", {}),
+    )
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict:
     """The tensors by their names in the model, the same whatever wraps or splits it."""
     model_state, optimizer_state = get_state_dict(model, [] if optimizer is None else [optimizer])
-    return {"model": model_state, "optimizer": optimizer_state} if optimizer is not None else {"model": model_state}
+    return (
+        {"model": model_state, "optimizer": optimizer_state}
+        if optimizer is not None
+        else {"model": model_state}
+    )
 
 
 def size_of(state: dict) -> int:
     """The bytes of a checkpoint, those of all ranks: DTensors count whole."""
-    return sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
+    return sum(
+        leaf.numel() * leaf.itemsize
+        for leaf in tree_leaves(state)
+        if isinstance(leaf, torch.Tensor)
+    )
 
 
 def on_all_ranks(work: Callable[[], Any] | None, world_size: int) -> list:
-    """Does `work` here and waits for the others. Returns the results by rank; raises OSError on all if one failed."""
+    """Does `work` here, and returns all results by rank. Raises OSError on all if one failed."""
     result, fault, number = None, None, None
     try:
         result = work() if work else None
@@ -235,9 +264,13 @@ def on_all_ranks(work: Callable[[], Any] | None, world_size: int) -> list:
 
 
 def read_metadata(path: Path) -> dict:
-    """What manifest.json in a checkpoint holds. Raises OSError when that is not what was written."""
-    whole, _, checksum = (path / "manifest.json").read_text(errors="replace").rstrip("\n").partition("\n")
-    if checksum == str(zlib.crc32(whole.encode())) and (metadata := json.loads(whole))["step"] == step_of(path):
+    """What manifest.json holds. Raises OSError when that is not what was written."""
+    whole, _, checksum = (
+        (path / "manifest.json").read_text(errors="replace").rstrip("\n").partition("\n")
+    )
+    if checksum == str(zlib.crc32(whole.encode())) and (metadata := json.loads(whole))[
+        "step"
+    ] == step_of(path):
         return metadata
     raise OSError("its manifest.json is not the file that was written")
 
@@ -245,8 +278,8 @@ def read_metadata(path: Path) -> dict:
 def measure_files(folder: Path, rank: int, world_size: int) -> dict[str, list[int]]:
     """Length and CRC-32 of this rank's share of all files but manifest.json.
 
-    The files are named after the ranks that wrote them: __RANK_NUMBER.distcp. Each rank reads its own, which it has
-    just written, or will need to load its part of the model; another rank's would come over the network first.
+    The files are named after the ranks that wrote them: __RANK_NUMBER.distcp. Each rank reads its
+    own, which it has just written, or will need to load its part of the model.
     """
     mine = {}
     for path in folder.iterdir():

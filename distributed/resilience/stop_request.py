@@ -1,10 +1,12 @@
-"""Requests to stop, by signal. Without torch: a signal may come while that is still being imported.
+"""Requests to stop, by signal. Without torch: one may come while that is still being imported.
 
-Slurm sends SIGTERM at preemption, at the time limit, and ahead of it with `sbatch --signal=TERM@300`, and SIGUSR1
-only if somebody asks for it. A person sends SIGINT by ctrl-C. The handler sets a flag and no more, for it may run in
-the middle of anything. All ranks act on the flag together, between two steps: see Checkpoints.due.
+Slurm sends SIGTERM at preemption, at the time limit, and ahead of it with `sbatch
+--signal=TERM@300`, and SIGUSR1 only if somebody asks for it. A person sends SIGINT by ctrl-C. The
+handler sets a flag and no more, because it may run in the middle of anything. All ranks act on the
+flag together, between two steps: see Checkpoints.due.
 
-Python runs handlers in the main thread, and not while that waits in a collective. Other threads ask `came`.
+Python runs handlers in the main thread, and not while that waits in a collective. Other threads ask
+`came`.
 """
 
 import contextlib
@@ -14,7 +16,10 @@ import time
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 received, received_at = 0, 0.0  # the first signal that asked this process to stop, and when
-arrivals, seen = -1, False  # a pipe with the number of each signal, and whether one of SIGNALS was in it
+arrivals, seen = (
+    -1,
+    False,
+)  # a pipe with the number of each signal, and whether one of SIGNALS was in it
 
 
 def listen():
@@ -25,7 +30,9 @@ def listen():
     arrivals, numbers = os.pipe()
     for end in (arrivals, numbers):
         os.set_blocking(end, False)
-    signal.set_wakeup_fd(numbers, warn_on_full_buffer=False)  # written at once, whatever the main thread does
+    signal.set_wakeup_fd(
+        numbers, warn_on_full_buffer=False
+    )  # written at once, whatever the main thread does
 
 
 def came() -> bool:
@@ -38,13 +45,15 @@ def came() -> bool:
 
 def record(number: int, frame: object):
     global received, received_at
-    if number == signal.SIGINT == received and time.monotonic() - received_at > 2:  # torchrun forwards the first again
+    if (
+        number == signal.SIGINT == received and time.monotonic() - received_at > 2
+    ):  # torchrun forwards the first again
         os._exit(130)  # ctrl-C again: now. A checkpoint that is being written does not get its name
     if not received:
         received, received_at = number, time.monotonic()
 
 
 def ignore(worker: int):
-    """A DataLoader's worker_init_fn: a signal may reach every process of a step, and the rank is the one to decide."""
+    """A DataLoader's worker_init_fn: a signal may reach workers, and the rank is to decide."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,5 +1,4 @@
-"""The package's device function with pretended GPUs: torch is made to see what
-CUDA_VISIBLE_DEVICES grants."""
+"""The scripts' choice of a device with pretended GPUs: torch is made to see CUDA_VISIBLE_DEVICES."""
 
 import os
 import sys
@@ -10,7 +9,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 import torch
 
-from resilience.place import choose_device, find_ranks, init_process_group
+from resilience.ranks import find_ranks
+from resilience.step_zero import device_fault, step_zero
 
 visible = os.environ.get("CUDA_VISIBLE_DEVICES")
 granted = visible.split(",") if visible else []
@@ -21,9 +21,11 @@ torch.cuda.get_device_properties = lambda device: SimpleNamespace(
     uuid=f"uuid-{granted[device.index]}"
 )
 
-launcher, rank, local_rank, world_size = find_ranks()
-device, fault = choose_device("auto", local_rank, world_size)
+ranks = find_ranks()
+fault, device = device_fault("auto", ranks), torch.device("cpu")
+if torch.cuda.is_available() and not fault:
+    device = torch.device("cuda", ranks.local_rank if torch.cuda.device_count() > 1 else 0)
 if "join" in sys.argv:
-    init_process_group(SimpleNamespace(device="auto", init_timeout=300, timeout=120))
+    step_zero(SimpleNamespace(init_timeout=300), ranks, device, fault)
 else:
     print(visible, device, fault)

@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from argparse import Namespace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
@@ -11,11 +10,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 import torch
 import torch.distributed as dist
 
-from resilience.place import init_process_group
+from resilience.place import end_after
 
-place = init_process_group(Namespace(device="cpu", init_timeout=300, timeout=120))
+dist.init_process_group("gloo")
+sys.excepthook = end_after(sys.excepthook)
 for step in range(600):
-    if step == 5 and place.rank == 1:
+    if step == 5 and dist.get_rank() == 1:
         if sys.argv[1] == "exit":
             os._exit(3)
         if sys.argv[1] == "kill":

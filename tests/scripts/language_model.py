@@ -34,7 +34,7 @@ import train_tp
 from char_transformer import CharTransformer
 from language_model import initialize, learning_rate, make_model, make_optimizer, metadata_of
 from resilience import sharded_checkpoints
-from resilience.checkpoints import seed_from
+from resilience.samplers import seed_from
 
 CPU = torch.device("cpu")
 SIZES = {"layers": 2, "heads": 4, "width": 32, "context": 16}
@@ -152,7 +152,7 @@ def load(script, data_dir: str, folder: Path, *flags: str) -> dict:
     args, _, model = build(script, data_dir, *flags)
     dcp.save(sharded_checkpoints.state_of(model, make_optimizer(args, model)), checkpoint_id=folder)
     with Memory() as memory:
-        sharded_checkpoints.load(folder, model, make_optimizer(args, model))
+        sharded_checkpoints.load_folder(folder, model, make_optimizer(args, model))
     return {"held": gathered({"parameters": size(model.parameters()), "peak": memory.peak})}
 
 

@@ -56,14 +56,14 @@ def slower(self, step):
 
 Checkpoints.due = slower
 if "SLOW_SAVE" in os.environ and RESTART_COUNT == "0":
-    write = Checkpoints.write
+    write = Checkpoints.save_files
 
     def slow_write(self, *arguments):
         if self.place.rank == 0:
             time.sleep(float(os.environ["SLOW_SAVE"]))
         return write(self, *arguments)
 
-    Checkpoints.write = slow_write
+    Checkpoints.save_files = slow_write
 if "HOLD" in os.environ:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 

@@ -1,0 +1,87 @@
+"""Which rank this process is, by the one rule that all readers of RANK follow. Without torch."""
+
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+from .job import HOST
+
+
+class Ranks(NamedTuple):
+    """The numbers of this process. `launcher` is srun, torchrun, spawn, environment or none."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    launcher: str
+
+    def of_this_node(self) -> range:
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world_size)
+
+
+def find_ranks() -> Ranks:
+    """RANK, LOCAL_RANK and WORLD_SIZE if RANK is set; Slurm's numbers in a bare srun; or 0 of 1.
+
+    The batch shell has SLURM_PROCID as well, always 0. Only steps of srun have ranks, and those
+    have a small SLURM_STEP_ID.
+    """
+    env = os.environ
+    in_step = int(env.get("SLURM_STEP_ID", 2**32)) < 2**31
+    if "RANK" in env:
+        missing = {"LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - env.keys()
+        if missing:
+            names = " and ".join(sorted(missing))
+            stop(f"RANK is set, but {names} not: start this with a launcher, or unset RANK", 0)
+        rank, local_rank = int(env["RANK"]), int(env["LOCAL_RANK"])
+        world_size = int(env["WORLD_SIZE"])
+    elif in_step:
+        # A container may have been given only some of Slurm's variables.
+        if "SLURM_PROCID" not in env:
+            stop("neither RANK nor SLURM_PROCID is set in this task of srun: use a launcher", 0)
+        rank, local_rank = int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"])
+        world_size = int(env["SLURM_NTASKS"])
+    else:
+        return Ranks(0, 0, 1, 1, "none")
+
+    launcher = "srun" if in_step else "environment"
+    if "TORCHELASTIC_RUN_ID" in env:  # set by torchrun and by spawn_ranks.py
+        launcher = "torchrun" if "TORCHELASTIC_USE_AGENT_STORE" in env else "spawn"
+    local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
+    if launcher == "srun":
+        local_world_size = -(-world_size // int(env.get("SLURM_STEP_NUM_NODES", world_size)))
+    return Ranks(rank, local_rank, world_size, local_world_size, launcher)
+
+
+def hosts_of_step() -> list[str]:
+    """The nodes of this srun in the order of their ranks; none in a container without scontrol."""
+    try:
+        command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+        return subprocess.run(command, capture_output=True, text=True).stdout.split()
+    except (OSError, KeyError):
+        return []
+
+
+def say(sentence: str, rank: int):
+    print(f"[Rank {rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)
+
+
+def stop(sentence: str, rank: int, speaker: int | None = None):
+    """Ends this rank, which says why, with status 1.
+
+    A fault that other ranks know as well is said by the `speaker` alone, which fails the job. The
+    others end with status 0, because a rank that fails has the others ended before they speak.
+    """
+    if speaker is not None and rank != speaker:
+        os._exit(0)
+    say(sentence, rank)
+    end()
+
+
+def end():
+    """Ends this process with status 1, at once: gloo's threads could keep it from a clean end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
