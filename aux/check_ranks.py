@@ -1,11 +1,14 @@
-"""Step 0 alone, to run before a long job: where every rank is, what its node is fit for, one all-reduce, and a verdict.
+"""Step 0 alone, to run before a long job: where every rank is, what its node is fit for, one
+all-reduce, and a verdict.
 
-    sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 launch_slurm_with_torchrun.sh aux/check_ranks.py
+    sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 \\
+        launch_slurm_with_torchrun.sh aux/check_ranks.py
     ./torchrun.sh aux/check_ranks.py
 
-Exit code 0 and a line that begins with VERDICT when every rank is where it should be; otherwise one sentence that names
-the rank, the node and the fault, and another exit code. Looked at: CPUs, names that resolve to loopback, open files,
-/dev/shm, the folder for checkpoints (space, inodes, the same on all nodes; a quota does not show) and the clocks.
+Exit code 0 and a line that begins with VERDICT when every rank is where it should be; otherwise
+one sentence that names the rank, the node and the fault, and another exit code. Looked at: CPUs,
+names that resolve to loopback, open files, /dev/shm, the folder for checkpoints (space, inodes,
+the same on all nodes; a quota does not show) and the clocks.
 """
 
 import argparse
@@ -30,7 +33,8 @@ from resilience.place import Place
 from resilience.ranks import Ranks, find_ranks, stop
 from resilience.step_zero import device_fault, gpu_uuid, step_zero
 
-# --- arguments --------------------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
+# --------------------
 
 
 def parse_arguments() -> Namespace:
@@ -56,23 +60,29 @@ def parse_arguments() -> Namespace:
 
 MB = 2**20
 
-# --- checks -----------------------------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
+# --------------------
 
 
 def count_cpus(ranks: Ranks) -> tuple[int, str | None]:
-    """The CPUs this rank may use, some of them perhaps shared with others, and a sentence if they are too few."""
+    """The CPUs this rank may use, some of them perhaps shared with others, and a sentence if
+    they are too few."""
     if not hasattr(os, "sched_getaffinity"):  # macOS
         return os.cpu_count() or 1, None
     asked = int(
         os.environ.get("SLURM_CPUS_PER_TASK" if ranks.launcher == "srun" else "CPUS_PER_NODE") or 1
     )
     cpus = len(os.sched_getaffinity(0))
-    fault = f"may use {cpus} CPUs, but the job asked for {asked}: look at --cpus-per-task on the srun line"
+    fault = (
+        f"may use {cpus} CPUs, but the job asked for {asked}: look at --cpus-per-task on the srun "
+        "line"
+    )
     return cpus, fault if cpus < asked else None
 
 
 def check_names() -> str | None:
-    """Gloo listens at the address of the node's own name, and at 127.0.1.1 (Debian's habit) nobody else reaches it."""
+    """Gloo listens at the address of the node's own name, and at 127.0.1.1 (Debian's habit)
+    nobody else reaches it."""
     nodes = os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("GROUP_WORLD_SIZE") or "1"
     for name in (
         {socket.gethostname(), os.environ.get("MASTER_ADDR", "localhost")} if nodes != "1" else ()
@@ -82,12 +92,16 @@ def check_names() -> str | None:
         except OSError:
             continue  # Step 0 has its own sentence for this
         if address.startswith("127."):
-            return f"the name {name} resolves to {address}, where no other node is: look at /etc/hosts here"
+            return (
+                f"the name {name} resolves to {address}, where no other node is: look at "
+                "/etc/hosts here"
+            )
     return None
 
 
 def check_open_files(world_size: int) -> str | None:
-    """A rank has a socket for each of its peers, rank 0 two, besides some hundred files of Python's and torch's."""
+    """A rank has a socket for each of its peers, rank 0 two, besides some hundred files of
+    Python's and torch's."""
     limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 512 + 2 * world_size
     if limit == resource.RLIM_INFINITY or limit >= needed:
         return None
@@ -95,27 +109,38 @@ def check_open_files(world_size: int) -> str | None:
 
 
 def check_shared_memory() -> str | None:
-    """Loader workers and NCCL hand data over in /dev/shm, of which a container has 64 MB by default."""
+    """Loader workers and NCCL hand data over in /dev/shm, of which a container has 64 MB by
+    default."""
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else sys.maxsize
     if free >= 256 * MB:
         return None
-    return f"/dev/shm has {free // MB} MB free, 256 MB are needed: clear it, or start the container with --shm-size=1g"
+    return (
+        f"/dev/shm has {free // MB} MB free, 256 MB are needed: clear it, or start the container "
+        "with --shm-size=1g"
+    )
 
 
 def check_space(folder: Path) -> str | None:
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
     if free < 1024 * MB:
-        return f"{folder} has {free // MB} MB free, and 1024 MB are needed: delete old checkpoints, or take another disk"
+        return (
+            f"{folder} has {free // MB} MB free, and 1024 MB are needed: delete old checkpoints, "
+            "or take another disk"
+        )
     if (
         found.f_files and found.f_favail < 1000
     ):  # some file systems do not count them, and both are 0
-        return f"{folder} has inodes for {found.f_favail} files left, and 1000 are needed: delete files there"
+        return (
+            f"{folder} has inodes for {found.f_favail} files left, and 1000 are needed: delete "
+            "files there"
+        )
     return None
 
 
 def check_folder(folder: Path, place: Place) -> str | None:
-    """Rank 0 makes a file with a random name where checkpoints will be, and every rank looks for it."""
+    """Rank 0 makes a file with a random name where checkpoints will be, and every rank looks for
+    it."""
     rank, token, fault = place.rank, [None], None
     if rank == 0:
         folder = next(
@@ -134,7 +159,10 @@ def check_folder(folder: Path, place: Place) -> str | None:
             folder = Path(token[0]).parent
             fault = check_space(folder) if folder.is_dir() else None
             if not fault and not os.path.exists(token[0]):
-                fault = f"does not see what rank 0 writes in {folder}: it must be on a file system that all nodes share"
+                fault = (
+                    f"does not see what rank 0 writes in {folder}: it must be on a file system "
+                    "that all nodes share"
+                )
         place.barrier()
     if rank == 0 and token[0]:
         path.unlink()
@@ -142,10 +170,12 @@ def check_folder(folder: Path, place: Place) -> str | None:
 
 
 def clock_difference(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> float:
-    """Seconds by which our clock is ahead of theirs, at least (negative: behind); 0 where they may be equal.
+    """Seconds by which our clock is ahead of theirs, at least (negative: behind); 0 where they
+    may be equal.
 
-    Each pair is the time before and after an all-reduce. All ranks are in it at some one moment, so that two clocks
-    which agree cannot show spans that do not overlap, however long the network takes.
+    Each pair is the time before and after an all-reduce. All ranks are in it at some one moment,
+    so that two clocks which agree cannot show spans that do not overlap, however long the
+    network takes.
     """
     ahead = max(ours[0] - theirs[1] for ours, theirs in zip(ours, theirs, strict=True))
     behind = max(theirs[0] - ours[1] for ours, theirs in zip(ours, theirs, strict=True))
@@ -184,7 +214,8 @@ def check_all_reduce(place: Place) -> tuple[float, str | None]:
     return (time.perf_counter() - start) * 1000, fault
 
 
-# --- main -------------------------------------------------------------------------------------------------------------
+# --- main -----------------------------------------------------------------------------------------
+# --------------------
 
 
 def main(args: Namespace):

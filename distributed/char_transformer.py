@@ -1,12 +1,13 @@
 """A decoder-only transformer over characters, in plain torch: nothing in here knows of ranks.
 
-nanoGPT's architecture (github.com/karpathy/nanoGPT, model.py, there after GPT-2) without biases, as its train.py has it
-by default, with one difference: the rows of the fused linear for q, k and v are ordered (head, q k v, D), as in
-Megatron-LM, so that a part of them is whole heads. (The bias of k would have no gradient but rounding noise, which Adam
-blows up.)
+nanoGPT's architecture (github.com/karpathy/nanoGPT, model.py, there after GPT-2) without biases,
+as its train.py has it by default, with one difference: the rows of the fused linear for q, k and
+v are ordered (head, q k v, D), as in Megatron-LM, so that a part of them is whole heads. (The
+bias of k would have no gradient but rounding noise, which Adam blows up.)
 
-The letters in the shapes: B sequences, T tokens each, C channels (the width), H heads, D = C / H, V characters. A rank
-may hold a part of H or of T: whatever is not in a linear's or an embedding's own weight is read off the tensor at hand.
+The letters in the shapes: B sequences, T tokens each, C channels (the width), H heads, D = C /
+H, V characters. A rank may hold a part of H or of T: whatever is not in a linear's or an
+embedding's own weight is read off the tensor at hand.
 """
 
 import math
@@ -17,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-# FLOP/s in dense bfloat16 by the data sheets (half of what they give with sparsity), by words in the device's name as
+# FLOP/s in dense bfloat16 by the data sheets (half of what they give with sparsity), by words in
+# the device's name as
 # torch has it: "NVIDIA H100 80GB HBM3" is SXM, "NVIDIA H100 PCIe" and "NVIDIA H100 NVL" are slower.
 PEAK_FLOPS = {
     "A100": 312e12,
@@ -38,7 +40,8 @@ TILES = getattr(torch.cpu, "get_capabilities", dict)().get(
 
 
 def peak_flops(device: torch.device) -> float:
-    """What the data sheet of a device promises, in FLOP/s; nan for one that is not in the table, or a part of one."""
+    """What the data sheet of a device promises, in FLOP/s; nan for one that is not in the table,
+    or a part of one."""
     words = set(
         re.split("[ -]", torch.cuda.get_device_name(device) if device.type == "cuda" else "")
     )
@@ -53,9 +56,9 @@ def peak_flops(device: torch.device) -> float:
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
     """Causal attention, (B, H, T, D) each, softmax(q k' / sqrt(D)) v.
 
-    In bfloat16 on a CPU flash attention is slow, its backward pass above all. Without tiles (AMX) it is faster in
-    float32; with them two batched products take a fifth of its time at T = 64 and two thirds at T = 256, and memory for
-    B H T T numbers.
+    In bfloat16 on a CPU flash attention is slow, its backward pass above all. Without tiles
+    (AMX) it is faster in float32; with them two batched products take a fifth of its time at T =
+    64 and two thirds at T = 256, and memory for B H T T numbers.
     """
     bf16_on_cpu = q.device.type == "cpu" and q.dtype == torch.bfloat16
     if bf16_on_cpu and TILES and q.size(-2) <= 512:
@@ -105,8 +108,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer layer, (B, T, C) to (B, T, C).
 
-    With `recompute` its inner activations are dropped and computed again in the backward pass: B T C numbers are kept
-    for it instead of some 16 times as many, for a third more computing (Chen et al. 2016, arxiv.org/abs/1604.06174).
+    With `recompute` its inner activations are dropped and computed again in the backward pass: B
+    T C numbers are kept for it instead of some 16 times as many, for a third more computing
+    (Chen et al. 2016, arxiv.org/abs/1604.06174).
     """
 
     recompute = False
@@ -132,7 +136,8 @@ class Block(nn.Module):
 
 
 class CharTransformer(nn.Module):
-    """Tokens (B, T) int64 with T <= context to logits (B, T, V). The output head shares the embedding's weight.
+    """Tokens (B, T) int64 with T <= context to logits (B, T, V). The output head shares the
+    embedding's weight.
 
     Its weights are drawn by language_model.py's initialize.
     """
@@ -156,7 +161,8 @@ class CharTransformer(nn.Module):
         self.tie()
 
     def tie(self):
-        """One weight (V, C) for token embedding and head. To be called again after what replaces parameters."""
+        """One weight (V, C) for token embedding and head. To be called again after what replaces
+        parameters."""
         self.head.weight = self.token_embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -171,9 +177,11 @@ class CharTransformer(nn.Module):
         return self.head(self.norm(x))
 
     def flops_per_token(self, context: int) -> int:
-        """Of one training step, forward and backward: 6 N + 12 L C T (PaLM, arxiv.org/abs/2204.02311, appendix B).
+        """Of one training step, forward and backward: 6 N + 12 L C T (PaLM,
+        arxiv.org/abs/2204.02311, appendix B).
 
-        N are the weights that multiply, without the position embedding. To be asked before the model is split.
+        N are the weights that multiply, without the position embedding. To be asked before the
+        model is split.
         """
         weights = (
             sum(weight.numel() for weight in self.parameters())
@@ -185,7 +193,8 @@ class CharTransformer(nn.Module):
     def generate(
         self, tokens: torch.Tensor, count: int, known: int, temperature: float = 0.8
     ) -> torch.Tensor:
-        """`tokens` (B, T) int64 and `count` more, drawn one by one among the first `known` of V: (B, T + count).
+        """`tokens` (B, T) int64 and `count` more, drawn one by one among the first `known` of V:
+        (B, T + count).
 
         A lower temperature takes likely characters more often.
         """

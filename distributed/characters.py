@@ -1,7 +1,7 @@
 """Text as characters: the files that aux/prepare_data.py wrote, memory-mapped, and windows of them.
 
-A folder holds train.bin and val.bin, one number (uint8 or little-endian uint16) per character, and vocabulary.json,
-which says which number is which character; SHA256SUMS has their checksums.
+A folder holds train.bin and val.bin, one number (uint8 or little-endian uint16) per character,
+and vocabulary.json, which says which number is which character; SHA256SUMS has their checksums.
 """
 
 import json
@@ -19,12 +19,14 @@ DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16}
 
 
 def read_vocabulary(folder: Path) -> dict:
-    """What is in vocabulary.json: characters, dtype, source, its sha256, train_tokens and val_tokens."""
+    """What is in vocabulary.json: characters, dtype, source, its sha256, train_tokens and
+    val_tokens."""
     return json.loads((Path(folder) / "vocabulary.json").read_text())
 
 
 def missing_data(folder: Path, context: int, local_rank: int = 0) -> str | None:
-    """What is wrong in `folder` as one sentence, or None: files, sizes and, on local rank 0, checksums."""
+    """What is wrong in `folder` as one sentence, or None: files, sizes and, on local rank 0,
+    checksums."""
     folder = Path(folder)
     remedy = "prepare it once, before the job: python aux/prepare_data.py shakespeare"
     try:
@@ -44,19 +46,27 @@ def missing_data(folder: Path, context: int, local_rank: int = 0) -> str | None:
     except OSError as error:
         return f"no prepared text at {error.filename} ({error.strerror}); {remedy}"
     except (ValueError, KeyError) as error:
-        return f"{folder / 'vocabulary.json'} is not one that aux/prepare_data.py wrote ({error!r}); {remedy}"
+        return (
+            f"{folder / 'vocabulary.json'} is not one that aux/prepare_data.py wrote ({error!r}); "
+            f"{remedy}"
+        )
     if damage:
         return f"{damage}; move the folder away and {remedy}"
     shortest, path = min(sizes.values())
     if shortest <= context:
-        return f"--context {context} is too long for the {shortest} characters in {path}: {shortest - 1} would do"
+        return (
+            f"--context {context} is too long for the {shortest} characters in {path}: "
+            f"{shortest - 1} would do"
+        )
     return None
 
 
 def windows(folder: Path, split: str, context: int) -> torch.Tensor:
-    """Every stretch of context + 1 characters of a split, (characters - context, context + 1), as a view of the file.
+    """Every stretch of context + 1 characters of a split, (characters - context, context + 1),
+    as a view of the file.
 
-    Indexing it with a tensor of starts reads a whole batch at once, some 50 times faster than stacking slices.
+    Indexing it with a tensor of starts reads a whole batch at once, some 50 times faster than
+    stacking slices.
     """
     vocabulary = read_vocabulary(folder)
     path, count = str(Path(folder) / f"{split}.bin"), vocabulary[f"{split}_tokens"]
@@ -82,10 +92,12 @@ def random_batch(
     data_ranks: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """This rank's sequences of a step, (batch_size / data_ranks, context + 1) int64: input and, one on, target.
+    """This rank's sequences of a step, (batch_size / data_ranks, context + 1) int64: input and,
+    one on, target.
 
-    All ranks draw the whole batch, from seed and step alone, and take their part of it: the order of the data depends
-    neither on the number of ranks nor on a restart. Steps count from 0.
+    All ranks draw the whole batch, from seed and step alone, and take their part of it: the
+    order of the data depends neither on the number of ranks nor on a restart. Steps count from
+    0.
     """
     generator = torch.Generator().manual_seed(seed_from(args.seed, step))
     starts = torch.randint(len(windows), (args.batch_size,), generator=generator)
@@ -95,9 +107,11 @@ def random_batch(
 def batches(
     args: Namespace, first: int, share: tuple[int, int], dropout_place: int, device: torch.device
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """The steps after `first`: their number, counted from 1, the epoch, and this rank's sequences, as random_batch has.
+    """The steps after `first`: their number, counted from 1, the epoch, and this rank's
+    sequences, as random_batch has.
 
-    `share` is which of how many parts of a batch is this rank's. Dropout is seeded by step and `dropout_place`.
+    `share` is which of how many parts of a batch is this rank's. Dropout is seeded by step and
+    `dropout_place`.
     """
     text = windows(args.data_dir, "train", args.context)
     for step in range(first + 1, args.steps + 1):
@@ -108,11 +122,13 @@ def batches(
 
 
 def fixed_batches(args: Namespace, data_rank: int, data_ranks: int, device: torch.device):
-    """This rank's part of the set to evaluate on: tokens and targets, (batch_size / data_ranks, context) int64.
+    """This rank's part of the set to evaluate on: tokens and targets, (batch_size / data_ranks,
+    context) int64.
 
-    The set is the validation split in windows side by side, or --eval-windows of them, evenly spread. A batch for which
-    too few are left is filled up, with targets that cross_entropy ignores: all ranks have the same number of batches of
-    the same shape, since they have to meet in the collectives, and torch.compile takes time for each shape.
+    The set is the validation split in windows side by side, or --eval-windows of them, evenly
+    spread. A batch for which too few are left is filled up, with targets that cross_entropy
+    ignores: all ranks have the same number of batches of the same shape, since they have to meet
+    in the collectives, and torch.compile takes time for each shape.
     """
     unseen = windows(args.data_dir, "val", args.context)
     starts = torch.arange(0, len(unseen), args.context)
@@ -130,4 +146,7 @@ def fixed_batches(args: Namespace, data_rank: int, data_ranks: int, device: torc
 def describe(folder: Path) -> str:
     """What is in `folder`, in words for the log."""
     found = read_vocabulary(folder)
-    return f"{found['source']}, {found['train_tokens']} characters of {len(found['characters'])} kinds, in {folder}"
+    return (
+        f"{found['source']}, {found['train_tokens']} characters of {len(found['characters'])} "
+        f"kinds, in {folder}"
+    )

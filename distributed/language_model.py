@@ -1,4 +1,5 @@
-"""What train_fsdp.py and train_tp.py do alike, and is not what they teach: nanoGPT's recipe, precision, samples."""
+"""What train_fsdp.py and train_tp.py do alike, and is not what they teach: nanoGPT's recipe,
+precision, samples."""
 
 import functools
 import gc
@@ -28,14 +29,9 @@ from resilience.sharded_checkpoints import ShardedCheckpoints
 
 
 def prepare(args: Namespace, place: Place, mesh: DeviceMesh | None):
-    """Names the mesh's groups to `place`, chooses precision and compilation, and prints what the run is set to.
-
-    What this torch cannot do yet is refused.
-    """
+    """Names the mesh's groups to `place`, chooses precision and compilation, and prints both."""
     place.groups = [mesh.get_group(name) for name in mesh.mesh_dim_names] if mesh else []
     place.set_timeout(place.timeout)
-    if fault := too_old(torch.__version__, args, place.device, mesh):
-        place.stop(fault)
     args.precision, args.compile = choose_precision(args, place), choose_compile(args, place)
     if place.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32, where a GPU has it
@@ -50,31 +46,6 @@ def prepare(args: Namespace, place: Place, mesh: DeviceMesh | None):
             f"Precision: {args.precision}. Compiled: {args.compile}. Device mesh: {mesh}",
             flush=True,
         )
-
-
-def too_old(
-    version: str, args: Namespace, device: torch.device, mesh: DeviceMesh | None
-) -> str | None:
-    """What torch 2.6 to 2.8 cannot do with the model that `args` ask for, in one sentence; or None."""
-    ranks = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh else {}
-    tensor, count = ranks.get("tensor", 1), math.prod(ranks.values())
-    if count == tensor or [int(part) for part in version.split(".")[:2]] >= [2, 9]:
-        return None  # with tensor parallelism alone there is no FSDP
-    if device.type == "cpu":
-        return (
-            f"FSDP on a CPU needs torch 2.9 or newer, whose gloo can average, and this is {version}"
-        )
-    sizes = metadata_of(args)["sizes"]
-    rows = (
-        sizes["vocabulary"],
-        3 * sizes["width"],
-        4 * sizes["width"],
-    )  # of the weights that both split
-    uneven = [number for number in rows if number % count]
-    if tensor == 1 or not uneven:
-        return None
-    why = f"torch {version} cannot split {uneven[0]} rows of a weight over {count} ranks"
-    return f"{why}: take 2.9 or newer, another number of ranks, or --pad-vocabulary, to a multiple of 64"
 
 
 def choose_precision(args: Namespace, place: Place) -> str:
@@ -94,8 +65,8 @@ def choose_precision(args: Namespace, place: Place) -> str:
 
 
 def bfloat16_is_faster() -> bool:
-    """Of this CPU, measured by a product of matrices: with AVX512-BF16 some CPUs take half of float32's time for it,
-    others twice."""
+    """Of this CPU, measured by a product of matrices: with AVX512-BF16 some CPUs take half of
+    float32's time for it, others twice."""
     matrices = [torch.ones(512, 512, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     fp32, bf16 = (
         min(timeit.repeat("x @ x", globals={"x": x}, number=1, repeat=10)) for x in matrices
@@ -104,7 +75,8 @@ def bfloat16_is_faster() -> bool:
 
 
 def choose_compile(args: Namespace, place: Place) -> bool:
-    """--compile or --no-compile; else where torch.compile pays at once, on CUDA with all that Triton needs."""
+    """--compile or --no-compile; else where torch.compile pays at once, on CUDA with all that
+    Triton needs."""
     if args.compile is not None:
         return args.compile
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
@@ -122,7 +94,8 @@ def choose_compile(args: Namespace, place: Place) -> bool:
 
 
 def autocast(args: Namespace, model: torch.nn.Module, device: torch.device) -> torch.autocast:
-    """bfloat16 by autocast, unless FSDP has split the model: its MixedPrecisionPolicy does the casts then."""
+    """bfloat16 by autocast, unless FSDP has split the model: its MixedPrecisionPolicy does the
+    casts then."""
     return torch.autocast(
         device.type, torch.bfloat16, args.precision == "bf16" and not isinstance(model, FSDPModule)
     )
@@ -131,10 +104,12 @@ def autocast(args: Namespace, model: torch.nn.Module, device: torch.device) -> t
 def cross_entropy(
     args: Namespace, logits: torch.Tensor, targets: torch.Tensor, reduction="mean"
 ) -> torch.Tensor:
-    """The loss in float32, of logits (B, T, V) and targets (B, T); those that are -100 do not count.
+    """The loss in float32, of logits (B, T, V) and targets (B, T); those that are -100 do not
+    count.
 
-    Compiled with --compile, but not of logits that are split over V: torch 2.13 takes ranks with parts of unequal
-    length for equal, and what it has compiled for one of them out of its cache for another.
+    Compiled with --compile, but not of logits that are split over V: torch 2.13 takes ranks with
+    parts of unequal length for equal, and what it has compiled for one of them out of its cache
+    for another.
     """
     return loss_function(bool(args.compile) and not isinstance(logits, DTensor))(
         logits, targets, reduction
@@ -152,7 +127,8 @@ def loss_function(compiled: bool) -> Callable:
 def log_values(
     args: Namespace, step: int, norm: torch.Tensor, device: torch.device
 ) -> dict[str, float]:
-    """For the log line of a step, which counts from 0: its learning rate and the norm of its gradient. By all ranks."""
+    """For the log line of a step, which counts from 0: its learning rate and the norm of its
+    gradient. By all ranks."""
     norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
     return {"learning_rate": learning_rate(args, step), "grad_norm": norm, **peak_memory(device)}
 
@@ -167,7 +143,8 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 def metadata_of(args: Namespace) -> dict:
-    """What every checkpoint holds besides the weights, enough to build the model again: characters and sizes."""
+    """What every checkpoint holds besides the weights, enough to build the model again:
+    characters and sizes."""
     known = characters.read_vocabulary(args.data_dir)["characters"]
     multiple = 64 if args.pad_vocabulary else 1
     sizes = {"vocabulary": math.ceil(len(known) / multiple) * multiple}
@@ -176,7 +153,8 @@ def metadata_of(args: Namespace) -> dict:
 
 
 def make_model(metadata: dict, dropout: float = 0.0) -> CharTransformer:
-    """The model on the meta device, without memory. It is split there, if at all; then comes `initialize`."""
+    """The model on the meta device, without memory. It is split there, if at all; then comes
+    `initialize`."""
     with torch.device("meta"):
         return CharTransformer(**metadata["sizes"], dropout=dropout)
 
@@ -185,8 +163,9 @@ def make_model(metadata: dict, dropout: float = 0.0) -> CharTransformer:
 def initialize(model: CharTransformer, device: torch.device, seed: int) -> CharTransformer:
     """Allocates this rank's part of a model on `device`, and draws its weights as GPT-2 does.
 
-    They depend on `seed` and their names alone, not on the ranks or the split. Each is drawn whole on the CPU, one at a
-    time, and this rank's part of it is copied: the device never has more than that.
+    They depend on `seed` and their names alone, not on the ranks or the split. Each is drawn
+    whole on the CPU, one at a time, and this rank's part of it is copied: the device never has
+    more than that.
     """
     model.to_empty(device=device)
     model.tie()  # to_empty has made two weights of the one
@@ -211,7 +190,8 @@ def initialize(model: CharTransformer, device: torch.device, seed: int) -> CharT
 
 
 def make_optimizer(args: Namespace, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """AdamW as nanoGPT sets it up. Fused: one kernel for a group's weights instead of a dozen for each weight."""
+    """AdamW as nanoGPT sets it up. Fused: one kernel for a group's weights instead of a dozen
+    for each weight."""
     matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
     vectors = [weight for weight in model.parameters() if weight.dim() < 2]
     groups = [
@@ -222,7 +202,8 @@ def make_optimizer(args: Namespace, model: torch.nn.Module) -> torch.optim.Optim
 
 
 def learning_rate(args: Namespace, step: int) -> float:
-    """Linear warm-up, then a cosine from the highest rate down to a tenth of it. Steps count from 0."""
+    """Linear warm-up, then a cosine from the highest rate down to a tenth of it. Steps count
+    from 0."""
     if step < args.warmup_steps:
         return args.learning_rate * (step + 1) / (args.warmup_steps + 1)
     done = (step - args.warmup_steps) / max(1, args.steps - args.warmup_steps)
@@ -230,8 +211,12 @@ def learning_rate(args: Namespace, step: int) -> float:
 
 
 def open_checkpoints(args: Namespace, place: Place) -> ShardedCheckpoints:
-    """Those of this run: equal in the following, whatever the number of ranks and however the model is split."""
-    names = "layers heads width context dropout batch_size steps learning_rate warmup_steps weight_decay clip"
+    """Those of this run: equal in the following, whatever the number of ranks and however the
+    model is split."""
+    names = (
+        "layers heads width context dropout batch_size steps learning_rate warmup_steps "
+        "weight_decay clip"
+    )
     names += " seed precision pad_vocabulary"
     data = characters.read_vocabulary(args.data_dir)["sha256"][:12]
     run = {name: vars(args)[name] for name in names.split()} | {"data": data}
@@ -239,7 +224,8 @@ def open_checkpoints(args: Namespace, place: Place) -> ShardedCheckpoints:
 
 
 def sample(args: Namespace, place: Place):
-    """Prints --sample characters from the newest checkpoint, in one process, however many ranks wrote it."""
+    """Prints --sample characters from the newest checkpoint, in one process, however many ranks
+    wrote it."""
     found = sharded_checkpoints.newest_folder(args.checkpoint_dir, place)
     if found is None:
         return place.stop(f"no whole checkpoint in {args.checkpoint_dir} to sample from")

@@ -1,4 +1,5 @@
-"""The arguments that train_fsdp.py and train_tp.py have in common, and what follows from one another. Without torch."""
+"""The arguments that train_fsdp.py and train_tp.py have in common, and what follows from one
+another. Without torch."""
 
 import contextlib
 import importlib.metadata
@@ -8,7 +9,8 @@ from pathlib import Path
 
 from resilience.arguments import ArgumentParser, device_name, number, whole_number
 
-SIZES = {  # nanoGPT's, but for the small model's learning rate, which is 1e-3 there: with 2e-3 it learns more
+# nanoGPT's, except the small model's learning rate, 1e-3 there: with 2e-3 it learns more.
+SIZES = {
     "cpu": dict(
         layers=4,
         heads=4,
@@ -38,7 +40,8 @@ def either(name: str, what: str) -> str:
 
 
 class LanguageModelParser(ArgumentParser):
-    """A script adds what is its own; `parse_args` fills in the size's values and refuses what cannot be."""
+    """A script adds what is its own; `parse_args` fills in the size's values and refuses what
+    cannot be."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -81,7 +84,10 @@ class LanguageModelParser(ArgumentParser):
             type=number(0),
             help=either("learning_rate", "the highest of all steps"),
         )
-        help = "parts in which a rank does its share: activations of one at a time, and with FSDP a reduce-scatter each"
+        help = (
+            "parts in which a rank does its share: activations of one at a time, and with FSDP a "
+            "reduce-scatter each"
+        )
         self.add_argument("--accumulation", type=whole_number(1), default=1, help=help)
         self.add_argument(
             "--warmup-steps",
@@ -100,9 +106,15 @@ class LanguageModelParser(ArgumentParser):
             action="store_true",
             help="less memory, a third more computing",
         )
-        help = "torch.compile: pays after some 1,000 steps on a CPU (default: on CUDA with Triton and a C compiler)"
+        help = (
+            "torch.compile: pays after some 1,000 steps on a CPU (default: on CUDA with Triton and "
+            "a C compiler)"
+        )
         self.add_argument("--compile", action=BooleanOptionalAction, help=help)
-        help = "add characters that never occur, up to a multiple of 64: GPUs multiply such matrices faster"
+        help = (
+            "add characters that never occur, up to a multiple of 64: GPUs multiply such matrices "
+            "faster"
+        )
         self.add_argument("--pad-vocabulary", action="store_true", help=help)
         self.add_argument(
             "--precision",
@@ -145,19 +157,20 @@ class LanguageModelParser(ArgumentParser):
     def parse_args(self) -> Namespace:
         args = super().parse_args()
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a torch in PYTHONPATH
-            version = importlib.metadata.version(
-                "torch"
-            )  # 2.4.0a0+f70bd71a48.nv24.06; importing it takes seconds
-            if tuple(int(part) for part in version.split(".")[:2]) < (2, 6):
+            # Importing torch would take seconds. NVIDIA's is 2.10.0a0+f70bd71a48.nv24.06.
+            version = importlib.metadata.version("torch")
+            if tuple(int(part) for part in version.split(".")[:2]) < (2, 9):
                 self.error(
-                    f"needs torch 2.6 or newer, and this is {version}: take a newer torch, or a newer image"
+                    f"needs torch 2.9 or newer, and this is {version}: take a newer torch, or a "
+                    "newer image"
                 )
         for name, value in SIZES[args.size].items():
             if getattr(args, name) is None:
                 setattr(args, name, value)
         if args.width % args.heads:
             self.error(
-                f"--heads {args.heads} does not divide --width {args.width}: {divisors(args.width)} would do"
+                f"--heads {args.heads} does not divide --width {args.width}: "
+                f"{divisors(args.width)} would do"
             )
         return args
 

@@ -1,4 +1,4 @@
-"""How train_tp.py splits char_transformer.py: the plan is data, and the model does not know of it."""
+"""How train_tp.py splits char_transformer.py: a plan of which the model does not know."""
 
 from collections.abc import Callable
 
@@ -16,9 +16,11 @@ from torch.distributed.tensor.parallel import (
 
 
 class Replicated(ParallelStyle):
-    """For a module whose weights every rank has whole: as DTensors, since clipping and fused AdamW want one kind.
+    """For a module whose weights every rank has whole: as DTensors, since clipping and fused
+    AdamW want one kind.
 
-    Takes a tensor that is the same on all ranks and returns it whole, or with output_layouts=Shard(0) a slice of it.
+    Takes a tensor that is the same on all ranks and returns it whole, or with
+    output_layouts=Shard(0) a slice of it.
     """
 
     def __init__(self, output_layouts: Placement | None = None):
@@ -37,11 +39,13 @@ class Replicated(ParallelStyle):
 
 
 def parallel_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """How each part of the model is split. Between the layers x (B, T, C) is whole on all ranks, or split over T.
+    """How each part of the model is split. Between the layers x (B, T, C) is whole on all ranks,
+    or split over T.
 
-    A column-wise linear holds rows of its weight and makes a part of the channels, so no rank needs another's; the
-    row-wise one behind it adds up over them: one all-reduce forward, and one backward where x enters. The vocabulary is
-    split too, and with it the logits (B, T, V), which loss_parallel takes as they are. 65 characters split unevenly.
+    A column-wise linear holds rows of its weight and makes a part of the channels, so no rank
+    needs another's; the row-wise one behind it adds up over them: one all-reduce forward, and
+    one backward where x enters. The vocabulary is split too, and with it the logits (B, T, V),
+    which loss_parallel takes as they are. 65 characters split unevenly.
     """
     x = Shard(1) if sequence_parallel else Replicate()
     enter = PrepareModuleInput(input_layouts=x, desired_input_layouts=Replicate())
@@ -67,8 +71,8 @@ def parallel_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
 def with_own_dropout(attend: Callable, rank: int) -> Callable:
     """Attention that drops other weights on every rank of a group: each has other heads.
 
-    All else that is dropped is equal on these ranks, as is their random state. This one is forked from it, as
-    Megatron-LM's is for the tensor-parallel regions.
+    All else that is dropped is equal on these ranks, as is their random state. This one is
+    forked from it, as Megatron-LM's is for the tensor-parallel regions.
     """
 
     @torch.compiler.disable
@@ -89,7 +93,8 @@ def whole(loss: torch.Tensor) -> torch.Tensor:
 
 
 def sum_partial_gradients(model: torch.nn.Module):
-    """With sequence parallelism a rank has the norms' gradients of its own tokens: summed, in one all-reduce."""
+    """With sequence parallelism a rank has the norms' gradients of its own tokens: summed, in
+    one all-reduce."""
     partial = [
         w
         for w in model.parameters()

@@ -2,10 +2,11 @@
 
     NPROC_PER_NODE=2 ./torchrun.sh distributed/tensor_parallel_by_hand.py
 
-Two autograd functions are all of it, Megatron-LM's f and g (Shoeybi et al. 2019, arxiv.org/abs/1909.08053, figure 3).
-Between them every rank computes a part of the channels, the heads or the vocabulary; outside them all ranks have the
-same. Collectives per step: 4 for a layer (f and g in attention and in MLP), and 4 more: g behind the embedding, f
-before the head, and the largest logit and g in the loss.
+Two autograd functions are all of it, Megatron-LM's f and g (Shoeybi et al. 2019,
+arxiv.org/abs/1909.08053, figure 3). Between them every rank computes a part of the channels, the
+heads or the vocabulary; outside them all ranks have the same. Collectives per step: 4 for a
+layer (f and g in attention and in MLP), and 4 more: g behind the embedding, f before the head,
+and the largest logit and g in the loss.
 """
 
 import os
@@ -39,7 +40,8 @@ class EnterSplit(torch.autograd.Function):
 
 
 class ReduceSplit(torch.autograd.Function):
-    """Megatron-LM's g: the sum of the ranks' parts forward; backward the gradient as it is, the same for each part."""
+    """Megatron-LM's g: the sum of the ranks' parts forward; backward the gradient as it is, the
+    same for each part."""
 
     @staticmethod
     def forward(ctx, part: torch.Tensor) -> torch.Tensor:
@@ -58,7 +60,8 @@ def all_reduce(x: torch.Tensor, operation=dist.ReduceOp.SUM) -> torch.Tensor:
 
 
 class ColumnLinear(nn.Linear):
-    """Rank r has rows r of weight (out, in): (..., in) to its part of (..., out). Its input has come through f."""
+    """Rank r has rows r of weight (out, in): (..., in) to its part of (..., out). Its input has
+    come through f."""
 
     def __init__(self, whole: nn.Linear, rank: int, world_size: int):
         nn.Module.__init__(self)
@@ -69,7 +72,8 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """Rank r has columns r of weight (out, in): its part of (..., in) to (..., out), summed over the ranks by g."""
+    """Rank r has columns r of weight (out, in): its part of (..., in) to (..., out), summed over
+    the ranks by g."""
 
     def __init__(self, whole: nn.Linear, rank: int, world_size: int):
         nn.Module.__init__(self)
@@ -83,7 +87,8 @@ class RowLinear(nn.Linear):
 
 
 class SplitEmbedding(nn.Module):
-    """Rank r has rows r of weight (V, C): a token it does not have is 0 here, and in the sum what its owner has."""
+    """Rank r has rows r of weight (V, C): a token it does not have is 0 here, and in the sum
+    what its owner has."""
 
     def __init__(self, whole: nn.Embedding, rank: int, world_size: int):
         super().__init__()
@@ -96,12 +101,14 @@ class SplitEmbedding(nn.Module):
 
 
 def find_rows(tokens: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The place of each token among this rank's `count` from `first` on, and whether it is one of them."""
+    """The place of each token among this rank's `count` from `first` on, and whether it is one
+    of them."""
     return (tokens - first).clamp(0, count - 1), (tokens >= first) & (tokens < first + count)
 
 
 def split_by_hand(model: CharTransformer, rank: int, world_size: int) -> CharTransformer:
-    """Leaves this rank its part of an unsplit model. The weights of norms and positions stay whole on all ranks."""
+    """Leaves this rank its part of an unsplit model. The weights of norms and positions stay
+    whole on all ranks."""
 
     def enter(module: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
         return EnterSplit.apply(*inputs)
@@ -124,7 +131,8 @@ def split_by_hand(model: CharTransformer, rank: int, world_size: int) -> CharTra
 
 
 def split_loss(model: CharTransformer, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of this rank's part of the logits (B, T, V / n): log of the sum of exp, less the target's."""
+    """Mean cross-entropy of this rank's part of the logits (B, T, V / n): log of the sum of exp,
+    less the target's."""
     largest = all_reduce(logits.detach().amax(-1), dist.ReduceOp.MAX)
     row, held = find_rows(targets, model.token_embedding.first, logits.size(-1))
     target = logits.gather(-1, row.unsqueeze(-1)).squeeze(-1) * held
@@ -146,7 +154,8 @@ def main():
         models.append(initialize(model, torch.device("cpu"), seed=0))
     torch.manual_seed(0)
     whole, split = models[0], split_by_hand(models[1], rank, world_size)
-    # At ten times this rate the losses part: Adam steps as far for a gradient of rounding noise as for a large one.
+    # At ten times this rate the losses part: Adam steps as far for a gradient of rounding noise as
+    # for a large one.
     optimizers = [torch.optim.AdamW(model.parameters(), lr=3e-4) for model in models]
     for step in range(1, 101):
         batch = numbers.unfold(0, 33, 1)[torch.randint(len(numbers) - 32, (8,))]
@@ -159,7 +168,8 @@ def main():
             optimizer.step()
         if rank == 0 and (step % 20 == 0 or step == 1):
             print(
-                f"step={step} loss_whole={loss_whole:.6f} loss_split_over_{world_size}={loss_split:.6f}",
+                f"step={step} loss_whole={loss_whole:.6f} "
+                f"loss_split_over_{world_size}={loss_split:.6f}",
                 flush=True,
             )
 

@@ -1,13 +1,15 @@
-"""Train a character-level transformer with FSDP2 (fully_shard): no rank holds more than its part of the model.
+"""Train a character-level transformer with FSDP2 (fully_shard): no rank holds more than its part
+of the model.
 
     python aux/prepare_data.py shakespeare                # once, before any job
     python distributed/train_fsdp.py                      # one process: CUDA or the CPU
-    ./torchrun.sh distributed/train_fsdp.py --size gpu    # all GPUs of this machine, or two CPU ranks
+    ./torchrun.sh distributed/train_fsdp.py --size gpu    # one rank per GPU, or two
     sbatch launch_slurm_to_torch.sh distributed/train_fsdp.py --hybrid
     python distributed/train_fsdp.py --sample 500 --checkpoint-dir checkpoints/JOB
 
-Settings and result are nanoGPT's (github.com/karpathy/nanoGPT): on Tiny Shakespeare a validation loss of 1.88 for
---size cpu, minutes on two cores, and 1.47 for --size gpu. On any number of ranks the steps are the unsplit model's.
+Settings and result are nanoGPT's (github.com/karpathy/nanoGPT): on Tiny Shakespeare a validation
+loss of 1.88 for --size cpu, minutes on two cores, and 1.47 for --size gpu. On any number of
+ranks the steps are the unsplit model's.
 """
 
 import gc
@@ -22,7 +24,8 @@ from resilience import stop_request
 from resilience.arguments import indivisible, whole_number
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
+# --------------------
 def parse_arguments() -> Namespace:
     parser = LanguageModelParser(description=__doc__)
     help = "shard inside a node (or among RANKS neighbours in it), replicate beyond"
@@ -122,7 +125,8 @@ def main(args: Namespace):
     place.shutdown()
 
 
-# --- process group ----------------------------------------------------------------------------------------------------
+# --- process group --------------------------------------------------------------------------------
+# --------------------
 def find_fault(args: Namespace, ranks: Ranks) -> str | None:
     """What is wrong with the arguments or the files on this node, in one sentence, or None."""
     rank, local_rank, world_size = ranks.rank, ranks.local_rank, ranks.world_size
@@ -151,9 +155,15 @@ def bad_sizes(args: Namespace, rank: int, local_rank: int, world_size: int) -> s
     """What cannot be split evenly, with the values that could, in one sentence; or None."""
     copy = ranks_per_copy(args, world_size)
     if world_size % copy:
-        return f"--hybrid {copy} does not divide the {world_size} ranks: {divisors(world_size)} would do"
+        return (
+            f"--hybrid {copy} does not divide the {world_size} ranks: {divisors(world_size)} would "
+            "do"
+        )
     if args.hybrid is not None and local_rank < rank % copy:
-        return f"--hybrid: {copy} neighbouring ranks are not all on this node; use as many ranks on every node"
+        return (
+            f"--hybrid: {copy} neighbouring ranks are not all on this node; use as many ranks on "
+            "every node"
+        )
     share = f"{world_size} ranks x --accumulation {args.accumulation}"
     return indivisible("--batch-size", args.batch_size, world_size * args.accumulation, share)
 
@@ -166,7 +176,8 @@ def step_zero_columns(args: Namespace, ranks: Ranks) -> dict[str, str]:
 
 
 def make_mesh(args: Namespace, device: torch.device, world_size: int) -> DeviceMesh | None:
-    """The ranks as fully_shard sees them: the last dimension shards, and the first of two replicates."""
+    """The ranks as fully_shard sees them: the last dimension shards, and the first of two
+    replicates."""
     copy = ranks_per_copy(args, world_size)
     if world_size == 1:
         return None
@@ -177,7 +188,8 @@ def make_mesh(args: Namespace, device: torch.device, world_size: int) -> DeviceM
     )
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
+# --------------------
 def data_place(mesh: DeviceMesh | None) -> tuple[int, int]:
     """Which of how many parts of a batch is this rank's."""
     return (mesh.get_rank(), mesh.size()) if mesh else (0, 1)
@@ -188,12 +200,15 @@ def dropout_place(args: Namespace, mesh: DeviceMesh | None) -> int:
     return mesh.get_rank() if mesh else 0
 
 
-# --- model ------------------------------------------------------------------------------------------------------------
+# --- model ----------------------------------------------------------------------------------------
+# --------------------
 def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
-    """Leaves this rank its part of every weight; the whole ones of a block are there only while it computes.
+    """Leaves this rank its part of every weight; the whole ones of a block are there only while
+    it computes.
 
-    Each fully_shard is one all-gather before its part of the model computes, forward and backward, and one
-    reduce-scatter of its gradients: one set of them per block, and one for what the root has besides (FSDP2:
+    Each fully_shard is one all-gather before its part of the model computes, forward and
+    backward, and one reduce-scatter of its gradients: one set of them per block, and one for
+    what the root has besides (FSDP2:
     docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
     """
     for block in model.blocks:
@@ -210,11 +225,13 @@ def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not last)
 
 
-# --- checkpoint -------------------------------------------------------------------------------------------------------
+# --- checkpoint -----------------------------------------------------------------------------------
+# --------------------
 def save_and_stop(
     checkpoints: ShardedCheckpoints, progress: Progress, step: int, parts: dict, **values
 ) -> bool:
-    """Saves if a checkpoint is due after this step. Returns whether to stop then: the same on all ranks."""
+    """Saves if a checkpoint is due after this step. Returns whether to stop then: the same on
+    all ranks."""
     save, stop = checkpoints.due(step)
     if save:
         progress.check_loss(step)  # weights that are not finite must not replace good ones
@@ -222,13 +239,16 @@ def save_and_stop(
     return stop
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
+# --------------------
 def train_step(
     args, step: int, model, optimizer, batch: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Trains on this rank's sequences (n, context + 1). Returns their average loss and the norm of the whole gradient.
+    """Trains on this rank's sequences (n, context + 1). Returns their average loss and the norm
+    of the whole gradient.
 
-    Gradients are averaged over the ranks; their shares are equally large, so that is the mean over all tokens.
+    Gradients are averaged over the ranks; their shares are equally large, so that is the mean
+    over all tokens.
     """
     loss_sum = torch.zeros((), device=batch.device)
     for part, tokens in enumerate(batch.chunk(args.accumulation), start=1):

@@ -1,13 +1,13 @@
 """One command on a laptop, under torchrun and on a cluster: MNIST with @task of aux/slurm_task.py.
 
-    python distributed/train_task.py --epochs 3                                     # here: CUDA or the CPU
-    ./torchrun.sh distributed/train_task.py --epochs 3                              # here, several ranks
-    python distributed/train_task.py --submit --env local --follow --epochs 3       # a job: sbatch on this machine
-    python distributed/train_task.py --submit --env production --fetch --epochs 3   # a job over SSH, result.json back
-    python distributed/train_task.py --submit --help                                # what a job can ask for
+    python distributed/train_task.py --epochs 3                          # here: CUDA or the CPU
+    ./torchrun.sh distributed/train_task.py --epochs 3                   # here, several ranks
+    python distributed/train_task.py --submit --env local --follow       # a job, by sbatch here
+    python distributed/train_task.py --submit --env production --fetch   # a job over SSH
+    python distributed/train_task.py --submit --help                     # its options
 
-A job keeps a checkpoint of each epoch in checkpoints/JOB-ID, and resumes from the newest when Slurm requeues it.
-Nothing above the function imports torch: the machine that submits needs none.
+A job keeps a checkpoint of each epoch in checkpoints/JOB-ID, and resumes from the newest when
+Slurm requeues it. Nothing above the function imports torch: the machine that submits needs none.
 """
 
 import math
@@ -23,7 +23,8 @@ from resilience.arguments import ArgumentParser, device_name, number, whole_numb
 from slurm_task import JobContext, task
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
+# --------------------
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=whole_number(1), default=3, help="passes over the images")
@@ -69,7 +70,8 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     from resilience.ranks import find_ranks
     from resilience.step_zero import device_fault
 
-    # --- process group ------------------------------------------------------------------------------------------------
+    # --- process group ----------------------------------------------------------------------------
+    # --------------------
     if job:
         os.environ.update(
             job.torch_distributed_env()
@@ -91,7 +93,8 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
             torch.zeros(1, device=device)
         )  # waits for all: nobody is still connecting when a rank stops
 
-    # --- data ---------------------------------------------------------------------------------------------------------
+    # --- data -------------------------------------------------------------------------------------
+    # --------------------
     if args.batch_size_per_rank is not None:
         args.batch_size = args.batch_size_per_rank * world_size
     if args.batch_size % world_size:
@@ -115,7 +118,8 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
             rank,
         )
 
-    # --- model --------------------------------------------------------------------------------------------------------
+    # --- model ------------------------------------------------------------------------------------
+    # --------------------
     torch.manual_seed(args.seed)  # the same weights on every rank
     convolutions = (
         nn.Conv2d(1, 32, 3),
@@ -137,7 +141,8 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
         print("warning: fp16 is slow on a CPU: use --precision bf16", file=sys.stderr)
     ddp_model = DistributedDataParallel(model) if distributed else model
 
-    # --- checkpoint ---------------------------------------------------------------------------------------------------
+    # --- checkpoint -------------------------------------------------------------------------------
+    # --------------------
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     epoch, loss, accuracy = 0, 0.0, 0.0
     newest = [newest_checkpoint(job.output_dir) if job and rank == 0 else None]
@@ -171,7 +176,8 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
             dist.all_reduce(values)
         return values.tolist()
 
-    # --- training -----------------------------------------------------------------------------------------------------
+    # --- training ---------------------------------------------------------------------------------
+    # --------------------
     if rank == 0:
         print(
             f"Data: {mnist.describe(args.data_dir)}. World size {world_size}, {device.type}",
@@ -197,7 +203,10 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
             if step % args.log_every == 0 or step == len(loader):
                 (mean,) = all_reduced(batch_loss.detach()[None] / world_size)
                 rate = step * args.batch_size / (time.monotonic() - start)
-                line = f"epoch={epoch + 1} step={step}/{len(loader)} loss={mean:.4f} images_per_second={rate:.0f}"
+                line = (
+                    f"epoch={epoch + 1} step={step}/{len(loader)} loss={mean:.4f} "
+                    f"images_per_second={rate:.0f}"
+                )
                 if rank == 0:
                     print(line, flush=True)
                 if not math.isfinite(mean):
@@ -257,7 +266,8 @@ if __name__ == "__main__":
     result = train(parse_arguments())
     if os.environ.get("RANK", "0") == "0":
         print(
-            f"Finished: average_loss={result['test_loss']:.4f} accuracy={result['test_accuracy']:.4f}",
+            f"Finished: average_loss={result['test_loss']:.4f} "
+            f"accuracy={result['test_accuracy']:.4f}",
             flush=True,
         )
     shutdown()

@@ -1,13 +1,15 @@
-"""Train a character-level transformer with tensor parallelism: every rank computes a part of every layer.
+"""Train a character-level transformer with tensor parallelism: every rank computes a part of
+every layer.
 
     python aux/prepare_data.py shakespeare                # once, before any job
     python distributed/train_tp.py                        # one process: CUDA or the CPU
-    ./torchrun.sh distributed/train_tp.py --size gpu      # all GPUs of this machine, or two CPU ranks
+    ./torchrun.sh distributed/train_tp.py --size gpu      # one rank per GPU, or two
     sbatch launch_slurm_to_torch.sh distributed/train_tp.py --tensor-parallel 2 --sequence-parallel
 
-Every --tensor-parallel ranks hold one model between them and see the same sequences; such groups are replicas of each
-other and share out the batch, with fully_shard over them. The scheme is Megatron-LM's (arxiv.org/abs/1909.08053), by
-hand in tensor_parallel_by_hand.py. Checkpoints are those of train_fsdp.py: either script resumes the other's.
+Every --tensor-parallel ranks hold one model between them and see the same sequences; such groups
+are replicas of each other and share out the batch, with fully_shard over them. The scheme is
+Megatron-LM's (arxiv.org/abs/1909.08053), by hand in tensor_parallel_by_hand.py. Checkpoints are
+those of train_fsdp.py: either script resumes the other's.
 
 Grown from distributed/train_fsdp.py: arguments, process group, data, model, training.
 
@@ -25,7 +27,8 @@ from resilience import stop_request
 from resilience.arguments import indivisible, whole_number
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
+# --------------------
 def parse_arguments() -> Namespace:
     parser = LanguageModelParser(description=__doc__)
     help = "ranks that hold one model between them (default: 2, and 1 in one process alone)"
@@ -133,7 +136,8 @@ def main(args: Namespace):
     place.shutdown()
 
 
-# --- process group ----------------------------------------------------------------------------------------------------
+# --- process group --------------------------------------------------------------------------------
+# --------------------
 def find_fault(args: Namespace, ranks: Ranks) -> str | None:
     """What is wrong with the arguments or the files on this node, in one sentence, or None."""
     rank, local_rank, world_size = ranks.rank, ranks.local_rank, ranks.world_size
@@ -163,8 +167,10 @@ def bad_sizes(args: Namespace, rank: int, local_rank: int, world_size: int) -> s
         return indivisible("--context", args.context, size, f"--tensor-parallel {size}")
     if local_rank < rank % size and not args.across_nodes:
         return (
-            f"--tensor-parallel {size}: ranks {rank - rank % size} to {rank - rank % size + size - 1} are not all on "
-            f"this node; choose a divisor of every node's number of ranks, or say --across-nodes if slow is meant"
+            f"--tensor-parallel {size}: ranks {rank - rank % size} to "
+            f"{rank - rank % size + size - 1} are not all on "
+            "this node; choose a divisor of every node's number of ranks, or say --across-nodes "
+            "if slow is meant"
         )
     share = f"{world_size // size} replicas x --accumulation {args.accumulation}"
     return indivisible(
@@ -185,7 +191,8 @@ def step_zero_columns(args: Namespace, ranks: Ranks) -> dict[str, str]:
 
 
 def make_mesh(args: Namespace, device: torch.device, world_size: int) -> DeviceMesh | None:
-    """A rectangle of ranks: a row is a tensor-parallel group, a column has the same part of every replica."""
+    """A rectangle of ranks: a row is a tensor-parallel group, a column has the same part of
+    every replica."""
     size = group_size(args, world_size)
     if world_size == 1:
         return None
@@ -197,24 +204,29 @@ def make_mesh(args: Namespace, device: torch.device, world_size: int) -> DeviceM
     return mesh
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
+# --------------------
 def data_place(mesh: DeviceMesh | None) -> tuple[int, int]:
-    """Which of how many parts of a batch is this rank's: the same for all ranks of a tensor-parallel group."""
+    """Which of how many parts of a batch is this rank's: the same for all ranks of a tensor-
+    parallel group."""
     return (mesh["data"].get_local_rank(), mesh["data"].size()) if mesh else (0, 1)
 
 
 def dropout_place(args: Namespace, mesh: DeviceMesh | None) -> int:
     """Ranks with the same number drop the same activations.
 
-    A tensor-parallel group has the same activations between its layers: dropped differently, copies of the norms'
-    weights would drift apart. Attention's are each rank's own (with_own_dropout), with --sequence-parallel all are.
+    A tensor-parallel group has the same activations between its layers: dropped differently,
+    copies of the norms' weights would drift apart. Attention's are each rank's own
+    (with_own_dropout), with --sequence-parallel all are.
     """
     return mesh.get_rank() if mesh and args.sequence_parallel else data_place(mesh)[0]
 
 
-# --- model ------------------------------------------------------------------------------------------------------------
+# --- model ----------------------------------------------------------------------------------------
+# --------------------
 def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
-    """Leaves this rank its part of every weight: of its group's model, and of that again its replica's share."""
+    """Leaves this rank its part of every weight: of its group's model, and of that again its
+    replica's share."""
     for block in model.blocks:
         block.recompute = args.activation_checkpointing
         if args.compile:  # what is recomputed: torch 2.13 cannot compile a checkpoint of DTensors
@@ -235,11 +247,13 @@ def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
             fully_shard(part, mesh=mesh["data"], mp_policy=policy, reshard_after_forward=not last)
 
 
-# --- checkpoint -------------------------------------------------------------------------------------------------------
+# --- checkpoint -----------------------------------------------------------------------------------
+# --------------------
 def save_and_stop(
     checkpoints: ShardedCheckpoints, progress: Progress, step: int, parts: dict, **values
 ) -> bool:
-    """Saves if a checkpoint is due after this step. Returns whether to stop then: the same on all ranks."""
+    """Saves if a checkpoint is due after this step. Returns whether to stop then: the same on
+    all ranks."""
     save, stop = checkpoints.due(step)
     if save:
         progress.check_loss(step)  # weights that are not finite must not replace good ones
@@ -247,13 +261,16 @@ def save_and_stop(
     return stop
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
+# --------------------
 def train_step(
     args, step: int, model, optimizer, batch: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Trains on this rank's sequences (n, context + 1). Returns their average loss and the norm of the whole gradient.
+    """Trains on this rank's sequences (n, context + 1). Returns their average loss and the norm
+    of the whole gradient.
 
-    Gradients are averaged over the ranks; their shares are equally large, so that is the mean over all tokens.
+    Gradients are averaged over the ranks; their shares are equally large, so that is the mean
+    over all tokens.
     """
     loss_sum = torch.zeros((), device=batch.device)
     for tokens in batch.chunk(args.accumulation):

@@ -629,7 +629,7 @@ def test_rank_that_never_comes(cases, cluster, data, tmp_path):
     def scenario(way, script):
         trial = Trial(cluster, way, script, data, tmp_path / way, "--init-timeout", 20, MISSING=3)
         job = trial.ends(90)
-        assert job.state == "FAILED" and job.exit_code == 1, job.log
+        assert job.state == "FAILED" and job.exit_code != 0, job.log
         named = r"^\[Rank 0 on (\S+)\] 1 of 4 ranks did not join within 0:00:20: rank 3 on (\S+)$"
         [(first, node)] = re.findall(named, job.log, re.M)
         assert first != node and job.log.count("[Rank") == 1 and "Traceback" not in job.log, job.log
@@ -654,7 +654,7 @@ def test_wrong_interface(cases, cluster, data, tmp_path):
             GLOO_SOCKET_IFNAME="lo",
         )
         job = trial.ends(90)
-        assert job.state == "FAILED" and job.exit_code == 1, job.log
+        assert job.state == "FAILED" and job.exit_code != 0, job.log
         named = r"^\[Rank \d on \S+\] all ranks joined, but they cannot connect: .*"
         named += r" The interface is lo: GLOO_SOCKET_IFNAME in env.sh chooses one"
         assert len(re.findall(named, job.log, re.M)) == 1 and job.log.count("[Rank ") == 1, job.log
@@ -1306,7 +1306,7 @@ def test_full_disk(way, script, how, cluster, disk, data, uninterrupted, tmp_pat
             slow=0,
             **{"HOLD": tmp_path} if how else {},
         ).ends()
-        assert job.state == "FAILED" and job.exit_code == 1, job.log
+        assert job.state == "FAILED" and job.exit_code != 0, job.log
         assert (
             job.log.count("the last steps could not be saved") == 1 and "No space left" in job.log
         ), job.log
@@ -1328,7 +1328,7 @@ def test_read_only_folder(cluster, disk, data, tmp_path):
     def scenario(name, *resume):
         to = ("--checkpoint-dir", disk / "read-only", *resume)
         job = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path / name, *to).ends(30)
-        assert job.state == "FAILED" and job.exit_code == 1, job.log
+        assert job.state == "FAILED" and job.exit_code != 0, job.log
         assert job.log.count(f"{disk} cannot be written: choose another --checkpoint-dir") == 1, (
             job.log
         )
@@ -1364,7 +1364,7 @@ def test_corrupt_data(cases, cluster, data, tmp_path):
         file.write_bytes(flipped(file.read_bytes()))
         noted = {"PYTHONPATH": tmp_path / "site", "HASHED": tmp_path / f"hashed-{way}-by-"}
         job = Trial(cluster, way, script, {script: folder}, tmp_path / way, **noted).ends(60)
-        assert job.state == "FAILED" and job.exit_code == 1, job.log
+        assert job.state == "FAILED" and job.exit_code != 0, job.log
         assert {path.name for path in tmp_path.glob(f"hashed-{way}*")} == {
             f"hashed-{way}-by-{rank}" for rank in (0, 2)
         }
@@ -1396,7 +1396,7 @@ def test_node_without_the_shared_folder(cluster, data, uninterrupted, tmp_path):
             ).ends(60)
         finally:
             cluster.exec("umount", out, node=lacking)
-        assert job.state == "FAILED" and job.exit_code == 1, job.log
+        assert job.state == "FAILED" and job.exit_code != 0, job.log
         newest = find_checkpoints(out)[0]
         said = rf"^\[Rank 2 on {lacking}\] {newest} cannot be loaded here \(.*\), but by rank 0: "
         said += "all nodes must share"

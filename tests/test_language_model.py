@@ -24,17 +24,50 @@ from language_model import initialize
 SIZES = {"layers": 2, "heads": 4, "width": 32, "context": 16}
 BATCH_SIZE, STEPS, WARMUP_STEPS = 8, 20, 5
 FLAGS = [part for name, value in SIZES.items() for part in (f"--{name}", value)]
-FLAGS += ["--batch-size", BATCH_SIZE, "--steps", STEPS, "--warmup-steps", WARMUP_STEPS, "--precision", "fp32"]
-FLAGS += ["--log-every", 1, "--eval-every", 10, "--eval-windows", 50, "--checkpoint-every", 10, "--device", "cpu"]
+FLAGS += [
+    "--batch-size",
+    BATCH_SIZE,
+    "--steps",
+    STEPS,
+    "--warmup-steps",
+    WARMUP_STEPS,
+    "--precision",
+    "fp32",
+]
+FLAGS += [
+    "--log-every",
+    1,
+    "--eval-every",
+    10,
+    "--eval-windows",
+    50,
+    "--checkpoint-every",
+    10,
+    "--device",
+    "cpu",
+]
 FLAGS += ["--learning-rate", 0.001]
 
 
 def train(script: str, ranks: int, text: Path, folder: Path, *flags: object, timeout: float = 120):
     """A training on this machine, by hand. Returns the process; its metrics are in `folder`."""
-    command = ["distributed/" + script, *FLAGS, "--data-dir", text, "--checkpoint-dir", folder, *flags]
+    command = [
+        "distributed/" + script,
+        *FLAGS,
+        "--data-dir",
+        text,
+        "--checkpoint-dir",
+        folder,
+        *flags,
+    ]
     if ranks > 1:
         command.insert(0, "distributed/spawn_ranks.py")
-    return run(sys.executable, *command, env=environment(NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1), timeout=timeout)
+    return run(
+        sys.executable,
+        *command,
+        env=environment(NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1),
+        timeout=timeout,
+    )
 
 
 def read_metrics(folder: Path, name: str = "loss") -> dict[int, float]:
@@ -43,13 +76,17 @@ def read_metrics(folder: Path, name: str = "loss") -> dict[int, float]:
     return {event["step"]: event[name] for event in events if name in event}
 
 
-# --- equality ---------------------------------------------------------------------------------------------------------
+# --- equality -------------------------------------------------------------------------------------
+# --------------------
 
 
 def train_dense(folder: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses, gradient norms and final weights of a plain loop: one process, no split, unfused AdamW."""
+    """Losses, gradient norms and final weights of a plain loop: one process, no split, unfused
+    AdamW."""
     vocabulary = len(json.loads((folder / "vocabulary.json").read_text())["characters"])
-    data = torch.frombuffer(bytearray((folder / "train.bin").read_bytes()), dtype=torch.uint8).long()
+    data = torch.frombuffer(
+        bytearray((folder / "train.bin").read_bytes()), dtype=torch.uint8
+    ).long()
     model = initialize(CharTransformer(vocabulary, **SIZES), torch.device("cpu"), seed=0)
     groups = [{"params": [x for x in model.parameters() if x.dim() >= 2], "weight_decay": 0.1}]
     groups += [{"params": [x for x in model.parameters() if x.dim() < 2], "weight_decay": 0.0}]
@@ -79,7 +116,8 @@ def train_dense(folder: Path) -> tuple[list[float], list[float], dict[str, torch
 
 @pytest.fixture(scope="session")
 def splits(text, tmp_path_factory) -> dict:
-    """What tests/scripts/language_model.py finds of every split, on two and on four ranks, and of the dense loop."""
+    """What tests/scripts/language_model.py finds of every split, on two and on four ranks, and
+    of the dense loop."""
     folder = tmp_path_factory.mktemp("splits")
     losses, norms, weights = train_dense(text)
     torch.save(weights, folder / "dense.pt")
@@ -92,15 +130,28 @@ def splits(text, tmp_path_factory) -> dict:
     return found
 
 
-SPLITS = ["fsdp 2", "fsdp 4", "hybrid 2x2", "tp 2", "tp 4", "tp 2 x data 2", "by hand 2", "by hand 4"]
-SPLITS += [f"{split}, accumulation 2" for split in ("fsdp 2", "hybrid 2x2", "tp 2", "tp 2, sequence", "tp 2 x data 2")]
+SPLITS = [
+    "fsdp 2",
+    "fsdp 4",
+    "hybrid 2x2",
+    "tp 2",
+    "tp 4",
+    "tp 2 x data 2",
+    "by hand 2",
+    "by hand 4",
+]
+SPLITS += [
+    f"{split}, accumulation 2"
+    for split in ("fsdp 2", "hybrid 2x2", "tp 2", "tp 2, sequence", "tp 2 x data 2")
+]
 SPLITS += [f"{split}, sequence" for split in ("tp 2", "tp 4", "tp 2 x data 2")]
 SPLITS += [f"{split}, recomputed" for split in ("fsdp 2", "tp 2")]
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_split_equals_dense(splits, split):
-    """Seen: losses within 1e-6, norms within 3e-7 of themselves, weights within 2e-7. float32 at 4.6 steps by 5e-7."""
+    """Seen: losses within 1e-6, norms within 3e-7 of themselves, weights within 2e-7. float32 at
+    4.6 steps by 5e-7."""
     dense, found = splits["dense"], splits[split]
     assert len(found["losses"]) == STEPS
     assert found["losses"] == pytest.approx(dense["losses"], abs=3e-6)
@@ -108,10 +159,15 @@ def test_split_equals_dense(splits, split):
     assert found["weights"] < 3e-6
 
 
-@pytest.mark.parametrize("split", ["alone, bf16", "fsdp 2, bf16", "tp 2, bf16", "tp 2 x data 2, bf16"])
+@pytest.mark.parametrize(
+    "split", ["alone, bf16", "fsdp 2, bf16", "tp 2, bf16", "tp 2 x data 2, bf16"]
+)
 def test_bfloat16_is_near(splits, split):
-    """Autocast and FSDP's policy round other things; between the blocks all splits have the same type."""
-    assert splits[split]["autocast"] == [split in ("alone, bf16", "tp 2, bf16")], "the casts are one's or the other's"
+    """Autocast and FSDP's policy round other things; between the blocks all splits have the same
+    type."""
+    assert splits[split]["autocast"] == [split in ("alone, bf16", "tp 2, bf16")], (
+        "the casts are one's or the other's"
+    )
     assert splits[split]["losses"] == pytest.approx(splits["dense"]["losses"], abs=0.01)
     assert splits[split]["types"] == ["torch.bfloat16"]
     assert splits["alone"]["types"] == ["torch.float32"]
@@ -121,7 +177,9 @@ def test_dropout_leaves_replicated_weights_equal(splits):
     for split in ("tp 2", "tp 4", "tp 2 x data 2", "tp 2, sequence"):
         found = splits[f"{split}, dropout"]
         assert found["drift"] == 0.0, split
-        assert found["losses"] != pytest.approx(splits["dense"]["losses"][:5], abs=1e-3), "nothing was dropped"
+        assert found["losses"] != pytest.approx(splits["dense"]["losses"][:5], abs=1e-3), (
+            "nothing was dropped"
+        )
     assert splits["tp 2, dropout seeded by rank"]["drift"] > 1e-4, "this test would not see a drift"
 
 
@@ -131,7 +189,9 @@ def test_a_group_drops_different_heads_and_otherwise_alike(splits):
         found = splits[f"{split}, dropped"]
         assert different(found["heads"]) == layers * heads * len(groups), split
         assert different(found["modules"]) == (1 + 2 * layers) * len(groups), split
-        assert all(found["modules"][first] == found["modules"][second] for first, second in groups), split
+        assert all(
+            found["modules"][first] == found["modules"][second] for first, second in groups
+        ), split
     found = splits["tp 2, sequence, dropped"]
     assert different(found["heads"] + found["modules"]) == layers * heads + 2 * (1 + 2 * layers)
 
@@ -146,17 +206,35 @@ def test_recomputing_drops_the_same(splits):
 
 
 def test_no_rank_ever_has_the_whole_model(splits):
-    """Beside its part it has, while the weights are drawn, one or two whole ones; here it is all on the CPU."""
+    """Beside its part it has, while the weights are drawn, one or two whole ones; here it is all
+    on the CPU."""
     layers, width = SIZES["layers"], SIZES["width"]
     whole, largest = splits["alone"]["held"][0]["parameters"], 4 * 4 * width * width
     assert whole > 4 * layers * 12 * width * width
-    for split in ("fsdp 2", "fsdp 4", "hybrid 2x2", "tp 2", "tp 4", "tp 2 x data 2", "tp 2, sequence"):
+    for split in (
+        "fsdp 2",
+        "fsdp 4",
+        "hybrid 2x2",
+        "tp 2",
+        "tp 4",
+        "tp 2 x data 2",
+        "tp 2, sequence",
+    ):
         for rank in splits[split]["held"]:
-            assert rank["parameters"] < rank["peak"] < rank["parameters"] + 2 * largest + 1000 < whole, split
-    for split in ("fsdp 2", "fsdp 4", "tp 2", "tp 2 x data 2"):  # loaded with two moments; before that with gradients
+            assert (
+                rank["parameters"] < rank["peak"] < rank["parameters"] + 2 * largest + 1000 < whole
+            ), split
+    for split in (
+        "fsdp 2",
+        "fsdp 4",
+        "tp 2",
+        "tp 2 x data 2",
+    ):  # loaded with two moments; before that with gradients
         for rank in splits[f"{split}, loaded"]["held"]:
             least = 3 * rank["parameters"]
-            assert least <= rank["peak"] < 4 * rank["parameters"] + 2 * largest + 1000 < least + whole, split
+            assert (
+                least <= rank["peak"] < 4 * rank["parameters"] + 2 * largest + 1000 < least + whole
+            ), split
 
 
 ACCUMULATED = ["fsdp 2", "hybrid 2x2", "tp 2", "tp 2, sequence", "tp 2 x data 2"]
@@ -164,17 +242,26 @@ ACCUMULATED = ["fsdp 2", "hybrid 2x2", "tp 2", "tp 2, sequence", "tp 2 x data 2"
 
 @pytest.mark.parametrize("split", ACCUMULATED)
 def test_accumulation_keeps_no_whole_gradient(splits, split):
-    """A whole one is twice as large. gloo's threads may not yet have freed all activations, some tenths of it."""
+    """A whole one is twice as large. gloo's threads may not yet have freed all activations, some
+    tenths of it."""
     for rank in splits[f"{split}, accumulation 2"]["held"]:
         assert rank["gradients"] <= rank["accumulated"] < 1.5 * rank["gradients"]
 
 
 def test_memory_falls_with_the_ranks(splits):
-    """Each rank has its part of everything; tensor parallelism leaves norms and positions whole: (2 L + 1 + T) C."""
+    """Each rank has its part of everything; tensor parallelism leaves norms and positions whole:
+    (2 L + 1 + T) C."""
     width, context, layers = SIZES["width"], SIZES["context"], SIZES["layers"]
     everything = sum(part["parameters"] for part in splits["fsdp 2"]["held"])
     replicated = 4 * (2 * layers + 1 + context) * width
-    for split, parts in {"fsdp 2": 2, "fsdp 4": 4, "hybrid 2x2": 2, "tp 2": 2, "tp 4": 4, "tp 2 x data 2": 4}.items():
+    for split, parts in {
+        "fsdp 2": 2,
+        "fsdp 4": 4,
+        "hybrid 2x2": 2,
+        "tp 2": 2,
+        "tp 4": 4,
+        "tp 2 x data 2": 4,
+    }.items():
         promised = everything / parts
         if split in ("tp 2", "tp 4"):
             promised = (everything - replicated) / parts + replicated
@@ -192,45 +279,79 @@ def test_collectives_are_few(splits):
     layers = SIZES["layers"]
     count = {split: sum(found.get("collectives", {}).values()) for split, found in splits.items()}
     assert 1 <= count["ddp 2"] <= 4
-    assert count["by hand 2"] == count["by hand 4"] == 4 * layers + 4  # embedding; head; maximum and sums of the loss
+    assert (
+        count["by hand 2"] == count["by hand 4"] == 4 * layers + 4
+    )  # embedding; head; maximum and sums of the loss
     for ranks in (2, 4):
         assert count[f"tp {ranks}"] == 4 * layers + 5 + 1  # as by hand, with two sums for the loss
-        gathered = 2 * (layers + 1) - 2  # forward and backward; the last block's and the root's stay
+        gathered = (
+            2 * (layers + 1) - 2
+        )  # forward and backward; the last block's and the root's stay
         assert count[f"fsdp {ranks}"] == gathered + (layers + 1) + 1
-    assert splits["fsdp 2, accumulation 2"]["collectives"]["_reduce_scatter_base_"] == 2 * (layers + 1)  # each part
-    hybrid = [splits[f"hybrid 2x2{more}"]["collectives"]["allreduce_"] for more in ("", ", accumulation 2")]
+    assert splits["fsdp 2, accumulation 2"]["collectives"]["_reduce_scatter_base_"] == 2 * (
+        layers + 1
+    )  # each part
+    hybrid = [
+        splits[f"hybrid 2x2{more}"]["collectives"]["allreduce_"]
+        for more in ("", ", accumulation 2")
+    ]
     assert hybrid[0] == hybrid[1], "between the replicas once a step"
-    assert count["tp 2, sequence"] == 8 * layers + 8 + 1 + 1  # a pair for each all-reduce; all norms' gradients at once
+    assert (
+        count["tp 2, sequence"] == 8 * layers + 8 + 1 + 1
+    )  # a pair for each all-reduce; all norms' gradients at once
 
 
 def test_bytes_of_a_step(splits):
-    """DDP and FSDP send weights, however large the batch; tensor parallelism activations, however many the weights."""
+    """DDP and FSDP send weights, however large the batch; tensor parallelism activations,
+    however many the weights."""
     layers, width, context = SIZES["layers"], SIZES["width"], SIZES["context"]
     sent = {split: found.get("bytes", {}) for split, found in splits.items()}
     assert sum(sent["ddp 2"].values()) == splits["ddp 2"]["parameters"]
-    token, block = 4 * BATCH_SIZE * context, 4 * (12 * width**2 + 2 * width)  # a number for each; the weights of one
+    token, block = (
+        4 * BATCH_SIZE * context,
+        4 * (12 * width**2 + 2 * width),
+    )  # a number for each; the weights of one
     for ranks in (2, 4):
-        everything = ranks * splits[f"fsdp {ranks}"]["held"][0]["parameters"]  # the others' parts are filled up
+        everything = (
+            ranks * splits[f"fsdp {ranks}"]["held"][0]["parameters"]
+        )  # the others' parts are filled up
         assert sent[f"fsdp {ranks}"]["_reduce_scatter_base_"] == everything
-        assert sent[f"fsdp {ranks}"]["_allgather_base_"] == everything + (layers - 1) * block  # twice, but for the last
+        assert (
+            sent[f"fsdp {ranks}"]["_allgather_base_"] == everything + (layers - 1) * block
+        )  # twice, but for the last
         activations = (4 * layers + 2) * width * token
         assert sum(sent[f"by hand {ranks}"].values()) == activations + 3 * token
-        assert activations + 3 * token < sum(sent[f"tp {ranks}"].values()) < activations + 3 * token + 100  # the norm
+        assert (
+            activations + 3 * token
+            < sum(sent[f"tp {ranks}"].values())
+            < activations + 3 * token + 100
+        )  # the norm
     sequence = sent["tp 2, sequence"]
-    assert sequence["reduce_scatter_tensor"] == activations <= sequence["all_gather_into_tensor"] < 1.02 * activations
+    assert (
+        sequence["reduce_scatter_tensor"]
+        == activations
+        <= sequence["all_gather_into_tensor"]
+        < 1.02 * activations
+    )
 
 
 def test_the_optimizer_is_few_kernels(splits):
-    """One for all weights with decay and one for those without, however many they are, and one each for their steps."""
+    """One for all weights with decay and one for those without, however many they are, and one
+    each for their steps."""
     for split in ("alone", "fsdp 2", "fsdp 4", "tp 2", "tp 4", "tp 2 x data 2"):
-        kernels = {name: n for name, n in splits[split]["kernels"].items() if not name.startswith("_record_function")}
+        kernels = {
+            name: n
+            for name, n in splits[split]["kernels"].items()
+            if not name.startswith("_record_function")
+        }
         assert kernels == {"_fused_adamw_": 2, "_foreach_add_": 2}, split
 
 
 @pytest.mark.parametrize("tiles", [True, False])
 @pytest.mark.parametrize("tokens", [16, 256, 600])
 def test_attention_in_bfloat16_on_a_cpu(tiles, tokens, monkeypatch):
-    """Whatever is fastest there, it is attention: near float64's, no token sees a later one, the whole share drops."""
+    """Whatever is fastest there, it is attention: near float64's, no token sees a later one, the
+    whole share drops."""
     monkeypatch.setattr(char_transformer, "TILES", tiles)
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 4, tokens, 32, dtype=torch.bfloat16)
@@ -242,11 +363,14 @@ def test_attention_in_bfloat16_on_a_cpu(tiles, tokens, monkeypatch):
         attend(q, k.where(~later, 9), v.where(~later, 9), 0.0)[..., ~later[:, 0], :],
         attend(q, k, v, 0.0)[..., ~later[:, 0], :],
     )
-    ones = attend(q, k, torch.ones_like(v), 0.25)  # the weights that are left, of rows that sum to 1
+    ones = attend(
+        q, k, torch.ones_like(v), 0.25
+    )  # the weights that are left, of rows that sum to 1
     assert ones.mean().item() == pytest.approx(1, abs=0.05) and ones.std() > 0.01
 
 
-# --- the scripts ------------------------------------------------------------------------------------------------------
+# --- the scripts ----------------------------------------------------------------------------------
+# --------------------
 
 
 @pytest.fixture(scope="session")
@@ -255,7 +379,12 @@ def trained(text, tmp_path_factory) -> dict[str, Path]:
     folders = {}
     for name, script, ranks, flags in (
         ("fsdp 4", "train_fsdp.py", 4, ()),
-        ("tp 2 x data 2", "train_tp.py", 4, ("--tensor-parallel", 2, "--sequence-parallel", "--deterministic")),
+        (
+            "tp 2 x data 2",
+            "train_tp.py",
+            4,
+            ("--tensor-parallel", 2, "--sequence-parallel", "--deterministic"),
+        ),
     ):
         folders[name] = tmp_path_factory.mktemp("trained")
         done = train(script, ranks, text, folders[name], *flags)
@@ -265,7 +394,9 @@ def trained(text, tmp_path_factory) -> dict[str, Path]:
 
 def test_scripts_agree(trained, splits):
     for folder in trained.values():
-        assert list(read_metrics(folder).values()) == pytest.approx(splits["dense"]["losses"], abs=3e-6)
+        assert list(read_metrics(folder).values()) == pytest.approx(
+            splits["dense"]["losses"], abs=3e-6
+        )
     first, second = (read_metrics(folder, "val_loss") for folder in trained.values())
     assert list(first) == [10, 20]
     assert first == pytest.approx(second, abs=3e-6)
@@ -280,7 +411,9 @@ OTHER_SPLITS = [
 ]
 
 
-@pytest.mark.parametrize(("saved", "script", "ranks", "flags"), cells(OTHER_SPLITS, *OTHER_SPLITS[2:4]))
+@pytest.mark.parametrize(
+    ("saved", "script", "ranks", "flags"), cells(OTHER_SPLITS, *OTHER_SPLITS[2:4])
+)
 def test_resume_under_another_split(trained, text, tmp_path, saved, script, ranks, flags):
     shutil.copytree(trained[saved] / "checkpoint_step_10", tmp_path / "checkpoint_step_10")
     done = train(script, ranks, text, tmp_path, "--resume", *flags)
@@ -295,7 +428,9 @@ def test_resume_under_another_split(trained, text, tmp_path, saved, script, rank
 
 def test_damaged_checkpoint_is_passed_over(trained, text, tmp_path):
     for step in (10, 20):
-        shutil.copytree(trained["fsdp 4"] / f"checkpoint_step_{step}", tmp_path / f"checkpoint_step_{step}")
+        shutil.copytree(
+            trained["fsdp 4"] / f"checkpoint_step_{step}", tmp_path / f"checkpoint_step_{step}"
+        )
     (tmp_path / ".checkpoint_step_30.tmp").mkdir()  # of an attempt that was killed while it wrote
     damaged = tmp_path / "checkpoint_step_20" / "__2_0.distcp"
     content = bytearray(damaged.read_bytes())
@@ -303,7 +438,9 @@ def test_damaged_checkpoint_is_passed_over(trained, text, tmp_path):
     damaged.write_bytes(content)
     done = train("train_fsdp.py", 1, text, tmp_path, "--resume")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"warning: checkpoint .*_20 is damaged and skipped: __2_0.distcp in it is not", done.stderr)
+    assert re.search(
+        r"warning: checkpoint .*_20 is damaged and skipped: __2_0.distcp in it is not", done.stderr
+    )
     assert "Resumed after step 10" in done.stdout
     (tmp_path / "checkpoint_step_20" / "manifest.json").write_text("{")
     (tmp_path / "checkpoint_step_10" / "__0_0.distcp").unlink()
@@ -322,23 +459,67 @@ def test_sample_in_one_process(trained, text, tmp_path):
 
 
 def test_help_says_what_accumulation_costs():
-    shown = run(sys.executable, "distributed/train_fsdp.py", "--help", env=environment(COLUMNS=1000)).stdout
+    shown = run(
+        sys.executable, "distributed/train_fsdp.py", "--help", env=environment(COLUMNS=1000)
+    ).stdout
     assert "activations of one at a time, and with FSDP a reduce-scatter each" in shown
 
 
 BAD = [
-    ("train_fsdp.py", 1, ("--heads", 5), 2, "--heads 5 does not divide --width 32: 1, 2, 4, 8, 16 or 32 would do"),
+    (
+        "train_fsdp.py",
+        1,
+        ("--heads", 5),
+        2,
+        "--heads 5 does not divide --width 32: 1, 2, 4, 8, 16 or 32 would do",
+    ),
     ("train_fsdp.py", 1, ("--batch-size", 0), 2, "'0' is not a whole number of at least 1"),
-    ("train_fsdp.py", 1, ("--accumulation", 3), 1, "does not divide by 1 ranks x --accumulation 3: 6 or 9 would do"),
-    ("train_fsdp.py", 2, ("--batch-size", 7), 1, "does not divide by 2 ranks x --accumulation 1: 6 or 8 would do"),
-    ("train_fsdp.py", 2, ("--hybrid", 3), 1, "--hybrid 3 does not divide the 2 ranks: 1 or 2 would do"),
+    (
+        "train_fsdp.py",
+        1,
+        ("--accumulation", 3),
+        1,
+        "does not divide by 1 ranks x --accumulation 3: 6 or 9 would do",
+    ),
+    (
+        "train_fsdp.py",
+        2,
+        ("--batch-size", 7),
+        1,
+        "does not divide by 2 ranks x --accumulation 1: 6 or 8 would do",
+    ),
+    (
+        "train_fsdp.py",
+        2,
+        ("--hybrid", 3),
+        1,
+        "--hybrid 3 does not divide the 2 ranks: 1 or 2 would do",
+    ),
     ("train_fsdp.py", 1, ("--context", 999_999_999), 1, "--context 999999999 is too long for the"),
-    ("train_fsdp.py", 1, ("--data-dir", "/nowhere"), 1, "no prepared text at /nowhere/vocabulary.json"),
+    (
+        "train_fsdp.py",
+        1,
+        ("--data-dir", "/nowhere"),
+        1,
+        "no prepared text at /nowhere/vocabulary.json",
+    ),
     ("train_fsdp.py", 2, ("--sample", 9), 1, "--sample takes one process"),
     ("train_tp.py", 2, ("--tensor-parallel", 3), 1, "2 ranks and --heads 4: 1 or 2 would do"),
     ("train_tp.py", 2, ("--heads", 1), 1, "does not divide both 2 ranks and --heads 1: 1 would do"),
-    ("train_tp.py", 2, ("--context", 15, "--sequence-parallel"), 1, "by --tensor-parallel 2: 14 or 16 would do"),
-    ("train_tp.py", 2, ("--accumulation", 3), 1, "does not divide by 1 replicas x --accumulation 3: 6 or 9 would do"),
+    (
+        "train_tp.py",
+        2,
+        ("--context", 15, "--sequence-parallel"),
+        1,
+        "by --tensor-parallel 2: 14 or 16 would do",
+    ),
+    (
+        "train_tp.py",
+        2,
+        ("--accumulation", 3),
+        1,
+        "does not divide by 1 replicas x --accumulation 3: 6 or 9 would do",
+    ),
 ]
 
 
@@ -384,12 +565,16 @@ def test_a_padded_vocabulary(text, tmp_path):
         assert done.returncode == 0, done.stderr
     split, alone = (read_metrics(tmp_path / script) for script in ("train_tp.py", "train_fsdp.py"))
     assert split == pytest.approx(alone, abs=3e-6)
-    whole = json.loads((tmp_path / "train_tp.py/checkpoint_step_10/manifest.json").read_text().splitlines()[0])
+    whole = json.loads(
+        (tmp_path / "train_tp.py/checkpoint_step_10/manifest.json").read_text().splitlines()[0]
+    )
     assert whole["sizes"]["vocabulary"] % 64 == 0
     assert 0 < whole["sizes"]["vocabulary"] - len(whole["characters"]) < 64
     done = train("train_fsdp.py", 1, text, tmp_path / "train_tp.py", "--sample", 300)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split("checkpoint_step_10:\n")[1]) == 302  # a line break first, and one of print's
+    assert (
+        len(done.stdout.split("checkpoint_step_10:\n")[1]) == 302
+    )  # a line break first, and one of print's
 
 
 def test_garbage_is_collected_at_the_steps_that_are_said(text, tmp_path):
@@ -402,7 +587,14 @@ del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
     command = [sys.executable, "-c", code, "distributed/train_fsdp.py", *FLAGS, "--gc-every", 5]
-    done = run(*command, "--data-dir", text, "--checkpoint-dir", tmp_path, env=environment(OMP_NUM_THREADS=1))
+    done = run(
+        *command,
+        "--data-dir",
+        text,
+        "--checkpoint-dir",
+        tmp_path,
+        env=environment(OMP_NUM_THREADS=1),
+    )
     assert done.returncode == 0, done.stderr
     training = done.stdout.partition("Precision: ")[2].partition("Finished")[0]
     events = re.findall(r"^(?:step=(\d+)/\d+ .* loss=|(collecting))", training, re.M)
@@ -421,14 +613,26 @@ sys.path.insert(0, "distributed")
 from language_model_arguments import LanguageModelParser
 args = LanguageModelParser().parse_args()
 assert "torch" not in sys.modules
-print([os.environ.get(x) for x in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE")])
+names = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE")
+print([os.environ.get(x) for x in names])
 """
-    done = run(sys.executable, "-c", code, "--device", "cpu", "--deterministic", env=environment(NCCL_PROTO="Tree"))
+    done = run(
+        sys.executable,
+        "-c",
+        code,
+        "--device",
+        "cpu",
+        "--deterministic",
+        env=environment(NCCL_PROTO="Tree"),
+    )
     assert "[':4096:8', 'Ring', 'Tree', '0']" in done.stdout, done.stderr
 
 
 COMPILED = [("train_fsdp.py", 1, ()), ("train_fsdp.py", 2, ()), ("train_tp.py", 2, ())]
-COMPILED += [("train_tp.py", 2, ("--sequence-parallel",)), ("train_tp.py", 4, ("--activation-checkpointing",))]
+COMPILED += [
+    ("train_tp.py", 2, ("--sequence-parallel",)),
+    ("train_tp.py", 4, ("--activation-checkpointing",)),
+]
 
 
 @pytest.mark.parametrize(("script", "ranks", "flags"), cells(COMPILED))
@@ -437,28 +641,68 @@ def test_compiled_is_equal(script, ranks, flags, splits, text, tmp_path, monkeyp
     done = train(script, ranks, text, tmp_path, "--compile", *flags, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "Compiled: True" in done.stdout
-    assert list(read_metrics(tmp_path).values()) == pytest.approx(splits["dense"]["losses"], abs=3e-6)
+    assert list(read_metrics(tmp_path).values()) == pytest.approx(
+        splits["dense"]["losses"], abs=3e-6
+    )
 
 
 def test_it_learns(text, tmp_path):
-    """Characters by their frequency alone are worth 3.3 nats each here, by the one before them 2.5."""
-    flags = ("--steps", 300, "--width", 64, "--context", 32, "--log-every", 100, "--eval-every", 300)
+    """A character is worth 3.3 nats by its frequency, 2.5 by the one before it."""
+    flags = (
+        "--steps",
+        300,
+        "--width",
+        64,
+        "--context",
+        32,
+        "--log-every",
+        100,
+        "--eval-every",
+        300,
+    )
     done = train("train_fsdp.py", 1, text, tmp_path, *flags, "--learning-rate", 0.003)
     assert done.returncode == 0, done.stderr
     assert read_metrics(tmp_path, "val_loss")[300] < 2.6
 
 
-@pytest.mark.skipif("SHAKESPEARE" not in os.environ, reason="SHAKESPEARE=input.txt would name the real text: minutes")
+@pytest.mark.skipif(
+    "SHAKESPEARE" not in os.environ,
+    reason="SHAKESPEARE=input.txt would name the real text: minutes",
+)
 def test_it_reaches_nanogpt(tmp_path):
-    """nanoGPT's README: 1.88 after 2,000 iterations of its CPU settings, which are the defaults here."""
-    prepare = ("aux/prepare_data.py", "shakespeare", "--input", os.environ["SHAKESPEARE"], "--data-dir", tmp_path)
+    """nanoGPT's README: 1.88 after 2,000 iterations of its CPU settings, which are the defaults
+    here."""
+    prepare = (
+        "aux/prepare_data.py",
+        "shakespeare",
+        "--input",
+        os.environ["SHAKESPEARE"],
+        "--data-dir",
+        tmp_path,
+    )
     assert run(sys.executable, *prepare).returncode == 0
-    command = ("distributed/train_fsdp.py", "--data-dir", tmp_path, "--checkpoint-dir", tmp_path, "--eval-windows", 0)
+    command = (
+        "distributed/train_fsdp.py",
+        "--data-dir",
+        tmp_path,
+        "--checkpoint-dir",
+        tmp_path,
+        "--eval-windows",
+        0,
+    )
     command += ("--eval-every", 2000, "--device", "cpu")
     done = run(sys.executable, *command, env=environment(OMP_NUM_THREADS=2), timeout=600)
     assert done.returncode == 0, done.stderr
     assert read_metrics(tmp_path, "val_loss")[2000] <= 1.91
-    sample = ("distributed/train_fsdp.py", "--sample", 300, "--checkpoint-dir", tmp_path, "--device", "cpu")
+    sample = (
+        "distributed/train_fsdp.py",
+        "--sample",
+        300,
+        "--checkpoint-dir",
+        tmp_path,
+        "--device",
+        "cpu",
+    )
     written = run(sys.executable, *sample).stdout
     print(written)
     text = Path(os.environ["SHAKESPEARE"]).read_text()
@@ -467,7 +711,8 @@ def test_it_reaches_nanogpt(tmp_path):
     assert len(words) > 20 and len(known) > len(words) / 2, written
 
 
-# --- on the cluster ---------------------------------------------------------------------------------------------------
+# --- on the cluster -------------------------------------------------------------------------------
+# --------------------
 
 
 @pytest.fixture(scope="module")
@@ -478,12 +723,17 @@ def alone(text, tmp_path_factory) -> dict[int, float]:
     return read_metrics(folder / "out")
 
 
-NINE = [(way, script) for way in LAUNCHERS for script in ("train_fsdp.py", "train_fsdp.py --hybrid", "train_tp.py")]
+NINE = [
+    (way, script)
+    for way in LAUNCHERS
+    for script in ("train_fsdp.py", "train_fsdp.py --hybrid", "train_tp.py")
+]
 
 
 @pytest.mark.parametrize(("launcher", "script"), cells(NINE, NINE[4]))
 def test_launchers_give_the_same_losses(script, launcher, cluster, alone, text, tmp_path):
-    """Two nodes with two ranks each; --hybrid shards inside a node, and so do the tensor-parallel groups."""
+    """Two nodes with two ranks each; --hybrid shards inside a node, and so do the tensor-
+    parallel groups."""
     command = [LAUNCHERS[launcher], *f"distributed/{script}".split(), *FLAGS, "--data-dir", text]
     job = cluster.sbatch(f"--output={tmp_path}/log", *command, "--checkpoint-dir", tmp_path / "out")
     assert job.state == "COMPLETED", job.log
@@ -495,7 +745,10 @@ def test_launchers_give_the_same_losses(script, launcher, cluster, alone, text, 
 
 @pytest.mark.parametrize("launcher", cells([(way,) for way in LAUNCHERS], ("srun",)))
 def test_bad_sizes_on_every_launcher(launcher, cluster, text, tmp_path):
-    bad = {"train_fsdp.py": (("--batch-size", 7), "6 or 8 would do"), "train_tp.py": (("--heads", 1), "1 would do")}
+    bad = {
+        "train_fsdp.py": (("--batch-size", 7), "6 or 8 would do"),
+        "train_tp.py": (("--heads", 1), "1 would do"),
+    }
     size = ["--nodes=1", f"--output={tmp_path}/%j"]
     jobs = {}
     for script, (flags, sentence) in bad.items():

@@ -1,4 +1,5 @@
-"""The package resilience by itself, without a cluster: what it imports, the order of the data, and its sentences."""
+"""The package resilience by itself, without a cluster: what it imports, the order of the data,
+and its sentences."""
 
 import datetime
 import fcntl
@@ -39,7 +40,10 @@ from resilience.sharded_checkpoints import ShardedCheckpoints, measure_files
     "module", ["arguments", "ranks", "stop_request", "heartbeat", "checksums", "job"]
 )
 def test_light_modules_import_no_torch(module):
-    code = f"import sys; sys.path.insert(0, 'distributed'); import resilience.{module}; sys.exit('torch' in sys.modules)"
+    code = (
+        f"import sys; sys.path.insert(0, 'distributed'); import resilience.{module}; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert run(sys.executable, "-c", code, cwd=REPOSITORY / "distributed").returncode == 0
 
 
@@ -105,7 +109,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(ranks, tiny, tmp_path):
     "script", cells([("train_fsdp.py",), ("train_preemptible.py",)], ("train_fsdp.py",))
 )
 def test_time_that_saving_and_evaluation_take_is_in_no_throughput(script, text, request, tmp_path):
-    """A second for each save, one save after every step, and two seconds for each evaluation, one in two steps."""
+    """A second for each save, one save after every step, and two seconds for each evaluation,
+    one in two steps."""
     code = (
         "import runpy, sys, time; sys.path.insert(0, 'distributed')\n"
         "from resilience import progress, sharded_checkpoints\n"
@@ -150,12 +155,14 @@ def test_time_that_saving_and_evaluation_take_is_in_no_throughput(script, text, 
         if name.endswith("_per_second")
     ]
     per_step = 150 if script == "train_preemptible.py" else 12 * 64
-    # Of the second line, two steps come with two saves and an evaluation: with one of these, less than a step a second.
+    # Of the second line, two steps come with two saves and an evaluation: with one of these, less
+    # than a step a second.
     assert len(rates) == 2 and rates[1] > 1.1 * per_step, rates
 
 
 def test_mfu_is_that_of_the_steps(tmp_path, monkeypatch, capsys):
-    """The time that saving has taken is in it no more than in the throughput. A GPU of unknown speed has none."""
+    """The time that saving has taken is in it no more than in the throughput. A GPU of unknown
+    speed has none."""
     args, clock = Namespace(checkpoint_dir=tmp_path, log_every=1, tensorboard=False), [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     alone = place.Place(Ranks(0, 0, 1, 1, "none"), torch.device("cpu"), 9)
@@ -206,7 +213,10 @@ def test_ranks_that_never_come_are_named(tiny, tmp_path):
         start_rank(3, *options, **world, SLURMD_NODENAME="n2") as other,
     ):
         said = [rank.communicate(timeout=60)[1] for rank in (first, other)]
-    named = r"\[Rank 0 on (\S+)\] 2 of 4 ranks did not join within 0:00:08: rank 1 on \1, rank 2 on n2\n"
+    named = (
+        r"\[Rank 0 on (\S+)\] 2 of 4 ranks did not join within 0:00:08: rank 1 on \1, rank 2 on "
+        r"n2\n"
+    )
     assert re.fullmatch(named, said[0]) and said[1] == "", said
     assert first.returncode == other.returncode == 1 and time.monotonic() - start < 60
 
@@ -214,7 +224,8 @@ def test_ranks_that_never_come_are_named(tiny, tmp_path):
 @pytest.mark.matrix
 @pytest.mark.parametrize("agent", [False, True])
 def test_rank_0_that_never_comes(agent, tiny, tmp_path):
-    """One of the others says so, soon after --init-timeout. torchrun's agent has a store without it, too."""
+    """One of the others says so, soon after --init-timeout. torchrun's agent has a store without
+    it, too."""
     port, start = free_port(), time.monotonic()
     store = dist.TCPStore("127.0.0.1", port, 3, True, wait_for_workers=False) if agent else None
     options = (
@@ -238,7 +249,8 @@ def test_rank_0_that_never_comes(agent, tiny, tmp_path):
 
 
 def test_ranks_that_cannot_connect(tiny, tmp_path):
-    """One sentence from one of them, with the interfaces. For want of NCCL, which would hang, a patched gloo does."""
+    """One sentence from one of them, with the interfaces. For want of NCCL, which would hang, a
+    patched gloo does."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, time\n"
         "class Hook:\n"
@@ -272,7 +284,10 @@ def test_ranks_that_cannot_connect(tiny, tmp_path):
     ):
         said = [rank.communicate(timeout=60)[1] for rank in (first, second)]
     both = "".join(said)
-    sentence = r"\[Rank \d on n\d\] all ranks joined, but their first all-reduce did not finish within 0:00:05. "
+    sentence = (
+        r"\[Rank \d on n\d\] all ranks joined, but their first all-reduce did not finish within "
+        r"0:00:05. "
+    )
     sentence += r"The interface is lo: GLOO_SOCKET_IFNAME in env.sh chooses .*\n"
     assert (
         len(re.findall(sentence, both)) == both.count("all ranks joined") == 1
@@ -340,7 +355,8 @@ def test_prepare_names_the_groups_of_the_mesh(device, precisions, monkeypatch):
 
 @pytest.mark.parametrize(("bf16", "chosen"), [(0.5, "bf16"), (2.0, "fp32")])
 def test_a_cpu_is_measured(bf16, chosen, monkeypatch):
-    """Of two with the same instructions one is twice as fast in bfloat16, the other half as fast; auto alone asks."""
+    """Of two with the same instructions one is twice as fast in bfloat16, the other half as
+    fast; auto alone asks."""
     import language_model
 
     def repeat(statement, globals, **_):
@@ -395,7 +411,8 @@ def test_barrier_names_its_device(monkeypatch):
 
 
 def test_the_timeout_of_each_phase(monkeypatch):
-    """In longer_timeout that of the default group, of the mesh's, and of the heartbeat; then as it was."""
+    """In longer_timeout that of the default group, of the mesh's, and of the heartbeat; then as
+    it was."""
     seen = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "barrier", lambda device_ids=None: seen.append("barrier"))
@@ -422,7 +439,8 @@ TIMED = [("train_fsdp.py",), ("train_tp.py",), ("train_preemptible.py",)]
 
 @pytest.mark.parametrize("script", cells(TIMED, TIMED[0]))
 def test_which_timeout_holds_when(script, text, request, tmp_path):
-    """The first step has that of the rendezvous, evaluation, save and load a long one, all other steps a short one."""
+    """The first step has that of the rendezvous, evaluation, save and load a long one, all other
+    steps a short one."""
     code = (
         "import runpy, sys; sys.path.insert(0, 'distributed')\n"
         "from torch.nn import functional\n"
@@ -431,7 +449,8 @@ def test_which_timeout_holds_when(script, text, request, tmp_path):
         "heartbeat.Heartbeat.__init__ = lambda *args: beats.append(args[0]) or begin(*args)\n"
         "def shown(name, function):\n"
         "    def call(*args, **options):\n"
-        "        print('evaluate' if options.get('reduction') == 'sum' else name, beats[-1].timeout)\n"
+        "        print('evaluate' if options.get('reduction') == 'sum' else name, "
+        "beats[-1].timeout)\n"
         "        return function(*args, **options)\n"
         "    return call\n"
         "functional.cross_entropy = shown('step', functional.cross_entropy)\n"
@@ -531,7 +550,8 @@ os.fsync = slow_fsync
     ],
 )
 def test_a_slow_save_lives_and_a_stuck_rank_does_not(script, how, tiny, text, tmp_path):
-    """A disk on which a save takes ten seconds, --timeout 6, and after the save a rank that stays in step 8."""
+    """A disk on which a save takes ten seconds, --timeout 6, and after the save a rank that
+    stays in step 8."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
     delay = 6 if how == "asynchronous" else 0  # of a step: its thread has written before step 8
     command = [
@@ -629,7 +649,8 @@ def test_the_frame_of_a_heartbeat_is_never_a_library_s():
 
 @pytest.fixture
 def signs(tmp_path, monkeypatch):
-    """The files of heartbeats at a clock that the test sets, in a job of 4,096 ranks; rank 1's by default."""
+    """The files of heartbeats at a clock that the test sets, in a job of 4,096 ranks; rank 1's
+    by default."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(heartbeat, "JOB", "7")
     clock = [1e6]
@@ -674,7 +695,8 @@ def test_what_heartbeats_cost_the_file_system(seconds, signs, monkeypatch):
 
 
 def test_not_all_ranks_write_in_the_same_second(signs, monkeypatch):
-    """64 ranks on as many nodes: 30 writes a second, after the first one, which all of them do when they start."""
+    """64 ranks on as many nodes: 30 writes a second, after the first one, which all of them do
+    when they start."""
     files, seconds = [signs(rank, 64) for rank in range(64)], []
     monkeypatch.setattr(os, "pwrite", lambda *what: seconds.append(signs.clock[0]))
     for second in range(100):
@@ -687,7 +709,8 @@ def test_not_all_ranks_write_in_the_same_second(signs, monkeypatch):
 
 
 def test_a_step_that_takes_long_is_written_at_once(signs, monkeypatch, capfd):
-    """A quarter of the timeout after it began; after a half, once, rank 0 names who is behind. Rank 1 dies here."""
+    """A quarter of the timeout after it began; after a half, once, rank 0 names who is behind.
+    Rank 1 dies here."""
     files = [signs(rank) for rank in range(3)]
     monkeypatch.setattr(heartbeat, "main_stack", lambda: (["in a step"], "-", True))
     for second in range(200):
@@ -786,7 +809,8 @@ def test_watch_job_excludes_the_node_of_the_stuck_rank_alone(
 
 
 def test_asked_to_stop_beside_a_silent_rank(monkeypatch, capfd):
-    """It leaves after ten seconds of its own, and not when all are alive, or when the run has ended well."""
+    """It leaves after ten seconds of its own, and not when all are alive, or when the run has
+    ended well."""
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr(heartbeat, "JOB", f"test-{os.getpid()}")
     monkeypatch.setattr(stop_request, "received", signal.SIGTERM)
@@ -809,12 +833,16 @@ def test_asked_to_stop_beside_a_silent_rank(monkeypatch, capfd):
     beats[0].finished = False
     ranks[0].look()
     assert ended == [1]
-    gone = "asked to stop, but rank 3 on this node has sent no heartbeat for 10 s: without it this rank cannot save"
+    gone = (
+        "asked to stop, but rank 3 on this node has sent no heartbeat for 10 s: without it this "
+        "rank cannot save"
+    )
     assert f"[Rank 2 on {heartbeat.HOST}] {gone}" in capfd.readouterr().err
 
 
 def test_a_request_that_the_main_thread_does_not_notice():
-    """It waits in C, as in a collective, where Python runs no handler: another thread knows of the signal."""
+    """It waits in C, as in a collective, where Python runs no handler: another thread knows of
+    the signal."""
     code = (
         "import ctypes, os, signal, threading, time\n"
         "from resilience import stop_request\n"
@@ -875,7 +903,8 @@ def test_peak_flops_are_those_of_the_data_sheet_or_unknown(name, monkeypatch):
 
 
 def test_how_a_sharded_checkpoint_is_written(tmp_path, monkeypatch):
-    """From 100 MB on asynchronously, over a group of its own, in which a rank may take as long as --save-timeout."""
+    """From 100 MB on asynchronously, over a group of its own, in which a rank may take as long
+    as --save-timeout."""
     groups, saved, done = [], [], Future()
     done.set_result(None)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -924,7 +953,8 @@ def test_old_checkpoints_are_removed_while_the_steps_go_on(tmp_path, monkeypatch
 
 
 def test_a_rank_reads_its_own_file_of_a_sharded_checkpoint(tmp_path):
-    """Of a checkpoint of twelve ranks, on fewer, as many and more of them: every file once, whoever has written it."""
+    """Of a checkpoint of twelve ranks, on fewer, as many and more of them: every file once,
+    whoever has written it."""
     for name in (
         ".metadata",
         "manifest.json",

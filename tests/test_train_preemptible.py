@@ -1,4 +1,5 @@
-"""The same losses, whoever starts the ranks and however many there are; checkpoints; what a run says of itself."""
+"""The same losses, whoever starts the ranks and however many there are; checkpoints; what a run
+says of itself."""
 
 import os
 import re
@@ -21,7 +22,8 @@ def losses(folder) -> list[float]:
 
 @pytest.fixture(scope="session")
 def one_process(mnist, tmp_path_factory):
-    """The losses as one process: the curve that every launcher must repeat; and the last line of the metrics."""
+    """The losses as one process: the curve that every launcher must repeat; and the last line of
+    the metrics."""
     folder = tmp_path_factory.mktemp("one-process")
     alone = run(
         sys.executable,
@@ -199,14 +201,16 @@ def test_resume_continues_the_curve(mnist, tmp_path):
 
 @pytest.mark.matrix
 def test_killed_while_writing_a_checkpoint(cluster, tiny, tmp_path):
-    """Rank 0 killed between first byte and rename of the second checkpoint: the first one is whole and goes on."""
+    """Rank 0 killed between first byte and rename of the second checkpoint: the first one is
+    whole and goes on."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(
         "import os\n"
         "calls, fsync = [], os.fsync\n"
         "def killing(handle):\n"
         "    calls.append(handle)\n"
-        "    if len(calls) == 3:  # file and folder of the first checkpoint, then the file of the second\n"
+        "    if len(calls) == 3:  # file and folder of the first checkpoint, then the file of the "
+        "second\n"
         "        os.kill(os.getpid(), 9)\n"
         "    fsync(handle)\n"
         "os.fsync = killing\n"
@@ -248,7 +252,10 @@ def test_truncated_checkpoint_is_skipped(tiny, tmp_path):
 
 
 def test_live_progress_on_a_terminal(mnist, tmp_path):
-    command = f"{sys.executable} distributed/train_preemptible.py --data-dir {mnist} --epochs 1 --log-every 5 "
+    command = (
+        f"{sys.executable} distributed/train_preemptible.py --data-dir {mnist} --epochs 1 "
+        "--log-every 5 "
+    )
     command += f"--checkpoint-dir {tmp_path}"
     shown = run("script", "--quiet", "--return", "--command", command, "/dev/null")
     assert shown.returncode == 0, shown.stdout
@@ -295,7 +302,8 @@ def test_a_batch_that_does_not_divide(tiny):
 
 
 def test_a_line_is_one_write(tiny, tmp_path):
-    """In a log that ranks share, another one's line would come in between: Python unbuffered makes several."""
+    """In a log that ranks share, another one's line would come in between: Python unbuffered
+    makes several."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # it keeps writes apart
     command = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""The scripts' choice of a device with pretended GPUs: torch is made to see CUDA_VISIBLE_DEVICES."""
+"""The scripts' choice of a device with pretended GPUs, as many as CUDA_VISIBLE_DEVICES names."""
 
 import os
 import sys

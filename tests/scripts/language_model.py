@@ -1,10 +1,12 @@
-"""Run under torchrun by tests/test_language_model.py: trains the same small model in every split its ranks allow.
+"""Run under torchrun by tests/test_language_model.py: trains the same small model in every split
+its ranks allow.
 
     torchrun ... language_model.py DATA_DIR OUT_DIR
 
-Rank 0 writes OUT_DIR/results.json: for each split its losses, gradient norms, largest difference between the final
-weights and OUT_DIR/dense.pt, what each rank holds in bytes, the types between blocks and whether autocast is on there,
-the collectives of a step with their bytes, and the kernels of its optimizer.
+Rank 0 writes OUT_DIR/results.json: for each split its losses, gradient norms, largest difference
+between the final weights and OUT_DIR/dense.pt, what each rank holds in bytes, the types between
+blocks and whether autocast is on there, the collectives of a step with their bytes, and the
+kernels of its optimizer.
 """
 
 import contextlib
@@ -38,15 +40,28 @@ from resilience.samplers import seed_from
 
 CPU = torch.device("cpu")
 SIZES = {"layers": 2, "heads": 4, "width": 32, "context": 16}
-FLAGS = ["--batch-size", "8", "--steps", "20", "--warmup-steps", "5", "--precision", "fp32", "--dropout", "0"]
+FLAGS = [
+    "--batch-size",
+    "8",
+    "--steps",
+    "20",
+    "--warmup-steps",
+    "5",
+    "--precision",
+    "fp32",
+    "--dropout",
+    "0",
+]
 FLAGS += ["--learning-rate", "0.001"]
 FLAGS += [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
 
 
 class Collectives(TorchDispatchMode):
-    """Counts what goes through torch.distributed inside the with block, whoever calls it, and all kernels.
+    """Counts what goes through torch.distributed inside the with block, whoever calls it, and
+    all kernels.
 
-    The bytes are those of the larger side: of what an all-gather gives, of what an all-reduce or reduce-scatter takes.
+    The bytes are those of the larger side: of what an all-gather gives, of what an all-reduce or
+    reduce-scatter takes.
     """
 
     def __init__(self):
@@ -70,7 +85,8 @@ def tensors_in(part) -> list[torch.Tensor]:
 
 
 class Memory(TorchDispatchMode):
-    """Counts the bytes of the floating-point tensors that are made inside the with block, as long as they live."""
+    """Counts the bytes of the floating-point tensors that are made inside the with block, as
+    long as they live."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +97,11 @@ class Memory(TorchDispatchMode):
             return NotImplemented
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta" and tensor.is_floating_point():
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.device.type != "meta"
+                and tensor.is_floating_point()
+            ):
                 self.made[tensor.untyped_storage()] = True
         self.peak = max(self.peak, self.held())
         return result
@@ -110,17 +130,27 @@ def build(script, data_dir: str, *flags: str, world_size: int | None = None) -> 
 
 
 def train(
-    script, data_dir: str, dense: dict | None, *flags: str, steps: int = 20, dropout_place=None, world_size=None
+    script,
+    data_dir: str,
+    dense: dict | None,
+    *flags: str,
+    steps: int = 20,
+    dropout_place=None,
+    world_size=None,
 ) -> dict:
     """Twenty steps as the script's main() does them. Returns what results.json has of a split."""
     with Memory() as memory:
         args, mesh, model = build(script, data_dir, *flags, world_size=world_size)
     optimizer = make_optimizer(args, model)
     held, types, autocast = {"peak": memory.peak}, set(), set()
-    optimizer.register_step_pre_hook(lambda *_: held.update(gradients=size(x.grad for x in model.parameters())))
+    optimizer.register_step_pre_hook(
+        lambda *_: held.update(gradients=size(x.grad for x in model.parameters()))
+    )
     optimizer.register_step_pre_hook(lambda *_: collectives.kernels.clear())
     for block in model.blocks:
-        block.register_forward_hook(lambda _, inputs, output: types.update(str(x.dtype) for x in (*inputs, output)))
+        block.register_forward_hook(
+            lambda _, inputs, output: types.update(str(x.dtype) for x in (*inputs, output))
+        )
         block.register_forward_hook(lambda *_: autocast.add(torch.is_autocast_enabled("cpu")))
     windows = characters.windows(data_dir, "train", args.context)
     losses, norms, collectives = [], [], Collectives()
@@ -129,21 +159,33 @@ def train(
             place = script.dropout_place(args, mesh) if dropout_place is None else dropout_place
             torch.manual_seed(seed_from(args.seed, step, place))
         batch = characters.random_batch(args, windows, step, *script.data_place(mesh), CPU)
-        with collectives if step == steps - 1 else contextlib.nullcontext():  # the last step's: counting is slow
+        with (
+            collectives if step == steps - 1 else contextlib.nullcontext()
+        ):  # the last step's: counting is slow
             loss, norm = script.train_step(args, step, model, optimizer, batch)
         dist.all_reduce(loss)
         losses.append(loss.item() / dist.get_world_size())
         norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
-    states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    states = [
+        value
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if name != "step"
+    ]
     held |= {"parameters": size(model.parameters()), "optimizer": size(states)}
     result = {"losses": losses, "norms": norms, "types": sorted(types), **counted(collectives)}
     result |= {"kernels": dict(collectives.kernels), "autocast": sorted(autocast)}
-    whole = {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach() for name, x in model.named_parameters()}
+    whole = {
+        name: (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+        for name, x in model.named_parameters()
+    }
     if dense:
         result["weights"] = max((whole[name] - dense[name]).abs().max().item() for name in dense)
     result["drift"] = drift(model) if script is train_tp else 0.0
     if args.accumulation > 1:
-        held["accumulated"] = accumulated(args, model, lambda: script.train_step(args, 0, model, optimizer, batch))
+        held["accumulated"] = accumulated(
+            args, model, lambda: script.train_step(args, 0, model, optimizer, batch)
+        )
     return result | {"held": gathered(held)}
 
 
@@ -173,7 +215,8 @@ def accumulated(args, model: torch.nn.Module, step) -> int:
 
 
 def settled(memory: Memory) -> int:
-    """What is held once gloo's threads have let go of what they had summed: the least within 0.2 seconds."""
+    """What is held once gloo's threads have let go of what they had summed: the least within 0.2
+    seconds."""
     looks = []
     for _ in range(20):
         time.sleep(0.01)
@@ -189,7 +232,8 @@ def gathered(mine) -> list:
 
 
 def dropped(data_dir: str, *flags: str) -> dict[str, list[list[int]]]:
-    """Checksums of what each rank drops in a step of train_tp.py: of each head's, and of each module's mask."""
+    """Checksums of what each rank drops in a step of train_tp.py: of each head's, and of each
+    module's mask."""
     attend, heads, modules = char_transformer.attend, [], []
 
     def seen(q, k, v, dropout: float):
@@ -206,7 +250,9 @@ def dropped(data_dir: str, *flags: str) -> dict[str, list[list[int]]]:
     char_transformer.attend = attend
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
-            module.register_forward_hook(lambda _, inputs, x: modules.append(zlib.crc32((x != 0).numpy().tobytes())))
+            module.register_forward_hook(
+                lambda _, inputs, x: modules.append(zlib.crc32((x != 0).numpy().tobytes()))
+            )
     torch.manual_seed(seed_from(args.seed, 0, train_tp.dropout_place(args, mesh)))
     windows = characters.windows(data_dir, "train", args.context)
     batch = characters.random_batch(args, windows, 0, *train_tp.data_place(mesh), CPU)
@@ -215,27 +261,37 @@ def dropped(data_dir: str, *flags: str) -> dict[str, list[list[int]]]:
 
 
 def drift(model: torch.nn.Module) -> float:
-    """The largest difference between the copies, within a tensor-parallel group, of a weight that it replicates."""
+    """The largest difference between the copies, within a tensor-parallel group, of a weight
+    that it replicates."""
     largest = 0.0
     for weight in model.parameters():
         if weight.placements[-1].is_replicate():
-            group = weight.device_mesh["tensor"].get_group() if weight.device_mesh.ndim > 1 else None
-            copies = [torch.empty_like(weight.to_local()) for _ in range(dist.get_world_size(group))]
+            group = (
+                weight.device_mesh["tensor"].get_group() if weight.device_mesh.ndim > 1 else None
+            )
+            copies = [
+                torch.empty_like(weight.to_local()) for _ in range(dist.get_world_size(group))
+            ]
             dist.all_gather(copies, weight.to_local().detach().contiguous(), group=group)
             largest = max(largest, *((copy - copies[0]).abs().max().item() for copy in copies))
     return largest
 
 
 def train_by_hand(data_dir: str, dense: dict) -> dict:
-    """The same twenty steps with the column and row linears of tensor_parallel_by_hand.py, all ranks one group."""
+    """The same twenty steps with the column and row linears of tensor_parallel_by_hand.py, all
+    ranks one group."""
     sys.argv = ["script", *FLAGS, "--data-dir", data_dir]
     args, rank, world_size = train_tp.parse_arguments(), dist.get_rank(), dist.get_world_size()
     model = CharTransformer(len(characters.read_vocabulary(data_dir)["characters"]), **SIZES)
-    model = tensor_parallel_by_hand.split_by_hand(initialize(model, CPU, args.seed), rank, world_size)
+    model = tensor_parallel_by_hand.split_by_hand(
+        initialize(model, CPU, args.seed), rank, world_size
+    )
     optimizer = make_optimizer(args, model)
     windows, losses, norms = characters.windows(data_dir, "train", args.context), [], []
     collectives = Collectives()
-    split_weights = {name: x for name, x in model.named_parameters() if x.shape != dense[name].shape}
+    split_weights = {
+        name: x for name, x in model.named_parameters() if x.shape != dense[name].shape
+    }
     for step in range(args.steps):
         batch = characters.random_batch(args, windows, step, 0, 1, CPU)
         with collectives if step == args.steps - 1 else contextlib.nullcontext():
@@ -243,7 +299,11 @@ def train_by_hand(data_dir: str, dense: dict) -> dict:
             loss.backward()
         squares = [sum(x.grad.square().sum() for x in split_weights.values())]
         dist.all_reduce(squares[0])
-        squares += [x.grad.square().sum() for name, x in model.named_parameters() if name not in split_weights]
+        squares += [
+            x.grad.square().sum()
+            for name, x in model.named_parameters()
+            if name not in split_weights
+        ]
         norms.append(sum(squares).sqrt().item())
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, sum(squares).sqrt())
         for group in optimizer.param_groups:
@@ -262,8 +322,11 @@ def train_by_hand(data_dir: str, dense: dict) -> dict:
 
 
 def count_ddp() -> dict:
-    """The collectives of DistributedDataParallel's forward and backward pass, of a network as train_ddp.py's."""
-    network = torch.nn.Sequential(torch.nn.Conv2d(1, 32, 3), torch.nn.Conv2d(32, 64, 3), torch.nn.Flatten())
+    """The collectives of DistributedDataParallel's forward and backward pass, of a network as
+    train_ddp.py's."""
+    network = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 32, 3), torch.nn.Conv2d(32, 64, 3), torch.nn.Flatten()
+    )
     network.append(torch.nn.Linear(64 * 24 * 24, 128)).append(torch.nn.Linear(128, 10))
     model = torch.nn.parallel.DistributedDataParallel(network)
     for _ in range(3):  # the buckets are made anew after the first, and broadcast
@@ -298,8 +361,12 @@ def main(data_dir: str, out: str):
             "tp 2, recomputed": train(train_tp, data_dir, dense, "--activation-checkpointing"),
             "tp 2, bf16": train(train_tp, data_dir, dense, "--precision", "bf16"),
             "tp 2, sequence": train(train_tp, data_dir, dense, *sequence),
-            "tp 2, sequence, accumulation 2": train(train_tp, data_dir, dense, *sequence, "--accumulation", "2"),
-            "tp 2, sequence, dropout": train(train_tp, data_dir, None, *sequence, *dropout, steps=5),
+            "tp 2, sequence, accumulation 2": train(
+                train_tp, data_dir, dense, *sequence, "--accumulation", "2"
+            ),
+            "tp 2, sequence, dropout": train(
+                train_tp, data_dir, None, *sequence, *dropout, steps=5
+            ),
             "alone": train(train_fsdp, data_dir, dense, world_size=1),
             "alone, bf16": train(train_fsdp, data_dir, dense, "--precision", "bf16", world_size=1),
             "tp 2, dropped": dropped(data_dir, *dropout),
@@ -313,15 +380,21 @@ def main(data_dir: str, out: str):
         sequence = ("--tensor-parallel", "2", "--sequence-parallel")
         results |= {
             "hybrid 2x2": train(train_fsdp, data_dir, dense, "--hybrid", "2"),
-            "hybrid 2x2, accumulation 2": train(train_fsdp, data_dir, dense, "--hybrid", "2", "--accumulation", "2"),
+            "hybrid 2x2, accumulation 2": train(
+                train_fsdp, data_dir, dense, "--hybrid", "2", "--accumulation", "2"
+            ),
             "tp 2 x data 2": train(train_tp, data_dir, dense, "--tensor-parallel", "2"),
             "tp 2 x data 2, loaded": load(train_tp, data_dir, Path(out, "tp 2 x data 2")),
             "tp 2 x data 2, bf16": train(train_tp, data_dir, dense, "--precision", "bf16"),
             "tp 2 x data 2, dropped": dropped(data_dir, *dropout),
-            "tp 2 x data 2, accumulation 2": train(train_tp, data_dir, dense, "--accumulation", "2"),
+            "tp 2 x data 2, accumulation 2": train(
+                train_tp, data_dir, dense, "--accumulation", "2"
+            ),
             "tp 2 x data 2, dropout": train(train_tp, data_dir, None, *dropout, steps=5),
             "tp 2 x data 2, sequence": train(train_tp, data_dir, dense, *sequence),
-            "tp 4, sequence": train(train_tp, data_dir, dense, "--tensor-parallel", "4", "--sequence-parallel"),
+            "tp 4, sequence": train(
+                train_tp, data_dir, dense, "--tensor-parallel", "4", "--sequence-parallel"
+            ),
         }
     if dist.get_rank() == 0:
         Path(out, f"results_{world_size}.json").write_text(json.dumps(results))
