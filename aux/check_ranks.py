@@ -33,8 +33,7 @@ from resilience.place import Place
 from resilience.ranks import Ranks, find_ranks, stop
 from resilience.step_zero import device_fault, gpu_uuid, step_zero
 
-# --- arguments ------------------------------------------------------------------------------------
-# --------------------
+# --- arguments ---
 
 
 def parse_arguments() -> Namespace:
@@ -60,8 +59,7 @@ def parse_arguments() -> Namespace:
 
 MB = 2**20
 
-# --- checks ---------------------------------------------------------------------------------------
-# --------------------
+# --- checks ---
 
 
 def count_cpus(ranks: Ranks) -> tuple[int, str | None]:
@@ -214,8 +212,7 @@ def check_all_reduce(place: Place) -> tuple[float, str | None]:
     return (time.perf_counter() - start) * 1000, fault
 
 
-# --- main -----------------------------------------------------------------------------------------
-# --------------------
+# --- main ---
 
 
 def main(args: Namespace):

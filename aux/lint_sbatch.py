@@ -16,8 +16,7 @@ from pathlib import Path
 
 Findings = Iterator[tuple[int, str]]  # line, sentence
 
-# --- reading bash ---------------------------------------------------------------------------------
-# --------------------
+# --- reading bash ---
 
 
 @dataclass(eq=False)  # equal to itself alone: a script may say the same thing twice
@@ -119,8 +118,7 @@ def read_bash(text: str) -> tuple[list[Command], dict[int, str]]:
     return [*commands, command] if command.text.strip() else commands, comments
 
 
-# --- what the script says
-# ---------------------------------------------------------------------------------------------
+# --- what the script says ---
 
 SHORT = {
     "-N": "nodes",
@@ -239,8 +237,7 @@ class Script:
         )
 
 
-# --- mistakes -------------------------------------------------------------------------------------
-# --------------------
+# --- mistakes ---
 
 
 def directives_not_read(script: Script) -> Findings:
@@ -593,8 +590,7 @@ def counts_typed_twice(script: Script) -> Findings:
                 )
 
 
-# --- main -----------------------------------------------------------------------------------------
-# --------------------
+# --- main ---
 
 CHECKS = (
     directives_not_read,

@@ -37,8 +37,7 @@ from submission import container, jobs, remote, slurmfile
 from submission.remote import ConnectionFailed, explain, host_of
 from submission.slurmfile import fail
 
-# --- arguments ------------------------------------------------------------------------------------
-# --------------------
+# --- arguments ---
 
 
 def parse_submission(arguments: list[str]) -> Namespace:
@@ -107,8 +106,7 @@ def parse_verb(verb: str, arguments: list[str]) -> Namespace:
     return parser.parse_args(arguments)
 
 
-# --- submit ---------------------------------------------------------------------------------------
-# --------------------
+# --- submit ---
 
 
 def list_files() -> tuple[Path, list[str]]:
@@ -277,8 +275,7 @@ def send(cluster: dict, command: list[object], packed: BinaryIO) -> tuple[str, s
     return job, folder, log
 
 
-# --- main -----------------------------------------------------------------------------------------
-# --------------------
+# --- main ---
 
 
 def main(arguments: list[str]) -> int:

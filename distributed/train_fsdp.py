@@ -24,8 +24,7 @@ from resilience import stop_request
 from resilience.arguments import indivisible, whole_number
 
 
-# --- arguments ------------------------------------------------------------------------------------
-# --------------------
+# --- arguments ---
 def parse_arguments() -> Namespace:
     parser = LanguageModelParser(description=__doc__)
     help = "shard inside a node (or among RANKS neighbours in it), replicate beyond"
@@ -125,8 +124,7 @@ def main(args: Namespace):
     place.shutdown()
 
 
-# --- process group --------------------------------------------------------------------------------
-# --------------------
+# --- process group ---
 def find_fault(args: Namespace, ranks: Ranks) -> str | None:
     """What is wrong with the arguments or the files on this node, in one sentence, or None."""
     rank, local_rank, world_size = ranks.rank, ranks.local_rank, ranks.world_size
@@ -188,8 +186,7 @@ def make_mesh(args: Namespace, device: torch.device, world_size: int) -> DeviceM
     )
 
 
-# --- data -----------------------------------------------------------------------------------------
-# --------------------
+# --- data ---
 def data_place(mesh: DeviceMesh | None) -> tuple[int, int]:
     """Which of how many parts of a batch is this rank's."""
     return (mesh.get_rank(), mesh.size()) if mesh else (0, 1)
@@ -200,8 +197,7 @@ def dropout_place(args: Namespace, mesh: DeviceMesh | None) -> int:
     return mesh.get_rank() if mesh else 0
 
 
-# --- model ----------------------------------------------------------------------------------------
-# --------------------
+# --- model ---
 def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
     """Leaves this rank its part of every weight; the whole ones of a block are there only while
     it computes.
@@ -225,8 +221,7 @@ def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not last)
 
 
-# --- checkpoint -----------------------------------------------------------------------------------
-# --------------------
+# --- checkpoint ---
 def save_and_stop(
     checkpoints: ShardedCheckpoints, progress: Progress, step: int, parts: dict, **values
 ) -> bool:
@@ -239,8 +234,7 @@ def save_and_stop(
     return stop
 
 
-# --- training -------------------------------------------------------------------------------------
-# --------------------
+# --- training ---
 def train_step(
     args, step: int, model, optimizer, batch: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

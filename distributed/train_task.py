@@ -23,8 +23,7 @@ from resilience.arguments import ArgumentParser, device_name, number, whole_numb
 from slurm_task import JobContext, task
 
 
-# --- arguments ------------------------------------------------------------------------------------
-# --------------------
+# --- arguments ---
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=whole_number(1), default=3, help="passes over the images")
@@ -70,8 +69,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     from resilience.ranks import find_ranks
     from resilience.step_zero import device_fault
 
-    # --- process group ----------------------------------------------------------------------------
-    # --------------------
+    # --- process group ---
     if job:
         os.environ.update(
             job.torch_distributed_env()
@@ -93,8 +91,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
             torch.zeros(1, device=device)
         )  # waits for all: nobody is still connecting when a rank stops
 
-    # --- data -------------------------------------------------------------------------------------
-    # --------------------
+    # --- data ---
     if args.batch_size_per_rank is not None:
         args.batch_size = args.batch_size_per_rank * world_size
     if args.batch_size % world_size:
@@ -118,8 +115,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
             rank,
         )
 
-    # --- model ------------------------------------------------------------------------------------
-    # --------------------
+    # --- model ---
     torch.manual_seed(args.seed)  # the same weights on every rank
     convolutions = (
         nn.Conv2d(1, 32, 3),
@@ -141,8 +137,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
         print("warning: fp16 is slow on a CPU: use --precision bf16", file=sys.stderr)
     ddp_model = DistributedDataParallel(model) if distributed else model
 
-    # --- checkpoint -------------------------------------------------------------------------------
-    # --------------------
+    # --- checkpoint ---
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     epoch, loss, accuracy = 0, 0.0, 0.0
     newest = [newest_checkpoint(job.output_dir) if job and rank == 0 else None]
@@ -176,8 +171,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
             dist.all_reduce(values)
         return values.tolist()
 
-    # --- training ---------------------------------------------------------------------------------
-    # --------------------
+    # --- training ---
     if rank == 0:
         print(
             f"Data: {mnist.describe(args.data_dir)}. World size {world_size}, {device.type}",

@@ -27,8 +27,7 @@ from resilience import stop_request
 from resilience.arguments import indivisible, whole_number
 
 
-# --- arguments ------------------------------------------------------------------------------------
-# --------------------
+# --- arguments ---
 def parse_arguments() -> Namespace:
     parser = LanguageModelParser(description=__doc__)
     help = "ranks that hold one model between them (default: 2, and 1 in one process alone)"
@@ -136,8 +135,7 @@ def main(args: Namespace):
     place.shutdown()
 
 
-# --- process group --------------------------------------------------------------------------------
-# --------------------
+# --- process group ---
 def find_fault(args: Namespace, ranks: Ranks) -> str | None:
     """What is wrong with the arguments or the files on this node, in one sentence, or None."""
     rank, local_rank, world_size = ranks.rank, ranks.local_rank, ranks.world_size
@@ -204,8 +202,7 @@ def make_mesh(args: Namespace, device: torch.device, world_size: int) -> DeviceM
     return mesh
 
 
-# --- data -----------------------------------------------------------------------------------------
-# --------------------
+# --- data ---
 def data_place(mesh: DeviceMesh | None) -> tuple[int, int]:
     """Which of how many parts of a batch is this rank's: the same for all ranks of a tensor-
     parallel group."""
@@ -222,8 +219,7 @@ def dropout_place(args: Namespace, mesh: DeviceMesh | None) -> int:
     return mesh.get_rank() if mesh and args.sequence_parallel else data_place(mesh)[0]
 
 
-# --- model ----------------------------------------------------------------------------------------
-# --------------------
+# --- model ---
 def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
     """Leaves this rank its part of every weight: of its group's model, and of that again its
     replica's share."""
@@ -247,8 +243,7 @@ def split(args: Namespace, model: CharTransformer, mesh: DeviceMesh | None):
             fully_shard(part, mesh=mesh["data"], mp_policy=policy, reshard_after_forward=not last)
 
 
-# --- checkpoint -----------------------------------------------------------------------------------
-# --------------------
+# --- checkpoint ---
 def save_and_stop(
     checkpoints: ShardedCheckpoints, progress: Progress, step: int, parts: dict, **values
 ) -> bool:
@@ -261,8 +256,7 @@ def save_and_stop(
     return stop
 
 
-# --- training -------------------------------------------------------------------------------------
-# --------------------
+# --- training ---
 def train_step(
     args, step: int, model, optimizer, batch: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

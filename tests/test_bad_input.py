@@ -44,10 +44,8 @@ PLAIN = (
     "aux/plot_runs.py",
     "aux/prepare_data.py",
 )
-FLAT = (
-    *PLAIN,
-    "distributed/train_preemptible.py",
-)  # they import torch first: fewer lines, fewer at once
+# They import torch first: fewer lines, fewer at once.
+FLAT = (*PLAIN, "distributed/train_preemptible.py", "aux/check_ranks.py")
 IN_JOBS = {"srun": 8, "torchrun": 2, "spawn": 2}  # and these, by the launchers on the cluster
 FEW_IN_JOBS = {"srun": 1, "torchrun": 1, "spawn": 1}
 HOSTILE = [

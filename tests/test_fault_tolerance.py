@@ -283,8 +283,7 @@ class Trial:
         assert_same_run(self.out, reference)
 
 
-# --- asked to stop --------------------------------------------------------------------------------
-# --------------------
+# --- asked to stop ---
 
 
 REQUEUED = "^Requeued: it resumes by itself$"
@@ -524,8 +523,7 @@ def test_control_c_on_a_laptop(way, data, tmp_path):
     ], shown
 
 
-# --- dead and stuck -------------------------------------------------------------------------------
-# --------------------
+# --- dead and stuck ---
 
 
 @pytest.mark.parametrize("cases", [pytest.param(DIAGONAL, id=GROUPS[0]), *NINE[1:]])
@@ -883,8 +881,7 @@ def test_rank_of_another_job_is_turned_away(data, tmp_path):
     assert first.returncode == 1 and not find_checkpoints(tmp_path)
 
 
-# --- disks and files
-# --------------------------------------------------------------------------------------------------
+# --- disks and files ---
 
 
 def alone(script: str, data: dict, out: Path, *options, **how) -> subprocess.CompletedProcess:
@@ -1433,8 +1430,7 @@ def test_keep_checkpoints(data, tmp_path):
     ]
 
 
-# --- many -----------------------------------------------------------------------------------------
-# --------------------
+# --- many ---
 
 
 @pytest.mark.matrix

@@ -57,8 +57,7 @@ def test_pictures_can_be_read():
     assert len(pictures) > 10
 
 
-# --- how the data are split
-# -------------------------------------------------------------------------------------------
+# --- how the data are split ---
 
 
 def of_train(reads: list) -> list:
@@ -160,8 +159,7 @@ def test_the_split_of_the_scripts_themselves(tmp_path):
     )
 
 
-# --- the same losses
-# --------------------------------------------------------------------------------------------------
+# --- the same losses ---
 
 
 def test_the_published_losses_agree(tmp_path, monkeypatch, capsys):
@@ -285,8 +283,7 @@ def test_no_metrics_is_one_sentence(tmp_path):
         plot_runs.main(Namespace(runs=[tmp_path / "nowhere"], out=tmp_path / "out", watch=None))
 
 
-# --- TensorBoard ----------------------------------------------------------------------------------
-# --------------------
+# --- TensorBoard ---
 
 
 def test_without_tensorboard_it_is_one_sentence(monkeypatch, capsys):

@@ -58,8 +58,7 @@ def pieces(text: str) -> list[str]:
     return [" ".join(piece.split()) for piece in found]
 
 
-# --- flags ----------------------------------------------------------------------------------------
-# --------------------
+# --- flags ---
 
 
 @cache
@@ -168,8 +167,7 @@ def test_flags_exist(path, slurm):
     assert unknown_flags(path.read_text()) == []
 
 
-# --- variables ------------------------------------------------------------------------------------
-# --------------------
+# --- variables ---
 
 # Nothing here sets or reads these, or they are no variables.
 OF_OTHERS = {
@@ -229,8 +227,7 @@ def test_variables_exist(path):
     assert unknown_variables(path.read_text()) == []
 
 
-# --- the test of the tests
-# --------------------------------------------------------------------------------------------
+# --- the test of the tests ---
 
 
 @pytest.mark.parametrize(

@@ -176,8 +176,7 @@ def assert_equal_losses(log: str, expected: tuple[list[float], float], precision
         assert losses(log) != pytest.approx(expected[0], rel=1e-5), f"this was not {precision}"
 
 
-# --- one process ----------------------------------------------------------------------------------
-# --------------------
+# --- one process ---
 
 PRECISIONS = [(PREEMPTIBLE, "fp16")]
 PRECISIONS += [
@@ -226,8 +225,7 @@ def test_compile(device, train, on_cpu, script, precision, form):
     assert_equal_losses(log, on_cpu(script), precision)
 
 
-# --- a process group
-# --------------------------------------------------------------------------------------------------
+# --- a process group ---
 
 WEIGHTS = {DDP: "Parameter", PREEMPTIBLE: "Parameter", FSDP: "DTensor", TP: "DTensor"}
 
@@ -294,8 +292,7 @@ def test_check_ranks(device, tmp_path, form, ranks):
     assert ("GPU: none" in done.stdout) == (device == "cpu"), done.stdout
 
 
-# --- stop, save and resume
-# --------------------------------------------------------------------------------------------
+# --- stop, save and resume ---
 
 
 @pytest.mark.gpu
@@ -402,8 +399,7 @@ def test_resume_after_an_epoch(device, train, tmp_path, script, form):
     assert losses(log) == pytest.approx(losses(both)[STEPS:], rel=TOLERANCE["fp32"])
 
 
-# --- memory ---------------------------------------------------------------------------------------
-# --------------------
+# --- memory ---
 
 
 @pytest.mark.gpu
@@ -441,8 +437,7 @@ def test_memory(device, train, ranks):
     assert peaks[1] < 0.6 * peaks[0], peaks
 
 
-# --- without a GPU --------------------------------------------------------------------------------
-# --------------------
+# --- without a GPU ---
 
 
 @pytest.mark.matrix

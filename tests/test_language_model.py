@@ -76,8 +76,7 @@ def read_metrics(folder: Path, name: str = "loss") -> dict[int, float]:
     return {event["step"]: event[name] for event in events if name in event}
 
 
-# --- equality -------------------------------------------------------------------------------------
-# --------------------
+# --- equality ---
 
 
 def train_dense(folder: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
@@ -369,8 +368,7 @@ def test_attention_in_bfloat16_on_a_cpu(tiles, tokens, monkeypatch):
     assert ones.mean().item() == pytest.approx(1, abs=0.05) and ones.std() > 0.01
 
 
-# --- the scripts ----------------------------------------------------------------------------------
-# --------------------
+# --- the scripts ---
 
 
 @pytest.fixture(scope="session")
@@ -711,8 +709,7 @@ def test_it_reaches_nanogpt(tmp_path):
     assert len(words) > 20 and len(known) > len(words) / 2, written
 
 
-# --- on the cluster -------------------------------------------------------------------------------
-# --------------------
+# --- on the cluster ---
 
 
 @pytest.fixture(scope="module")

@@ -88,8 +88,7 @@ def one_rank_a_node(way: str) -> list[str]:
     return ["--gpus-per-node=1", *(["--ntasks-per-node=1"] if way == "srun" else [])]
 
 
-# --- sizes, addresses, arguments
-# --------------------------------------------------------------------------------------
+# --- sizes, addresses, arguments ---
 
 
 @pytest.fixture(scope="module")
@@ -228,8 +227,7 @@ def test_job_array(cluster, tmp_path):
     assert found[0] != found[1] and all(len(ports) == 1 for ports in found)
 
 
-# --- env.sh ---------------------------------------------------------------------------------------
-# --------------------
+# --- env.sh ---
 
 ONE_TASK_A_NODE = {"SLURM_NTASKS_PER_NODE": 1, "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS": 2}
 
@@ -421,8 +419,7 @@ def test_names_of_the_fast_network(cluster, tmp_path):
     assert job.log.count("of 2, local rank") == 2, job.log
 
 
-# --- the files to copy
-# ------------------------------------------------------------------------------------------------
+# --- the files to copy ---
 
 THREE_FILES = {
     "srun": ["env.sh", LAUNCHERS["srun"], "aux/slurm_rank.sh"],
@@ -475,8 +472,7 @@ def test_tensor_parallel_by_hand(cluster, tmp_path):
     assert job.state == "COMPLETED", job.log
 
 
-# --- CPUs, GPUs, memory, environment
-# ----------------------------------------------------------------------------------
+# --- CPUs, GPUs, memory, environment ---
 
 
 @pytest.mark.parametrize("way", cells([(way,) for way in LAUNCHERS], ("srun",)))
@@ -723,8 +719,7 @@ def test_two_jobs_at_once_on_the_same_nodes(cluster, tiny, tmp_path):
     assert "node-5" in jobs[0].log and "node-5" in jobs[1].log
 
 
-# --- failures -------------------------------------------------------------------------------------
-# --------------------
+# --- failures ---
 
 SAID = {  # by the one who started the rank
     "srun": r"^srun: error: node-\d+: task 1: Exited with exit code 3$",
@@ -921,8 +916,7 @@ def test_a_good_job_ends_with_its_last_sentence(cluster, tiny, tmp_path):
         ), job.log
 
 
-# --- check_ranks.py -------------------------------------------------------------------------------
-# --------------------
+# --- check_ranks.py ---
 
 
 def test_check_ranks_passes_with_every_launcher(cluster, tmp_path):

@@ -63,8 +63,7 @@ def block(containing: str) -> str:
     return found[0]
 
 
-# --- what a block shows
-# -----------------------------------------------------------------------------------------------
+# --- what a block shows ---
 
 
 def steps(path: Path) -> list[tuple[str, str, str]]:
@@ -188,8 +187,7 @@ def test_the_comparison_can_fail():
             assert_shown(wrong, fresh)
 
 
-# --- the blocks -----------------------------------------------------------------------------------
-# --------------------
+# --- the blocks ---
 
 
 def test_every_block_is_run():
@@ -335,8 +333,7 @@ def test_files_of_a_copy(clone):
     assert (project / ".venv/bin/python").exists()
 
 
-# --- what is generated, and what is promised
-# --------------------------------------------------------------------------
+# --- what is generated, and what is promised ---
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
@@ -419,8 +416,7 @@ def test_links_and_paths_lead_somewhere(path):
             assert (REPOSITORY / name).exists(), name
 
 
-# --- what people are used to
-# ------------------------------------------------------------------------------------------
+# --- what people are used to ---
 
 
 def habits() -> list[str]:

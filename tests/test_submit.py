@@ -441,9 +441,9 @@ def test_task_here(laptop, task_by_hand):
 CANNOT_TRAIN = [
     (["--batch-size", 33], "--batch-size 33 does not divide by 2 ranks"),
     (["--batch-size", 3000], "--batch-size 3000 is more than the 300 training images"),
-    (["--data-dir", "nowhere"], "no MNIST data at nowhere/"),
+    (["--data-dir", "nowhere"], "no MNIST data in nowhere"),
     (["--learning-rate", 1e6, "--log-every", 1], "the loss is "),
-    (["--device", "cuda"], "has no GPU: torch sees 0"),
+    (["--device", "cuda"], "sees none: look at nvidia-smi"),
 ]
 
 

@@ -26,7 +26,7 @@ def device_fault(name: str, ranks: Ranks) -> str | None:
     granted = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
     count = torch.cuda.device_count()
     if count == 0 and (granted or name == "cuda"):
-        who = f"Slurm granted {granted} GPUs on this node" if granted else "--device cuda was asked"
+        who = f"Slurm granted {granted} GPUs on this node" if granted else "--device cuda was given"
         return (
             f"{who}, but torch {torch.__version__} sees none: look at nvidia-smi and the build of "
             f"torch here, or say --device cpu (or TRAIN_DEVICE=cpu) if that is meant"
