@@ -106,7 +106,7 @@ def site(tmp_path_factory):
     site = Site(folder, small_debian(folder / "root"), folder / "image.sqsh", torch)
     make_image(site.root, site.image, "first")
     (folder / "log").touch()
-    (folder / "registry/nvcr.io+nvidia+pytorch:25.06-py3").symlink_to(
+    (folder / "registry/nvcr.io+nvidia+pytorch:25.12-py3").symlink_to(
         site.image
     )  # import_image.sh's default
     yield site
@@ -585,7 +585,7 @@ def test_other_runtimes(cluster, site):
         for program in Path(folder).iterdir():
             if not program.name.startswith("py") and not (programs / program.name).exists():
                 (programs / program.name).symlink_to(program)
-    registry = documented("Pyxis", site.clone("pyxis", image="nvcr.io#nvidia/pytorch:25.06-py3"))
+    registry = documented("Pyxis", site.clone("pyxis", image="nvcr.io#nvidia/pytorch:25.12-py3"))
     file = documented("Apptainer", site.clone("apptainer"))
     jobs = []
     for clone, nodes, tools in (
