@@ -87,6 +87,8 @@ DIAGONAL = [
     ("torchrun", "train_fsdp.py"),
     ("spawn", "train_tp.py"),
 ]
+# Quick, because all need one reference: make test's part.
+QUICK = [(way, "train_preemptible.py") for way in LAUNCHERS]
 GROUPS = ["at-once", "at-once-1", "at-once-2", "at-once-3"]  # cases whose jobs run side by side
 OTHERS = [[(way, [*SCRIPTS][(i + k) % 3]) for i, way in enumerate(LAUNCHERS)] for k in (1, 2)]
 NINE = [
@@ -289,7 +291,7 @@ class Trial:
 REQUEUED = "^Requeued: it resumes by itself$"
 
 
-@pytest.mark.parametrize("cases", [pytest.param(DIAGONAL, id=GROUPS[0]), *NINE[1:]])
+@pytest.mark.parametrize("cases", [pytest.param(QUICK, id="at-once-preemptible"), *NINE])
 def test_term(cases, cluster, data, uninterrupted, tmp_path):
     """As Slurm sends it, to what srun has started: the ranks save, and rank 0 requeues the job."""
 
@@ -482,7 +484,7 @@ def test_cancelled_job(cluster, data, tmp_path):
             job.log
         )
 
-    at_once(scenario, DIAGONAL)
+    at_once(scenario, QUICK)
 
 
 def signalled(command: list, number: int, steps: int, **env) -> tuple[int, str]:
@@ -526,7 +528,7 @@ def test_control_c_on_a_laptop(way, data, tmp_path):
 # --- dead and stuck ---
 
 
-@pytest.mark.parametrize("cases", [pytest.param(DIAGONAL, id=GROUPS[0]), *NINE[1:]])
+@pytest.mark.parametrize("cases", [pytest.param(QUICK, id="at-once-preemptible"), *NINE])
 def test_killed_rank(cases, cluster, data, tmp_path):
     """The job is FAILED within seconds, and what has started the ranks says which one it was."""
 
@@ -559,7 +561,7 @@ def test_killed_torchrun(cluster, data, tmp_path):
     assert re.search(rf"^srun: error: {node}: task 1: Killed$", job.log, re.M), job.log
 
 
-@pytest.mark.parametrize("cases", [pytest.param(DIAGONAL, id=GROUPS[0])])
+@pytest.mark.parametrize("cases", [pytest.param(QUICK, id="at-once-preemptible"), NINE[0]])
 def test_out_of_memory(cases, cluster, data, tmp_path):
     """The kernel ends a rank that uses more than the --mem of its job; srun says on which node."""
 
@@ -1324,7 +1326,7 @@ def test_full_disk(way, script, how, cluster, disk, data, uninterrupted, tmp_pat
 def test_read_only_folder(cluster, disk, data, tmp_path):
     def scenario(name, *resume):
         to = ("--checkpoint-dir", disk / "read-only", *resume)
-        job = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path / name, *to).ends(30)
+        job = Trial(cluster, "srun", "train_preemptible.py", data, tmp_path / name, *to).ends()
         assert job.state == "FAILED" and job.exit_code != 0, job.log
         assert job.log.count(f"{disk} cannot be written: choose another --checkpoint-dir") == 1, (
             job.log

@@ -294,10 +294,7 @@ def test_without_tensorboard_it_is_one_sentence(monkeypatch, capsys):
     assert not parser.parse_args([]).tensorboard
     with pytest.raises(SystemExit):
         parser.parse_args(["--tensorboard"])
-    said = (
-        "train.py: --tensorboard needs the package tensorboard: python -m pip install tensorboard "
-        "(--help"
-    )
+    said = "train.py: --tensorboard needs tensorboard: python -m pip install tensorboard (--help"
     assert capsys.readouterr().err.startswith(said)
 
 

