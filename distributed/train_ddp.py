@@ -50,9 +50,21 @@ rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
 
+
+def log(text: str):
+    if rank == 0:
+        print(text, flush=True)
+
+
+def stop(sentence: str):
+    # One write with its line break, so that the lines of two ranks do not mix.
+    sys.stderr.write(f"{sentence}\n")
+    sys.exit(1)
+
+
 use_cuda = args.device == "auto" and torch.cuda.is_available()
 if args.device == "auto" and not use_cuda and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
-    sys.exit("Slurm granted GPUs, but torch sees none: check nvidia-smi, or pass --device cpu")
+    stop("Slurm granted GPUs, but torch sees none: check nvidia-smi, or pass --device cpu")
 device = torch.device("cpu")
 if use_cuda:
     # GPU number local_rank. If Slurm hides the other ranks' GPUs, this rank's is number 0.
@@ -60,7 +72,7 @@ if use_cuda:
     torch.cuda.set_device(device)
 
 if world_size > 1 and "MASTER_ADDR" not in os.environ:
-    sys.exit(f"this is one of {world_size} ranks, but MASTER_ADDR is not set: use a launcher")
+    stop(f"this is one of {world_size} ranks, but MASTER_ADDR is not set: use a launcher")
 # The ranks meet in a store, which is at MASTER_ADDR:MASTER_PORT, or for one process in its memory.
 store = dist.HashStore() if world_size == 1 else None
 # Between GPUs NCCL sends, between CPUs gloo.
@@ -76,23 +88,17 @@ place = f"world size: {world_size} | local rank: {local_rank} | device: {device}
 # One write with its line break, so that the lines of two ranks do not mix.
 print(f"[Rank: {rank} | {host} | {place}]\n", end="", flush=True)
 
-
-def log(text: str):
-    if rank == 0:
-        print(text, flush=True)
-
-
 # --- data ---
 # EDIT: your two data sets. collate_fn is only for those of mnist.py, which return whole batches.
 try:
     train_set, test_set = mnist.load(args.data_dir)
     source = mnist.describe(args.data_dir)
 except ValueError as error:
-    sys.exit(str(error))
+    stop(str(error))
 if not 0 < args.batch_size <= len(train_set):
-    sys.exit(f"--batch-size {args.batch_size} must be between 1 and {len(train_set)} (images)")
+    stop(f"--batch-size {args.batch_size} must be between 1 and {len(train_set)} (images)")
 if args.batch_size % world_size != 0:
-    sys.exit(f"--batch-size {args.batch_size} must be divisible by {world_size} (ranks)")
+    stop(f"--batch-size {args.batch_size} must be divisible by {world_size} (ranks)")
 # Each rank gets an equal share of the shuffled images, and every world_size-th test image.
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
 test_sampler = range(rank, len(test_set), world_size)
@@ -120,7 +126,7 @@ folder = args.checkpoint_dir or Path("checkpoints", run)
 saved = {int(path.stem.split("_")[-1]): path for path in folder.glob("checkpoint_epoch_*.pt")}
 epochs_done = max(saved, default=0)
 if saved and not args.resume:
-    sys.exit(f"{folder} has checkpoints: pass --resume, or choose another --checkpoint-dir")
+    stop(f"{folder} has checkpoints: pass --resume, or choose another --checkpoint-dir")
 if saved:
     checkpoint = torch.load(saved[epochs_done], map_location=device, weights_only=True)
     model.load_state_dict(checkpoint["model"])
@@ -154,7 +160,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             dist.all_reduce(mean_loss)
             mean_loss = mean_loss.item()
             if not math.isfinite(mean_loss):
-                sys.exit(f"the loss is {mean_loss}: try a lower --learning-rate")
+                stop(f"the loss is {mean_loss}: try a lower --learning-rate")
             seconds_per_step = (time.perf_counter() - start) / len(losses)
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
             line = f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss:.6f}"

@@ -43,14 +43,19 @@ args = parser.parse_args()
 # --- process group ---
 # None: this process trains alone.
 use_cuda = args.device == "auto" and torch.cuda.is_available()
-if args.device == "auto" and not use_cuda and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
-    sys.exit("Slurm granted GPUs, but torch sees none: check nvidia-smi, or pass --device cpu")
-device = torch.device("cuda" if use_cuda else "cpu")
 
 
 def log(text: str):
     print(text, flush=True)
 
+
+def stop(sentence: str):
+    sys.exit(sentence)
+
+
+if args.device == "auto" and not use_cuda and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
+    stop("Slurm granted GPUs, but torch sees none: check nvidia-smi, or pass --device cpu")
+device = torch.device("cuda" if use_cuda else "cpu")
 
 # --- data ---
 # EDIT: your two data sets. collate_fn is only for those of mnist.py, which return whole batches.
@@ -58,9 +63,9 @@ try:
     train_set, test_set = mnist.load(args.data_dir)
     source = mnist.describe(args.data_dir)
 except ValueError as error:
-    sys.exit(str(error))
+    stop(str(error))
 if not 0 < args.batch_size <= len(train_set):
-    sys.exit(f"--batch-size {args.batch_size} must be between 1 and {len(train_set)} (images)")
+    stop(f"--batch-size {args.batch_size} must be between 1 and {len(train_set)} (images)")
 sampler = RandomSampler(train_set, generator=torch.Generator())
 options = {"collate_fn": mnist.collate, "pin_memory": use_cuda}  # EDIT
 train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
@@ -83,7 +88,7 @@ folder = args.checkpoint_dir or Path("checkpoints", run)
 saved = {int(path.stem.split("_")[-1]): path for path in folder.glob("checkpoint_epoch_*.pt")}
 epochs_done = max(saved, default=0)
 if saved and not args.resume:
-    sys.exit(f"{folder} has checkpoints: pass --resume, or choose another --checkpoint-dir")
+    stop(f"{folder} has checkpoints: pass --resume, or choose another --checkpoint-dir")
 if saved:
     checkpoint = torch.load(saved[epochs_done], map_location=device, weights_only=True)
     model.load_state_dict(checkpoint["model"])
@@ -113,7 +118,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
         if step % args.log_every == 0 or step == len(train_loader):
             mean_loss = torch.stack(losses).mean().item()
             if not math.isfinite(mean_loss):
-                sys.exit(f"the loss is {mean_loss}: try a lower --learning-rate")
+                stop(f"the loss is {mean_loss}: try a lower --learning-rate")
             seconds_per_step = (time.perf_counter() - start) / len(losses)
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
             line = f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss:.6f}"
