@@ -263,7 +263,7 @@ class Trial:
         """A rank's process."""
         return chaos.ranks(self.job, "slowly.py", node)[0]
 
-    def ends(self, timeout: float = 90) -> Job:
+    def ends(self, timeout: float = 180) -> Job:
         """Its end, with no process left 30 s later."""
         job = self.cluster.wait(self.job, timeout)
         deadline = time.monotonic() + 30
