@@ -126,9 +126,8 @@ def check_space(folder: Path) -> str | None:
             f"{folder} has {free // MB} MB free, and 1024 MB are needed: delete old checkpoints, "
             "or take another disk"
         )
-    if (
-        found.f_files and found.f_favail < 1000
-    ):  # some file systems do not count them, and both are 0
+    # Some file systems do not count them, and both are 0.
+    if found.f_files and found.f_favail < 1000:
         return (
             f"{folder} has inodes for {found.f_favail} files left, and 1000 are needed: delete "
             "files there"

@@ -68,9 +68,8 @@ def draw_digits(count: int, seed: int) -> bytes:
         labels = torch.arange(1000) % 10
         way = firsts[labels] + (between(0, 1) * numbers[labels]).long()
         control = points[way] + 0.33 * torch.randn(1000, 16, 2, generator=generator)
-        curve = control[
-            torch.arange(1000)[:, None, None], spans[way]
-        ]  # image, span, four points, (x, y)
+        # Image, span, four points, (x, y).
+        curve = control[torch.arange(1000)[:, None, None], spans[way]]
         curve = torch.einsum("nsfc,fp->nspc", curve, catmull_rom)
         angle, slant, high, wide = (
             between(-0.28, 0.28),
@@ -78,9 +77,8 @@ def draw_digits(count: int, seed: int) -> bytes:
             between(1.7, 2.4),
             between(0.8, 1.2),
         )
-        right = (
-            torch.stack([angle.cos(), angle.sin()], 1) * (wide * high)[:, None]
-        )  # pixels per unit of x and of y
+        # Pixels per unit of x and of y.
+        right = torch.stack([angle.cos(), angle.sin()], 1) * (wide * high)[:, None]
         down = (
             torch.stack([-angle.sin() - slant * angle.cos(), angle.cos() - slant * angle.sin()], 1)
             * high[:, None]
@@ -95,9 +93,8 @@ def draw_digits(count: int, seed: int) -> bytes:
         amount = (curve.diff(dim=2).norm(dim=-1).flatten(1) / (pen * math.sqrt(2 * math.pi)))[
             ..., None
         ]
-        spots = ((curve[:, :, 1:] + curve[:, :, :-1]) / 2).flatten(1, 2)[
-            ..., None
-        ]  # image, piece, (x, y), 1
+        # Image, piece, (x, y), 1.
+        spots = ((curve[:, :, 1:] + curve[:, :, :-1]) / 2).flatten(1, 2)[..., None]
         spots = torch.exp(-(((spots - grid) / pen[..., None, None]) ** 2) / 2)
         ink = (spots[:, :, 1] * amount).transpose(1, 2) @ spots[:, :, 0]  # image, row, column
         ink = (ink * pressure).clamp(max=1) * between(0.7, 1, 1, 1)

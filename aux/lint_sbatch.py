@@ -59,12 +59,13 @@ class Command:
 def read_bash(text: str) -> tuple[list[Command], dict[int, str]]:
     """The commands of a script, and its comments by line. Here-documents are left out."""
     commands, comments, here_documents = [], {}, []
+    # Nested: what closes what is open, the innermost last.
     command, nested, i, line = (
         Command(1),
         [],
         0,
         1,
-    )  # nested: what closes what is open, the innermost last
+    )
     token = re.compile(r"<<(-?)\s*(['\"\\]?)(\w+)\2|<<<|>&|<&|&>|&&|\|\||\|&|;;|[;|&()\n]")
     while i < len(text):
         piece, ends, live, quoted = text[i], False, True, nested[-1:] == ['"']
@@ -93,9 +94,8 @@ def read_bash(text: str) -> tuple[list[Command], dict[int, str]]:
             if found[3]:
                 here_documents += [] if "((" in command.text else [found]
             elif piece == "(" and (nested or text[i - 1 : i] == "=" or text[i + 1 : i + 2] == "("):
-                nested.append(
-                    ")"
-                )  # an array, arithmetic, or parentheses in one of them: no commands
+                # An array, arithmetic, or parentheses in one of them: no commands.
+                nested.append(")")
             else:
                 ends = not nested and piece not in ("<<<", ">&", "<&", "&>")
             if piece == "\n":
@@ -173,9 +173,8 @@ class Script:
             (i, line) for i, line in enumerate(self.text.split("\n"), 1) if i in comments
         ]
         self.directives = [(i, line) for i, line in self.comments if line.startswith("#SBATCH")]
-        self.end = (
-            self.commands[0].line if self.commands else sys.maxsize
-        )  # Slurm reads directives up to there
+        # Slurm reads directives up to there.
+        self.end = self.commands[0].line if self.commands else sys.maxsize
         self.asked, self.asked_at = {}, {}
         for line, text in self.directives:
             found = options(text.removeprefix("#SBATCH")) if line < self.end else {}
@@ -327,9 +326,8 @@ def no_srun(script: Script) -> Findings:
         if command.end == "&" or not re.search(r"\.py\b|\s-m\s*(?!pip|venv)\w|\$", text):
             continue  # several of them side by side are tasks, too
         name = command.name
-        if re.search(
-            rf"{TORCHRUN}|\baccelerate\b", text
-        ):  # it starts a process for each GPU, on its own node
+        # It starts a process for each GPU, on its own node.
+        if re.search(rf"{TORCHRUN}|\baccelerate\b", text):
             if script.nodes > 1 and not ALONE.search(text):
                 why = f"and so on one of {script.nodes} nodes"
                 found.append(
@@ -447,9 +445,8 @@ def exit_status_masked(script: Script) -> Findings:
 def srun_options(script: Script) -> Findings:
     for command in script.sruns:
         line, environment = re.split(TRAINS, script.expanded(command)), " ".join(script.values)
-        if len(line) == 1 or re.search(
-            r"\$\{?\w*(srun|opt|arg|flag)\w*", line[0], re.I
-        ):  # or set in another file
+        # Or set in another file.
+        if len(line) == 1 or re.search(r"\$\{?\w*(srun|opt|arg|flag)\w*", line[0], re.I):
             continue
         given = options(line[0])
         counts = [
@@ -546,9 +543,8 @@ def shell_in_between(script: Script) -> Findings:
             found[2]
             for found in re.finditer(r"sh\s+(?:-\w+\s+)*-\w*c\s+(['\"])(.*?)\1", started, re.S)
         ]
-        inner = [
-            text for text in inner if len(read_bash(text)[0]) > 1
-        ]  # a single command takes the shell's place
+        # A single command takes the shell's place.
+        inner = [text for text in inner if len(read_bash(text)[0]) > 1]
         for text in [*inner, *script.sources(started, ".sh")]:
             trains = [
                 c

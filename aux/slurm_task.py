@@ -65,9 +65,8 @@ def find_job() -> JobContext | None:
     run alone.
     """
     env = os.environ
-    in_step = (
-        int(env.get("SLURM_STEP_ID", 2**32)) < 2**31
-    )  # near 2**32: batch and interactive shells
+    # Near 2**32: batch and interactive shells.
+    in_step = int(env.get("SLURM_STEP_ID", 2**32)) < 2**31
     if in_step and "RANK" not in env and int(env.get("SLURM_NTASKS", 1)) > 1:
         tasks = (
             f"srun started {env['SLURM_NTASKS']} tasks without a launcher, and each would train "

@@ -1,13 +1,16 @@
 #!/bin/bash
-# Copies a virtual environment to every node's own disk, for a job whose shared file system makes `import` slow.
+# Copies a virtual environment to every node's own disk, for a job whose shared file system makes
+# `import` slow.
 #
-# Usage: in env.sh, after the line that activates .venv: PATH=$(./aux/stage_environment.sh .venv /tmp)/bin:$PATH
+# Usage: in env.sh, after the line that activates .venv:
+#        PATH=$(./aux/stage_environment.sh .venv /tmp)/bin:$PATH
 #
-# It prints the copy's folder, one of this job's in the folder given, and removes it when Slurm ends the job. What travels
-# is one file beside the environment, .venv.tar; it is made when there is none, or packages have been installed since.
-# The copy's programs run the copy's python. What else holds the old path still leads to the old place: bin/activate,
-# and packages installed with `pip install --editable`. Python's standard library stays where it is: on a node's own
-# disk, if /usr/bin/python3 has made the environment.
+# It prints the copy's folder, one of this job's in the folder given, and removes it when Slurm ends
+# the job. What travels is one file beside the environment, .venv.tar; it is made when there is
+# none, or packages have been installed since. The copy's programs run the copy's python. What else
+# holds the old path still leads to the old place: bin/activate, and packages installed with `pip
+# install --editable`. Python's standard library stays where it is: on a node's own disk, if
+# /usr/bin/python3 has made the environment.
 set -euo pipefail
 die() { echo "stage_environment.sh on $HOSTNAME: ${*//[[:cntrl:]]/ }" >&2; exit 1; }
 
@@ -23,21 +26,23 @@ if [[ -d "$copy" ]]; then
     exit
 fi
 
-# --- one file, on the shared file system ------------------------------------------------------------------------------
+# --- one file, on the shared file system ---
 if [[ -n "$(find -H "$venv" "$venv"/lib/python*/site-packages -maxdepth 0 -newer "$venv.tar" 2>&1)" ]]; then
-    partial=$venv.tar.$SLURM_JOB_ID.partial          # a job that starts meanwhile sees the whole file or none
+    # A job that starts meanwhile sees the whole file or none.
+    partial=$venv.tar.$SLURM_JOB_ID.partial
     trap 'rm --force "$partial"' EXIT
     tar --create --file "$partial" --directory "$venv" . || die "cannot write $venv.tar, see above"
     mv --no-target-directory "$partial" "$venv.tar"
 fi
 
-# --- on every node ----------------------------------------------------------------------------------------------------
+# --- on every node ---
 on_every_node=(srun --overlap --mem=0 --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1
-    --cpus-per-task=1)                               # --overlap, --mem=0: the ranks' step has the node's all the same
+    # --overlap, --mem=0: the ranks' step has the node's all the same.
+    --cpus-per-task=1)
 fail() { "${on_every_node[@]}" rm --recursive --force "$copy" "$copy.tar" </dev/null >&2; die "$@"; }
 
-# Waits for Slurm to end the job, which it tells by SIGTERM, and then for all that has the copy in its PATH: ranks may
-# be saving.
+# Waits for Slurm to end the job, which it tells by SIGTERM, and then for all that has the copy in
+# its PATH: ranks may be saving.
 # shellcheck disable=SC2016  # the inner shell expands these
 "${on_every_node[@]}" bash -c '
     trap "" USR1
@@ -55,7 +60,8 @@ sbcast "$venv.tar" "$copy.tar" || fail "sbcast cannot write $copy.tar on every n
     mkdir --mode=700 "$1"
     tar --extract --file "$1.tar" --directory "$1"
     rm "$1.tar"
-    # Line 1 of a program is "#!OLD/bin/python3"; where that would be too long, line 2 has the path behind "exec".
+    # Line 1 of a program is "#!OLD/bin/python3"; where that would be too long, line 2 has the path
+    # behind "exec".
     to="s|/.*/bin/python|$1/bin/python|"
     find "$1/bin" -type f -exec env LC_ALL=C sed --in-place --expression "1{/^#!/$to}" --expression "2{/exec/$to}" {} +
 ' - "$copy" </dev/null >&2 || fail "cannot unpack $venv.tar in $2 on every node, see above"

@@ -34,9 +34,8 @@ PEAK_FLOPS = {
     "MI300X": 1307e12,
 }
 
-TILES = getattr(torch.cpu, "get_capabilities", dict)().get(
-    "amx_bf16", False
-)  # torch 2.8 and older do not tell
+# False where torch does not know.
+TILES = getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)
 
 
 def peak_flops(device: torch.device) -> float:
@@ -168,9 +167,8 @@ class CharTransformer(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(tokens.size(1), device=tokens.device)
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
-        if torch.is_autocast_enabled(
-            x.device.type
-        ):  # what the layers add to is then of the type that they compute in
+        # What the layers add to is then of the type that they compute in.
+        if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks:
             x = block(x)

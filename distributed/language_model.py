@@ -169,9 +169,8 @@ def initialize(model: CharTransformer, device: torch.device, seed: int) -> CharT
     """
     model.to_empty(device=device)
     model.tie()  # to_empty has made two weights of the one
-    residual = 0.02 / math.sqrt(
-        2 * len(model.blocks)
-    )  # the more layers add to the residual stream, the smaller
+    # The more layers add to the residual stream, the smaller.
+    residual = 0.02 / math.sqrt(2 * len(model.blocks))
     for name, weight in model.named_parameters():
         whole = torch.ones(weight.shape)  # of a norm
         if weight.dim() >= 2:

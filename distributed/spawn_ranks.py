@@ -14,8 +14,13 @@ import socket
 import sys
 
 if __name__ == "__main__":
-    # While torch is imported, SIGTERM is nobody's: a job that it ends has failed, and Slurm does
-    # not requeue it.
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        sys.exit(__doc__)
+    # Before torch is imported, on every rank again, for nothing.
+    if not os.path.exists(sys.argv[1]):
+        sys.exit(f"spawn_ranks.py: {sys.argv[1]}: No such file or directory")
+    # Ignore SIGTERM while torch is imported: if it ended this process, the job would have failed,
+    # and Slurm does not requeue failed jobs.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 import torch
@@ -66,12 +71,6 @@ def main(command: list[str]) -> int:
             "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc_per_node))
         )
 
-    if not os.path.exists(command[0]):
-        print(
-            f"spawn_ranks.py: {command[0]}: No such file or directory", file=sys.stderr, flush=True
-        )
-        return 2
-
     processes = []
 
     def forward(number: int, frame: object):
@@ -100,6 +99,4 @@ def main(command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        sys.exit(__doc__)
     sys.exit(main(sys.argv[1:]))

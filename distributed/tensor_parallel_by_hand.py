@@ -180,6 +180,5 @@ if __name__ == "__main__":
         dist.barrier()
         dist.destroy_process_group()
         sys.stdout.flush()
-        os._exit(
-            0
-        )  # gloo's threads may outlive the group, and abort a Python that is shutting down
+        # The threads of gloo may outlive the group, and abort a Python that is shutting down.
+        os._exit(0)

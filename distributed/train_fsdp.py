@@ -85,9 +85,8 @@ def main(args: Namespace):
     share = data_place(mesh)
 
     metadata = language_model.metadata_of(args)
-    model = language_model.make_model(
-        metadata, args.dropout
-    )  # without memory: no rank is to hold it whole
+    # Without memory: no rank is to hold it whole.
+    model = language_model.make_model(metadata, args.dropout)
     flops = model.flops_per_token(args.context) / (peak_flops(place.device) * place.world_size)
     split(args, model, mesh)
     language_model.initialize(model, place.device, args.seed)
@@ -144,9 +143,8 @@ def ranks_per_copy(args: Namespace, world_size: int) -> int:
     if args.hybrid != 0:  # None: all of them share one copy
         return args.hybrid or world_size
     nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", 1))
-    return int(
-        os.environ.get("LOCAL_WORLD_SIZE", world_size // nodes)
-    )  # torchrun and spawn_ranks.py set it, srun not
+    # Set by torchrun and spawn_ranks.py, not by srun.
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size // nodes))
 
 
 def bad_sizes(args: Namespace, rank: int, local_rank: int, world_size: int) -> str | None:
@@ -247,9 +245,8 @@ def train_step(
     loss_sum = torch.zeros((), device=batch.device)
     for part, tokens in enumerate(batch.chunk(args.accumulation), start=1):
         if isinstance(model, FSDPModule):
-            model.set_requires_all_reduce(
-                part == args.accumulation
-            )  # between replicas of the model: once a step
+            # Between replicas of the model: once a step.
+            model.set_requires_all_reduce(part == args.accumulation)
         with language_model.autocast(args, model, batch.device):
             loss = (
                 language_model.cross_entropy(args, model(tokens[:, :-1]), tokens[:, 1:])
@@ -257,9 +254,8 @@ def train_step(
             )
         loss.backward()
         loss_sum += loss.detach()
-    foreach = (
-        batch.device.type == "cpu" or None
-    )  # a few kernels for all weights; elsewhere torch does so by itself
+    # A few kernels for all weights; elsewhere torch does so by itself.
+    foreach = batch.device.type == "cpu" or None
     norm = torch.nn.utils.clip_grad_norm_(
         model.parameters(), args.clip or math.inf, foreach=foreach
     )

@@ -71,9 +71,8 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
 
     # --- process group ---
     if job:
-        os.environ.update(
-            job.torch_distributed_env()
-        )  # without a job, torchrun has set them, or nobody
+        # Without a job, torchrun has set them, or nobody.
+        os.environ.update(job.torch_distributed_env())
     ranks = find_ranks()
     rank, local_rank, world_size = ranks.rank, ranks.local_rank, ranks.world_size
     if fault := device_fault(args.device, ranks):
@@ -87,9 +86,8 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     distributed = "RANK" in os.environ
     if distributed:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        dist.all_reduce(
-            torch.zeros(1, device=device)
-        )  # waits for all: nobody is still connecting when a rank stops
+        # Waits for all: nobody is still connecting when a rank stops.
+        dist.all_reduce(torch.zeros(1, device=device))
 
     # --- data ---
     if args.batch_size_per_rank is not None:
@@ -105,9 +103,8 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     loader = DataLoader(
         train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda"
     )
-    mine = BatchSampler(
-        range(rank, len(test_set), world_size), 1000, drop_last=False
-    )  # every test image once
+    # Every test image once.
+    mine = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)
     test_loader = DataLoader(test_set, sampler=mine, batch_size=None)
     if len(loader) == 0:
         stop(
@@ -179,9 +176,8 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
         )
     while epoch < args.epochs:
         sampler.set_epoch(epoch)
-        torch.manual_seed(
-            (args.seed * 1_000_003 + epoch) * 65_536 + rank
-        )  # dropout: no two ranks and epochs alike
+        # Dropout: no two ranks and epochs alike.
+        torch.manual_seed((args.seed * 1_000_003 + epoch) * 65_536 + rank)
         ddp_model.train()
         start = time.monotonic()
         for step, (images, labels) in enumerate(loader, 1):
@@ -246,9 +242,8 @@ def shutdown():
     import torch.distributed as dist
 
     if dist.is_initialized():
-        ids = (
-            [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None
-        )  # nccl wants them
+        # For NCCL.
+        ids = [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None
         dist.barrier(device_ids=ids)  # rank 0 may still be writing
         dist.destroy_process_group()
         sys.stdout.flush()

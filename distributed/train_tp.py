@@ -96,9 +96,8 @@ def main(args: Namespace):
     share = data_place(mesh)
 
     metadata = language_model.metadata_of(args)
-    model = language_model.make_model(
-        metadata, args.dropout
-    )  # without memory: no rank is to hold it whole
+    # Without memory: no rank is to hold it whole.
+    model = language_model.make_model(metadata, args.dropout)
     flops = model.flops_per_token(args.context) / (peak_flops(place.device) * place.world_size)
     split(args, model, mesh)
     language_model.initialize(model, place.device, args.seed)
@@ -277,9 +276,8 @@ def train_step(
             loss.backward()
         loss_sum += whole(loss.detach())
     sum_partial_gradients(model)
-    foreach = (
-        batch.device.type == "cpu" or None
-    )  # a few kernels for all weights; elsewhere torch does so by itself
+    # A few kernels for all weights; elsewhere torch does so by itself.
+    foreach = batch.device.type == "cpu" or None
     norm = torch.nn.utils.clip_grad_norm_(
         model.parameters(), args.clip or math.inf, foreach=foreach
     )

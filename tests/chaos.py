@@ -89,9 +89,8 @@ def stop_a_rank_for_a_while(job: int, moments: random.Random):
 
 def cut_a_link_for_a_while(job: int, moments: random.Random):
     """Too short to be noticed, but for the time lost."""
-    nodes = slurm("scontrol", "show", "hostnames", show(job)["NodeList"]).split() or [
-        "node-1"
-    ]  # it has just ended
+    # It has just ended.
+    nodes = slurm("scontrol", "show", "hostnames", show(job)["NodeList"]).split() or ["node-1"]
     victim = ("--node", moments.choice(nodes), "ip", "link", "set", "eth0")
     slurm(*victim, "down")
     time.sleep(2)

@@ -31,12 +31,10 @@ LAUNCHERS = {
 sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux", "dev")]
 
 
-signal.signal(
-    signal.SIGTERM, signal.default_int_handler
-)  # like ctrl-C: by way of the fixtures, which end the cluster
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # in the background it is inherited ignored, also by children
+# Like ctrl-C: by way of the fixtures, which end the cluster.
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+# In the background it is inherited ignored, also by children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):

@@ -61,12 +61,13 @@ def test_up_again_and_wrong_sizes(small):
     ):
         refused = namespaces(small, *bad)
         assert refused.returncode != 0 and len(refused.stderr.splitlines()) == 1, bad
+    # In a shell that exec has opened.
     for there in (
         ["up", *size],
         ["down"],
         ["status"],
         ["exec", "true"],
-    ):  # in a shell that exec has opened
+    ):
         refused = small.exec(NAMESPACES, *there)
         assert refused.returncode == 1 and "'exit' before" in refused.stderr, refused.stderr
     assert namespaces(small, "status").returncode == 0
@@ -158,9 +159,8 @@ def test_cleans_up_after_a_crash(small):
         time.sleep(0.1)
     assert "not up" in namespaces(small, "status").stderr
     assert namespaces(small, "up", "--nodes", 2, "--cpus", 2, "--gpus", 0).returncode == 0
-    assert (
-        abs(next_job_id(small) - first) > 1000
-    )  # so that jobs find no checkpoints/JOB of other jobs
+    # So that jobs find no checkpoints/JOB of other jobs.
+    assert abs(next_job_id(small) - first) > 1000
     assert namespaces(small, "down").returncode == 0
     assert namespaces(small, "down").returncode == 0  # twice is no mistake
     assert not state.exists()

@@ -106,13 +106,11 @@ def site(tmp_path_factory):
     site = Site(folder, small_debian(folder / "root"), folder / "image.sqsh", torch)
     make_image(site.root, site.image, "first")
     (folder / "log").touch()
-    (folder / "registry/nvcr.io+nvidia+pytorch:25.12-py3").symlink_to(
-        site.image
-    )  # import_image.sh's default
+    # The default of import_image.sh.
+    (folder / "registry/nvcr.io+nvidia+pytorch:25.12-py3").symlink_to(site.image)
     yield site
-    run(
-        "rm", "--recursive", "--force", folder, timeout=120
-    )  # dozens of containers of two thousand files
+    # Dozens of containers of two thousand files.
+    run("rm", "--recursive", "--force", folder, timeout=120)
 
 
 def small_debian(root: Path) -> Path:

@@ -56,9 +56,8 @@ def engine():
 
 
 def engine_of_our_own():
-    folder = Path(
-        tempfile.mkdtemp(prefix="docker-")
-    )  # not pytest's: a socket's path may have 108 characters
+    # Not pytest's: a socket's path may have 108 characters.
+    folder = Path(tempfile.mkdtemp(prefix="docker-"))
     variables = {"DOCKER_HOST": f"unix://{folder}/socket"}
     forward = Path("/proc/sys/net/ipv4/ip_forward")
     forwarded, rules = forward.read_text(), run("iptables-save").stdout

@@ -235,9 +235,8 @@ class Trial:
                 f"{state}, no {pattern!r} in:\n{self.log}"
             )
             time.sleep(0.1)
-            if (
-                time.monotonic() - asked_at > 1
-            ):  # before the log is read again: what has ended writes nothing after it
+            # Before the log is read again: what has ended writes nothing after it.
+            if time.monotonic() - asked_at > 1:
                 state, asked_at = self.cluster.show(self.job)["JobState"], time.monotonic()
         return time.monotonic() - start
 
@@ -373,9 +372,8 @@ def test_time_limit(limit, cluster, data, uninterrupted, tmp_path):
     to 60 s too early."""
 
     def scenario(way, script):
-        trial = Trial(
-            cluster, way, script, data, tmp_path / way, sbatch=LIMITS[limit], slow=3
-        )  # 45 steps: 135 s
+        # 45 steps: 135 s.
+        trial = Trial(cluster, way, script, data, tmp_path / way, sbatch=LIMITS[limit], slow=3)
         trial.case = limit
         trial.wait_for(REQUEUED, 180)
         assert trial.ends(400).state == "COMPLETED", trial.log
@@ -1289,9 +1287,8 @@ def test_full_disk(way, script, how, cluster, disk, data, uninterrupted, tmp_pat
     """Old checkpoints are kept, the run continues, and only an end that cannot be saved is a
     failure."""
     out, reference = disk / script, uninterrupted(script)
-    size = (
-        sum(file.stat().st_size for file in reference.rglob("*") if file.is_file()) // 2
-    )  # of one checkpoint
+    # Of one checkpoint.
+    size = sum(file.stat().st_size for file in reference.rglob("*") if file.is_file()) // 2
     remount(disk, f"size={size // 1024 + 200}k")
     try:
         often = ("--checkpoint-every", 10, "--keep-checkpoints", 4, "--checkpoint-dir", out)

@@ -50,6 +50,7 @@ TEXT += [
 ]
 ARGUMENTS = {SINGLE: [*IMAGES, "--dropout", 0], TASK: IMAGES, FSDP: TEXT}
 ARGUMENTS |= {DDP: ARGUMENTS[SINGLE], PREEMPTIBLE: ARGUMENTS[SINGLE], TP: TEXT}
+# Of equal losses.
 REFERENCE = {
     SINGLE: SINGLE,
     DDP: SINGLE,
@@ -57,7 +58,7 @@ REFERENCE = {
     TASK: TASK,
     FSDP: FSDP,
     TP: FSDP,
-}  # of equal losses
+}
 STEPS = 15
 # How far a loss may be from the CPU's in float32, as a share of it. Float32 is meant:
 # NVIDIA_TF32_OVERRIDE=0.
@@ -425,9 +426,8 @@ def test_memory(device, train, ranks):
         for said in devices(
             train(FSDP, device, *flags, *more, form="torchrun", ranks=ranks, COUNT=1), device, ranks
         ):
-            weights = 4 * (
-                12 * layers * width**2 + context * width
-            )  # bytes, without the embedding of the characters
+            # Bytes, without the embedding of the characters.
+            weights = 4 * (12 * layers * width**2 + context * width)
             assert weights / ranks < said["weights"] < 1.2 * weights / ranks
             # Besides there are the logits, on the CPU the text, and on a GPU the workspace of
             # cuBLAS

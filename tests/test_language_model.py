@@ -222,12 +222,13 @@ def test_no_rank_ever_has_the_whole_model(splits):
             assert (
                 rank["parameters"] < rank["peak"] < rank["parameters"] + 2 * largest + 1000 < whole
             ), split
+    # Loaded with two moments; before that with gradients.
     for split in (
         "fsdp 2",
         "fsdp 4",
         "tp 2",
         "tp 2 x data 2",
-    ):  # loaded with two moments; before that with gradients
+    ):
         for rank in splits[f"{split}, loaded"]["held"]:
             least = 3 * rank["parameters"]
             assert (
@@ -277,26 +278,24 @@ def test_collectives_are_few(splits):
     layers = SIZES["layers"]
     count = {split: sum(found.get("collectives", {}).values()) for split, found in splits.items()}
     assert 1 <= count["ddp 2"] <= 4
-    assert (
-        count["by hand 2"] == count["by hand 4"] == 4 * layers + 4
-    )  # embedding; head; maximum and sums of the loss
+    # Embedding; head; maximum and sums of the loss.
+    assert count["by hand 2"] == count["by hand 4"] == 4 * layers + 4
     for ranks in (2, 4):
         assert count[f"tp {ranks}"] == 4 * layers + 5 + 1  # as by hand, with two sums for the loss
-        gathered = (
-            2 * (layers + 1) - 2
-        )  # forward and backward; the last block's and the root's stay
+        # Forward and backward; the last block's and the root's stay.
+        gathered = 2 * (layers + 1) - 2
         assert count[f"fsdp {ranks}"] == gathered + (layers + 1) + 1
+    # Each part.
     assert splits["fsdp 2, accumulation 2"]["collectives"]["_reduce_scatter_base_"] == 2 * (
         layers + 1
-    )  # each part
+    )
     hybrid = [
         splits[f"hybrid 2x2{more}"]["collectives"]["allreduce_"]
         for more in ("", ", accumulation 2")
     ]
     assert hybrid[0] == hybrid[1], "between the replicas once a step"
-    assert (
-        count["tp 2, sequence"] == 8 * layers + 8 + 1 + 1
-    )  # a pair for each all-reduce; all norms' gradients at once
+    # A pair for each all-reduce; all norms' gradients at once.
+    assert count["tp 2, sequence"] == 8 * layers + 8 + 1 + 1
 
 
 def test_bytes_of_a_step(splits):
@@ -305,25 +304,25 @@ def test_bytes_of_a_step(splits):
     layers, width, context = SIZES["layers"], SIZES["width"], SIZES["context"]
     sent = {split: found.get("bytes", {}) for split, found in splits.items()}
     assert sum(sent["ddp 2"].values()) == splits["ddp 2"]["parameters"]
+    # A number for each; the weights of one.
     token, block = (
         4 * BATCH_SIZE * context,
         4 * (12 * width**2 + 2 * width),
-    )  # a number for each; the weights of one
+    )
     for ranks in (2, 4):
-        everything = (
-            ranks * splits[f"fsdp {ranks}"]["held"][0]["parameters"]
-        )  # the others' parts are filled up
+        # The others' parts are filled up.
+        everything = ranks * splits[f"fsdp {ranks}"]["held"][0]["parameters"]
         assert sent[f"fsdp {ranks}"]["_reduce_scatter_base_"] == everything
-        assert (
-            sent[f"fsdp {ranks}"]["_allgather_base_"] == everything + (layers - 1) * block
-        )  # twice, but for the last
+        # Twice, but for the last.
+        assert sent[f"fsdp {ranks}"]["_allgather_base_"] == everything + (layers - 1) * block
         activations = (4 * layers + 2) * width * token
         assert sum(sent[f"by hand {ranks}"].values()) == activations + 3 * token
+        # The norm.
         assert (
             activations + 3 * token
             < sum(sent[f"tp {ranks}"].values())
             < activations + 3 * token + 100
-        )  # the norm
+        )
     sequence = sent["tp 2, sequence"]
     assert (
         sequence["reduce_scatter_tensor"]
@@ -361,9 +360,8 @@ def test_attention_in_bfloat16_on_a_cpu(tiles, tokens, monkeypatch):
         attend(q, k.where(~later, 9), v.where(~later, 9), 0.0)[..., ~later[:, 0], :],
         attend(q, k, v, 0.0)[..., ~later[:, 0], :],
     )
-    ones = attend(
-        q, k, torch.ones_like(v), 0.25
-    )  # the weights that are left, of rows that sum to 1
+    # The weights that are left, of rows that sum to 1.
+    ones = attend(q, k, torch.ones_like(v), 0.25)
     assert ones.mean().item() == pytest.approx(1, abs=0.05) and ones.std() > 0.01
 
 
@@ -569,9 +567,8 @@ def test_a_padded_vocabulary(text, tmp_path):
     assert 0 < whole["sizes"]["vocabulary"] - len(whole["characters"]) < 64
     done = train("train_fsdp.py", 1, text, tmp_path / "train_tp.py", "--sample", 300)
     assert done.returncode == 0, done.stderr
-    assert (
-        len(done.stdout.split("checkpoint_step_10:\n")[1]) == 302
-    )  # a line break first, and one of print's
+    # A line break first, and one of print's.
+    assert len(done.stdout.split("checkpoint_step_10:\n")[1]) == 302
 
 
 def test_garbage_is_collected_at_the_steps_that_are_said(text, tmp_path):

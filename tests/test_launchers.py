@@ -627,10 +627,11 @@ def test_an_environment_on_the_nodes_own_disks(cluster, tmp_path):
     assert job.state == "COMPLETED" and (repository / ".venv.tar").stat().st_ino != packed.st_ino, (
         job.log
     )
+    # No room for what is sent, or to unpack it.
     for size in (
         "20k",
         f"{packed.st_size // 1024 + 8}k",
-    ):  # no room for what is sent, or to unpack it
+    ):
         cluster.exec("mount", "-o", f"remount,size={size}", local, node=nodes[1])
         job = cluster.wait(submit(size, 0))
         assert job.state == "FAILED" and "PLACE" not in job.log, job.log

@@ -387,9 +387,8 @@ def test_ours_are_not_clean_once_edited_wrongly(tmp_path):
         for line in done.stdout.splitlines()
     ]
     lines = text.splitlines()
-    found = {
-        match[2].split(":")[0]: "\n".join(lines[int(match[1]) - 1 :][:2]) for match in said
-    }  # srun: perhaps below
+    # Perhaps srun is below.
+    found = {match[2].split(":")[0]: "\n".join(lines[int(match[1]) - 1 :][:2]) for match in said}
     for sentence, line in (
         ("take out|a comment and no directive", "# SBATCH --time"),
         ("no folder logs", "#SBATCH --output=logs"),

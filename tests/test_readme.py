@@ -468,9 +468,8 @@ def test_habits_of_sbatch(clone, cluster, tmp_path):
     commands = [command.split()[1:] for command in HERE if command.startswith("sbatch ")]
     ids = []
     for command in commands:
-        gpus = (
-            2 if "launch_slurm_to_torch.sh" in command else 1
-        )  # its header has two tasks on a node
+        # Its header has two tasks on a node.
+        gpus = 2 if "launch_slurm_to_torch.sh" in command else 1
         options = ["--nodes=2", f"--gpus-per-node={gpus}", f"--output={tmp_path}/%j"]
         ids.append(cluster.submit(*options, *command, cwd=clone))
     for job in map(cluster.wait, ids):

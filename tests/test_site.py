@@ -54,9 +54,8 @@ def faults(site: Path) -> list[str]:
                     else []
                 )
                 continue
-            folder = (
-                site.resolve() if link.startswith("/") else path.parent
-            )  # 404.html may be shown for any folder
+            # 404.html may be shown for any folder.
+            folder = site.resolve() if link.startswith("/") else path.parent
             target = (folder / unquote(parts.path).lstrip("/")).resolve() if parts.path else path
             if target.is_dir():
                 target /= "index.html"

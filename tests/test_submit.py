@@ -843,9 +843,8 @@ def test_unknown_and_changed_host_key(laptop):
         fingerprint = run("ssh-keygen", "-lf", key).stdout.split()[1]
         assert fingerprint in unknown and known.read_text() == kept
         accept = shlex.split(unknown.split("accept it with: ")[1])
-        (laptop.clone / "yes.out").write_text(
-            f"#!/bin/sh\necho {fingerprint}\n"
-        )  # ssh takes that for a yes
+        # For ssh that is a yes.
+        (laptop.clone / "yes.out").write_text(f"#!/bin/sh\necho {fingerprint}\n")
         (laptop.clone / "yes.out").chmod(0o755)
         asked = laptop.run(
             *accept, SSH_ASKPASS=laptop.clone / "yes.out", SSH_ASKPASS_REQUIRE="force"

@@ -348,9 +348,8 @@ def test_podman(laptop, boxed, base_image, tiny, tmp_path):  # noqa: F811
         f'[storage]\ndriver = "overlay"\ngraphroot = "{tmp_path}/images"\nrunroot = '
         f'"{tmp_path}/run"\n'
     )
-    runtime = (
-        tmp_path / "containers.conf"
-    )  # Docker's, whatever control groups this machine has, with no higher limits
+    # Docker's, whatever control groups this machine has, with no higher limits.
+    runtime = tmp_path / "containers.conf"
     limits = '[containers]\ndefault_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]\n'
     runtime.write_text(limits + '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\n')
     variables = boxed | {"CONTAINERS_STORAGE_CONF": storage, "CONTAINERS_CONF": runtime}

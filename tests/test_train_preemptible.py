@@ -188,9 +188,8 @@ def test_resume_continues_the_curve(mnist, tmp_path):
         == [event["step"] for event in read_metrics(tmp_path / "a") if "loss" in event]
     )
 
-    again = run(
-        *train, "--epochs", 2, "--resume", env=two
-    )  # already finished: nothing to do, the same result
+    # Already finished: nothing to do, the same result.
+    again = run(*train, "--epochs", 2, "--resume", env=two)
     assert again.returncode == 0
     assert again.stdout.splitlines()[-1] == second.stdout.splitlines()[-1]
 
@@ -259,9 +258,8 @@ def test_live_progress_on_a_terminal(mnist, tmp_path):
     command += f"--checkpoint-dir {tmp_path}"
     shown = run("script", "--quiet", "--return", "--command", command, "/dev/null")
     assert shown.returncode == 0, shown.stdout
-    assert (
-        shown.stdout.count("\x1b[K") == 4
-    )  # three log events over each other, then the epoch's line
+    # Three log events over each other, then the epoch's line.
+    assert shown.stdout.count("\x1b[K") == 4
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,8 @@ def watch(record: dict, show_log: bool, follow: bool = True) -> int:
                 record["cluster"], "watch", job, log, position, "yes" if follow else "no"
             ) as lines:
                 while (header := lines.readline().split()) and (info := read_info(lines)):
-                    if (
-                        info["JobState"] == "UNKNOWN"
-                    ):  # Slurm forgets old jobs: take the last known state
+                    # Slurm forgets old jobs: take the last known state.
+                    if info["JobState"] == "UNKNOWN":
                         info = record.get("info", info)
                     state = info["JobState"], info.get("Reason")
                     if state != printed and (follow or not show_log):

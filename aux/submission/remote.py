@@ -63,10 +63,11 @@ def command_line(cluster: dict, *command: object) -> list[str]:
         "LogLevel=ERROR",
         "ClearAllForwardings=yes",
     ]
+    # A silent link counts as broken after 15 s.
     options += [
         "ServerAliveInterval=5",
         "ServerAliveCountMax=3",
-    ]  # a silent link counts as broken after 15 s
+    ]
     return [
         "ssh",
         "-T",
@@ -84,9 +85,8 @@ def run(cluster: dict, *command: object, stdin=subprocess.DEVNULL) -> Iterator[B
     Raises ConnectionFailed.
     """
     started, env = False, None
-    if (
-        cluster["backend"] == "local"
-    ):  # as over SSH: only the variables that the Slurmfile names enter the job
+    # As over SSH: only the variables that the Slurmfile names enter the job.
+    if cluster["backend"] == "local":
         env = {name: value for name, value in os.environ.items() if KEPT_VARIABLES.fullmatch(name)}
     with tempfile.TemporaryFile() as stderr:
         try:
@@ -110,9 +110,8 @@ def run(cluster: dict, *command: object, stdin=subprocess.DEVNULL) -> Iterator[B
             process.wait()
             stderr.seek(0)
             message = stderr.read().decode(errors="replace").rpartition(READY)[2].strip()
-    if cluster["backend"] == "ssh" and (
-        status == 255 or status < 0
-    ):  # ssh's own status, or ssh was killed
+    # The status of ssh itself, or ssh was killed.
+    if cluster["backend"] == "ssh" and (status == 255 or status < 0):
         raise ConnectionFailed(message, started)
     if status != 0 or not started:
         fail(

@@ -1,6 +1,7 @@
 # shellcheck shell=sh
-# Runs on the cluster, over SSH, or on this machine: one of the functions below, by name, with arguments. See remote.py.
-# POSIX sh, because the login shell may be any. An error is one sentence, the last line on stderr.
+# Runs on the cluster, over SSH, or on this machine: one of the functions below, by name, with
+# arguments. See remote.py. POSIX sh, because the login shell may be any. An error is one sentence,
+# the last line on stderr.
 set -eu
 
 die() {
@@ -8,11 +9,13 @@ die() {
     exit 1
 }
 
-# submit BASE NAME DIRECTORY MARK IMAGE GPUS VARIABLES LINKS LINK... sbatch [options] SCRIPT [arguments]
-# stdin: as many lines NAME=value as VARIABLES says (they touch no disk and no command line; a line break in a value is
-# \n, a backslash \\), then a tar archive of the code.
-# GPUS: the default of --gpus-per-node where the cluster has GPUs, 0 where it has none; empty for the script's header.
-# Makes a new folder NAME.XXXXXX in BASE, and submits from DIRECTORY in it. Removes the folder if anything fails.
+# submit BASE NAME DIRECTORY MARK IMAGE GPUS VARIABLES LINKS LINK... sbatch [options] SCRIPT [args]
+# Makes a new folder NAME.XXXXXX in BASE, and submits from DIRECTORY in it. Removes the folder if
+# anything fails.
+# stdin: as many lines NAME=value as VARIABLES says, then a tar archive of the code. The values touch
+# no disk and no command line; a line break in one is \n, a backslash \\.
+# GPUS: the default of --gpus-per-node if the cluster has GPUs, 0 if it has none; empty for the
+# script's header.
 submit() {
     base=$1 name=$2 directory=$3 mark=$4 image=$5 gpus=$6 variables=$7 links=$8
     shift 8
@@ -48,8 +51,10 @@ submit() {
         (cd "$folder" && ./aux/import_image.sh "$image" pytorch.sqsh >&2) || die "no image $image for the job, see above"
     fi
     if [ -n "$gpus" ]; then
-        case $(sinfo --noheader --format=%G) in *gpu*) ;; *) gpus=0 ;; esac # sbatch refuses GPUs where there are none
-        export SBATCH_GPUS_PER_NODE="${SBATCH_GPUS_PER_NODE:-$gpus}"         # weaker than the option, stronger than the header
+        # A cluster without GPUs would refuse the job.
+        case $(sinfo --noheader --format=%G) in *gpu*) ;; *) gpus=0 ;; esac
+        # Weaker than the option, stronger than the header.
+        export SBATCH_GPUS_PER_NODE="${SBATCH_GPUS_PER_NODE:-$gpus}"
     fi
     cd "$folder/$directory"
     touch "$folder/$mark"
@@ -61,9 +66,9 @@ submit() {
 }
 
 # watch JOB LOG FROM FOLLOW
-# Prints every second until the job has ended (once, if FOLLOW is no): "running" or "ended", FROM, and the number of new
-# bytes of the log from there; Slurm's lines on the job, and an empty line; the new bytes. slurmctld is asked at once,
-# then every 15 seconds: it serves everybody.
+# Prints every second until the job has ended (once, if FOLLOW is no): "running" or "ended", FROM,
+# and the number of new bytes of the log from there; Slurm's lines on the job, and an empty line;
+# the new bytes. slurmctld is asked at once, then every 15 seconds: it serves everybody.
 watch() {
     job=$1 log=$2 from=$3 follow=$4 second=0 ask=0
     ends="BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|REVOKED|TIMEOUT|UNKNOWN"

@@ -241,9 +241,8 @@ def check_whole(path: Path, text: str, environment: str, settings: dict[str, dic
         packaging.setdefault("dockerfile", "Dockerfile")
         need("packaging", packaging, "image", "the name of the image that is built")
         push, squashfs = packaging.get("push"), packaging.get("squashfs")
-        if (
-            push is None and squashfs is None
-        ):  # a Docker Hub name has no registry in it: nothing gets public unasked
+        # A Docker Hub name has no registry in it: nothing gets public unasked.
+        if push is None and squashfs is None:
             push = registry_of(packaging["image"]) != ""
         packaging["push"], packaging["squashfs"] = (
             bool(push),

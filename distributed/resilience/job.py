@@ -12,9 +12,8 @@ from pathlib import Path
 
 HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 JOB = os.environ.get("SLURM_JOB_ID", "none")
-RESTART_COUNT = os.environ.get(
-    "SLURM_RESTART_COUNT", "0"
-)  # how often Slurm has started this job before
+# How often Slurm has started this job before.
+RESTART_COUNT = os.environ.get("SLURM_RESTART_COUNT", "0")
 MAX_RESTARTS = 100
 
 
@@ -32,9 +31,8 @@ def requeue(progress: bool, command: str) -> str | None:
         return "it made no progress since its last start"
     if int(RESTART_COUNT) >= MAX_RESTARTS:
         return f"it has been requeued {RESTART_COUNT} times"
-    if (
-        shutil.which("scontrol") is None
-    ):  # in a container: run_script.sh looks for this file, requeues, and says so
+    # In a container: run_script.sh looks for this file, requeues, and says so.
+    if shutil.which("scontrol") is None:
         write_atomically(Path("log", JOB, "requeue"), command)
         return None
     for _ in range(20):

@@ -50,9 +50,8 @@ from .job import JOB, RESTART_COUNT
 from .place import Place
 
 # One process without a group: dcp warns of that.
-warnings.filterwarnings(
-    "ignore", "torch.distributed is (disabled|unavailable)"
-)  # one process alone: dcp warns of that
+# One process alone: dcp warns of that.
+warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
 
 
 class ShardedCheckpoints(Checkpoints):
@@ -125,9 +124,8 @@ class ShardedCheckpoints(Checkpoints):
         if large and dist.is_initialized() and "process_group" not in self.options:
             # Beside that of the steps, whose collectives it would come between
             self.options["process_group"] = dist.new_group(backend="gloo", timeout=self.timeout)
-        writer = dcp.FileSystemWriter(
-            temporary, per_thread_copy_ahead=0
-        )  # else its thread opens a context on GPU 0
+        # Else its thread opens a context on GPU 0.
+        writer = dcp.FileSystemWriter(temporary, per_thread_copy_ahead=0)
         saved = dcp.async_save(state, storage_writer=writer, **self.options) if large else None
 
         def save() -> dict:
@@ -185,15 +183,13 @@ class ShardedCheckpoints(Checkpoints):
 def newest_folder(folder: Path, place: Place) -> tuple[Path, dict] | None:
     """The newest whole checkpoint and its metadata; damaged ones are quarantined. By all ranks."""
     rank, world_size = place.rank, place.world_size
-    candidates = [
-        find_checkpoints(folder) if rank == 0 else None
-    ]  # rank 0 looks for all: other nodes may see an older folder
+    # Rank 0 looks for all: other nodes may see an older folder.
+    candidates = [find_checkpoints(folder) if rank == 0 else None]
     if world_size > 1:
         dist.broadcast_object_list(candidates, src=0)
     for path in candidates[0]:
-        place.stop_if_any(
-            None if path.exists() else not_shared(path, "it is not there")
-        )  # which is no damage
+        # Which is no damage.
+        place.stop_if_any(None if path.exists() else not_shared(path, "it is not there"))
         try:
             metadata = on_all_ranks(lambda path=path: read_metadata(path), world_size)[0]
             found = merged(

@@ -16,10 +16,11 @@ import time
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 received, received_at = 0, 0.0  # the first signal that asked this process to stop, and when
+# A pipe with the number of each signal, and whether one of SIGNALS was in it.
 arrivals, seen = (
     -1,
     False,
-)  # a pipe with the number of each signal, and whether one of SIGNALS was in it
+)
 
 
 def listen():
@@ -30,9 +31,8 @@ def listen():
     arrivals, numbers = os.pipe()
     for end in (arrivals, numbers):
         os.set_blocking(end, False)
-    signal.set_wakeup_fd(
-        numbers, warn_on_full_buffer=False
-    )  # written at once, whatever the main thread does
+    # Written at once, whatever the main thread does.
+    signal.set_wakeup_fd(numbers, warn_on_full_buffer=False)
 
 
 def came() -> bool:
@@ -45,9 +45,8 @@ def came() -> bool:
 
 def record(number: int, frame: object):
     global received, received_at
-    if (
-        number == signal.SIGINT == received and time.monotonic() - received_at > 2
-    ):  # torchrun forwards the first again
+    # Because torchrun forwards the first again.
+    if number == signal.SIGINT == received and time.monotonic() - received_at > 2:
         os._exit(130)  # ctrl-C again: now. A checkpoint that is being written does not get its name
     if not received:
         received, received_at = number, time.monotonic()

@@ -1,9 +1,11 @@
 #!/bin/bash
-# Write the Slurm configuration of a local cluster into a folder that each of its nodes sees under the same path:
-# slurm.conf (the one beside this file), generated.conf and cgroup.conf. Used by namespaces.sh and by entrypoint.sh,
-# which have made FOLDER/key/munge.key and add to generated.conf what only they need.
+# Write the Slurm configuration of a local cluster into a folder that each of its nodes sees under
+# the same path: slurm.conf (the one beside this file), generated.conf and cgroup.conf. Used by
+# namespaces.sh and by entrypoint.sh, which have made FOLDER/key/munge.key and add to generated.conf
+# what only they need.
 #
-# Usage: ./local/cluster/configure.sh FOLDER NODES CPUS GPUS v1|v2|none        the last: cgroups of the nodes' own
+# Usage: ./local/cluster/configure.sh FOLDER NODES CPUS GPUS v1|v2|none
+# The last says which cgroups the nodes have of their own.
 set -euo pipefail
 
 folder="$1" nodes="$2" cpus="$3" gpus="$4" cgroups="$5"
@@ -11,28 +13,32 @@ folder="$1" nodes="$2" cpus="$3" gpus="$4" cgroups="$5"
 cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
 {
   # A munged per node: newer Slurm takes a credential that one munged decodes twice for a replay.
-  # cred_expire: a requeued job waits for so many seconds (and one) instead of two minutes. Within that time
-  # a job has to reach its last node, which takes longer the more nodes share this machine.
+  # cred_expire: a requeued job waits for so many seconds (and one) instead of two minutes. Within
+  # that time a job has to reach its last node, which takes longer the more nodes share this
+  # machine.
   echo "AuthInfo=socket=$folder/munge/socket,cred_expire=$((4 + nodes / 2))"
-  # 10 by default, too short when many nodes share two cores. UnkillableStepTimeout is not below five times as long.
+  # 10 by default, too short when many nodes share two cores. UnkillableStepTimeout is not below
+  # five times as long.
   wait=$((nodes > 100 ? 300 : 60))
   echo "MessageTimeout=$wait"
   echo "UnkillableStepTimeout=$((5 * wait))"
-  # Another range for each key, so that no cluster finds logs and checkpoints of another's jobs under its own job ids.
+  # Another range for each key, so that no cluster finds logs and checkpoints of another's jobs
+  # under its own job ids.
   echo "FirstJobId=$(($(cksum <"$folder/key/munge.key" | cut --delimiter=' ' --fields=1) % 60000000 + 1))"
   echo "StateSaveLocation=$folder/state"
   echo "SlurmctldPidFile=$folder/slurmctld.pid"
   echo "SlurmdSpoolDir=$folder/spool/%n"
   echo "SlurmdPidFile=$folder/spool/%n.pid"
-  # One socket: srun --cores-per-socket, which some launchers have, finds as many cores as there are CPUs.
-  # Memory is pretended: all nodes share this machine's.
+  # One socket: srun --cores-per-socket, which some launchers have, finds as many cores as there are
+  # CPUs. Memory is pretended: all nodes share this machine's.
   echo "NodeName=node-[1-$nodes] CPUs=$cpus Sockets=1 CoresPerSocket=$cpus ThreadsPerCore=1 RealMemory=$((cpus * 4000))$(
     ((gpus == 0)) || echo " Gres=gpu:$gpus"
   )"
   if [[ "$cgroups" == none ]]; then
     # Signals reach every process of a step, where a site's reach only what slurmstepd has started.
     echo "ProctrackType=proctrack/linuxproc"
-    # No cgroup holds a job to its memory: Slurm looks every second whether it uses more than it asked for.
+    # No cgroup holds a job to its memory: Slurm looks every second whether it uses more than it
+    # asked for.
     echo "JobAcctGatherType=jobacct_gather/linux"
     echo "JobAcctGatherFrequency=task=1"
     echo "JobAcctGatherParams=OverMemoryKill"
@@ -42,7 +48,8 @@ cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
     echo "JobAcctGatherType=jobacct_gather/cgroup"
     echo "JobAcctGatherFrequency=30"
     echo "PrologFlags=Contain"
-    # Binding needs CPUs that exist. Nodes share them: every node's first CPU is the machine's first.
+    # Binding needs CPUs that exist. Nodes share them: every node's first CPU is the machine's
+    # first.
     if ((cpus <= $(nproc --all))); then
       echo "TaskPlugin=task/affinity,task/cgroup"
     else
@@ -52,8 +59,8 @@ cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
 } >"$folder/generated.conf"
 
 if [[ "$cgroups" == none ]]; then
-  # slurmd wants cgroups to manage although nothing here uses them. 22.05 has no word for "none yet": its v1 plugin
-  # touches nothing until it is used.
+  # slurmd wants cgroups to manage although nothing here uses them. 22.05 has no word for "none
+  # yet": its v1 plugin touches nothing until it is used.
   if [[ "$(slurmd -V)" == *" 22."* ]]; then
     echo "CgroupPlugin=cgroup/v1" >"$folder/cgroup.conf"
   else

@@ -1,26 +1,30 @@
 #!/bin/bash
 # A real Slurm cluster on this machine, without Docker: every node is a set of Linux namespaces.
 #
-# Usage: sudo ./local/cluster/namespaces.sh up [--nodes N] [--cpus C] [--gpus G]   2 nodes with this machine's CPUs, 2 GPUs
-#        sudo ./local/cluster/namespaces.sh exec [--node NAME] COMMAND [ARG ...]   run on a node, by default node-1
-#        sudo ./local/cluster/namespaces.sh status                                 nodes and queue; status 1 if not up
-#        sudo ./local/cluster/namespaces.sh down                                   end it, leave nothing behind
+# Usage, as root or with sudo:
+#   ./local/cluster/namespaces.sh up [--nodes N] [--cpus C] [--gpus G]
+#   ./local/cluster/namespaces.sh exec [--node NAME] COMMAND [ARG ...]    on node-1, or another
+#   ./local/cluster/namespaces.sh status                                  status 1 if it is not up
+#   ./local/cluster/namespaces.sh down                                    leaves nothing behind
+# By default it has 2 nodes with this machine's CPUs and 2 GPUs each.
 #
 #   ./local/cluster/namespaces.sh up --nodes 4 --cpus 2
-#   ./local/cluster/namespaces.sh exec sbatch --wait launch_slurm_to_torch.sh distributed/train_ddp.py
+#   ./local/cluster/namespaces.sh exec sbatch --wait launch_slurm_to_torch.sh
 #   ./local/cluster/namespaces.sh exec --node node-2 hostname
-#   CLUSTER=second ./local/cluster/namespaces.sh up        one more beside the first, in /run/slurm-cluster-second
+#   CLUSTER=second ./local/cluster/namespaces.sh up    # another one, in /run/slurm-cluster-second
 #
-# Needs Linux, root, and `apt-get install slurm-wlm munge iproute2` (Slurm 22.05 or newer, found in PATH).
+# Needs Linux, root, and `apt-get install slurm-wlm munge iproute2`: Slurm 22.05 or newer in PATH.
 # The nodes see this machine's files at the same paths, and no network but each other's.
-# exec keeps the caller's folder, environment, terminal and exit status. Under sudo the command runs as the calling
-# user; sudo drops most of the environment, so for a Python of your own: sudo env PATH="$PATH" ./local/... exec ...
-# A node may have more CPUs than the machine: Slurm then binds no task to CPUs. GPUs are pretended: Slurm grants them
-# and sets CUDA_VISIBLE_DEVICES, torch sees none of them, and tasks get TRAIN_DEVICE=cpu unless the job sets it.
-# Each node has cgroups of its own (v1 or v2), in which Slurm tracks processes and limits CPUs and memory, as on a site.
-# PROCTRACK=linuxproc ./local/cluster/namespaces.sh up does without, and so does a machine that has none to give.
+# exec keeps the caller's folder, environment, terminal and exit status. Under sudo it runs as the
+# calling user; for a Python of your own, sudo env PATH="$PATH" ./local/cluster/namespaces.sh exec.
+# A node may have more CPUs than the machine: Slurm then binds no task to CPUs.
+# GPUs are pretended: Slurm grants them and sets CUDA_VISIBLE_DEVICES, but torch sees none of them,
+# so tasks get TRAIN_DEVICE=cpu unless the job sets it.
+# Each node has cgroups of its own (v1 or v2), in which Slurm tracks processes and limits CPUs and
+# memory, as on a site. PROCTRACK=linuxproc does without, and so does a machine that has none.
 #
-# Logs: /run/slurm-cluster-default/log. Crash a node: kill -9 "$(cat /run/slurm-cluster-default/node-2.pid)".
+# Logs: /run/slurm-cluster-default/log
+# Crash a node: kill -9 "$(cat /run/slurm-cluster-default/node-2.pid)"
 set -euo pipefail
 
 CLUSTER="${CLUSTER:-default}"
@@ -139,7 +143,8 @@ wait_until_idle() {
   done
 }
 
-# The cgroup that will hold the nodes', and its version. "none" if this machine, or this container, has none to give.
+# The cgroup that will hold the nodes', and its version. "none" if this machine, or this container,
+# has none to give.
 make_cgroups() {
   local controller file
   if [[ -e "$cgroup_root/cgroup.controllers" ]]; then
@@ -162,7 +167,8 @@ make_cgroups() {
   for file in cpuset.cpus cpuset.mems; do
     cat "$cgroup_root/cpuset/$file" >"$cgroup_root/cpuset/$cgroup_name/$file"
   done
-  echo 1 >"$cgroup_root/cpuset/$cgroup_name/cgroup.clone_children" # those in it start with what it has
+  # Those in it start with what it has.
+  echo 1 >"$cgroup_root/cpuset/$cgroup_name/cgroup.clone_children"
   echo v1
 } 2>/dev/null
 
@@ -177,7 +183,8 @@ remove_cgroups() {
   done
 }
 
-# Ending the first process of the outer PID namespace ends all processes in it, and with them mounts and network.
+# Ending the first process of the outer PID namespace ends all processes in it, and with them mounts
+# and network.
 stop() {
   local pid deadline=$((SECONDS + 60))
   if is_running "$state/machine.pid"; then
@@ -229,7 +236,8 @@ exec_on_node() {
     export USER="$SUDO_USER" LOGNAME="$SUDO_USER" HOME
     HOME="$(getent passwd "$SUDO_UID" | cut --delimiter=: --fields=6)"
   fi
-  { true <&0; } 2>/dev/null || exec </dev/null # the first file that Slurm opens must not become its stdin
+  # The first file that Slurm opens must not become its stdin.
+  { true <&0; } 2>/dev/null || exec </dev/null
   enter "$node" setpriv "${user[@]}" env --chdir="$PWD" "$@"
 }
 
@@ -244,16 +252,19 @@ enter() {
 
 # ---------------------------------------------------------------- in the namespaces
 
-# The first process of the outer namespaces, which hold the nodes, the cables between them, and a tmpfs.
+# The first process of the outer namespaces, which hold the nodes, the cables between them, and a
+# tmpfs.
 machine() {
   local nodes="$1" cpus="$2" gpus="$3" cgroups="$4" node
-  mount -t tmpfs -o mode=755 slurm-cluster "$inside" # not /run's own: that is often noexec, and jobs are run from here
+  # Not /run's own: that is often noexec, and jobs are run from here.
+  mount -t tmpfs -o mode=755 slurm-cluster "$inside"
   mkdir "$inside"/{key,spool,state,munge}
   write_host_pid machine
   head --bytes=1024 /dev/urandom >"$inside/key/munge.key"
   chmod 400 "$inside/key/munge.key"
   write_configuration "$nodes" "$cpus" "$gpus" "$cgroups"
-  echo "127.0.0.1 localhost" >"$inside/hosts" # and every node twice: torch asks whose an IPv4 address in IPv6 form is
+  # And every node twice: torch asks whose an IPv4 address in IPv6 form is.
+  echo "127.0.0.1 localhost" >"$inside/hosts"
   for ((node = 1; node <= nodes; node++)); do
     printf '%s\n' "$(address "$node") node-$node" "::ffff:$(address "$node") node-$node" >>"$inside/hosts"
   done
@@ -262,7 +273,8 @@ machine() {
   mount --bind /proc/self/ns/net "$inside/router"
   ip link set lo up
   echo 1 >/proc/sys/net/ipv4/ip_forward
-  ulimit -S -n 16384 2>/dev/null || true # for slurmctld; and a limit of a billion makes daemons close a billion files
+  # For slurmctld; and a limit of a billion makes daemons close a billion files.
+  ulimit -S -n 16384 2>/dev/null || true
   for ((node = 1; node <= nodes; node++)); do
     unshare --net --mount --propagation slave --pid --uts --ipc --fork --kill-child \
       "$here/namespaces.sh" enter_cgroups "$node" "$cgroups" &
@@ -295,7 +307,8 @@ write_configuration() {
   fi
 }
 
-# The first process of a node enters the node's own cgroups, which are to lie where Slurm looks for the machine's.
+# The first process of a node enters the node's own cgroups, which are to lie where Slurm looks for
+# the machine's.
 enter_cgroups() {
   local node="node-$1" version="$2" controller become=()
   case "$version" in
@@ -317,7 +330,8 @@ enter_cgroups() {
 node() {
   local name="node-$1" mac=02:00:00:00:00:01
   write_host_pid "$name"
-  trap 'echo "$state/log/machine.log" >>"$state/ended"' EXIT # this process ends only when something failed, or by SIGKILL
+  # This process ends only when something failed, or by SIGKILL.
+  trap 'echo "$state/log/machine.log" >>"$state/ended"' EXIT
   mount -t proc proc /proc
   mount -t tmpfs tmpfs /dev/shm
   mount -t tmpfs -o mode=755 tmpfs "$inside/munge"
@@ -325,16 +339,19 @@ node() {
   if [[ "$2" == v2 ]]; then
     umount "$cgroup_root" # two on top of each other confuse Slurm
     mount -t cgroup2 cgroup2 "$cgroup_root"
-    # A cgroup has either processes or controllers to pass on. Slurm makes system.slice/slurmstepd.scope.
+    # A cgroup has either processes or controllers to pass on. Slurm makes
+    # system.slice/slurmstepd.scope.
     mkdir "$cgroup_root"/{init.scope,system.slice}
     echo $$ >"$cgroup_root/init.scope/cgroup.procs"
     echo "$v2_controllers" >"$cgroup_root/cgroup.subtree_control"
     echo "$v2_controllers" >"$cgroup_root/system.slice/cgroup.subtree_control"
-    # A slurmstepd that ends moves into the root, which takes processes only on a machine. Here it gets into a leaf.
+    # A slurmstepd that ends moves into the root, which takes processes only on a machine. Here it
+    # gets into a leaf.
     mount --bind "$cgroup_root/init.scope/cgroup.procs" "$cgroup_root/cgroup.procs"
   fi
-  # A cable to a router rather than to a bridge, and without ARP: the kernel keeps one ARP table for all namespaces,
-  # and 64 nodes that talk to each other overflow its 1,024 entries. One hardware address everywhere makes ARP needless.
+  # A cable to a router rather than to a bridge, and without ARP: the kernel keeps one ARP table for
+  # all namespaces, and 64 nodes that talk to each other overflow its 1,024 entries. One hardware
+  # address everywhere makes ARP needless.
   ip -batch - <<END_OF_BATCH
 link set lo up
 link add eth0 address $mac type veth peer name $name address $mac netns $inside/router

@@ -12,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
 ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: what is freed goes back to the system
-resource.setrlimit(
-    resource.RLIMIT_DATA, (5 * 2**28, 5 * 2**28)
-)  # bytes, in place of a GPU's memory
+# Bytes, in place of a GPU's memory.
+resource.setrlimit(resource.RLIMIT_DATA, (5 * 2**28, 5 * 2**28))
 model = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(16)])
 model = DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters())

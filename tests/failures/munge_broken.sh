@@ -1,6 +1,7 @@
 #!/bin/bash
-# sinfo on a machine whose munge key is not the cluster's: here a munged with a key of its own, in a folder of its own.
-# Type it as root: ./local/cluster/namespaces.sh exec tests/failures/munge_broken.sh
+# sinfo on a machine whose munge key is not the cluster's: here a munged with a key of its own, in a
+# folder of its own. Type it as root: ./local/cluster/namespaces.sh exec
+# tests/failures/munge_broken.sh
 folder=$(mktemp --directory)
 cp "${SLURM_CONF%/*}"/*.conf "$folder"
 head --bytes=1024 /dev/urandom >"$folder/munge.key"

@@ -1,6 +1,7 @@
 #!/bin/bash
-# Jobs that wait, each for another reason: what squeue says of them, and then what lets each of them start.
-# As root, on a cluster that nobody else uses: ./local/cluster/namespaces.sh exec tests/failures/queue.sh
+# Jobs that wait, each for another reason: what squeue says of them, and then what lets each of them
+# start. As root, on a cluster that nobody else uses: ./local/cluster/namespaces.sh exec
+# tests/failures/queue.sh
 set -euo pipefail
 submit() { sbatch --parsable --output=/dev/null --time=00:10:00 --job-name "$@"; }
 hosts=$(scontrol show hostnames "$(sinfo --noheader --format=%N)")
@@ -32,7 +33,8 @@ scontrol update JobId="$never" Dependency=
 scontrol update JobId="$array" ArrayTaskThrottle=2
 scontrol update NodeName="$last" State=RESUME
 sleep 5 && squeue --states=RUNNING --format="%9j %8T %R"
-scancel "$others" "$array"         # in place of their end: Resources, Priority and Dependency are over
+# In place of their end: Resources, Priority and Dependency are over.
+scancel "$others" "$array"
 deadline=$((SECONDS + 120))
 until [[ -z "$(squeue --noheader)" ]]; do
     ((SECONDS < deadline)) || exit 1

@@ -6,5 +6,6 @@
 #SBATCH --signal=USR1@120
 # torchrun does not know SIGUSR1 and dies of it.
 export OMP_NUM_THREADS=1
-{ sleep 20; scancel --signal=USR1 "$SLURM_JOB_ID"; } &    # what Slurm does 120 s before the time limit
+# What Slurm does 120 s before the time limit.
+{ sleep 20; scancel --signal=USR1 "$SLURM_JOB_ID"; } &
 srun --kill-on-bad-exit=1 torchrun --standalone --nproc-per-node=2 tests/failures/save_at_signal.py

@@ -16,15 +16,13 @@ from slurm_task import JobContext, task
 def show(arguments: list[str], job: JobContext | None = None) -> dict | None:
     if job is None:
         return None
-    os.environ.setdefault(
-        "MASTER_PORT", str(29500 + job.job_id % 1000)
-    )  # as people have it: it is set already
+    # As people have it: it is set already.
+    os.environ.setdefault("MASTER_PORT", str(29500 + job.job_id % 1000))
     place = asdict(job) | {"output_dir": str(job.output_dir), "five": job.torch_distributed_env()}
     os.write(1, f"CONTEXT {json.dumps(place)}\n".encode())
     return {"rank": job.rank, "world_size": job.world_size, "arguments": arguments}
 
 
 returned = show(sys.argv[1:])
-os.write(
-    1, f"returned {returned}\n".encode()
-)  # at once: print's parts would come between two ranks' lines
+# At once: print's parts would come between two ranks' lines.
+os.write(1, f"returned {returned}\n".encode())

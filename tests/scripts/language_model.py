@@ -159,9 +159,8 @@ def train(
             place = script.dropout_place(args, mesh) if dropout_place is None else dropout_place
             torch.manual_seed(seed_from(args.seed, step, place))
         batch = characters.random_batch(args, windows, step, *script.data_place(mesh), CPU)
-        with (
-            collectives if step == steps - 1 else contextlib.nullcontext()
-        ):  # the last step's: counting is slow
+        # The last step's: counting is slow.
+        with collectives if step == steps - 1 else contextlib.nullcontext():
             loss, norm = script.train_step(args, step, model, optimizer, batch)
         dist.all_reduce(loss)
         losses.append(loss.item() / dist.get_world_size())

@@ -75,9 +75,8 @@ class Bytes(TorchDispatchMode):
             return NotImplemented  # its parts come through here again, as plain tensors
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if (
-                isinstance(tensor, torch.Tensor) and tensor.untyped_storage().device.type != "meta"
-            ):  # without memory
+            # Without memory.
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().device.type != "meta":
                 self.note(tensor.untyped_storage())
         return result
 

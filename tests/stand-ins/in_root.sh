@@ -1,5 +1,6 @@
 #!/bin/bash
-# What the stand-ins share: run a command with a container's folder as its root, in a mount namespace of its own.
+# What the stand-ins share: run a command with a container's folder as its root, in a mount
+# namespace of its own.
 #
 # Usage: in_root.sh FOLDER MOUNTS rw|ro COMMAND [ARG ...]      MOUNTS: HOST:CONTAINER or HOST:CONTAINER:none:OPTIONS, a line each
 set -euo pipefail
@@ -20,7 +21,8 @@ for mount in "${mounts[@]}"; do
     IFS=: read -r from to kind options <<<"$mount"
     fail="enroot-mount: failed to mount: $from at $root$to"
     [[ -e "$from" && ( -z "$kind" || "$kind" == none ) ]] || { echo "$fail: No such file or directory" >&2; exit 1; }
-    to=$root$(chroot "$root" /usr/bin/readlink --canonicalize-missing "$to")    # links are followed in the container
+    # Links are followed in the container.
+    to=$root$(chroot "$root" /usr/bin/readlink --canonicalize-missing "$to")
     if [[ -n "$kind" && "$options" != *x-create=auto* ]]; then
         :
     elif [[ -d "$from" ]]; then mkdir --parents "$to"; else mkdir --parents "${to%/*}" && touch "$to"; fi
