@@ -29,7 +29,8 @@ parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD wi
 parser.add_argument("--dropout", type=float, default=0.25)
 parser.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout")
 parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-parser.add_argument("--device", default=os.environ.get("TRAIN_DEVICE", "auto"), help="auto or cpu")
+device = os.environ.get("TRAIN_DEVICE", "auto")
+parser.add_argument("--device", choices=["auto", "cpu"], default=device)
 parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
 parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
 parser.add_argument(
@@ -39,10 +40,12 @@ parser.add_argument(
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 parser.add_argument("--resume", action="store_true", default=requeued)
 args = parser.parse_args()
+if min(args.epochs, args.batch_size, args.log_every) < 1 or not 0 <= args.dropout < 1:
+    parser.error("--epochs, --batch-size and --log-every are 1 or more, and --dropout is below 1")
 
 # --- process group ---
 # None: this process trains alone.
-use_cuda = args.device == "auto" and torch.cuda.is_available()
+use_cuda = args.device != "cpu" and torch.cuda.is_available()
 
 
 def log(text: str):
@@ -53,7 +56,7 @@ def stop(sentence: str):
     sys.exit(sentence)
 
 
-if args.device == "auto" and not use_cuda and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
+if args.device != "cpu" and not use_cuda and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
     stop("Slurm granted GPUs, but torch sees none: check nvidia-smi, or pass --device cpu")
 device = torch.device("cuda" if use_cuda else "cpu")
 
@@ -64,8 +67,8 @@ try:
     source = mnist.describe(args.data_dir)
 except ValueError as error:
     stop(str(error))
-if not 0 < args.batch_size <= len(train_set):
-    stop(f"--batch-size {args.batch_size} must be between 1 and {len(train_set)} (images)")
+if args.batch_size > len(train_set):
+    stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
 sampler = RandomSampler(train_set, generator=torch.Generator())
 options = {"collate_fn": mnist.collate, "pin_memory": use_cuda}  # EDIT
 train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)

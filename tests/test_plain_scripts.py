@@ -219,10 +219,13 @@ def test_full_disk(script, tiny, tmp_path):
 
 SENTENCES = {
     "no data": (["--data-dir", "/nowhere"], "no MNIST data in /nowhere"),
-    "too large": (["--batch-size", "1000"], "--batch-size 1000 must be between 1 and 300 (images)"),
+    "too large": (["--batch-size", "1000"], "--batch-size 1000 is more than all 300 images"),
     "not finite": (["--learning-rate", "1e8"], "the loss is "),
     "unknown": (["--devise", "cpu"], "unrecognized arguments: --devise cpu"),
     "no number": (["--epochs", "many"], "--epochs: invalid int value: 'many'"),
+    "zero": (["--log-every", "0"], "--log-every are 1 or more"),
+    "dropout": (["--dropout", "1"], "--dropout is below 1"),
+    "device": (["--device", "tpu"], "--device: invalid choice: 'tpu'"),
     "precision": (["--precision", "fp8"], "--precision: invalid choice: 'fp8'"),
 }
 CASES = [(script, case) for script in (SINGLE, DDP) for case in SENTENCES]
