@@ -64,6 +64,8 @@ export NNODES NPROC_PER_NODE WORLD_SIZE CPUS_PER_NODE OMP_NUM_THREADS MASTER_ADD
 unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER_@}" "${!TORCHELASTIC_@}"
 # After sbatch --export=... the ranks still inherit this shell's variables.
 export SLURM_EXPORT_ENV=ALL
+# srun's --mpi: the ranks need no MPI, and a site's default may not load.
+export SLURM_MPI_TYPE=none
 # Seconds that torchrun gives the ranks to save after SIGTERM.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 # Lines reach the log at once, a crash prints where it happened, and there is less noise.

@@ -116,6 +116,13 @@ def test_srun_that_starts_a_launcher_twice(cluster):
     assert "env.sh is for the launchers: sbatch" in done.stderr
 
 
+def test_an_mpi_plugin_that_does_not_load(cluster, tmp_path):
+    """As with MpiDefault=pmix where its library is missing: srun would start nothing."""
+    size = ["--nodes=1", "--gpus-per-node=1", f"--output={tmp_path}/log"]
+    job = cluster.sbatch("--export=ALL,SLURM_MPI_TYPE=absent", *size, LAUNCHERS["srun"], VARIABLES)
+    assert job.state == "COMPLETED", job.log
+
+
 @pytest.mark.matrix
 def test_one_task_of_an_array_is_told_to_stop(cluster, tiny, tmp_path):
     """That one alone is requeued, and goes on. Its neighbour, which has finished, is not."""
