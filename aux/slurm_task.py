@@ -107,7 +107,13 @@ def task(**resources: str | int) -> Callable[[Callable], Callable]:
             if submit_args is not None:
                 sys.exit(submit_script(resources, submit_args))
             job = find_job()
-            if "job" in inspect.signature(function).parameters:
+            parameter = inspect.signature(function).parameters.get("job")
+            if parameter is not None:
+                if job is None and parameter.default is inspect.Parameter.empty:
+                    sys.exit(
+                        f"{function.__name__} needs a job: add --submit --env NAME, or write "
+                        "job=None in its definition to run it here"
+                    )
                 kwargs["job"] = job
             result = function(*args, **kwargs)
             if job and job.rank == 0:

@@ -38,14 +38,14 @@ KINDS = {
 SBATCH_OPTIONS = """
     account acctg-freq batch bb bbf begin chdir cluster-constraint comment constraint container
     contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot
-    dependency distribution error exclude exclusive export extra-node-info get-user-env gid gpu-
-    bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint hold
-    ignore-pbs input job-name kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-
-    bind mem-per-cpu mem-per-gpu mincpus network nice no-kill no-requeue nodefile nodelist nodes
-    ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket open-mode output
-    overcommit oversubscribe partition power prefer priority profile propagate qos quiet reboot
-    requeue reservation signal sockets-per-node spread-job switches thread-spec threads-per-core
-    time time-min tmp tres-per-task uid use-min-nodes verbose wait-all-nodes wckey
+    dependency distribution error exclude exclusive export extra-node-info get-user-env gid gpu-bind
+    gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs
+    input job-name kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind
+    mem-per-cpu mem-per-gpu mincpus network nice no-kill no-requeue nodefile nodelist nodes ntasks
+    ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket open-mode output overcommit
+    oversubscribe partition power prefer priority profile propagate qos quiet reboot requeue
+    reservation signal sockets-per-node spread-job switches thread-spec threads-per-core time
+    time-min tmp tres-per-task uid use-min-nodes verbose wait-all-nodes wckey
 """.split()  # noqa: SIM905
 REFUSED = {
     "array": "an array is many jobs, and submit.py follows one: use sbatch on the cluster",

@@ -1,13 +1,18 @@
 #!/bin/bash
 #SBATCH --job-name=training_job
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1        # one rank on each node: the model is split over both
+#SBATCH --ntasks-per-node=1        # one rank on each node: the model is split over all of them
 #SBATCH --cpus-per-task=1
 #SBATCH --time=01:00:00
 #SBATCH --output=training_job.log  # the same name for every job: tail -f training_job.log
 #SBATCH --requeue
-# Tensor parallelism over the two nodes of the Docker cluster, on Tiny Shakespeare.
+# Tensor parallelism over the nodes of the Docker cluster, on Tiny Shakespeare.
 #
 # Usage: docker exec node-1 sbatch local/cluster/train.sh [arguments of train_tp.py]
+#        docker exec node-1 sbatch --nodes=3 --ntasks=3 local/cluster/train.sh
 set -euo pipefail
-exec ./launch_slurm_to_torch.sh distributed/train_tp.py --tensor-parallel 2 --across-nodes --steps 200 "$@"
+
+# Two heads of 32 channels for each node, since heads are not split.
+nodes=$SLURM_JOB_NUM_NODES
+exec ./launch_slurm_to_torch.sh distributed/train_tp.py --tensor-parallel "$nodes" --across-nodes \
+  --heads $((2 * nodes)) --width $((64 * nodes)) --steps 200 "$@"
