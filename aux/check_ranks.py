@@ -1,255 +1,459 @@
-"""Step 0 alone, to run before a long job: where every rank is, what its node is fit for, one
-all-reduce, and a verdict.
+"""Find the bad node: where every rank is, how fast it is, and a verdict.
 
     sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 \\
         launch_slurm_with_torchrun.sh aux/check_ranks.py
-    ./torchrun.sh aux/check_ranks.py
+    srun --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 python check_ranks.py
+    torchrun --standalone --nproc-per-node=8 check_ranks.py
 
-Exit code 0 and a line that begins with VERDICT when every rank is where it should be; otherwise
-one sentence that names the rank, the node and the fault, and another exit code. Looked at: CPUs,
-names that resolve to loopback, open files, /dev/shm, the folder for checkpoints (space, inodes,
-the same on all nodes; a quota does not show) and the clocks.
+The last line says that all is well (exit status 0, also with warnings), or which nodes to leave out
+(exit status 1). All ranks compute at once, as in training. A rank that is slower than 0.8 of the
+median is bad. It needs torch and no other file: copy it.
 """
 
 import argparse
+import contextlib
+import itertools
+import json
 import os
 import resource
 import secrets
 import shutil
+import signal
 import socket
+import statistics
+import subprocess
 import sys
+import threading
 import time
-from argparse import Namespace
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
+from xml.etree import ElementTree
 
 import torch
 import torch.distributed as dist
 
-from resilience.arguments import ArgumentParser, device_name
-from resilience.place import Place
-from resilience.ranks import Ranks, find_ranks, stop
-from resilience.step_zero import device_fault, gpu_uuid, step_zero
-
-# --- arguments ---
-
-
-def parse_arguments() -> Namespace:
-    parser = ArgumentParser(description=__doc__)
-    device = os.environ.get("TRAIN_DEVICE", "auto")
-    parser.add_argument(
-        "--device", type=device_name, default=device, help="auto, cpu or cuda; or TRAIN_DEVICE"
-    )
-    parser.add_argument(
-        "--checkpoint-dir",
-        type=Path,
-        default="checkpoints",
-        help="the folder that all nodes must see",
-    )
-    parser.add_timeout_arguments()
-    help = (
-        "the script and arguments of the job to come: those of the above among them count here, too"
-    )
-    parser.add_argument("--before", nargs=argparse.REMAINDER, help=help)
-    args = parser.parse_args()
-    return parser.parse_known_args(args.before, namespace=args)[0] if args.before else args
-
-
+env = os.environ
+HOST = env.get("SLURMD_NODENAME") or socket.gethostname()
+INFINIBAND = Path("/sys/class/infiniband")
+# A power cap is none of them: a GPU that computes all the time reaches it.
+SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 MB = 2**20
 
-# --- checks ---
+# Only steps of srun have ranks, and a small number. The batch shell has SLURM_PROCID as well.
+slurm = env if int(env.get("SLURM_STEP_ID", 2**32)) < 2**31 else {}
+rank = int(env.get("RANK", slurm.get("SLURM_PROCID", 0)))
+local_rank = int(env.get("LOCAL_RANK", slurm.get("SLURM_LOCALID", 0)))
+world_size = int(env.get("WORLD_SIZE", slurm.get("SLURM_NTASKS", 1)))
+nodes = int(slurm.get("SLURM_STEP_NUM_NODES", 1))
+ranks_per_node = int(env.get("LOCAL_WORLD_SIZE", -(-world_size // nodes)))
+launcher = "srun" if slurm else "hand"
+if "TORCHELASTIC_RUN_ID" in env:  # set by torchrun and by spawn_ranks.py
+    launcher = "torchrun" if "TORCHELASTIC_USE_AGENT_STORE" in env else "spawn"
 
 
-def count_cpus(ranks: Ranks) -> tuple[int, str | None]:
-    """The CPUs this rank may use, some of them perhaps shared with others, and a sentence if
-    they are too few."""
-    if not hasattr(os, "sched_getaffinity"):  # macOS
-        return os.cpu_count() or 1, None
-    asked = int(
-        os.environ.get("SLURM_CPUS_PER_TASK" if ranks.launcher == "srun" else "CPUS_PER_NODE") or 1
+def parse_arguments() -> argparse.Namespace:
+    text = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=text, allow_abbrev=False)
+    device = env.get("TRAIN_DEVICE", "auto")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default=device)
+    help = "the folder that all nodes must see"
+    parser.add_argument("--checkpoint-dir", type=Path, default="checkpoints", help=help)
+    help = "seconds to wait for a rank (default: 300)"
+    parser.add_argument("--timeout", type=float, default=300, help=help)
+    help = "see whether SIGTERM reaches the ranks. torchrun ends after it, and the job is FAILED"
+    parser.add_argument("--signal", action="store_true", help=help)
+    args = parser.parse_args()
+    if args.signal and not (slurm and shutil.which("scancel")):
+        parser.error("--signal needs scancel, and a step of srun")
+    if not 1 <= args.timeout <= 1e6:
+        parser.error("--timeout is at least 1 and at most 1000000")
+    return args
+
+
+def stop(sentence: str):
+    """Ends this rank, and so the job, at once: gloo's threads could keep it from a clean end."""
+    sys.stderr.write(f"[Rank {rank} on {HOST}] {sentence}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+# --- the ranks meet ---
+
+
+def hosts_of_step() -> list[str]:
+    """The nodes of this srun in the order of their ranks; none without scontrol."""
+    if not slurm or not shutil.which("scontrol"):
+        return []
+    command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
+    return subprocess.run(command, capture_output=True, text=True).stdout.split()
+
+
+def check_world_size():
+    """Stops if this is one of several trainings that do not know of each other."""
+    tasks, groups = slurm.get("SLURM_NTASKS"), env.get("GROUP_WORLD_SIZE")
+    if not slurm or launcher == "srun" or groups == tasks:
+        return
+    # Each of them has a rank 0, but the job has one task 0.
+    if int(slurm["SLURM_PROCID"]) > 0 or local_rank > 0:
+        os._exit(0)
+    stop(
+        f"{tasks} independent trainings instead of one: srun started {tasks} x {launcher}, and "
+        f"this one knows of {groups} node (world size {world_size}); torchrun needs "
+        f"--nnodes={tasks} and the same --master-addr everywhere, never --standalone "
+        "(torchrun.sh does that)"
     )
+
+
+def open_store(timeout: float) -> dist.Store:
+    """A dictionary that all ranks share: they can report even if no collective works."""
+    if world_size == 1:
+        return dist.HashStore()
+    if "MASTER_ADDR" not in env:
+        hosts = hosts_of_step()
+        if not hosts:
+            stop(f"this is one of {world_size} ranks, but MASTER_ADDR is not set: use a launcher")
+        env["MASTER_ADDR"] = hosts[0]
+        env["MASTER_PORT"] = str(61000 + int(env["SLURM_JOB_ID"]) % 4536)
+    address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    # gloo listens at the address of the node's own name: nobody else reaches 127.0.1.1 there.
+    for name in (socket.gethostname(), address) if nodes > 1 and local_rank == 0 else ():
+        with contextlib.suppress(OSError):
+            if (found := socket.gethostbyname(name)).startswith("127."):
+                stop(f"{name} is {found} here, where no other node is: look at /etc/hosts")
+    # torchrun's agent has opened it, or rank 0 does, and waits for nobody: it names those that do
+    # not come. The others wait longer, so that it is the first to speak.
+    opens = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    patience = timedelta(seconds=timeout if rank == 0 else timeout + 30)
+    store = dist.TCPStore(address, port, world_size, opens, patience, False, multi_tenant=True)
+    return dist.PrefixStore("check_ranks", store)
+
+
+def gather(store: dist.Store, step: str, mine: dict, timeout: float) -> list[dict]:
+    """Waits for all ranks. Returns on rank 0 what each has found, on the others nothing."""
+    store.set(f"{step}/{rank}", json.dumps(mine))
+    if rank != 0:
+        try:
+            store.wait([step])
+        except dist.DistError:
+            os._exit(1)  # rank 0 has ended, and has said why
+        return []
+    keys = [f"{step}/{other}" for other in range(world_size)]
+    try:
+        store.wait(keys, timedelta(seconds=timeout))
+    except dist.DistError:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        hosts = hosts_of_step() or ["a node that Slurm does not name"] * world_size
+        named = [f"rank {other} on {hosts[other // ranks_per_node]}" for other in missing]
+        what = f"{len(missing)} of {world_size} ranks have not come to the {step} in {timeout:g} s"
+        stop(f"{what}: {', '.join(named[:8])}{', ...' if len(named) > 8 else ''}")
+    store.set(step, "")
+    return [json.loads(store.get(key)) for key in keys]
+
+
+# --- is the node fit? ---
+
+
+def choose_device(asked: str) -> tuple[torch.device, list[str]]:
+    """This rank's device, and what is bad about it."""
+    cpu, count = torch.device("cpu"), torch.cuda.device_count()
+    granted = int(env.get("SLURM_GPUS_ON_NODE") or 0)
+    if asked == "cpu" or (asked == "auto" and count == granted == 0):
+        return cpu, []
+    if count == 0:
+        what = f"Slurm granted {granted} GPUs on this node, but torch {torch.__version__} sees none"
+        return cpu, [f"{what}: look at nvidia-smi and the build of torch, or say --device cpu"]
+    # If Slurm hides the other ranks' GPUs, this rank's is number 0.
+    number = local_rank if count > 1 else 0
+    if number >= count:
+        what = f"local rank {local_rank} has no GPU: torch sees {count}"
+        return cpu, [f"{what}; ask for as many GPUs a node as ranks"]
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number), []
+
+
+def limits() -> Iterator[str]:
+    """What is too small on this node."""
     cpus = len(os.sched_getaffinity(0))
-    fault = (
-        f"may use {cpus} CPUs, but the job asked for {asked}: look at --cpus-per-task on the srun "
-        "line"
-    )
-    return cpus, fault if cpus < asked else None
+    asked = int(env.get("SLURM_CPUS_PER_TASK" if launcher == "srun" else "CPUS_PER_NODE") or 1)
+    if cpus < asked:
+        yield f"may use {cpus} CPUs, but the job asked for {asked}: look at srun's --cpus-per-task"
+    # A socket for each peer, rank 0 two, besides some hundred files of Python's and torch's.
+    files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 512 + 2 * world_size
+    if files != resource.RLIM_INFINITY and files < needed:
+        yield f"may have {files} files open, {needed} are needed: say ulimit -n {needed} in env.sh"
+    # Loader workers and NCCL hand data over there. A container has 64 MB by default.
+    if os.path.isdir("/dev/shm") and (free := shutil.disk_usage("/dev/shm").free // MB) < 256:
+        yield f"/dev/shm has {free} MB free, 256 MB are needed: clear it, or --shm-size=1g"
 
 
-def check_names() -> str | None:
-    """Gloo listens at the address of the node's own name, and at 127.0.1.1 (Debian's habit)
-    nobody else reaches it."""
-    nodes = os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("GROUP_WORLD_SIZE") or "1"
-    for name in (
-        {socket.gethostname(), os.environ.get("MASTER_ADDR", "localhost")} if nodes != "1" else ()
-    ):
-        try:
-            address = socket.gethostbyname(name)
-        except OSError:
-            continue  # Step 0 has its own sentence for this
-        if address.startswith("127."):
-            return (
-                f"the name {name} resolves to {address}, where no other node is: look at "
-                "/etc/hosts here"
-            )
-    return None
-
-
-def check_open_files(world_size: int) -> str | None:
-    """A rank has a socket for each of its peers, rank 0 two, besides some hundred files of
-    Python's and torch's."""
-    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 512 + 2 * world_size
-    if limit == resource.RLIM_INFINITY or limit >= needed:
-        return None
-    return f"may have {limit} files open, {needed} are needed: say ulimit -n {needed} in env.sh"
-
-
-def check_shared_memory() -> str | None:
-    """Loader workers and NCCL hand data over in /dev/shm, of which a container has 64 MB by
-    default."""
-    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else sys.maxsize
-    if free >= 256 * MB:
-        return None
-    return (
-        f"/dev/shm has {free // MB} MB free, 256 MB are needed: clear it, or start the container "
-        "with --shm-size=1g"
-    )
-
-
-def check_space(folder: Path) -> str | None:
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
-    if free < 1024 * MB:
-        return (
-            f"{folder} has {free // MB} MB free, and 1024 MB are needed: delete old checkpoints, "
-            "or take another disk"
-        )
-    # Some file systems do not count them, and both are 0.
-    if found.f_files and found.f_favail < 1000:
-        return (
-            f"{folder} has inodes for {found.f_favail} files left, and 1000 are needed: delete "
-            "files there"
-        )
-    return None
-
-
-def check_folder(folder: Path, place: Place) -> str | None:
-    """Rank 0 makes a file with a random name where checkpoints will be, and every rank looks for
-    it."""
-    rank, token, fault = place.rank, [None], None
+def folder_faults(folder: Path, store: dist.Store) -> list[str]:
+    """Rank 0 leaves a file where checkpoints will be, and every rank looks for it there."""
     if rank == 0:
-        folder = next(
-            path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()
-        )
-        fault = check_space(folder)
-        path = folder / f".check_ranks_{secrets.token_hex(8)}"
+        while not folder.is_dir():
+            folder = folder.parent
+        mark = folder / f".check_ranks_{secrets.token_hex(8)}"
+    else:
+        mark = Path(store.get("mark").decode())
+    fault = None
+    space = os.statvfs(mark.parent) if mark.parent.is_dir() else None
+    if space and (free := space.f_bavail * space.f_frsize // MB) < 1024:
+        fault = f"{mark.parent} has {free} MB free, and 1024 MB are needed: delete old checkpoints"
+    if rank == 0:
         try:
-            path.touch()
-            token = [str(path)]
+            mark.touch()
         except OSError as error:
             fault = fault or f"cannot write in {folder}: {error.strerror}"
-    if place.world_size > 1:
-        dist.broadcast_object_list(token)
-        if rank != 0 and token[0]:
-            folder = Path(token[0]).parent
-            fault = check_space(folder) if folder.is_dir() else None
-            if not fault and not os.path.exists(token[0]):
-                fault = (
-                    f"does not see what rank 0 writes in {folder}: it must be on a file system "
-                    "that all nodes share"
-                )
-        place.barrier()
-    if rank == 0 and token[0]:
-        path.unlink()
-    return fault
+        # "." is there on all ranks.
+        store.set("mark", "." if fault else str(mark))
+    elif not mark.exists():
+        fault = (
+            fault or f"does not see what rank 0 writes in {mark.parent}: all nodes must share it"
+        )
+    return [fault] if fault else []
 
 
-def clock_difference(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> float:
-    """Seconds by which our clock is ahead of theirs, at least (negative: behind); 0 where they
-    may be equal.
-
-    Each pair is the time before and after an all-reduce. All ranks are in it at some one moment,
-    so that two clocks which agree cannot show spans that do not overlap, however long the
-    network takes.
-    """
-    ahead = max(ours[0] - theirs[1] for ours, theirs in zip(ours, theirs, strict=True))
-    behind = max(theirs[0] - ours[1] for ours, theirs in zip(ours, theirs, strict=True))
-    return max(ahead, 0.0) - max(behind, 0.0)
-
-
-def check_clocks(place: Place) -> str | None:
-    spans = []
-    for _ in range(5):
-        before = time.time()
-        place.all_reduced([1])
-        spans.append((before, time.time()))
-    everywhere = [spans] * place.world_size
-    if place.world_size > 1:
-        dist.all_gather_object(everywhere, spans)
-    seconds = clock_difference(spans, everywhere[0])
-    if abs(seconds) < 1:
-        return None
-    how = "ahead of" if seconds > 0 else "behind"
-    return (
-        f"its clock is {abs(seconds):.1f} s {how} rank 0's: have chronyd or ntpd run on this node"
-    )
+def warnings(device: torch.device) -> Iterator[str]:
+    """What may slow a training run down."""
+    there = int(env.get("SLURM_GPUS_ON_NODE") or len(list(Path("/dev").glob("nvidia[0-9]*"))))
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and count < min(there, ranks_per_node):
+        what = f"sees {count} of this node's {there} GPUs"
+        why = "--gpus-per-task or --gpu-bind hides its peers' from NCCL"
+        yield f"{what}: {why}; ask with --gpus-per-node instead"
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if INFINIBAND.is_dir() and any(INFINIBAND.iterdir()) and locked != resource.RLIM_INFINITY:
+        what = f"may lock {locked // 1024} KB of memory, and InfiniBand needs more"
+        yield f"{what}: ulimit -l unlimited in env.sh, or LimitMEMLOCK=infinity for slurmd"
 
 
-def check_all_reduce(place: Place) -> tuple[float, str | None]:
-    """Milliseconds of one all-reduce of four bytes, and a sentence if its result is not right."""
-    for _ in range(2):  # the first one warms up
+def ask_nvidia_smi() -> tuple[list[str], list[str]]:
+    """What is bad about this node's GPUs, and what is worth a warning."""
+    bad, notes = [], []
+    if not shutil.which("nvidia-smi"):
+        return bad, notes
+    command = ["nvidia-smi", "--query", "--xml-format"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except subprocess.SubprocessError as error:
+        return [f"nvidia-smi fails here: {error}"], notes
+    for number, gpu in enumerate(ElementTree.fromstring(done.stdout).iter("gpu")):
+        counts = [each for each in gpu.iterfind("ecc_errors/volatile/*")]
+        texts = [each.text for each in counts if "uncorrectable" in each.tag]
+        errors = sum(int(text) for text in texts if text.isdigit())  # or N/A
+        if errors:
+            bad.append(f"GPU {number} has {errors} uncorrected ECC errors")
+        for each in gpu.iter():
+            # clocks_event_reason_hw_slowdown, or clocks_throttle_reason_hw_slowdown
+            reason = each.tag.partition("_reason_")[2]
+            if reason in SLOWDOWNS and each.text.strip() == "Active":
+                bad.append(f"GPU {number} is throttled: {reason}")
+        if gpu.findtext("mig_mode/current_mig") == "Enabled":
+            notes.append(f"GPU {number} is in MIG mode: a rank gets a part of it")
+    return bad, notes
+
+
+# --- how fast is it? ---
+
+
+def finish(device: torch.device):
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def rate(device: torch.device, amount: float, work: Callable) -> float:
+    """What is done in a second, if one call of `work` does `amount`."""
+    rates, end = [], time.perf_counter() + (3 if device.type == "cuda" else 1.5)
+    while len(rates) < 20 or time.perf_counter() < end:
         start = time.perf_counter()
-        [found] = place.all_reduced([place.rank])
-    right = place.world_size * (place.world_size - 1) // 2
-    fault = (
-        None
-        if found == right
-        else f"the all-reduce of all ranks gave {int(found)} instead of {right}"
-    )
-    return (time.perf_counter() - start) * 1000, fault
+        work()
+        finish(device)
+        rates.append(amount / (time.perf_counter() - start))
+    # A GPU slows down as it gets warm. A CPU runs other programs as well, so its best counts.
+    return statistics.median(rates) if device.type == "cuda" else max(rates)
 
 
-# --- main ---
+def measure(device: torch.device, mine: dict):
+    """The speeds of a matmul and of a copy. On a CPU one call takes less than a millisecond, so
+    that some are not interrupted."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        free, total = torch.cuda.mem_get_info()
+        mine["GPU memory in use"] = f"{(total - free) / 2**30:.1f} GB"
+        if total - free > 2048 * MB:  # half a gigabyte or so is CUDA's own
+            mine["bad"].append("other programs use its GPU's memory: nvidia-smi names them")
+
+    size, dtype = (8192, torch.bfloat16) if on_gpu else (256, torch.float32)
+    a, b, c = torch.rand(3, size, size, device=device, dtype=dtype)
+    mine["TFLOP/s"] = rate(device, 2 * size**3 / 1e12, lambda: torch.mm(a, b, out=c))
+
+    # From piece to piece, so that none is in a cache
+    total, piece = (2048 * MB, 1024 * MB) if on_gpu else (128 * MB, 4 * MB)
+    pieces = itertools.cycle(torch.ones(total, device=device, dtype=torch.uint8).split(piece))
+    with ThreadPoolExecutor(1) as pool:
+        # One rank of a node asks, while all its GPUs are at work.
+        asked = pool.submit(ask_nvidia_smi) if local_rank == 0 else None
+        amount = 2 * piece / 1e9  # read and written
+        mine["GB/s"] = rate(device, amount, lambda: next(pieces).copy_(next(pieces)))
+    if asked:
+        bad, notes = asked.result()
+        mine["bad"] += bad
+        mine["warnings"] += notes
 
 
-def main(args: Namespace):
-    ranks = find_ranks()
-    rank, world_size = ranks.rank, ranks.world_size
-    fault = device_fault(args.device, ranks)
-    use_cuda = args.device != "cpu" and torch.cuda.is_available() and not fault
-    device = torch.device("cpu")
-    if use_cuda:
-        # GPU number local_rank, but number 0 if Slurm shows this rank a single GPU.
-        device = torch.device("cuda", ranks.local_rank if torch.cuda.device_count() > 1 else 0)
-        torch.cuda.set_device(device)
+def all_reduce(device: torch.device, store: dist.Store, mine: dict, timeout: float):
+    """GB/s on the bus as nccl-tests define it, and whether the sum is right."""
+    on_gpu, limit = device.type == "cuda", timedelta(seconds=timeout)
+    backend, size, repeats = ("nccl", 256 * MB, 20) if on_gpu else ("gloo", 64 * MB, 3)
+    # NCCL can wait for ever in its first collective.
+    name = f"{backend.upper()}_SOCKET_IFNAME"
+    what = f"the all-reduce has not ended in {timeout:g} s: a firewall, or a wrong network, which"
+    timer = threading.Timer(timeout, stop, [f"{what} {name} in env.sh chooses"])
+    timer.daemon = True
+    timer.start()
+    total, right, times = world_size * (world_size + 1) // 2, True, []
+    try:
+        dist.init_process_group(backend, None, limit, world_size, rank, store)
+        for _ in range(repeats):
+            numbers = torch.full([size // 8], rank + 1, dtype=torch.float64, device=device)
+            finish(device)
+            start = time.perf_counter()
+            dist.all_reduce(numbers)
+            finish(device)
+            times.append(time.perf_counter() - start)
+            right &= bool((numbers == total).all())
+    except RuntimeError as error:
+        mine["bad"].append(f"the all-reduce fails: {str(error).splitlines()[0]}")
+        return
+    finally:
+        timer.cancel()
+    if not right:
+        mine["bad"].append("gets a wrong sum in the all-reduce")
+    # The first one connects.
+    speed = 2 * (world_size - 1) / world_size * size / statistics.median(times[1:]) / 1e9
+    sums = "the sum is right" if right else "the sum is wrong"
+    mine["all-reduce"] = f"all-reduce of {size // MB} MB: {speed:.2f} GB/s on the bus, {sums}"
 
-    # A rank that seeks rank 0 at a loopback address would never find it.
-    if names_fault := check_names():
-        stop(names_fault, rank, speaker=rank - ranks.local_rank)
-    cpus, cpu_fault = count_cpus(ranks)
-    fault = fault or cpu_fault or check_open_files(world_size) or check_shared_memory()
-    columns = {"GPU": gpu_uuid(device) or "none", "CPUs": cpus, "threads": torch.get_num_threads()}
-    store = step_zero(args, ranks, device, fault, **columns)
-    place = Place(ranks, device, args.init_timeout)
-    if world_size > 1:
-        backend, wait = "nccl" if use_cuda else "gloo", timedelta(seconds=args.init_timeout)
-        with place.connecting(backend):
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world_size, timeout=wait
-            )
-            place.all_reduced([1])
 
-    milliseconds, fault = check_all_reduce(place)
-    folder_fault = check_folder(args.checkpoint_dir, place)
-    clock_fault = check_clocks(place)
-    place.stop_if_any(fault or folder_fault or clock_fault)
+def try_signal(store: dist.Store, mine: dict, timeout: float):
+    """Whether SIGTERM, which Slurm sends at the time limit and at preemption, reaches this rank."""
+    came = []
+    signal.signal(signal.SIGTERM, lambda *_: came.append(True))
+    gather(store, "signal", mine, timeout)
     if rank == 0:
-        fine = f"{world_size} ranks started by {ranks.launcher} are fine"
-        print(f"VERDICT: {fine}, all-reduce in {milliseconds:.2f} ms")
-    place.shutdown()
+        step = f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
+        print(f"scancel --signal=TERM {step}", flush=True)
+        subprocess.run(["scancel", "--signal=TERM", step])
+    end = time.monotonic() + 10
+    while not came and time.monotonic() < end:
+        time.sleep(0.1)
+    mine["signal"] = bool(came)
+
+
+# --- the verdict, on rank 0 ---
+
+
+def compare(found: list[dict]):
+    """Adds what is bad about a rank beside the others."""
+    gpus, others = {}, found[0]
+    for number, its in enumerate(found):
+        if its["torch"] != others["torch"]:
+            its["bad"].append(
+                f"different versions of torch: {its['torch']}, rank 0 {others['torch']}"
+            )
+        other = gpus.setdefault((its["host"], its["gpu"] or number), number)
+        if other != number:
+            its["bad"].append(f"is on one GPU with rank {other}: ask for one GPU for each rank")
+        ahead = its.get("clock", 0) - others.get("clock", 0)
+        if abs(ahead) > 5:
+            how = "ahead of" if ahead > 0 else "behind"
+            its["bad"].append(f"its clock is {abs(ahead):.0f} s {how} rank 0's: chronyd or ntpd")
+    for name in ("TFLOP/s", "GB/s"):
+        median = statistics.median(its.get(name, 0) for its in found)
+        for its in found:
+            if its.get(name, 0) < 0.8 * median:
+                its["bad"].append(f"{its[name]:.3g} {name}, and the median is {median:.3g}")
+
+
+def report(found: list[dict], asked_for_signal: bool) -> int:
+    """Prints a table, what is wrong, and the verdict. Returns the exit status."""
+    print(f"world size {len(found)}, torch {torch.__version__}")
+    heads = ("local rank", "host", "device", "CPUs", "TFLOP/s", "GB/s", "GPU memory in use")
+    rows = [("rank", *heads, "")]
+    for number, its in enumerate(found):
+        cells = [its.get(head, "-") for head in heads]
+        cells = [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells]
+        rows.append((str(number), *cells, "<- bad" if its["bad"] else ""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(cells).rstrip())
+    if "all-reduce" in found[0]:
+        print(found[0]["all-reduce"])
+    if asked_for_signal:
+        deaf = [f"rank {n} on {its['host']}" for n, its in enumerate(found) if not its["signal"]]
+        print("signals reach the ranks:", f"not {', '.join(deaf)}" if deaf else "yes")
+
+    for kind in ("warnings", "bad"):
+        sentences = {}
+        for number, its in enumerate(found):
+            for sentence in its[kind]:
+                sentences.setdefault(sentence, []).append(number)
+        for sentence, (first, *more) in sentences.items():
+            where = f"[Rank {first} on {found[first]['host']}] {'warning: ' * (kind != 'bad')}"
+            print(f"{where}{sentence}{f' (and {len(more)} more)' if more else ''}")
+    hosts = dict.fromkeys(its["host"] for its in found)
+    bad = dict.fromkeys(its["host"] for its in found if its["bad"])
+    if not bad:
+        print(f"VERDICT: all well, {len(found)} ranks started by {launcher}")
+    elif len(bad) < len(hosts):
+        which = f"{', '.join(bad)} {'is' if len(bad) == 1 else 'are'} bad"
+        print(f"VERDICT: {which}, submit again with --exclude={','.join(bad)}")
+    else:
+        print("VERDICT: bad on every node, so that the cause may be the job: see above")
+    sys.stdout.flush()
+    return 1 if bad else 0
+
+
+def main():
+    args = parse_arguments()
+    cpus = len(os.sched_getaffinity(0))
+    if "OMP_NUM_THREADS" not in env:  # a bare srun
+        torch.set_num_threads(max(1, cpus if launcher == "srun" else cpus // ranks_per_node))
+    check_world_size()
+    store = open_store(args.timeout)
+    device, bad = choose_device(args.device)
+    bad += [*limits(), *folder_faults(args.checkpoint_dir.absolute(), store)]
+    # It tells two GPUs of a node apart, whatever CUDA_VISIBLE_DEVICES has renumbered.
+    gpu = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else ""
+    mine = {"host": HOST, "local rank": local_rank, "device": str(device), "CPUs": cpus}
+    mine |= {"torch": torch.__version__, "gpu": str(gpu), "bad": bad}
+    mine["warnings"] = list(warnings(device))
+
+    found = gather(store, "start", mine, args.timeout)
+    mine["clock"] = time.time()
+    if rank == 0:
+        with contextlib.suppress(OSError):
+            os.unlink(store.get("mark").decode())
+        compare(found)
+        # It may not even be able to go on.
+        if any(its["bad"] for its in found):
+            os._exit(report(found, False))
+    measure(device, mine)
+    gather(store, "all-reduce", mine, args.timeout)
+    if world_size > 1:
+        all_reduce(device, store, mine, args.timeout)
+    if args.signal:
+        try_signal(store, mine, args.timeout)
+    if rank == 0:
+        found = gather(store, "end", mine, args.timeout)
+        compare(found)
+        os._exit(report(found, args.signal))
+    # A rank that fails has the others ended before rank 0 has said why. So it alone fails the job.
+    store.set(f"end/{rank}", json.dumps(mine))
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    main(parse_arguments())
+    main()

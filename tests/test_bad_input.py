@@ -41,11 +41,12 @@ SCRIPTS = {  # how many command lines for each
 PLAIN = (
     "local/train_single.py",
     "distributed/train_ddp.py",
+    "aux/check_ranks.py",
     "aux/plot_runs.py",
     "aux/prepare_data.py",
 )
 # They import torch first: fewer lines, fewer at once.
-FLAT = (*PLAIN, "distributed/train_preemptible.py", "aux/check_ranks.py")
+FLAT = (*PLAIN, "distributed/train_preemptible.py")
 IN_JOBS = {"srun": 8, "torchrun": 2, "spawn": 2}  # and these, by the launchers on the cluster
 FEW_IN_JOBS = {"srun": 1, "torchrun": 1, "spawn": 1}
 HOSTILE = [

@@ -289,8 +289,9 @@ def test_check_ranks(device, tmp_path, form, ranks):
     del checked[checked.index("--data-dir") : checked.index("--checkpoint-dir")]
     done = run(*checked, env=environment(NPROC_PER_NODE=ranks, **variables))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"VERDICT: {ranks} ranks started by {form} are fine" in done.stdout
-    assert ("GPU: none" in done.stdout) == (device == "cpu"), done.stdout
+    starter = "hand" if form == "environment" else form
+    assert f"VERDICT: all well, {ranks} ranks started by {starter}" in done.stdout
+    assert (" cuda:0 " in done.stdout) == (device == "cuda"), done.stdout
 
 
 # --- stop, save and resume ---

@@ -702,7 +702,7 @@ def test_granted_gpus_that_torch_does_not_see_stop_the_job(cluster, tmp_path):
         job.log
     )
     job = cluster.sbatch(*command)  # the local cluster's TaskProlog sets TRAIN_DEVICE=cpu
-    assert job.state == "COMPLETED" and "VERDICT: 2 ranks" in job.log, job.log
+    assert job.state == "COMPLETED" and "VERDICT: all well" in job.log, job.log
 
 
 @pytest.mark.matrix
@@ -923,7 +923,7 @@ def test_a_good_job_ends_with_its_last_sentence(cluster, tiny, tmp_path):
 def test_check_ranks_passes_with_every_launcher(cluster, tmp_path):
     for way, job in in_all_ways(cluster, tmp_path, "aux/check_ranks.py").items():
         assert (
-            job.state == "COMPLETED" and f"VERDICT: 4 ranks started by {way} are fine" in job.log
+            job.state == "COMPLETED" and f"VERDICT: all well, 4 ranks started by {way}" in job.log
         ), job.log
 
 
@@ -934,7 +934,7 @@ def test_check_ranks_names_different_versions_of_torch(cluster, tmp_path):
     options = [f"--output={tmp_path}/log", LAUNCHERS["srun"], "aux/check_ranks.py"]
     job = cluster.sbatch(*options, env={"PYTHONPATH": tmp_path})
     assert job.state == "FAILED", job.log
-    said = r"different versions of torch: rank 2 on \S+ has 2\.0\.0, rank 0 2\.13"
+    said = r"\[Rank 2 on \S+\] different versions of torch: 2\.0\.0, rank 0 2\.13"
     assert re.search(said, job.log), job.log
 
 
