@@ -63,10 +63,10 @@ def parse_arguments() -> argparse.Namespace:
     help = "seconds to wait for a rank (default: 300)"
     parser.add_argument("--timeout", type=float, default=300, help=help)
     help = "see whether SIGTERM reaches the ranks. torchrun ends after it, and the job is FAILED"
-    parser.add_argument("--signal", action="store_true", help=help)
+    parser.add_argument("--sigterm", action="store_true", help=help)
     args = parser.parse_args()
-    if args.signal and not (slurm and shutil.which("scancel")):
-        parser.error("--signal needs scancel, and a step of srun")
+    if args.sigterm and not (slurm and shutil.which("scancel")):
+        parser.error("--sigterm needs scancel, and a step of srun")
     if not 1 <= args.timeout <= 1e6:
         parser.error("--timeout is at least 1 and at most 1000000")
     return args
@@ -306,12 +306,13 @@ def all_reduce(device: torch.device, store: dist.Store, mine: dict, timeout: flo
     """GB/s on the bus as nccl-tests define it, and whether the sum is right."""
     on_gpu, limit = device.type == "cuda", timedelta(seconds=timeout)
     backend, size, repeats = ("nccl", 256 * MB, 20) if on_gpu else ("gloo", 64 * MB, 3)
-    # NCCL can wait for ever in its first collective.
-    name = f"{backend.upper()}_SOCKET_IFNAME"
-    what = f"the all-reduce has not ended in {timeout:g} s: a firewall, or a wrong network, which"
-    timer = threading.Timer(timeout, stop, [f"{what} {name} in env.sh chooses"])
+    hint = f"{backend.upper()}_SOCKET_IFNAME in env.sh chooses the network"
+    # NCCL can wait for ever in its first collective. gloo gives up by itself.
+    late = f"the all-reduce has not ended within {timeout:g} s: a firewall, or {hint}"
+    timer = threading.Timer(timeout + 5, stop, [late])
     timer.daemon = True
-    timer.start()
+    if rank == 0:
+        timer.start()
     total, right, times = world_size * (world_size + 1) // 2, True, []
     try:
         dist.init_process_group(backend, None, limit, world_size, rank, store)
@@ -324,7 +325,7 @@ def all_reduce(device: torch.device, store: dist.Store, mine: dict, timeout: flo
             times.append(time.perf_counter() - start)
             right &= bool((numbers == total).all())
     except RuntimeError as error:
-        mine["bad"].append(f"the all-reduce fails: {str(error).splitlines()[0]}")
+        mine["bad"].append(f"the all-reduce fails, {hint}: {str(error).splitlines()[0]}")
         return
     finally:
         timer.cancel()
@@ -356,16 +357,15 @@ def try_signal(store: dist.Store, mine: dict, timeout: float):
 
 def compare(found: list[dict]):
     """Adds what is bad about a rank beside the others."""
-    gpus, others = {}, found[0]
+    gpus, first = {}, found[0]
     for number, its in enumerate(found):
-        if its["torch"] != others["torch"]:
-            its["bad"].append(
-                f"different versions of torch: {its['torch']}, rank 0 {others['torch']}"
-            )
+        if its["torch"] != first["torch"]:
+            versions = f"{its['torch']}, rank 0 {first['torch']}"
+            its["bad"].append(f"different versions of torch: {versions}")
         other = gpus.setdefault((its["host"], its["gpu"] or number), number)
         if other != number:
             its["bad"].append(f"is on one GPU with rank {other}: ask for one GPU for each rank")
-        ahead = its.get("clock", 0) - others.get("clock", 0)
+        ahead = its.get("clock", 0) - first.get("clock", 0)
         if abs(ahead) > 5:
             how = "ahead of" if ahead > 0 else "behind"
             its["bad"].append(f"its clock is {abs(ahead):.0f} s {how} rank 0's: chronyd or ntpd")
@@ -373,7 +373,7 @@ def compare(found: list[dict]):
         median = statistics.median(its.get(name, 0) for its in found)
         for its in found:
             if its.get(name, 0) < 0.8 * median:
-                its["bad"].append(f"{its[name]:.3g} {name}, and the median is {median:.3g}")
+                its["bad"].append(f"{its[name]:.3f} {name}, and the median is {median:.3f}")
 
 
 def report(found: list[dict], asked_for_signal: bool) -> int:
@@ -383,7 +383,7 @@ def report(found: list[dict], asked_for_signal: bool) -> int:
     rows = [("rank", *heads, "")]
     for number, its in enumerate(found):
         cells = [its.get(head, "-") for head in heads]
-        cells = [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells]
+        cells = [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells]
         rows.append((str(number), *cells, "<- bad" if its["bad"] else ""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -418,17 +418,16 @@ def report(found: list[dict], asked_for_signal: bool) -> int:
 
 def main():
     args = parse_arguments()
-    cpus = len(os.sched_getaffinity(0))
     if "OMP_NUM_THREADS" not in env:  # a bare srun
-        torch.set_num_threads(max(1, cpus if launcher == "srun" else cpus // ranks_per_node))
+        torch.set_num_threads(int(env.get("SLURM_CPUS_PER_TASK", 1)))
     check_world_size()
     store = open_store(args.timeout)
     device, bad = choose_device(args.device)
     bad += [*limits(), *folder_faults(args.checkpoint_dir.absolute(), store)]
     # It tells two GPUs of a node apart, whatever CUDA_VISIBLE_DEVICES has renumbered.
     gpu = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else ""
-    mine = {"host": HOST, "local rank": local_rank, "device": str(device), "CPUs": cpus}
-    mine |= {"torch": torch.__version__, "gpu": str(gpu), "bad": bad}
+    mine = {"host": HOST, "local rank": local_rank, "device": str(device), "gpu": str(gpu)}
+    mine |= {"CPUs": len(os.sched_getaffinity(0)), "torch": torch.__version__, "bad": bad}
     mine["warnings"] = list(warnings(device))
 
     found = gather(store, "start", mine, args.timeout)
@@ -444,12 +443,12 @@ def main():
     gather(store, "all-reduce", mine, args.timeout)
     if world_size > 1:
         all_reduce(device, store, mine, args.timeout)
-    if args.signal:
+    if args.sigterm:
         try_signal(store, mine, args.timeout)
     if rank == 0:
         found = gather(store, "end", mine, args.timeout)
         compare(found)
-        os._exit(report(found, args.signal))
+        os._exit(report(found, args.sigterm))
     # A rank that fails has the others ended before rank 0 has said why. So it alone fails the job.
     store.set(f"end/{rank}", json.dumps(mine))
     os._exit(0)

@@ -264,7 +264,7 @@ def test_warnings(tmp_path, monkeypatch):
 def test_signals_reach_the_ranks(way, cluster, tmp_path):
     """torchrun does not survive it, as --help says."""
     job = cluster.sbatch(
-        f"--output={tmp_path}/log", LAUNCHERS[way], "aux/check_ranks.py", "--signal"
+        f"--output={tmp_path}/log", LAUNCHERS[way], "aux/check_ranks.py", "--sigterm"
     )
     assert "\nsignals reach the ranks: yes\n" in job.log, job.log
     assert f"VERDICT: all well, 4 ranks started by {way}" in job.log, job.log
@@ -277,7 +277,8 @@ def test_signals_that_do_not_reach_a_rank(cluster, tmp_path):
     script = tmp_path / "between.sh"
     script.write_text(
         "#!/bin/bash\nsource ./env.sh\n"
-        "srun bash -c 'trap : TERM; ./aux/slurm_rank.sh python aux/check_ranks.py --signal; true'\n"
+        "srun bash -c 'trap : TERM; "
+        "./aux/slurm_rank.sh python aux/check_ranks.py --sigterm; true'\n"
     )
     size = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
     job = cluster.sbatch(*size, f"--output={tmp_path}/log", script)
