@@ -208,9 +208,8 @@ def folder_faults(folder: Path, store: dist.Store) -> list[str]:
         # "." is there on all ranks.
         store.set("mark", "." if fault else str(mark))
     elif not mark.exists():
-        fault = (
-            fault or f"does not see what rank 0 writes in {mark.parent}: all nodes must share it"
-        )
+        what = f"does not see what rank 0 writes in {mark.parent}"
+        fault = fault or f"{what}: take a folder that all nodes share"
     return [fault] if fault else []
 
 
@@ -293,7 +292,8 @@ def measure(device: torch.device, mine: dict):
     pieces = itertools.cycle(torch.ones(total, device=device, dtype=torch.uint8).split(piece))
     with ThreadPoolExecutor(1) as pool:
         # One rank of a node asks, while all its GPUs are at work.
-        asked = pool.submit(ask_nvidia_smi) if local_rank == 0 else None
+        asks = local_rank == 0 and (on_gpu or env.get("SLURM_GPUS_ON_NODE"))
+        asked = pool.submit(ask_nvidia_smi) if asks else None
         amount = 2 * piece / 1e9  # read and written
         mine["GB/s"] = rate(device, amount, lambda: next(pieces).copy_(next(pieces)))
     if asked:

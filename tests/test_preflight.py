@@ -29,7 +29,7 @@ FAULTS = {
     "inodes": (
         0,
         "mount -t tmpfs -o nr_inodes=2 inodes FOLDER && touch FOLDER/f",
-        "has inodes for 0 files left",
+        "cannot write in .*: No space left on device",
     ),
     "read-only": (
         0,
@@ -77,6 +77,10 @@ IN_PYTHON = {  # these stand in a sitecustomize.py of the job's ranks
         "    torch.Tensor.copy_ = lambda *args: (time.sleep(0.01), copy(*args))[1]",
         r"\d GB/s, and the median is \d",
     ),
+    "ECC errors": (
+        "os.environ['PATH'] = f\"{os.path.dirname(__file__)}:{os.environ['PATH']}\"",
+        r"GPU 1 has 3 uncorrected ECC errors",
+    ),
     "wrong sum": (
         "import torch.distributed as dist\n    reduce = dist.all_reduce\n"
         "    dist.all_reduce = lambda x: (reduce(x), x[7].add_(1))[0]",
@@ -114,6 +118,9 @@ def faulty_jobs(
                     f"{ON_THE_SECOND_NODE}    {IN_PYTHON[fault][0]}\n"
                 )
                 environment = {"PYTHONPATH": here}
+                # Only the second node looks for it there.
+                text = XML.format(mig="N/A", reasons="event_reason", hot="Not Active", errors=2)
+                stand_in(here, f"cat <<'END'\n{text}\nEND")
             size = [
                 f"--nodelist={first},{second}",
                 "--ntasks-per-node=1",
@@ -208,19 +215,19 @@ XML = """<nvidia_smi_log><driver_version>580.95.05</driver_version>
 </nvidia_smi_log>"""
 
 
-def stand_in(folder: Path, monkeypatch, script: str):
-    """An nvidia-smi, first in PATH."""
+def stand_in(folder: Path, script: str):
+    """An nvidia-smi."""
     path = folder / "nvidia-smi"
     path.write_text(f"#!/bin/bash\n{script}\n")
     path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
 @pytest.mark.parametrize("reasons", ["throttle_reason", "event_reason"])
 def test_what_nvidia_smi_says(reasons, tmp_path, monkeypatch):
     """Its drivers before 535 and after have two names for a reason."""
     text = XML.format(mig="Enabled", reasons=reasons, hot="Active", errors=2)
-    stand_in(tmp_path, monkeypatch, f"cat <<'END'\n{text}\nEND")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    stand_in(tmp_path, f"cat <<'END'\n{text}\nEND")
     bad, notes = check_ranks.ask_nvidia_smi()
     assert bad == [
         "GPU 1 has 3 uncorrected ECC errors",
@@ -230,7 +237,8 @@ def test_what_nvidia_smi_says(reasons, tmp_path, monkeypatch):
 
 
 def test_nvidia_smi_that_fails_or_is_not_there(tmp_path, monkeypatch):
-    stand_in(tmp_path, monkeypatch, "exit 15")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    stand_in(tmp_path, "exit 15")
     [bad], notes = check_ranks.ask_nvidia_smi()
     assert "nvidia-smi fails here" in bad and "15" in bad and notes == []
     (tmp_path / "nvidia-smi").unlink()
