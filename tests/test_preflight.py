@@ -151,6 +151,7 @@ def test_a_fault_is_one_sentence_of_the_node_that_has_it(faults, cluster, tmp_pa
         assert len(said) == 1 and said[0].startswith(f"[Rank {index} on {nodes[index]}] "), job.log
         assert re.search(sentence, said[0]), said[0]
         verdict = f"VERDICT: {nodes[index]} is bad, submit again with --exclude={nodes[index]}"
+        assert "the sum is right" not in job.log or fault != "wrong sum", job.log
         # A rank that cannot meet the others knows of no verdict.
         assert verdict in job.log or fault.endswith("name"), job.log
         assert "all well" not in job.log and "Traceback" not in job.log, job.log
