@@ -2,10 +2,10 @@
 
     python dev/write_diffs.py README.md docs/*.md         # changes the files, prints their names
 
-The sentence ends with a colon. "`git diff --no-index -U0 OLD NEW`:" shows all. "`git diff --no-
-index -U0 OLD NEW`, the blocks data, model:" shows these, "the block model:" one, by the names on
-their rulers. Above the first ruler are docstring and imports. An excerpt is the block below a
-block of one command, `sed -n '...' FILE` or `cat FILE.sh`.
+The command is a comment, which readers do not see, above a blank line and the block:
+<!-- git diff --no-index -U0 OLD NEW -->, with "blocks data, model" behind NEW to show only these,
+by the names on their rulers; <!-- sed -n '...' FILE -->; <!-- cat FILE -->. Above the first ruler
+are docstring and imports.
 """
 
 import re
@@ -15,10 +15,11 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-DIFF = re.compile(r"`(git diff --no-index [^`]+)`([^`]*:\s*\n\n```diff\n)(.*?)(^```$)", re.M | re.S)
-EXCERPT = re.compile(
-    r"(^```bash\n(sed -n '[^\n]+|cat [\w/]+\.sh)\n```\n\n```\n)(.*?)(^```$)", re.M | re.S
+DIFF = re.compile(
+    r"^(<!-- (git diff --no-index \S+ \S+ \S+)(?: blocks ([^\n]+))? -->\n\n```diff\n)(.*?)(^```$)",
+    re.M | re.S,
 )
+EXCERPT = re.compile(r"^(<!-- ((?:sed -n|cat) [^\n]+) -->\n\n```\w*\n)(.*?)(^```$)", re.M | re.S)
 
 
 def blocks_of(hunks: list[str], path: str) -> list[str]:
@@ -35,26 +36,32 @@ def blocks_of(hunks: list[str], path: str) -> list[str]:
 
 
 def hunks_by_block(command: str) -> list[tuple[str, str]]:
-    """(block, hunk) for every hunk of `git diff`, without what git says of files and functions."""
+    """(block, hunk) for every hunk of `git diff`. A hunk begins with its block's name, which tells
+    a reader more than line numbers do."""
     shown = subprocess.run(command.split(), cwd=REPOSITORY, capture_output=True, text=True)
     if shown.returncode != 1:
         sys.exit(f"{command}: no difference, or {shown.stderr.strip()}")
+    new = command.split()[-1]
+    has_rulers = "\n# --- " in (REPOSITORY / new).read_text()
     hunks = re.findall(r"^@@ .*\n(?:[ +\-\\].*\n)*", shown.stdout, re.M)
-    hunks = [re.sub(r"^(@@ \S+ \S+ @@).*", r"\1", hunk) for hunk in hunks]
-    return list(zip(blocks_of(hunks, command.split()[-1]), hunks, strict=True))
+    named = []
+    for block, hunk in zip(blocks_of(hunks, new), hunks, strict=True):
+        head = f"@@ {block} @@" if has_rulers else "@@"
+        lines = hunk.split("\n", 1)[1]
+        named.append((block, f"{head}\n{lines}"))
+    return named
 
 
 def with_diffs(text: str) -> str:
     """The document, every diff and excerpt in it as it is now."""
 
     def fresh(found: re.Match) -> str:
-        command, sentence = found[1], found[2]
-        names = re.search(r"\bblocks? (.+?):$", " ".join(sentence.split("```")[0].split()))
-        wanted = re.split(r", | and ", names[1]) if names else None
+        head, command, names = found[1], found[2], found[3]
+        wanted = names.split(", ") if names else None
         hunks = [
             hunk for block, hunk in hunks_by_block(command) if wanted is None or block in wanted
         ]
-        return f"`{command}`{sentence}{''.join(hunks)}```"
+        return f"{head}{''.join(hunks)}```"
 
     def excerpt(found: re.Match) -> str:
         done = subprocess.run(

@@ -145,7 +145,7 @@ def test_the_split_is_drawn_again_from_what_was_read(tmp_path, monkeypatch, caps
     assert shown.count("\nyes  ") == 19 and "VERDICT: the data are split as they should be" in shown
     assert (tmp_path / "data_split.png").stat().st_size > 10_000
     for line in shown.splitlines()[:-1]:
-        assert line in (REPOSITORY / "docs/data_split.md").read_text(), (
+        assert line in (REPOSITORY / "docs/tested.md").read_text(), (
             "the document shows a real output"
         )
 
@@ -169,7 +169,7 @@ def test_the_published_losses_agree(tmp_path, monkeypatch, capsys):
     prove_convergence.main(prove_convergence.parse_arguments())
     *table, verdict = capsys.readouterr().out.splitlines()
     assert verdict.startswith("VERDICT: all launchers agree") and len(table) > 25
-    assert "\n".join(table).strip() in (REPOSITORY / "docs/09_do_all_ways_agree.md").read_text()
+    assert "\n".join(table).strip() in (REPOSITORY / "docs/tested.md").read_text()
     assert (tmp_path / "convergence.png").stat().st_size > 10_000
     for training, runs in zip(LOSSES["trainings"], ("image_runs", "text_runs"), strict=True):
         planned = getattr(prove_convergence, runs)(container="--container" in LOSSES["command"])
