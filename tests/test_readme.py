@@ -372,7 +372,7 @@ def test_readme_is_a_page():
         "The tutorial",
         "Which launcher?",
         "Your own script",
-        "Tests, and further reading",
+        "Further reading",
     ]
 
 
