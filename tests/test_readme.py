@@ -1,5 +1,5 @@
 """The commands of README and docs, run as they stand, block by block, in a copy of the
-repository; diffs, pictures."""
+repository; diffs, pictures. Blocks of bash and console are run, those of sh only shown."""
 
 import os
 import re
