@@ -1,6 +1,7 @@
 # The commands of this repository, for a machine without Slurm and without a virtual environment. `make help` lists them.
 SHELL := /bin/bash -euo pipefail
 PYTHON ?= python3
+VENV = .venv
 DATA_DIR ?= data/mnist
 TEXT_DIR ?= data/shakespeare
 SITE ?= site
@@ -46,14 +47,14 @@ test: .venv/tests slurm docker sshd  ## install what the tests need (root: Slurm
 
 test-all: .venv/tests slurm docker sshd podman  ## the whole failure matrix, Docker, and all else that make test leaves out: an hour
 	.venv/bin/python -m pytest tests -m "matrix or faults" --numprocesses 2 --ignore tests/test_bench.py $(ARGS)
-	.venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2
+	.venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2 --dist load
 	.venv/bin/python -m pytest tests/test_bench.py -m matrix  # ratios of speed: alone on the machine
 
 test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 10 GB of memory, four minutes)
 	.venv/bin/python -m pytest tests -m scale $(ARGS)
 
-test-gpu: .venv/tests  ## every script on this machine's GPUs, NCCL with one rank (a dry run: ARGS="--device cpu")
-	.venv/bin/python -m pytest tests/test_gpu.py -m gpu $(ARGS)
+test-gpu: $(VENV:=/tests)  ## every script on this machine's GPUs, NCCL with one rank (with your own torch: PYTHON=python3 VENV=)
+	$(if $(VENV),$(VENV)/bin/python,$(PYTHON)) -m pytest -p tests.gpu_report tests/test_gpu.py -m gpu $(ARGS)
 
 bench: .venv/ready data text slurm  ## the speed beside plain loops, as ratios: 25 quiet minutes (docs/benchmarks.md; ARGS="--only launch")
 	.venv/bin/python dev/bench/compare.py --mnist-dir $(DATA_DIR) --text-dir $(TEXT_DIR) $(ARGS)
