@@ -399,27 +399,20 @@ def test_failed_cancelled_and_refused(laptop):
     """The status of a job is that of --follow or --wait."""
     (laptop.clone / "fail.sh").write_text("#!/bin/bash\necho no luck\nexit 3\n")
     waits = laptop.start(*SUBMIT, "--env", "plain", "--wait", "sleep.sh")
+    job = job_of(read_until("Submitted", waits))
+    cancelled = laptop.submit("cancel", job)
+    assert cancelled.returncode == 0, cancelled.stderr
     failed = laptop.submit("--env", "plain", "--follow", "fail.sh")
     assert failed.returncode == 3 and "no luck\n" in failed.stdout
     assert re.search(r"^submit.py: job \d+ failed with exit status 3; ", failed.stderr, re.M)
     assert "Welcome" not in failed.stdout and "Mind the step" not in failed.stderr
-    job = job_of(read_until("Submitted", waits))
-    cancelled = laptop.submit("cancel", job)
-    assert cancelled.returncode == 0, cancelled.stderr
-    _, said = rest(waits, timeout=30)
+    _, said = rest(waits)
     assert waits.returncode == 1 and f"submit.py: job {job} was cancelled" in said
     assert "CANCELLED" in laptop.submit("status", job).stdout
     before = laptop.job_folders()
     refused = laptop.submit("--env", "plain", "--partition=nope", "sleep.sh")
     one_sentence(refused, "login: ", "nvalid partition")
     assert laptop.job_folders() == before
-
-
-@pytest.mark.matrix
-def test_time_limit(laptop):
-    done = laptop.submit("--env", "plain", "--time=1", "--follow", "sleep.sh", timeout=200)
-    assert done.returncode == 1 and " reached its time limit" in done.stderr, done.stderr
-    assert "asleep on node-" in done.stdout
 
 
 def test_slurmctld_is_asked_rarely_and_the_log_every_second(tmp_path):
@@ -447,17 +440,6 @@ def write_tools(folder: Path, tools: dict[str, str]) -> Path:
 # --- connections ---
 
 
-def sessions(laptop: Laptop) -> list[int]:
-    """The server's processes that hold a connection each."""
-    found = run("pgrep", "--full", "sshd: root@notty").stdout.split()
-    return [int(pid) for pid in found if laptop.sshd in ancestors(int(pid))]
-
-
-def ancestors(pid: int) -> list[int]:
-    parent = run("ps", "--no-headers", "-o", "ppid", pid).stdout.strip()
-    return [int(parent), *ancestors(int(parent))] if parent not in ("", "0") else []
-
-
 def losses(folder: Path) -> list[float]:
     return [event.get("loss", event.get("test_loss")) for event in read_metrics(folder)]
 
@@ -483,10 +465,11 @@ def test_training_over_connections_that_break(laptop):
     started = {name: laptop.start(*command) for name, command in commands.items()}
     try:
         shown = {name: read_until(" ranks on ", started[name]) for name in commands}
-        connections = sessions(laptop)
+        # sshd has a child for each connection.
+        connections = run("pgrep", "--parent", laptop.sshd).stdout.split()
         assert len(connections) >= 4
         for pid in connections:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(int(pid), signal.SIGKILL)
         for name, process in started.items():
             out, said = rest(process)
             assert process.returncode == 0, out + said
@@ -672,7 +655,7 @@ def test_tasks_without_a_launcher(cluster, tiny):
         ("gpu:8", "small", [], "2 "),
         ("gpu:a100:4(S:0-1)", "small", ["--ntasks-per-node=4"], "4 "),
         ("(null)", "small", [], "0 "),
-        ("gpu:8", "set", ["--ntasks-per-node=2"], "--gpus-per-node=3 "),
+        ("gpu:8", "set", ["--ntasks-per-node=3"], "--gpus-per-node=3 "),
         ("gpu:8", "set", ["--gpus-per-node=0"], "--gpus-per-node=0 "),
         ("gpu:8", "set", ["--ntasks-per-node=1"], " launch_slurm_with_torchrun.sh "),
         ("gpu:8", "small", ["--ntasks-per-node=1"], " launch_slurm_to_torch.sh "),
@@ -806,17 +789,3 @@ def test_slurmfile_faults_are_named_with_their_line(old, new, line, sentence, tm
         slurmfile.read(tmp_path / "x.toml", "ours")
     said = ended.value.code
     assert f"line {line}" in said and sentence in said and "\n" not in said, said
-
-
-@pytest.mark.matrix
-def test_uv(laptop):
-    """`uv sync` would install torch and build nothing; `uv run` starts a script, in an
-    environment that is there."""
-    links = os.environ.get("PIP_FIND_LINKS") or str(laptop.home)
-    variables = laptop.environment(UV_CACHE_DIR=laptop.home / "uv", UV_FIND_LINKS=links)
-    sync = run("uv", "sync", "--dry-run", cwd=laptop.clone, env=variables)
-    assert sync.returncode == 0 and re.search(r"^ \+ torch==2", sync.stderr, re.M), sync.stderr
-    assert "pytorch-on-slurm" not in sync.stderr
-    (laptop.clone / ".venv").symlink_to(REPOSITORY / ".venv")
-    task = run("uv", "run", "--no-sync", TASK, "--epochs", 1, cwd=laptop.clone, env=variables)
-    assert task.returncode == 0 and "Finished: " in task.stdout, task.stderr
