@@ -23,19 +23,6 @@ def test_the_page_has_the_table_of_its_data():
     assert published == compare.table(*compare.read(compare.DATA))
 
 
-@pytest.mark.parametrize("page", ["14_faster.md", "benchmarks.md", "fault_tolerance.md"])
-def test_ratios_in_the_text_are_measured_ones(page):
-    """Every "N times as fast" or "as long", and the chapter's table."""
-    _, rows = compare.read(compare.DATA)
-    measured = {f"{row.ratio():.{digits}f}" for row in rows for digits in (0, 1, 2)}
-    text = (REPOSITORY / "docs" / page).read_text().replace("\n", " ")
-    told = re.findall(r"(\d+\.\d+)(?: \([\w ]+\))? times as", text)
-    if page.startswith("14_"):
-        told += re.findall(r"\| (\d+\.\d\d) \|", text)
-    other_machines = {"3.2", "2.8"}
-    assert told and set(told) - other_machines <= measured
-
-
 # --- compare.py ---
 
 
@@ -63,12 +50,6 @@ def test_both_sides_run(only, tiny, text, tmp_path):
     assert re.search(rf"^\| .*{only} \| .+ \| \d+\.\d\d \| ", done.stdout, re.M), done.stdout
 
 
-def test_every_row_names_scripts_that_exist():
-    for name, _, ours, theirs, _ in [*compare.cpu_rows(), *compare.gpu_rows()]:
-        for script in re.findall(r"\S+\.(?:py|sh)", f"{ours} {theirs}"):
-            assert (REPOSITORY / script).exists(), name
-
-
 # --- the others ---
 
 
@@ -84,6 +65,7 @@ def test_launches():
     assert measured == kinds * 2
 
 
+@pytest.mark.matrix
 def test_all_reduce_of_one_rank_is_one_sentence():
     done = run(sys.executable, "dev/bench/allreduce.py", env=environment(WORLD_SIZE=1))
     assert done.returncode == 1
@@ -94,10 +76,9 @@ SMALL = ["--device", "cpu", "--largest", "1", "--rounds", "1", "--calls", "2"]
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_all_reduce_across_nodes(launcher, cluster):
+def test_all_reduce_across_nodes(cluster):
     """2 x 2 ranks: first each node's, then all; busbw is 1 and 1.5 times algbw."""
-    job = cluster.sbatch(LAUNCHERS[launcher], "dev/bench/allreduce.py", *SMALL)
+    job = cluster.sbatch(LAUNCHERS["srun"], "dev/bench/allreduce.py", *SMALL)
     assert job.state == "COMPLETED", job.log
     tables = re.findall(r"^All-reduce (.+), (\d) ranks$", job.log, re.M)
     assert tables == [("inside a node", "2"), ("across nodes", "4")], job.log

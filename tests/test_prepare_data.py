@@ -13,7 +13,7 @@ import pytest
 import torchvision
 
 import prepare_data
-from conftest import run, write_idx
+from conftest import write_idx
 from resilience import checksums
 
 SCRIPT = "aux/prepare_data.py"
@@ -156,14 +156,18 @@ def test_text_that_cannot_be_used(tmp_path, monkeypatch, content, sentence):
     assert not (tmp_path / "vocabulary.json").exists()
 
 
-def test_bad_command_line_and_folder(tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--data-dir", "here"], "--data-dir is for one data set"),
+        (["mnist", "--input", "here"], "--input is for the data set shakespeare"),
+        (["shakespeare", "--input", "none"], "cannot read or write"),
+        (["shakespeare", "--synthetic", "--data-dir", "file"], "cannot read or write"),
+    ],
+)
+def test_bad_command_line_and_folder(arguments, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    for arguments, sentence in (
-        (["--data-dir", tmp_path], "--data-dir is for one data set"),
-        (["mnist", "--input", tmp_path], "--input is for the data set shakespeare"),
-        (["shakespeare", "--input", tmp_path / "none"], "cannot read or write"),
-        (["shakespeare", "--synthetic", "--data-dir", tmp_path / "file"], "cannot read or write"),
-    ):
-        done = run(sys.executable, SCRIPT, *arguments)
-        assert done.returncode != 0 and sentence in done.stderr, done.stderr
-        assert "Traceback" not in done.stderr
+    with pytest.raises(SystemExit) as ended:
+        prepare(monkeypatch, *arguments)
+    assert sentence in f"{ended.value.code}{capsys.readouterr().err}"

@@ -6,16 +6,11 @@ from pathlib import Path
 
 from conftest import REPOSITORY, run
 
-TRACKED = subprocess.run(
-    ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True
-).stdout.split()
-ON_TOP = ("check_ranks", "lint_sbatch", "plot_runs", "prepare_data", "slurm_task", "watch_job")
-IN_JOBS = [path for path in TRACKED if path.startswith(("distributed/", "local/", "dev/"))]
-IN_JOBS = [
-    path for path in [*IN_JOBS, *(f"aux/{name}.py" for name in ON_TOP)] if path.endswith(".py")
-]
-ON_SUBMISSION = ["aux/submit.py", *(path for path in TRACKED if path.startswith("aux/submission/"))]
-ON_SUBMISSION = [path for path in ON_SUBMISSION if path.endswith(".py")]
+ON_SUBMISSION = ["aux/submit.py", "aux/submission/"]
+FOLDERS = ["distributed/*.py", "local/*.py", "dev/*.py", "aux/*.py"]
+LISTED = ["git", "ls-files", *FOLDERS]
+TRACKED = subprocess.run(LISTED, cwd=REPOSITORY, capture_output=True, text=True).stdout.split()
+IN_JOBS = [path for path in TRACKED if not path.startswith(tuple(ON_SUBMISSION))]
 
 
 def violations(version: str, *paths: object) -> str:
