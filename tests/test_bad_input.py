@@ -35,7 +35,8 @@ SCRIPTS = [
     "local/cluster/namespaces.sh",
 ]
 # argparse as it is: its usage comes before the sentence, and repeats what cannot be printed.
-PLAIN = [SCRIPTS[0], SCRIPTS[1], "aux/plot_runs.py", "aux/prepare_data.py"]
+# These import torch, or what is as large, first.
+PLAIN = [*SCRIPTS[:2], "aux/check_ranks.py", "aux/plot_runs.py", "aux/prepare_data.py"]
 WORDS = [
     "$(touch canary)",
     "'; touch canary; '",
@@ -108,8 +109,7 @@ def fault_of(script: str, arguments: list[str], folder: Path) -> str | None:
 
 
 CASES = [(script, part) for script in SCRIPTS for part in ("one", "all")]
-SLOW = [*PLAIN, "aux/check_ranks.py"]  # they import torch, or what is as large, first
-QUICK = [(script, "one") for script in SCRIPTS if script not in SLOW]
+QUICK = [(script, "one") for script in SCRIPTS if script not in PLAIN]
 
 
 @pytest.mark.parametrize(("script", "part"), cells(CASES, *QUICK))

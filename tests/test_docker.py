@@ -230,7 +230,7 @@ def test_three_nodes(nodes):
     nodes.compose("up", "--detach", "ready", "node-3", NODES="3")
     assert nodes.states() == [f"node-{node} 2 idle" for node in (1, 2, 3)]
     job = nodes.sbatch("--nodes=3", "--ntasks-per-node=1", LAUNCHERS["srun"], "aux/check_ranks.py")
-    assert "VERDICT: 3 ranks started by srun are fine" in job.log, job.log
+    assert "VERDICT: all well, 3 ranks started by srun" in job.log, job.log
     # What docs/coming-from.md says of it.
     shown = nodes.exec("srun", "--nodes=3", "--cores-per-socket=2", "hostname").stdout
     assert sorted(shown.split()) == ["node-1", "node-2", "node-3"]
