@@ -138,7 +138,7 @@ class CharTransformer(nn.Module):
     """Tokens (B, T) int64 with T <= context to logits (B, T, V). The output head shares the
     embedding's weight.
 
-    Its weights are drawn by language_model.py's initialize.
+    Its weights are drawn by recipe.py's initialize.
     """
 
     def __init__(

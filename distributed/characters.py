@@ -6,7 +6,6 @@ and vocabulary.json, which says which number is which character; SHA256SUMS has 
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -102,23 +101,6 @@ def random_batch(
     generator = torch.Generator().manual_seed(seed_from(args.seed, step))
     starts = torch.randint(len(windows), (args.batch_size,), generator=generator)
     return read(windows, starts.chunk(data_ranks)[data_rank], device)
-
-
-def batches(
-    args: Namespace, first: int, share: tuple[int, int], dropout_place: int, device: torch.device
-) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """The steps after `first`: their number, counted from 1, the epoch, and this rank's
-    sequences, as random_batch has.
-
-    `share` is which of how many parts of a batch is this rank's. Dropout is seeded by step and
-    `dropout_place`.
-    """
-    text = windows(args.data_dir, "train", args.context)
-    for step in range(first + 1, args.steps + 1):
-        if args.dropout:
-            torch.manual_seed(seed_from(args.seed, step - 1, dropout_place))
-        epoch = step * args.batch_size * args.context // len(text)
-        yield step, epoch, random_batch(args, text, step - 1, *share, device)
 
 
 def fixed_batches(args: Namespace, data_rank: int, data_ranks: int, device: torch.device):

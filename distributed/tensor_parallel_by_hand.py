@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from char_transformer import CharTransformer
-from language_model import initialize
+from recipe import initialize
 
 
 class EnterSplit(torch.autograd.Function):

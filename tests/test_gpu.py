@@ -296,7 +296,8 @@ def test_stop_save_and_resume(device, train, on_cpu, data_of, tmp_path, script):
     assert f"Resumed after step {stopped}\n" in log
     assert_same_as_uninterrupted(folder, on_cpu(script)[0])
     if script == FSDP:
-        written = train(script, device, "--sample", 40, "--prompt", "The ", folder=folder)
+        command = ["distributed/sample.py", folder, "--length", 40, "--prompt", "The "]
+        written = run(sys.executable, *command, "--device", device).stdout
         assert re.search(rf"^Sample from .*_step_{STEPS}:\nThe ", written, re.M), written
 
 

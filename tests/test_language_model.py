@@ -18,7 +18,7 @@ import char_transformer
 import characters
 from char_transformer import CharTransformer, attend
 from conftest import LAUNCHERS, cells, environment, run
-from language_model import initialize
+from recipe import initialize
 
 SIZES = {"layers": 2, "heads": 4, "width": 32, "context": 16}
 BATCH_SIZE, STEPS, WARMUP_STEPS = 8, 20, 5
@@ -439,18 +439,22 @@ def test_damaged_checkpoint_is_passed_over(trained, text, tmp_path):
     assert "Resumed after step 10" in done.stdout
     (tmp_path / "checkpoint_step_20" / "manifest.json").write_text("{")
     (tmp_path / "checkpoint_step_10" / "__0_0.distcp").unlink()
-    done = train("train_fsdp.py", 1, text, tmp_path, "--sample", 5)
-    assert done.returncode == 1
+    done = sample(tmp_path, 5)
+    assert done.returncode == 2
     assert "no whole checkpoint in" in done.stderr
 
 
-def test_sample_in_one_process(trained, text, tmp_path):
-    for script in ("train_fsdp.py", "train_tp.py"):
-        done = train(script, 1, text, trained["fsdp 4"], "--sample", 40, "--prompt", "The ")
-        assert done.returncode == 0, done.stderr
-        written = done.stdout.split("checkpoint_step_20:\n")[1]
-        assert written.startswith("The ")
-        assert len(written.removesuffix("\n")) == 44
+def sample(folder: Path, length: int, *flags: object):
+    command = ["distributed/sample.py", folder, "--length", length, "--device", "cpu", *flags]
+    return run(sys.executable, *command)
+
+
+def test_sample_in_one_process(trained):
+    done = sample(trained["fsdp 4"], 40, "--prompt", "The ")
+    assert done.returncode == 0, done.stderr
+    written = done.stdout.split("checkpoint_step_20:\n")[1]
+    assert written.startswith("The ")
+    assert len(written.removesuffix("\n")) == 44
 
 
 def test_help_says_what_accumulation_costs():
@@ -498,7 +502,6 @@ BAD = [
         1,
         "no prepared text at /nowhere/vocabulary.json",
     ),
-    ("train_fsdp.py", 2, ("--sample", 9), 1, "--sample takes one process"),
     ("train_tp.py", 2, ("--tensor-parallel", 3), 1, "2 ranks and --heads 4: 1 or 2 would do"),
     ("train_tp.py", 2, ("--heads", 1), 1, "does not divide both 2 ranks and --heads 1: 1 would do"),
     (
@@ -565,38 +568,10 @@ def test_a_padded_vocabulary(text, tmp_path):
     )
     assert whole["sizes"]["vocabulary"] % 64 == 0
     assert 0 < whole["sizes"]["vocabulary"] - len(whole["characters"]) < 64
-    done = train("train_fsdp.py", 1, text, tmp_path / "train_tp.py", "--sample", 300)
+    done = sample(tmp_path / "train_tp.py", 300)
     assert done.returncode == 0, done.stderr
     # A line break first, and one of print's.
     assert len(done.stdout.split("checkpoint_step_10:\n")[1]) == 302
-
-
-def test_garbage_is_collected_at_the_steps_that_are_said(text, tmp_path):
-    """And at no other moment of the training: the ranks would wait for each other."""
-    code = """
-import gc, runpy, sys
-gc.callbacks.append(lambda phase, _: phase == "start" and print("collecting"))
-sys.path.insert(0, "distributed")
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-    command = [sys.executable, "-c", code, "distributed/train_fsdp.py", *FLAGS, "--gc-every", 5]
-    done = run(
-        *command,
-        "--data-dir",
-        text,
-        "--checkpoint-dir",
-        tmp_path,
-        env=environment(OMP_NUM_THREADS=1),
-    )
-    assert done.returncode == 0, done.stderr
-    training = done.stdout.partition("Precision: ")[2].partition("Finished")[0]
-    events = re.findall(r"^(?:step=(\d+)/\d+ .* loss=|(collecting))", training, re.M)
-    last, collected = 0, []
-    for step, collecting in events:
-        last = int(step or last)
-        collected += [last] if collecting else []
-    assert collected == [5, 10, 15, 20]
 
 
 def test_deterministic_is_set_before_cuda_can_start():
@@ -604,8 +579,11 @@ def test_deterministic_is_set_before_cuda_can_start():
     code = """
 import os, sys
 sys.path.insert(0, "distributed")
-from language_model_arguments import LanguageModelParser
-args = LanguageModelParser().parse_args()
+from resilience.arguments import ArgumentParser
+from recipe_arguments import add_recipe_arguments, parse_arguments
+parser = ArgumentParser()
+add_recipe_arguments(parser)
+parse_arguments(parser)
 assert "torch" not in sys.modules
 names = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE")
 print([os.environ.get(x) for x in names])
@@ -688,16 +666,7 @@ def test_it_reaches_nanogpt(tmp_path):
     done = run(sys.executable, *command, env=environment(OMP_NUM_THREADS=2), timeout=600)
     assert done.returncode == 0, done.stderr
     assert read_metrics(tmp_path, "val_loss")[2000] <= 1.91
-    sample = (
-        "distributed/train_fsdp.py",
-        "--sample",
-        300,
-        "--checkpoint-dir",
-        tmp_path,
-        "--device",
-        "cpu",
-    )
-    written = run(sys.executable, *sample).stdout
+    written = sample(tmp_path, 300).stdout
     print(written)
     text = Path(os.environ["SHAKESPEARE"]).read_text()
     words = re.findall(r"\b[a-z]{3,}\b", written.partition("\n")[2])

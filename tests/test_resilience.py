@@ -311,64 +311,18 @@ SAVING = {
 
 
 def test_compiled_where_it_pays(monkeypatch):
-    """On CUDA with what Triton needs, on the CPU not; a flag decides in any case."""
-    import language_model
+    """On CUDA with what Triton needs, on the CPU not."""
+    import recipe
 
     capability = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
-    monkeypatch.setattr(language_model.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(recipe.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(language_model.Path, "exists", lambda path: True)
-    monkeypatch.setattr(place.Place, "all_reduced", lambda self, values: list(values))
-    alone = {
-        name: place.Place(Ranks(0, 0, 1, 1, "none"), torch.device(name), 9)
-        for name in ("cuda:0", "cpu")
-    }
-    found = [
-        language_model.choose_compile(Namespace(compile=None), alone[name])
-        for name in ("cuda:0", "cpu")
-    ]
-    assert found == [True, False]
+    monkeypatch.setattr(recipe.Path, "exists", lambda path: True)
+    assert recipe.can_compile(torch.device("cuda:0"))
+    assert not recipe.can_compile(torch.device("cpu"))
     capability[0] = (6, 1)
-    assert not language_model.choose_compile(Namespace(compile=None), alone["cuda:0"])
-    assert language_model.choose_compile(Namespace(compile=True), alone["cpu"])
-
-
-@pytest.mark.parametrize(("device", "precisions"), [("cpu", []), ("cuda:0", ["high"])])
-def test_prepare_names_the_groups_of_the_mesh(device, precisions, monkeypatch):
-    """Else their collectives would keep the timeout of the start. On CUDA TF32 is used."""
-    import language_model
-
-    seen = []
-    monkeypatch.setattr(language_model, "choose_precision", lambda *_: "fp32")
-    monkeypatch.setattr(language_model, "choose_compile", lambda *_: False)
-    monkeypatch.setattr(language_model.gc, "freeze", lambda: None)
-    monkeypatch.setattr(language_model.gc, "disable", lambda: None)
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", seen.append)
-    ranks = place.Place(Ranks(1, 1, 4, 2, "srun"), torch.device(device), 9)
-    mesh = SimpleNamespace(
-        mesh_dim_names=("data", "tensor"), shape=(2, 2), get_group=lambda name: f"{name}'s"
-    )
-    language_model.prepare(Namespace(), ranks, mesh)
-    assert ranks.groups == ["data's", "tensor's"] and seen == precisions
-
-
-@pytest.mark.parametrize(("bf16", "chosen"), [(0.5, "bf16"), (2.0, "fp32")])
-def test_a_cpu_is_measured(bf16, chosen, monkeypatch):
-    """Of two with the same instructions one is twice as fast in bfloat16, the other half as
-    fast; auto alone asks."""
-    import language_model
-
-    def repeat(statement, globals, **_):
-        return [9.0, bf16 if globals["x"].dtype == torch.bfloat16 else 1.0]
-
-    monkeypatch.setattr(language_model.timeit, "repeat", repeat)
-    ranks = SimpleNamespace(device=torch.device("cpu"), world_size=1, all_reduced=list)
-    given = {
-        wanted: language_model.choose_precision(Namespace(precision=wanted), ranks)
-        for wanted in ("auto", "fp32")
-    }
-    assert given == {"auto": chosen, "fp32": "fp32"}
+    assert not recipe.can_compile(torch.device("cuda:0"))
 
 
 def test_sizes_are_compared_where_checksums_are_not(text, tiny, tmp_path):
@@ -517,16 +471,14 @@ def timeouts(done: subprocess.CompletedProcess) -> list[tuple[str, str]]:
 
 
 def test_memory_is_in_the_log_of_a_gpu(monkeypatch):
-    from language_model import log_values, peak_memory
+    from recipe import log_values
 
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 30)
-    assert (
-        peak_memory(torch.device("cuda", 1)) == {"peak_memory_gib": 3.0}
-        and peak_memory(torch.device("cpu")) == {}
-    )
-    args = Namespace(learning_rate=1.0, warmup_steps=3, steps=9)
-    logged = {"learning_rate": 0.25, "grad_norm": 2.0, "peak_memory_gib": 3.0}
-    assert log_values(args, 0, torch.tensor(2.0), torch.device("cuda", 1)) == logged
+    optimizer = SimpleNamespace(param_groups=[{"lr": 0.25}])
+    logged = {"learning_rate": 0.25, "grad_norm": 2.0}
+    assert log_values(optimizer, torch.tensor(2.0)) == logged
+    norm = SimpleNamespace(item=lambda: 2.0, device=torch.device("cuda", 1))
+    assert log_values(optimizer, norm) == logged | {"peak_memory_gib": 3.0}
 
 
 SLOW_DISK = """

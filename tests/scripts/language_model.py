@@ -34,7 +34,7 @@ import tensor_parallel_by_hand
 import train_fsdp
 import train_tp
 from char_transformer import CharTransformer
-from language_model import initialize, learning_rate, make_model, make_optimizer, metadata_of
+from recipe import initialize, learning_rate, make_optimizer, metadata_of
 from resilience import sharded_checkpoints
 from resilience.samplers import seed_from
 
@@ -123,7 +123,8 @@ def build(script, data_dir: str, *flags: str, world_size: int | None = None) -> 
     sys.argv = ["script", *FLAGS, *flags, "--data-dir", data_dir]
     args = script.parse_arguments()
     mesh = script.make_mesh(args, CPU, world_size or dist.get_world_size())
-    model = make_model(metadata_of(args), args.dropout)
+    with torch.device("meta"):
+        model = CharTransformer(**metadata_of(args)["sizes"], dropout=args.dropout)
     script.split(args, model, mesh)
     initialize(model, CPU, args.seed)
     return args, mesh, model

@@ -1,0 +1,120 @@
+"""nanoGPT's recipe: weights' initialisation, optimizer, learning rate, precision and loss."""
+
+import importlib.util
+import math
+import os
+import shutil
+import sysconfig
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+import characters
+from char_transformer import CharTransformer
+from resilience.samplers import seed_from
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether torch.compile pays at once: on CUDA, with all that Triton needs."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (7, 0):
+        return False
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    # Triton compiles C against Python's headers.
+    headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    return bool(importlib.util.find_spec("triton") and compiler and headers.exists())
+
+
+def metadata_of(args: Namespace) -> dict:
+    """What every checkpoint holds besides the weights, enough to build the model again:
+    characters and sizes."""
+    known = characters.read_vocabulary(args.data_dir)["characters"]
+    multiple = 64 if args.pad_vocabulary else 1
+    sizes = {"vocabulary": math.ceil(len(known) / multiple) * multiple}
+    sizes |= {name: vars(args)[name] for name in ("layers", "heads", "width", "context")}
+    return {"characters": known, "sizes": sizes}
+
+
+@torch.no_grad()
+def initialize(model: CharTransformer, device: torch.device, seed: int) -> CharTransformer:
+    """Allocates this rank's part of a model on `device`, and draws its weights as GPT-2 does.
+
+    They depend on `seed` and their names alone, not on the ranks or the split. Each is drawn whole
+    on the CPU, one at a time, and this rank's part is copied: the device never has more than that.
+    """
+    model.to_empty(device=device)
+    model.tie()  # to_empty has made two weights of the one
+    # The more layers add to the residual stream, the smaller.
+    residual = 0.02 / math.sqrt(2 * len(model.blocks))
+    for name, weight in model.named_parameters():
+        whole = torch.ones(weight.shape)  # of a norm
+        if weight.dim() >= 2:
+            std = residual if name.endswith(("attention.out.weight", "mlp.down.weight")) else 0.02
+            whole.normal_(std=std, generator=torch.Generator().manual_seed(seed_from(seed, name)))
+        if isinstance(weight, DTensor):
+            size, start = compute_local_shape_and_global_offset(
+                weight.shape, weight.device_mesh, weight.placements
+            )
+            part = tuple(slice(i, i + count) for i, count in zip(start, size, strict=True))
+            weight, whole = weight.to_local(), whole[part]
+        weight.copy_(whole)
+    return model
+
+
+def make_optimizer(args: Namespace, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """AdamW as nanoGPT sets it up, with a learning rate of 0: the loop sets it before every step.
+
+    Fused: one kernel for a group's weights instead of a dozen for each weight.
+    """
+    matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
+    vectors = [weight for weight in model.parameters() if weight.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.99), fused=True)
+
+
+def learning_rate(args: Namespace, step: int) -> float:
+    """Linear warm-up, then a cosine from the highest rate down to a tenth of it. Steps count
+    from 0."""
+    if step < args.warmup_steps:
+        return args.learning_rate * (step + 1) / (args.warmup_steps + 1)
+    done = (step - args.warmup_steps) / max(1, args.steps - args.warmup_steps)
+    return args.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+def clip_gradients(args: Namespace, model: torch.nn.Module) -> torch.Tensor:
+    """Returns the norm of the whole gradient before it was clipped."""
+    weights = list(model.parameters())
+    # A few kernels for all weights; on CUDA torch does so by itself.
+    foreach = weights[0].device.type == "cpu" or None
+    return torch.nn.utils.clip_grad_norm_(weights, args.clip or math.inf, foreach=foreach)
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, reduction="mean") -> torch.Tensor:
+    """The loss in float32, of logits (B, T, V) and targets (B, T); those that are -100 do not
+    count."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
+
+
+def log_values(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> dict[str, float]:
+    """For a log line: learning rate, norm of the gradient and, on CUDA, the most that this rank's
+    tensors have taken so far, in GiB. By all ranks."""
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    values = {"learning_rate": optimizer.param_groups[0]["lr"], "grad_norm": norm.item()}
+    if norm.device.type == "cuda":
+        values["peak_memory_gib"] = torch.cuda.max_memory_allocated(norm.device) / 2**30
+    return values
+
+
+def run_of(args: Namespace) -> dict:
+    """What must be equal in a run that is resumed, whatever its ranks and however it is split."""
+    names = ("layers", "heads", "width", "context", "dropout", "batch_size", "steps")
+    names += ("learning_rate", "warmup_steps", "weight_decay", "clip", "seed", "precision")
+    names += ("pad_vocabulary",)
+    data = characters.read_vocabulary(args.data_dir)["sha256"][:12]
+    return {name: vars(args)[name] for name in names} | {"data": data}

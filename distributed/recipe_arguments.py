@@ -1,0 +1,83 @@
+"""The arguments that train_fsdp.py and train_tp.py share, without torch: errors come at once."""
+
+import argparse
+import contextlib
+import importlib.metadata
+import os
+from pathlib import Path
+
+from resilience.arguments import ArgumentParser, device_name, number, whole_number
+
+# nanoGPT's, except the small model's learning rate, 1e-3 there: with 2e-3 it learns more.
+CPU = {"layers": 4, "heads": 4, "width": 128, "context": 64, "dropout": 0.0}
+CPU |= {"batch_size": 12, "steps": 2000, "learning_rate": 2e-3}
+GPU = {"layers": 6, "heads": 6, "width": 384, "context": 256, "dropout": 0.2}
+GPU |= {"batch_size": 64, "steps": 5000, "learning_rate": 1e-3}
+SIZES = {"cpu": CPU, "gpu": GPU}
+
+SIZED = {
+    "layers": (whole_number(1), "blocks of attention and MLP"),
+    "heads": (whole_number(1), "of attention, a divisor of --width"),
+    "width": (whole_number(1), "channels between the layers"),
+    "context": (whole_number(1), "characters that it looks back on"),
+    "dropout": (number(0, below=1), "share of activations dropped"),
+    "batch_size": (whole_number(1), "sequences per step, over all ranks"),
+    "steps": (whole_number(1), "the learning rate falls to the last"),
+    "learning_rate": (number(0), "the highest of all steps"),
+}
+
+
+def add_recipe_arguments(parser: ArgumentParser):
+    add, count, positive = parser.add_argument, whole_number(0), whole_number(1)
+    add("--size", choices=SIZES, default="cpu", help="which defaults the next eight have")
+    for name, (kind, help) in SIZED.items():
+        help += f" (default: {CPU[name]}, or {GPU[name]} for --size gpu)"
+        add(f"--{name.replace('_', '-')}", type=kind, help=help)
+    help = "parts in which a rank does its share: activations of one at a time, and with FSDP a "
+    help += "reduce-scatter each"
+    add("--accumulation", type=positive, default=1, help=help)
+    add("--warmup-steps", type=count, default=100, help="in which the learning rate rises")
+    add("--weight-decay", type=number(0), default=0.1, help="of matrices; vectors have none")
+    add("--clip", type=number(0), default=1.0, help="greatest norm of the gradient, 0: any")
+    help = "less memory, a third more computing"
+    add("--activation-checkpointing", action="store_true", help=help)
+    help = "torch.compile (default: on CUDA with Triton and a C compiler)"
+    add("--compile", action=argparse.BooleanOptionalAction, help=help)
+    help = "add characters that never occur, up to a multiple of 64: faster matmuls on GPUs"
+    add("--pad-vocabulary", action="store_true", help=help)
+    help = "dtype of the matmuls (default: bf16 on CUDA, fp32 on a CPU)"
+    add("--precision", choices=["fp32", "bf16"], help=help)
+    add("--seed", type=count, default=0, help="of weights, windows and dropout")
+    device = os.environ.get("TRAIN_DEVICE", "auto")
+    add("--device", type=device_name, default=device, help="auto, cpu or cuda; or TRAIN_DEVICE")
+    help = "written by aux/prepare_data.py"
+    add("--data-dir", type=Path, default="data/shakespeare", help=help)
+    steps = {"type": positive, "metavar": "STEPS"}
+    add("--log-every", default=50, help="steps between two log lines", **steps)
+    add("--eval-every", default=250, help="steps between two validation losses", **steps)
+    add("--eval-windows", type=count, default=500, help="stretches to validate on, 0: all")
+    parser.add_checkpoint_arguments()
+    parser.add_timeout_arguments()
+
+
+def parse_arguments(parser: ArgumentParser) -> argparse.Namespace:
+    """Fills in what depends on --size. Stops with a sentence on an old torch, or on bad heads."""
+    args = parser.parse_args()
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a torch in PYTHONPATH
+        version = importlib.metadata.version("torch")
+        if tuple(int(part) for part in version.split(".")[:2]) < (2, 9):
+            remedy = "take a newer torch, or a newer image"
+            parser.error(f"needs torch 2.9 or newer, and this is {version}: {remedy}")
+    for name, value in SIZES[args.size].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.width % args.heads:
+        would_do = f"{divisors(args.width)} would do"
+        parser.error(f"--heads {args.heads} does not divide --width {args.width}: {would_do}")
+    return args
+
+
+def divisors(number: int) -> str:
+    """The values that would do, for people: divisors(12) is "1, 2, 3, 4, 6 or 12"."""
+    found = [str(i) for i in range(1, number + 1) if number % i == 0]
+    return " or ".join(", ".join(found).rsplit(", ", 1))
