@@ -34,9 +34,6 @@ PEAK_FLOPS = {
     "MI300X": 1307e12,
 }
 
-# False where torch does not know.
-TILES = getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)
-
 
 def peak_flops(device: torch.device) -> float:
     """What the data sheet of a device promises, in FLOP/s; nan for one that is not in the table,
@@ -55,24 +52,12 @@ def peak_flops(device: torch.device) -> float:
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
     """Causal attention, (B, H, T, D) each, softmax(q k' / sqrt(D)) v.
 
-    In bfloat16 on a CPU flash attention is slow, its backward pass above all. Without tiles
-    (AMX) it is faster in float32; with them two batched products take a fifth of its time at T =
-    64 and two thirds at T = 256, and memory for B H T T numbers.
+    On a CPU it computes in float32, because flash attention is slow in bfloat16 there, its backward
+    pass above all.
     """
-    bf16_on_cpu = q.device.type == "cpu" and q.dtype == torch.bfloat16
-    if bf16_on_cpu and TILES and q.size(-2) <= 512:
-        later = torch.full((q.size(-2), k.size(-2)), -math.inf, dtype=q.dtype).triu(1)
-        keys = k.flatten(0, 1).transpose(1, 2)
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         with torch.autocast("cpu", enabled=False):
-            scores = torch.baddbmm(later, q.flatten(0, 1), keys, alpha=1 / math.sqrt(q.size(-1)))
-            y = torch.bmm(F.dropout(scores.softmax(-1), dropout), v.flatten(0, 1))
-        return y.unflatten(0, q.shape[:2])
-    if bf16_on_cpu and not TILES:
-        with torch.autocast("cpu", enabled=False):
-            y = F.scaled_dot_product_attention(
-                q.float(), k.float(), v.float(), dropout_p=dropout, is_causal=True
-            )
-        return y.to(q.dtype)
+            return attend(q.float(), k.float(), v.float(), dropout).to(q.dtype)
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
 
