@@ -39,15 +39,11 @@ srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --o
     --kill-on-bad-exit=1 --wait=300 ./aux/enroot.sh ./torchrun.sh "$@" || status=$?
 
 if [[ -e "$stopped" ]]; then
-    job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
-    shown=$(scontrol show job "$job")
-    # A job that scancel ends is COMPLETING for another reason, and stays cancelled.
-    may='JobState=(RUNNING|COMPLETING Reason=TimeLimit) '
-    if [[ "$shown" =~ $may ]] && scontrol requeue "$job"; then
-        echo "Requeued: it resumes by itself"
-    elif [[ "$shown" == *" Restarts=${SLURM_RESTART_COUNT:-0} "* && -s "$stopped" ]]; then
-        # Nor has Slurm itself requeued it.
-        echo "Not requeued. To resume it:"$'\n'"    $(<"$stopped")" >&2
+    # The command that resumes the run is in it, unless the run is done.
+    if outcome=$(./distributed/resilience/requeue.sh); then
+        echo "$outcome"
+    elif [[ -s "$stopped" ]]; then
+        echo "Not requeued: $outcome. To resume it:"$'\n'"    $(<"$stopped")" >&2
         status=1
     fi
 fi

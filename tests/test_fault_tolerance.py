@@ -8,7 +8,6 @@ of it.
 
 import decimal
 import os
-import pickle
 import random
 import re
 import shutil
@@ -18,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from argparse import Namespace
 from pathlib import Path
 
@@ -38,8 +38,8 @@ from conftest import (
     read_metrics,
     run,
 )
-from resilience import checkpoint_files, checkpoints
 from resilience.checkpoint_files import find_checkpoints, step_of
+from resilience.checkpoints import Checkpoints
 from resilience.place import Place
 from resilience.ranks import Ranks
 
@@ -610,7 +610,7 @@ def test_asked_to_stop_beside_a_stopped_rank(cases, cluster, data, tmp_path):
         time.sleep(2)  # five steps: by now all others wait for it in a collective
         trial.signal("--signal=TERM")
         silent = rf"^\[Rank (\d) on {node}\] asked to stop, but rank (\d) on this node has "
-        silent += "sent no heartbeat for 10 s"
+        silent += r"sent no heartbeat for 1\d s"
         assert trial.wait_for(silent, 30) < 25
         job = trial.ends(60)
         assert job.state == "FAILED" and job.exit_code != 0, job.log
@@ -630,7 +630,8 @@ def test_rank_that_never_comes(cases, cluster, data, tmp_path):
         assert job.state == "FAILED" and job.exit_code != 0, job.log
         named = r"^\[Rank 0 on (\S+)\] 1 of 4 ranks did not join within 0:00:20: rank 3 on (\S+)$"
         [(first, node)] = re.findall(named, job.log, re.M)
-        assert first != node and job.log.count("[Rank") == 1 and "Traceback" not in job.log, job.log
+        assert first != node and job.log.count("[Rank") == 1, job.log
+        assert "Traceback" not in job.log or way == "torchrun", job.log
 
     at_once(scenario, cases)
 
@@ -655,8 +656,9 @@ def test_wrong_interface(cases, cluster, data, tmp_path):
         assert job.state == "FAILED" and job.exit_code != 0, job.log
         named = r"^\[Rank \d on \S+\] all ranks joined, but they cannot connect: .*"
         named += r" The interface is lo: GLOO_SOCKET_IFNAME in env.sh chooses one"
-        assert len(re.findall(named, job.log, re.M)) == 1 and job.log.count("[Rank ") == 1, job.log
-        assert "Traceback" not in job.log, job.log
+        said = re.findall(named, job.log, re.M)
+        assert len(said) == job.log.count("all ranks joined") == 1, job.log
+        assert "Traceback" not in job.log or way == "torchrun", job.log
 
     at_once(scenario, cases)
 
@@ -813,33 +815,22 @@ def test_cut_link(cluster, data, uninterrupted, tmp_path):
 def test_two_jobs_on_one_port(cluster, data, uninterrupted, tmp_path):
     """The second one does not join the first; nor does one whose ranks are elsewhere than its
     address."""
-    first = Trial(
-        cluster,
-        "srun",
-        "train_preemptible.py",
-        data,
-        tmp_path / "first",
-        slow=0.8,
-        MASTER_PORT=62000,
-    )
+    first = Trial(cluster, *DIAGONAL[0], data, tmp_path / "first", slow=0.8)
     node = first.train_a_little()[0]
+    [port] = re.findall(rf" at {node}:(\d+)$", first.log, re.M)
+    place = {"MASTER_ADDR": node, "MASTER_PORT": port}
+    script = f"distributed/train_preemptible.py --data-dir {data['train_preemptible.py']}"
 
-    def scenario(port, sentence):
-        place = {"MASTER_ADDR": node, "MASTER_PORT": port}
-        exclude = [f"--exclude={node}"]
-        job = Trial(
-            cluster,
-            "srun",
-            "train_preemptible.py",
-            data,
-            tmp_path / f"{port}",
-            sbatch=exclude,
-            **place,
-        ).ends()
+    def scenario(where, sentence):
+        folder = tmp_path / where
+        srun = f"srun --kill-on-bad-exit=1 python {script} --checkpoint-dir {folder}/out"
+        size = [where, "--nodes=1", "--ntasks-per-node=2", f"--output={folder}.log"]
+        job = cluster.sbatch(*size, f"--wrap={srun}", env=place)
         assert job.state == "FAILED" and job.exit_code == 1 and sentence in job.log, job.log
 
-    taken = f"port 62000 on {node} is taken by another program"
-    at_once(scenario, [(62000, taken), (62001, f"MASTER_ADDR is {node}, but rank 0 is on")])
+    taken = f"port {port} on {node} is taken by another program"
+    elsewhere = f"MASTER_ADDR is {node}, but rank 0 is on"
+    at_once(scenario, [(f"--nodelist={node}", taken), (f"--exclude={node}", elsewhere)])
     assert first.ends().state == "COMPLETED", first.log
     assert_same_run(first.out, uninterrupted("train_preemptible.py"))
 
@@ -1065,45 +1056,12 @@ def test_superseded_while_a_checkpoint_is_written_asynchronously(data, tmp_path)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_checkpoint_that_was_written_asynchronously(damage, data, one_rank, tmp_path):
-    command = [
-        sys.executable,
-        "tests/scripts/slowly.py",
-        "0",
-        "distributed/train_fsdp.py",
-        *LANGUAGE_MODEL,
-    ]
-    command += [
-        "--data-dir",
-        data["train_fsdp.py"],
-        "--checkpoint-dir",
-        tmp_path / "out",
-        "--checkpoint-every",
-        30,
-    ]
-    env = environment(HOLD=tmp_path, OMP_NUM_THREADS=1)
-    assert run(*command, env=env).returncode == 0
-    newest, before = find_checkpoints(tmp_path / "out")
-    file = max(newest.glob("*.distcp"))
-    file.write_bytes(damage(file.read_bytes()))
-    done = run(*command, "--resume", env=env)
-    assert done.returncode == 0 and f"checkpoint {newest} is damaged and skipped" in done.stderr, (
-        done.stderr
-    )
-    assert f"Resumed after step {step_of(before)}" in done.stdout
-    assert_same_run(tmp_path / "out", one_rank("train_fsdp.py"))
-
-
-@pytest.mark.matrix
 @pytest.mark.parametrize("cases", [DIAGONAL[1:]], ids=GROUPS[:1])
 def test_term_while_checkpoints_are_written_asynchronously(
     cases, cluster, data, uninterrupted, tmp_path
 ):
     def scenario(way, script):
-        trial = Trial(
-            cluster, way, script, data, tmp_path / way, "--checkpoint-every", 2, HOLD=tmp_path
-        )
+        trial = Trial(cluster, way, script, data, tmp_path / way, "--checkpoint-every", 2)
         trial.train_a_little()
         trial.signal("--signal=TERM")
         trial.wait_for(REQUEUED, 15)
@@ -1142,76 +1100,46 @@ def test_nothing_begins_again_by_itself(script, data, one_rank, tmp_path):
     ).read_text() == metrics and "Traceback" not in done.stderr
 
 
-def test_what_cannot_be_loaded_now_is_not_damaged(tmp_path, monkeypatch):
+@pytest.fixture
+def checkpoints_alone(tmp_path, monkeypatch) -> Checkpoints:
+    """Those of a process alone, where a fault is a SystemExit."""
+    monkeypatch.setattr(Place, "stop_if_any", lambda place, fault: fault and sys.exit(fault))
+    args = Namespace(checkpoint_dir=tmp_path, checkpoint_every=(1, "steps"), keep_checkpoints=2)
+    place = Place(Ranks(0, 0, 1, 1, "none"), torch.device("cpu"), 9)
+    return Checkpoints(args, place, {"seed": 0}, 9)
+
+
+def test_what_cannot_be_loaded_now_is_not_damaged(checkpoints_alone, tmp_path, monkeypatch):
     """A file system that fails for a moment, or a value of a kind that is refused: no file is
     quarantined."""
-    state = {"step": 5, "best": decimal.Decimal("0.5")}
-    monkeypatch.setattr(checkpoint_files, "owner", lambda folder: checkpoint_files.token())
-    assert checkpoint_files.write_file(state, tmp_path / "checkpoint_step_5.pt")
-    with pytest.raises(
-        OSError,
-        match=r"checkpoint_step_5.pt is not damaged, but cannot be loaded: .*decimal.Decimal",
-    ):
-        checkpoint_files.newest_file(tmp_path)
-    monkeypatch.setattr(
-        torch, "load", lambda *_, **__: (_ for _ in ()).throw(OSError(116, "Stale file handle"))
-    )
-    with pytest.raises(OSError, match="Stale file handle"):
-        checkpoint_files.newest_file(tmp_path)
-    assert [path.name for path in tmp_path.glob("*.pt")] == ["checkpoint_step_5.pt"]
+    checkpoints_alone.save_files(5, {}, {"best": decimal.Decimal("0.5")})
+    path = tmp_path / "checkpoint_step_5.pt"
+    with pytest.raises(SystemExit, match=r"not damaged, but cannot be loaded: .*decimal.Decimal"):
+        checkpoints_alone.load_files({})
+    stale = OSError(116, "Stale file handle")
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda _: (_ for _ in ()).throw(stale))
+    with pytest.raises(SystemExit, match=r"not damaged, but cannot be loaded: .*Stale file handle"):
+        checkpoints_alone.load_files({})
+    assert [*tmp_path.iterdir()] == [path]
 
 
-def test_a_checkpoint_travels_as_a_path(tmp_path, monkeypatch):
-    """What rank 0 sends is small. All ranks map the file, keep nothing of the mapping, and take
-    no other one for it."""
+def test_a_loaded_checkpoint_may_be_removed(checkpoints_alone, tmp_path):
+    """Nothing of the mapped file stays in the model or its optimizer."""
     model = torch.nn.Linear(1000, 1000)
     optimizer = torch.optim.SGD(model.parameters(), 1, momentum=0.9)
     model(torch.ones(1000)).sum().backward()
     optimizer.step()
-    args = Namespace(
-        checkpoint_dir=tmp_path, checkpoint_every=(1, "steps"), keep_checkpoints=2, resume=True
-    )
-    parts, sent, loads, load = {"model": model, "optimizer": optimizer}, [], [], torch.load
-    monkeypatch.setattr(
-        torch, "load", lambda path, **options: (loads.append(options), load(path, **options))[1]
-    )
-    monkeypatch.setattr(Place, "stop_if_any", lambda place, fault: fault and sys.exit(fault))
-
-    def checkpoints_of(rank: int) -> checkpoints.Checkpoints:
-        place = Place(Ranks(rank, rank, 2, 2, "spawn"), torch.device("cpu"), 9)
-        return checkpoints.Checkpoints(args, place, {"seed": 0}, 9)
-
-    assert checkpoints_of(0).save_files(5, parts, {"best": 0.5})
-    expected = [
-        value.clone() for value in (*model.state_dict().values(), *optimizer_state(optimizer))
-    ]
-    monkeypatch.setattr(
-        checkpoints.dist, "broadcast_object_list", lambda found, **_: sent.extend(found)
-    )
-    checkpoints_of(0).load_files(parts)
-    assert len(pickle.dumps(sent)) < 1000 < (tmp_path / "checkpoint_step_5.pt").stat().st_size
-
-    monkeypatch.setattr(
-        checkpoints.dist, "broadcast_object_list", lambda found, **_: found.__setitem__(0, sent[0])
-    )
-    for value in (*model.state_dict().values(), *optimizer_state(optimizer)):
+    values = [*model.state_dict().values(), *optimizer_state(optimizer)]
+    expected = [value.clone() for value in values]
+    parts = {"model": model, "optimizer": optimizer}
+    checkpoints_alone.save_files(5, parts, {"best": 0.5})
+    for value in values:
         value.zero_()
-    assert checkpoints_of(1).load_files(parts) == {"step": 5, "best": 0.5}
+    assert checkpoints_alone.load_files(parts) == {"step": 5, "best": 0.5}
     with (tmp_path / "checkpoint_step_5.pt").open("r+b") as file:
         file.write(bytes(10**7))
     found = [*model.state_dict().values(), *optimizer_state(optimizer)]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
-    assert all(
-        options == {"map_location": "cpu", "mmap": True, "weights_only": True} for options in loads
-    )
-
-    checkpoints_of(0).save_files(
-        5, {"model": torch.nn.Linear(1000, 1000), "optimizer": optimizer}, {}
-    )
-    with pytest.raises(
-        SystemExit, match=r"cannot be loaded here \(it is another file\), but by rank 0"
-    ):
-        checkpoints_of(1).load_files(parts)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -1279,11 +1207,8 @@ def remount(disk: Path, option: str):
     subprocess.run(["mount", "-o", f"remount,{option}", disk], check=True)
 
 
-FULL = [(*DIAGONAL[0], ""), (*DIAGONAL[1], ""), (*DIAGONAL[1], "asynchronously")]
-
-
-@pytest.mark.parametrize(("way", "script", "how"), cells(FULL))
-def test_full_disk(way, script, how, cluster, disk, data, uninterrupted, tmp_path):
+@pytest.mark.parametrize(("way", "script"), cells(DIAGONAL[:2]))
+def test_full_disk(way, script, cluster, disk, data, uninterrupted, tmp_path):
     """Old checkpoints are kept, the run continues, and only an end that cannot be saved is a
     failure."""
     out, reference = disk / script, uninterrupted(script)
@@ -1292,16 +1217,7 @@ def test_full_disk(way, script, how, cluster, disk, data, uninterrupted, tmp_pat
     remount(disk, f"size={size // 1024 + 200}k")
     try:
         often = ("--checkpoint-every", 10, "--keep-checkpoints", 4, "--checkpoint-dir", out)
-        job = Trial(
-            cluster,
-            way,
-            script,
-            data,
-            tmp_path,
-            *often,
-            slow=0,
-            **{"HOLD": tmp_path} if how else {},
-        ).ends()
+        job = Trial(cluster, way, script, data, tmp_path, *often, slow=0).ends()
         assert job.state == "FAILED" and job.exit_code != 0, job.log
         assert (
             job.log.count("the last steps could not be saved") == 1 and "No space left" in job.log

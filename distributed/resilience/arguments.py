@@ -1,6 +1,7 @@
 """Command lines of the scripts, without torch: a mistake is one sentence, from rank 0."""
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
 import math
@@ -25,10 +26,10 @@ DETERMINISTIC = {
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
-        shown = type(action.default) in (int, float, str) and action.default != argparse.SUPPRESS
-        if not shown or "default" in action.help:
-            return action.help
-        return f"{action.help} (default: {action.default})"
+        has_one = type(action.default) in (int, float, str) and action.default != argparse.SUPPRESS
+        if has_one and "default" not in action.help:
+            return f"{action.help} (default: {action.default})"
+        return action.help
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -51,17 +52,13 @@ class ArgumentParser(argparse.ArgumentParser):
         add = self.add_argument
         help = "default: checkpoints/ and the job id, or date and time"
         add("--checkpoint-dir", type=Path, help=help)
-        help = (
-            "steps, as 500, or minutes, as 10m; a run also saves at its end, and if asked to stop"
-        )
+        help = "in steps, as 500, or minutes, as 10m; a run also saves at its end, or asked to stop"
         add("--checkpoint-every", type=interval, default="10m", metavar="N|Nm", help=help)
         help = "the newest N"
         add("--keep-checkpoints", type=whole_number(2), default=2, metavar="N", help=help)
         help = "resume from the newest checkpoint in --checkpoint-dir (a requeued job does)"
         add("--resume", action="store_true", default=RESTART_COUNT != "0", help=help)
-        help = (
-            "slower, but on as many CUDA nodes of the same kind resumed runs are equal, as on CPUs"
-        )
+        help = "slower, but resumed runs are equal on as many CUDA nodes of one kind, as on CPUs"
         add("--deterministic", action="store_true", help=help)
         help = "also write what metrics.jsonl has for TensorBoard, into tensorboard/ beside it"
         add("--tensorboard", action="store_true", help=help)
@@ -78,15 +75,16 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_args(self, arguments: list[str] | None = None) -> argparse.Namespace:
         """Fills in the folder for checkpoints, and sets what --deterministic needs."""
         args = super().parse_args(arguments)
+        given = vars(args)
         if "checkpoint_dir" in args and args.checkpoint_dir is None:
-            asked = [name for name in ("resume", "sample") if vars(args).get(name)]
+            asked = [name for name in ("resume", "sample") if given.get(name)]
             if asked and "SLURM_JOB_ID" not in os.environ:
                 self.error(f"--{asked[0]} needs the --checkpoint-dir of an earlier run")
             now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
             args.checkpoint_dir = Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
-        if vars(args).get("tensorboard") and importlib.util.find_spec("tensorboard") is None:
+        if given.get("tensorboard") and importlib.util.find_spec("tensorboard") is None:
             self.error("--tensorboard needs tensorboard: python -m pip install tensorboard")
-        if vars(args).get("deterministic"):
+        if given.get("deterministic"):
             for name, value in DETERMINISTIC.items():
                 os.environ.setdefault(name, value)
         return args
@@ -105,9 +103,8 @@ def whole_number(minimum: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]{1,20}", text.strip()) or int(text) < minimum:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a whole number of at least {minimum}"
-            )
+            which = f"a whole number of at least {minimum}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {which}")
         if int(text) >= 2**31:
             raise argparse.ArgumentTypeError(f"{text!r} is too large a number")
         return int(text)
@@ -119,28 +116,23 @@ def number(minimum: float, below: float = 1e9) -> Callable[[str], float]:
     """An argparse type: a number of at least `minimum` and less than `below`."""
 
     def parse(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not minimum <= number < below:
-            which = f"a number of at least {minimum:g} and less than {below:g}"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {which}")
-        return number
+        with contextlib.suppress(ValueError):
+            if minimum <= float(text) < below:
+                return float(text)
+        which = f"a number of at least {minimum:g} and less than {below:g}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {which}")
 
     return parse
 
 
 def interval(text: str) -> tuple[float, str]:
     """An argparse type: "500" is (500, "steps"), "10m" is (10.0, "minutes")."""
-    try:
+    with contextlib.suppress(ValueError):
         every = (float(text[:-1]), "minutes") if text.endswith("m") else (int(text), "steps")
-    except ValueError:
-        every = (0, "")
-    if not 0 < every[0] < math.inf:
-        which = "neither a number of steps, as 500, nor of minutes, as 10m"
-        raise argparse.ArgumentTypeError(f"{text!r} is {which}")
-    return every
+        if 0 < every[0] < math.inf:
+            return every
+    which = "neither a number of steps, as 500, nor of minutes, as 10m"
+    raise argparse.ArgumentTypeError(f"{text!r} is {which}")
 
 
 def indivisible(flag: str, value: int, parts: int, what: str) -> str | None:

@@ -8,18 +8,21 @@ They find another owner, and end.
 import contextlib
 import errno
 import os
-import pickle
 import re
 import shutil
 import sys
 import zipfile
-import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from .job import HOST, JOB, RESTART_COUNT, write_atomically
+from .place import Place
 from .ranks import stop
+
+# Zip archives point to places in a file, and parts of a folder may be missing.
+OF_DAMAGE = (errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENOTDIR)
 
 # --- the folder ---
 
@@ -37,15 +40,14 @@ def step_of(path: Path) -> int:
 
 def folder_fault(folder: Path, resume: bool, suffix: str) -> str | None:
     """One sentence if checkpoints of that suffix cannot be saved in `folder`, or None."""
+    other = "choose another --checkpoint-dir"
     above = (folder.absolute(), *folder.absolute().parents)
     try:
         nearest = next(path for path in above if path.exists())
-        usable = nearest.is_dir() and os.access(nearest, os.W_OK)
         found = find_checkpoints(folder)
     except OSError as error:  # a name that is too long, for example
         return f"--checkpoint-dir cannot be used: {error.strerror}"
-    other = "choose another --checkpoint-dir"
-    if not usable:
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         return f"{nearest} cannot be written: {other}"
     for path in found:
         if path.suffix != suffix:
@@ -53,15 +55,6 @@ def folder_fault(folder: Path, resume: bool, suffix: str) -> str | None:
     if found and not resume:
         return f"{found[0]} is of an earlier run: continue that one with --resume, or {other}"
     return None
-
-
-def all_damaged(folder: Path) -> str | None:
-    """One sentence if `folder` had checkpoints, but none is whole; or None: a run may begin."""
-    damaged = list(folder.glob("damaged_*"))
-    if not damaged:
-        return None
-    what = f"{folder} has {len(damaged)} damaged checkpoints and no whole one"
-    return f"{what}: choose another --checkpoint-dir"
 
 
 def prune(folder: Path, step: int, keep: int):
@@ -84,6 +77,14 @@ def token() -> str:
     return f"job {JOB}, start {RESTART_COUNT}, {HOST}:{os.getpid()}"
 
 
+def owner(folder: Path) -> str:
+    """Who may write into `folder`. If that cannot be read, it is still us: as on a full disk."""
+    try:
+        return (folder / "owner").read_text()
+    except OSError:
+        return token()
+
+
 def claim(folder: Path) -> str | None:
     """Makes this start of the job the only one that may write into `folder`. By rank 0.
 
@@ -102,24 +103,15 @@ def claim(folder: Path) -> str | None:
     return None
 
 
-def owner(folder: Path) -> str:
-    """Who may write into `folder`. If that cannot be read, it is still us: as on a full disk."""
-    try:
-        return (folder / "owner").read_text()
-    except OSError:
-        return token()
-
-
 def owner_fault(folder: Path) -> str | None:
     """One sentence if another start of this job, or another job, has claimed `folder`; or None."""
-    other = owner(folder)
-    if other == token():
+    if (other := owner(folder)) == token():
         return None
     now = f"{folder} now belongs to another attempt ({other})"
     return f"{now}: this one writes nothing more and ends"
 
 
-# --- files ---
+# --- to write ---
 
 
 def write_file(state: dict, path: Path) -> bool:
@@ -129,25 +121,23 @@ def write_file(state: dict, path: Path) -> bool:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        rename(temporary, path)
+        publish(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk
-        remove(temporary)
-        warn_not_saved(path, first_line(error))
+        not_saved(temporary, path, first_line(error))
         return False
     return True
 
 
-def rename(temporary: Path, path: Path):
+def publish(temporary: Path, path: Path):
     """Gives a whole file or folder its name, or ends this process if another start owns `path`."""
     if fault := owner_fault(path.parent):
         stop(fault, 0)
     if path.is_dir():  # os.replace gives a name that is taken to a file only
-        shutil.rmtree(path)
+        remove(path)
     os.replace(temporary, path)
     # The new name must survive a power cut as well.
     folder = os.open(path.parent, os.O_RDONLY)
@@ -155,53 +145,54 @@ def rename(temporary: Path, path: Path):
     os.close(folder)
 
 
-def warn_not_saved(path: Path, reason: str):
+def not_saved(temporary: Path, path: Path, reason: str):
+    remove(temporary)
     sentence = f"warning: {path} could not be saved, older ones are kept: {reason}"
     print(sentence, file=sys.stderr, flush=True)
 
 
-def newest_file(folder: Path) -> tuple[Path, dict] | None:
-    """The newest whole checkpoint and what is in it, or None. Damaged ones are quarantined.
+# --- to read ---
 
-    Raises OSError if one cannot be read for another reason: the next start may well read it.
+
+def newest(folder: Path, place: Place, check: Callable[[Path, int, int], None]) -> Path | None:
+    """The newest whole checkpoint, the same one on all ranks. Damaged ones are quarantined.
+
+    check(path, rank, world_size) reads this rank's share of one, and raises an error if it is
+    damaged. That of a file system which hangs, for example, is no damage: it ends the run, because
+    the next start may well read the file.
     """
-    for path in find_checkpoints(folder):
+    for path in place.gathered(find_checkpoints(folder) if place.rank == 0 else [])[0]:
+        damage = fault = None
         try:
-            # torch.load does not look at the checksums.
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()
-            if damaged is None:
-                return path, torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            reason = f"{damaged} in it fails its checksum"
+            check(path, place.rank, place.world_size)
         except Exception as error:
-            # A truncated file raises one of half a dozen kinds, depending on where it was cut.
-            reason = first_line(error)
-            if fault := unreadable(path, error):
-                raise OSError(fault) from error
-        quarantine(path, reason)
+            damage = first_line(error)
+            if isinstance(error, OSError) and error.errno not in OF_DAMAGE:
+                fault = unreadable(path, error)
+        if not fault and not os.path.exists(path):
+            here = f"{path} cannot be loaded here (it is not there), but by rank 0"
+            fault = f"{here}: all nodes must share --checkpoint-dir"
+        place.stop_if_any(fault)
+        damages = list(filter(None, place.gathered(damage)))
+        if not damages:
+            return path
+        if place.rank == 0:
+            quarantine(path, damages[0])
+
+    fault, damaged = None, list(folder.glob("damaged_*")) if place.rank == 0 else []
+    if damaged:
+        what = f"{folder} has {len(damaged)} damaged checkpoints and no whole one"
+        fault = f"{what}: choose another --checkpoint-dir"
+    place.stop_if_any(fault)
     return None
 
 
-def fingerprint(path: Path) -> int:
-    """It tells a checkpoint from another one: a checksum over the checksums in it."""
-    with zipfile.ZipFile(path) as archive:
-        parts = [(part.filename, part.CRC) for part in archive.infolist()]
-    return zlib.crc32(repr(parts).encode())
-
-
-def unreadable(path: Path, error: Exception) -> str | None:
-    """One sentence if the error is not damage, as of a file system that hangs; or None."""
-    of_damage = (None, errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENOTDIR)
-    refused = isinstance(error, MemoryError | pickle.UnpicklingError)
-    if getattr(error, "errno", None) in of_damage and not refused:
-        return None
-    return f"{path} is not damaged, but cannot be loaded: {first_line(error)}"
-
-
-def not_shared(path: Path, reason: str) -> str:
-    """One sentence on a rank that lacks the checkpoint which rank 0 has found whole."""
-    here = f"{path} cannot be loaded here ({reason}), but by rank 0"
-    return f"{here}: all nodes must share --checkpoint-dir"
+def check_file(path: Path, rank: int, world_size: int):
+    """Rank 0 reads it for all: torch.load does not look at the checksums."""
+    if rank == 0:
+        with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():
+                raise ValueError(f"{damaged} in it fails its checksum")
 
 
 def quarantine(path: Path, reason: str):
@@ -211,6 +202,10 @@ def quarantine(path: Path, reason: str):
     if owner_fault(path.parent) is None:
         with contextlib.suppress(OSError):
             os.replace(path, path.with_name(f"damaged_{path.name}"))
+
+
+def unreadable(path: Path, error: Exception) -> str:
+    return f"{path} is not damaged, but cannot be loaded: {first_line(error)}"
 
 
 def first_line(error: BaseException) -> str:

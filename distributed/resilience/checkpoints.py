@@ -13,14 +13,12 @@ import torch.distributed as dist
 
 from . import stop_request
 from .checkpoint_files import (
-    all_damaged,
+    check_file,
     claim,
-    fingerprint,
-    first_line,
-    newest_file,
-    not_shared,
+    newest,
     owner_fault,
     prune,
+    unreadable,
     write_file,
 )
 from .job import JOB, requeue, resume_command
@@ -54,12 +52,8 @@ class Checkpoints:
         self.place.stop_if_any(claim(self.folder) if self.place.rank == 0 else None)
         if self.args.resume:
             with self.place.longer_timeout(self.args.save_timeout):
-                found = self.load_files(parts)
-            if found:
-                self.step, self.values = found.pop("step"), found
-                self.resumed_from = self.step
-            elif fault := all_damaged(self.folder):
-                self.place.stop(fault)
+                self.values = self.load_files(parts) or {"step": 0}
+            self.step = self.resumed_from = self.values.pop("step")
             if self.place.rank == 0:
                 none = f"No whole checkpoint in {self.folder}"
                 print(f"Resumed after step {self.step}" if self.step else none, flush=True)
@@ -102,7 +96,7 @@ class Checkpoints:
         """
         self.step, start = step, time.perf_counter()
         with self.place.longer_timeout(self.args.save_timeout):
-            self.failed = not self.save_files(step, parts, values)
+            self.save_files(step, parts, values)
         self.place.seconds_saving += time.perf_counter() - start
 
     def finish(self, result: str):
@@ -110,15 +104,12 @@ class Checkpoints:
 
         If that cannot be, it prints the command that resumes the run, and the status will be 1.
         """
-        [failures] = self.place.all_reduced([self.failed])
-        if failures:
-            self.place.stop("the last steps could not be saved")
+        self.place.stop_if_any("the last steps could not be saved" if self.failed else None)
         if self.place.rank != 0:
             return
         done = self.step >= self.total_steps
-        print(
-            f"Finished: {result}" if done else f"Stopped after step {self.step}, saved", flush=True
-        )
+        stopped = f"Stopped after step {self.step}, saved"
+        print(f"Finished: {result}" if done else stopped, flush=True)
         # torchrun, once told to stop, fails even if its ranks finish. Requeued, the job finds that
         # all is done.
         torchrun = self.place.ranks.launcher == "torchrun"
@@ -133,61 +124,39 @@ class Checkpoints:
             self.place.status = 1
 
     def load_files(self, parts: dict[str, Any]) -> dict | None:
-        """Loads the newest whole checkpoint, if there is one. Returns its step and its values.
-
-        Rank 0 chooses for all: no two ranks may resume from different files.
-        """
-        chosen = [self.choose() if self.place.rank == 0 else None]
-        if self.place.world_size > 1:
-            dist.broadcast_object_list(chosen, src=0, device=self.place.device)
-        path, content, fault = chosen[0]
-        if fault:
-            self.place.stop(fault)
+        """Loads the newest whole checkpoint, if there is one. Returns its step and its values."""
+        path = newest(self.folder, self.place, check_file)
         if path is None:
             return None
+        state = fault = None
         try:
-            if fingerprint(path) != content:
-                raise OSError("it is another file")
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:  # as of a checkpoint that is damaged: one of half a dozen kinds
-            fault = not_shared(path, first_line(error))
+        except Exception as error:  # as of a value that is refused: one of many kinds
+            fault = unreadable(path, error)
         self.place.stop_if_any(fault)
+        self.stop_if_of_another_run(state.pop("run"))
         for name, part in parts.items():
             # An optimizer would keep the mapped tensors, whose file will be removed one day.
             part.load_state_dict(copy.deepcopy(state.pop(name)))
-        del state["run"]
         return state
 
-    def choose(self) -> tuple[Path | None, int | None, str | None]:
-        """The newest whole checkpoint, its fingerprint, and one sentence if it cannot be used."""
-        try:
-            found = newest_file(self.folder)
-            if found is None:
-                return None, None, None
-            path, state = found
-            return path, fingerprint(path), self.other_run(state["run"])
-        except OSError as error:
-            return None, None, str(error)
-
-    def save_files(self, step: int, parts: dict[str, Any], values: dict) -> bool:
-        """Whether the checkpoint could be written."""
+    def save_files(self, step: int, parts: dict[str, Any], values: dict):
+        """Writes a checkpoint; self.failed says whether that could not be done."""
         if self.place.rank != 0:
-            return True
+            return
         state = {"run": self.run, "step": step, **values}
         state |= {name: part.state_dict() for name, part in parts.items()}
-        written = write_file(state, self.folder / f"checkpoint_step_{step}.pt")
-        if written:
+        self.failed = not write_file(state, self.folder / f"checkpoint_step_{step}.pt")
+        if not self.failed:
             prune(self.folder, step, self.args.keep_checkpoints)
-        return written
 
-    def other_run(self, run: dict) -> str | None:
-        """One sentence if a checkpoint is of another run, or None."""
+    def stop_if_of_another_run(self, run: dict):
+        """Rank 0 knows all that makes a run the same run: other ranks read less of the data."""
         changed = [
             f"{name} was {run.get(name)}, not {now}"
             for name, now in self.run.items()
             if run.get(name) != now
         ]
-        if not changed:
-            return None
-        of = f"the checkpoints in {self.folder} are of another run"
-        return f"{of}: {', '.join(changed)}; or choose another --checkpoint-dir"
+        of = f"the checkpoints in {self.folder} are of another run: {', '.join(changed)}"
+        fault = f"{of}; or choose another --checkpoint-dir" if changed else None
+        self.place.stop_if_any(fault if self.place.rank == 0 else None)

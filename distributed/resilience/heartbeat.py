@@ -3,28 +3,24 @@
 A rank that crashes ends the job by itself. One that is stuck (a stopped process, a cut link, a
 loader that waits for ever) makes all others wait until their collective times out, and that error
 names the wrong ranks. So half-way to the timeout the log gets a sentence with the rank, the host
-and what it is doing. There are two kinds of heartbeats:
+and what it is doing.
 
-- Files log/JOB/ranks-START/RANK, a line of JSON each, which aux/watch_job.py shows. A rank writes
-  its own every two seconds, and in a job of more than 60 ranks every world_size / 30 seconds:
-  thirty writes a second in all. When a step has taken a quarter, and when it has taken half of the
-  timeout, it writes at once; later, up to three quarters, where steps usually take that long. Only
-  after the half, once, it reads: its neighbour's file, rank 0 all.
-- Datagrams between the ranks of a node, one a second. A rank that has been asked to stop cannot
-  save without the others, and NCCL does not always notice that a peer is gone. When another rank
-  of its node has been silent for ten seconds, it ends at once.
+A heartbeat is a line of JSON in log/JOB/ranks-START/RANK, which aux/watch_job.py shows. Each rank
+writes every two seconds, or every world_size / 30 in a job of more than 60 ranks, which is thirty
+writes a second in all. A rank whose step takes much longer than those before it writes at once,
+after a quarter of the timeout. After half of it, it reads its neighbour's, and rank 0 reads all.
+
+A rank that has been asked to stop cannot save without the others, and NCCL does not always notice
+that a peer is gone. So it also reads those of its node, and ends if one is silent.
 """
 
 import contextlib
-import faulthandler
 import json
 import os
-import socket
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 from . import stop_request
@@ -47,89 +43,114 @@ class Heartbeat:
         self.ranks, self.timeout = ranks, timeout
         self.step: int | None = None
         self.finished = False
+        self.folder = Path("log", JOB, f"ranks-{RESTART_COUNT}")
+        self.phase, self.since = (None, timeout), time.monotonic()
+        self.longest = defaultdict(float)  # seconds of a step so far, by the timeout that held
+        self.written, self.late = None, 0
+        self.asked_at = self.looked_at = 0.0
 
     def start(self):
-        """Starts a thread for either kind: a file system may hang, and the rank be well."""
-        kinds = [Datagrams] if sys.platform == "linux" else []
-        if JOB != "none":
-            kinds.append(Files)
-        for kind in kinds:
-            try:
-                look = kind(self).look
-            except OSError as error:
-                say(f"warning: no heartbeats: {error}", self.ranks.rank)
-            else:
-                threading.Thread(target=every_second, args=(look,), daemon=True).start()
+        """Starts a thread that writes and reads, in a job."""
+        if JOB == "none":
+            return
+        try:
+            self.open_file()
+            threading.Thread(target=self.look_every_second, daemon=True).start()
+        except OSError as error:
+            say(f"warning: no heartbeats: {error}", self.ranks.rank)
 
-
-def every_second(look: Callable[[], None]):
-    while True:
-        look()
-        time.sleep(1)
-
-
-# --- files ---
-
-
-class Files:
-    """This rank's file, and a look at the others' when there is no step for half of the timeout."""
-
-    def __init__(self, heartbeat: Heartbeat):
-        self.heartbeat, self.ranks = heartbeat, heartbeat.ranks
-        self.phase, self.since, self.slot, self.late = None, 0.0, 0, 0
-        self.longest = defaultdict(float)  # seconds of a step so far, by the timeout that held
-        self.folder = Path("log", JOB, f"ranks-{RESTART_COUNT}")
+    def open_file(self):
         self.folder.mkdir(parents=True, exist_ok=True)
         # O_DSYNC: an NFS client would keep what is written to itself for half a minute.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DSYNC
         self.file = os.open(self.folder / str(self.ranks.rank), flags, 0o666)
 
+    def look_every_second(self):
+        while True:
+            self.look()
+            time.sleep(1)
+
     def look(self):
-        step, timeout, now = self.heartbeat.step, self.heartbeat.timeout, time.monotonic()
-        interval = max(min(2, timeout / 10), self.ranks.world_size / 30)
-        news = self.phase is None or (self.phase[0] is None) != (step is None)
+        step, timeout, now = self.step, self.timeout, time.monotonic()
         if (step, timeout) != self.phase:
             # A save, which has a timeout of its own, is no part of a step.
-            if self.phase and self.phase[1] == timeout:
+            if timeout == self.phase[1]:
                 self.longest[timeout] = max(self.longest[timeout], now - self.since)
             self.phase, self.since = (step, timeout), now
 
         # Steps that usually take long are not late: each would be written, and read.
-        still, usual = now - self.since, min(self.longest[timeout], timeout / 2)
-        quarter = max(timeout / 4, 1.2 * usual)
+        seconds = now - self.since
+        quarter = max(timeout / 4, 1.2 * min(self.longest[timeout], timeout / 2))
         half = max(timeout / 2, quarter + timeout / 8)
-        late, before = (still >= quarter) + (still >= half), self.late
+        late, before = (seconds >= quarter) + (seconds >= half), self.late
+
+        asked = stop_request.came()
+        interval = max(min(2, timeout / 10), self.ranks.world_size / 30)
+        if asked:
+            interval = min(interval, SILENT / 2)
         # Not all ranks write in the same second.
         slot = int(now / interval + self.ranks.rank / self.ranks.world_size)
-        if news or late != before or slot != self.slot:
-            self.write_beat(still, interval, late > 0)
-            self.slot, self.late = slot, late
+        if (slot, late) != self.written:
+            self.write_beat(seconds, interval, late > 0)
+            self.written, self.late = (slot, late), late
         if late == 2 > before:
             self.report_stuck(half)
 
-    def write_beat(self, still: float, interval: float, stalled: bool):
+        # Since when it has been asked, and awake: a suspended job's heartbeats are all old.
+        if not asked or now - self.looked_at > SILENT / 2:
+            self.asked_at = now
+        self.looked_at = now
+        if now - self.asked_at >= SILENT and not self.finished:
+            self.end_beside_silent_rank()
+
+    def write_beat(self, seconds: float, interval: float, stalled: bool):
         stack, frame, in_collective = main_stack()
-        beat = {"rank": self.ranks.rank, "world_size": self.ranks.world_size, "host": HOST}
-        beat |= {"time": time.time(), "step": self.heartbeat.step, "stack": stack, "frame": frame}
-        beat |= {"in_collective": in_collective, "stalled": stalled}
-        beat |= {"seconds_in_step": still, "interval": interval}
+        beat = {
+            "rank": self.ranks.rank,
+            "world_size": self.ranks.world_size,
+            "host": HOST,
+            "time": time.time(),
+            "step": self.step,
+            "seconds_in_step": seconds,
+            "stalled": stalled,
+            "interval": interval,
+            "in_collective": in_collective,
+            "frame": frame,
+            "stack": stack,
+        }
         with contextlib.suppress(OSError):  # a full disk
             os.pwrite(self.file, json.dumps(beat).encode().ljust(LINE), 0)
+
+    def beat_of(self, rank: int) -> dict | None:
+        return read_beat(self.folder / str(rank))
 
     def report_stuck(self, seconds: float):
         """A neighbour that is alive has written when a quarter of the timeout was over."""
         rank, world_size = self.ranks.rank, self.ranks.world_size
-        other = read_beat(self.folder / str((rank - 1) % world_size))
-        if other and (age := time.time() - other["time"]) > self.heartbeat.timeout / 3:
+        other = self.beat_of((rank - 1) % world_size)
+        if other and (age := time.time() - other["time"]) > self.timeout / 3:
             who, last = f"rank {other['rank']} on {other['host']}", other["step"]
             say(f"{who} has sent no heartbeat for {age:.0f} s; its last step is {last}", rank)
         if rank == 0:
-            beats = [read_beat(self.folder / str(each)) for each in range(world_size)]
-            say(describe_stuck(beats, seconds), rank)
+            beats = [self.beat_of(each) for each in range(world_size)]
+            say(describe_stuck(list(filter(None, beats)), seconds), rank)
+
+    def end_beside_silent_rank(self):
+        """Ends this process if another rank of its node sends no heartbeats, although it does."""
+        beats = {rank: self.beat_of(rank) for rank in self.ranks.of_this_node()}
+        ages = {rank: time.time() - beat["time"] for rank, beat in beats.items() if beat}
+        if ages.pop(self.ranks.rank, SILENT) >= SILENT:  # a full disk
+            return
+        for rank, age in ages.items():
+            if age > SILENT:
+                gone = f"rank {rank} on this node has sent no heartbeat for {age:.0f} s"
+                sentence = f"asked to stop, but {gone}: without it this rank cannot save, and ends"
+                say(sentence, self.ranks.rank)
+                os._exit(1)
 
 
 def read_beat(path: Path) -> dict | None:
-    """The last heartbeat of a rank; None where there is none yet, or while it is being written."""
+    """The last heartbeat of a rank; None if there is none yet, or while it is being written."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -142,18 +163,18 @@ def main_stack() -> tuple[list[str], str, bool]:
     The stack has the innermost call last. The frame is the innermost one that is not of a library,
     or "-". Unlike traceback.extract_stack this looks at no source file.
     """
-    frame, found = sys._current_frames()[threading.main_thread().ident], []
+    frame, calls, own = sys._current_frames()[threading.main_thread().ident], [], "-"
+    # gloo's collectives of a backward pass are in autograd. With NCCL, ranks wait when the result
+    # of a collective is read.
+    path, name = frame.f_code.co_filename, frame.f_code.co_name
+    waits = "torch/distributed/" in path or "torch/autograd/" in path or name == "all_reduced"
     while frame:
-        found.insert(0, (frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
+        call = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+        if own == "-" and not of_a_library(frame.f_code.co_filename):
+            own = call
+        calls.insert(0, call)
         frame = frame.f_back
-    name, path, _ = found[-1]
-    # gloo's collectives of a backward pass are in autograd.
-    inside_torch = ("torch/distributed/", "torch/autograd/")
-    # With NCCL, ranks wait where the result is read.
-    waits = any(part in path for part in inside_torch) or name == "all_reduced"
-    shown = [f"{name} ({path}:{line})" for name, path, line in found]
-    own = [text for text, (_, path, _) in zip(shown, found, strict=True) if not of_a_library(path)]
-    return shown[-12:], own[-1] if own else "-", waits
+    return calls[-12:], own, waits
 
 
 def of_a_library(path: str) -> bool:
@@ -171,56 +192,13 @@ def behind(beat: dict) -> tuple[float, bool]:
     return -1 if beat["step"] is None else beat["step"], beat["in_collective"]
 
 
-def describe_stuck(beats: list[dict | None], seconds: float) -> str:
+def describe_stuck(beats: list[dict], seconds: float) -> str:
     """Who keeps the others waiting: those that are behind, or else the fewest at one place."""
     places = defaultdict(list)
-    for beat in filter(None, beats):
+    for beat in beats:
         places[behind(beat), tuple(beat["stack"])].append(beat)
-    groups = sorted(places.items(), key=lambda group: (group[0][0], len(group[1])))
-    (_, stack), stuck = groups[0]
-    ranks = ", ".join(
-        f"rank {beat['rank']} on {beat['host']} (step {beat['step']})" for beat in stuck[:4]
-    )
-    more = f" and {len(stuck) - 4} more" if len(stuck) > 4 else ""
-    return (
-        f"no step for {seconds:.0f} s. First to look at: {ranks}{more}, in\n    "
-        + "\n    ".join(stack)
-    )
-
-
-# --- datagrams ---
-
-
-class Datagrams:
-    """A socket of each rank on a node, in Linux' abstract namespace: no file stays behind."""
-
-    def __init__(self, heartbeat: Heartbeat):
-        self.heartbeat, rank = heartbeat, heartbeat.ranks.rank
-        job = f"\0heartbeat.{JOB}.{RESTART_COUNT}.{os.environ.get('MASTER_PORT')}"
-        others = [other for other in heartbeat.ranks.of_this_node() if other != rank]
-        self.others = {f"{job}.{other}".encode(): other for other in others}
-        # Seconds of this rank's own, by rank: one that is suspended counts none.
-        self.missed: dict[int, int] = {}
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.socket.setblocking(False)
-        self.socket.bind(f"{job}.{rank}")
-
-    def look(self):
-        # Put off each time: it comes when not even this thread runs.
-        faulthandler.dump_traceback_later(self.heartbeat.timeout)
-        for other in self.others:
-            with contextlib.suppress(OSError):  # it does not listen yet, or no more
-                self.socket.sendto(b"alive", other)
-        for other in self.missed:
-            self.missed[other] += 1
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                _, sender = self.socket.recvfrom(16)
-                if sender in self.others:
-                    self.missed[self.others[sender]] = 0
-        silent = [other for other, missed in self.missed.items() if missed >= SILENT]
-        if silent and not self.heartbeat.finished and stop_request.came():
-            gone = f"rank {silent[0]} on this node has sent no heartbeat for {SILENT} s"
-            sentence = f"asked to stop, but {gone}: without it this rank cannot save, and ends"
-            say(sentence, self.heartbeat.ranks.rank)
-            os._exit(1)
+    (_, stack), stuck = min(places.items(), key=lambda place: (place[0][0], len(place[1])))
+    ranks = [f"rank {beat['rank']} on {beat['host']} (step {beat['step']})" for beat in stuck]
+    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    first = f"no step for {seconds:.0f} s. First to look at: {', '.join(ranks[:4])}{more}, in"
+    return "\n    ".join([first, *stack])

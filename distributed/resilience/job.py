@@ -1,13 +1,11 @@
 """This process's Slurm job, how it gets back into the queue, and small files. Without torch."""
 
 import os
-import re
 import shlex
 import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -24,9 +22,6 @@ def requeue(progress: bool, command: str) -> str | None:
     requeued for ever. `command` is what to type otherwise. Returns None if the job will run again,
     or why it will not, in a few words.
     """
-    job = JOB
-    if "SLURM_ARRAY_JOB_ID" in os.environ:  # the number alone can mean the whole array
-        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     if not progress:
         return "it made no progress since its last start"
     if int(RESTART_COUNT) >= MAX_RESTARTS:
@@ -35,28 +30,12 @@ def requeue(progress: bool, command: str) -> str | None:
     if shutil.which("scontrol") is None:
         write_atomically(Path("log", JOB, "requeue"), command)
         return None
-    for _ in range(20):
-        shown = scontrol("show", "job", job)
-        if shown.returncode == 0:
-            break
-        time.sleep(5)  # slurmctld may be restarting
-    else:
-        return shown.stderr.strip()
-    if f" Restarts={RESTART_COUNT} " in shown.stdout:  # otherwise Slurm has requeued it itself
-        [state, reason] = re.search(r"JobState=(\S+) Reason=(\S+)", shown.stdout).groups()
-        if state != "RUNNING" and (state, reason) != ("COMPLETING", "TimeLimit"):
-            return "Slurm is ending it"
-        done = scontrol("requeue", job)
-        if done.returncode != 0:
-            return done.stderr.strip()
-    print("Requeued: it resumes by itself", flush=True)
+    script = Path(__file__).with_name("requeue.sh")
+    done = subprocess.run(["bash", script], stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        return done.stdout.strip()
+    print(done.stdout, end="", flush=True)
     return None
-
-
-def scontrol(*arguments: str) -> subprocess.CompletedProcess:
-    """In a session of its own: torchrun sends the SIGTERM after a requeue to all of this one."""
-    command = ["scontrol", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, start_new_session=True)
 
 
 def resume_command(checkpoint_dir: Path) -> str:

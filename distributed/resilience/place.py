@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from .heartbeat import Heartbeat
 from .ranks import Ranks, end, say, stop
 
-# Parts of what gloo and NCCL say when ranks do not reach each other
+# Parts of what gloo and NCCL say when ranks do not reach each other. Other errors are one rank's.
 CANNOT_CONNECT = ("connect", "Connection", "Broken pipe", "interface", "imed out", "timeout")
 CANNOT_CONNECT += ("network error", "Unable to find", "Unable to bind")
 
@@ -51,9 +52,9 @@ class Place:
         try:
             yield
         except RuntimeError as error:
-            if any(part in str(error) for part in CANNOT_CONNECT):
-                self.not_connected(backend, f"they cannot connect: {' '.join(str(error).split())}")
-            raise
+            if not any(part in str(error) for part in CANNOT_CONNECT):
+                raise
+            self.not_connected(backend, f"they cannot connect: {' '.join(str(error).split())}")
         signal.signal(signal.SIGTERM, before)
         timer.cancel()
         sys.excepthook = end_after(sys.excepthook)
@@ -64,21 +65,6 @@ class Place:
         hint = f"The interface is {chosen}: {name} in env.sh chooses one by which all nodes reach"
         hint += " each other; or a firewall is in between"
         stop(f"all ranks joined, but {what}. {hint}", self.rank, speaker=0)
-
-    def all_reduced(
-        self, values: torch.Tensor | Sequence[float], operation=dist.ReduceOp.SUM
-    ) -> list[float]:
-        """The sum of each value over all ranks, or what `operation` says. By all ranks."""
-        if not isinstance(values, torch.Tensor):
-            values = torch.tensor(values, dtype=torch.float32, device=self.device)
-        if self.world_size > 1:
-            dist.all_reduce(values, operation)
-        return values.tolist()
-
-    def barrier(self):
-        """Waits for all ranks. NCCL's barrier is an all-reduce, on the device that it is told."""
-        if dist.is_initialized():
-            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def set_timeout(self, seconds: float):
         """From now on a collective fails when a rank has not come to it within so long.
@@ -101,20 +87,35 @@ class Place:
         self.barrier()
         self.set_timeout(before)
 
+    def all_reduced(
+        self, values: torch.Tensor | Sequence[float], operation=dist.ReduceOp.SUM
+    ) -> list[float]:
+        """The sum of each value over all ranks, or what `operation` says. By all ranks."""
+        if not isinstance(values, torch.Tensor):
+            values = torch.tensor(values, dtype=torch.float32, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(values, operation)
+        return values.tolist()
+
+    def gathered(self, value: Any, group: dist.ProcessGroup | None = None) -> list:
+        """What each rank has, by rank. By all ranks, over the default group or another of all."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group)
+        return values
+
+    def barrier(self):
+        """Waits for all ranks. NCCL's barrier is an all-reduce, on the device that it is told."""
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
     def stop(self, sentence: str):
         """Ends the run with status 1, on all ranks, which all call it. Rank 0 says why."""
-        if self.rank == 0:
-            say(sentence, 0)
-        self.barrier()
-        end()
+        self.stop_if_any(sentence)
 
     def stop_if_any(self, fault: str | None):
         """Ends the run with status 1 if any rank has a fault. The first that has one says it."""
-        faults = [fault]
-        if self.world_size > 1:
-            faults *= self.world_size
-            dist.all_gather_object(faults, fault)
-        faulty = [rank for rank, known in enumerate(faults) if known]
+        faulty = [rank for rank, known in enumerate(self.gathered(fault)) if known]
         if not faulty:
             return
         if self.rank == faulty[0]:

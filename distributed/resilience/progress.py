@@ -21,8 +21,7 @@ class Progress:
     `unit` is what a step consumes (images, tokens), `per_step` how many of them over all ranks. The
     run begins after step `first_step` and ends after `total_steps`. `flops_per_unit` is a unit's
     share of what all devices can compute in a second: with it mfu (model FLOPs utilization) is
-    logged, unless it is nan. The time that saving and evaluation take counts in neither. Of `args`
-    it uses checkpoint_dir, where metrics.jsonl is, log_every and tensorboard.
+    logged, unless it is nan. The time that saving and evaluation take counts in neither.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class Progress:
         per_step: int,
         first_step: int,
         total_steps: int,
-        flops_per_unit: float | None = None,
+        flops_per_unit: float = math.nan,
     ):
         self.place, self.log_every, self.total_steps = place, args.log_every, total_steps
         self.unit, self.per_step, self.flops_per_unit = unit, per_step, flops_per_unit
@@ -47,9 +46,6 @@ class Progress:
 
                 folder = args.checkpoint_dir / "tensorboard"
                 self.board = SummaryWriter(folder, purge_step=first_step + 1)
-            if place.device.type == "cuda" and math.isnan(flops_per_unit or 0.0):
-                table = "PEAK_FLOPS in char_transformer.py"
-                print(f"No MFU in the log: {table} does not have this GPU", flush=True)
         # Since the last log line; read only there
         self.loss_sum = torch.zeros((), device=place.device)
         self.last_step = first_step
@@ -75,10 +71,10 @@ class Progress:
         left = datetime.timedelta(seconds=round((self.total_steps - step) * self.per_step / rate))
         event = {"step": step, "epoch": epoch, "loss": loss, **values}
         event[f"{self.unit}_per_second"] = rate
-        if self.flops_per_unit is not None and not math.isnan(self.flops_per_unit):
+        if not math.isnan(self.flops_per_unit):
             event["mfu"] = self.flops_per_unit * rate
         self.write_event(event, f" time_left={left}", self.live)
-        self.loss_sum = torch.zeros((), device=self.place.device)
+        self.loss_sum.zero_()
         self.last_step = step
         self.start_timing(step)
 
@@ -112,14 +108,11 @@ class Progress:
             # A full disk is no reason to end, and this line is on stdout as well.
             without = f"{self.file.name} is without step {event['step']}"
             print(f"warning: {without}: {error.strerror}", file=sys.stderr)
-        shown = [f"step={event['step']}/{self.total_steps}"]
+        words = [f"step={event.pop('step')}/{self.total_steps}"]
         for name, value in event.items():
-            if name != "step":
-                shown.append(
-                    f"{name}={value:.5g}" if isinstance(value, float) else f"{name}={value}"
-                )
+            words.append(f"{name}={value:.5g}" if isinstance(value, float) else f"{name}={value}")
         start = "\r\x1b[K" if self.live else ""  # over the line before
-        print(start + " ".join(shown) + end, end="" if live else "\n", flush=True)
+        print(start + " ".join(words) + end, end="" if live else "\n", flush=True)
 
 
 def open_metrics(path: Path, first_step: int):

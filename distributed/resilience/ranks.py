@@ -31,20 +31,15 @@ def find_ranks() -> Ranks:
     env = os.environ
     in_step = int(env.get("SLURM_STEP_ID", 2**32)) < 2**31
     if "RANK" in env:
-        missing = {"LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - env.keys()
-        if missing:
-            names = " and ".join(sorted(missing))
-            stop(f"RANK is set, but {names} not: start this with a launcher, or unset RANK", 0)
-        rank, local_rank = int(env["RANK"]), int(env["LOCAL_RANK"])
-        world_size = int(env["WORLD_SIZE"])
+        names = ["RANK", "LOCAL_RANK", "WORLD_SIZE"]
     elif in_step:
-        # A container may have been given only some of Slurm's variables.
-        if "SLURM_PROCID" not in env:
-            stop("neither RANK nor SLURM_PROCID is set in this task of srun: use a launcher", 0)
-        rank, local_rank = int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"])
-        world_size = int(env["SLURM_NTASKS"])
+        names = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"]
     else:
         return Ranks(0, 0, 1, 1, "none")
+    try:
+        rank, local_rank, world_size = (int(env[name]) for name in names)
+    except KeyError as name:  # a container may have been given only some of Slurm's variables
+        stop(f"this is one of several ranks, but {name} is not set: use a launcher", 0)
 
     launcher = "srun" if in_step else "environment"
     if "TORCHELASTIC_RUN_ID" in env:  # set by torchrun and by spawn_ranks.py

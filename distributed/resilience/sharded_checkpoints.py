@@ -5,9 +5,9 @@ whole tensor, not by rank: it can be read on any number of ranks and under any s
 gets its name when all of it is written, and manifest.json in it has the length and checksum of each
 file, so that damage is noticed before it is read.
 
-A large one is copied into the CPU's memory, and a thread writes it while the steps go on. It gets
-its name after a later step, once every rank has written its part, and at the latest before the next
-save and at the run's end. The same thread removes what is no longer kept.
+The steps wait only until each rank's part is copied into the CPU's memory. A thread of each rank
+writes it, over a process group of its own, while they go on. The next save and the run's end wait
+for that thread.
 
 Beware: the format's index (.metadata) is a Python pickle. Load only what you trust.
 """
@@ -16,11 +16,9 @@ import datetime
 import json
 import os
 import re
-import time
 import warnings
 import zlib
 from argparse import Namespace
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,193 +29,116 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.utils._pytree import tree_leaves
 
-from .checkpoint_files import (
-    find_checkpoints,
-    first_line,
-    not_shared,
-    prune,
-    quarantine,
-    remove,
-    rename,
-    step_of,
-    unreadable,
-    warn_not_saved,
-)
+from .checkpoint_files import first_line, newest, not_saved, prune, publish, step_of
 from .checkpoints import Checkpoints
 from .job import JOB, RESTART_COUNT
 from .place import Place
 
 # One process without a group: dcp warns of that.
-# One process alone: dcp warns of that.
 warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
 
 
 class ShardedCheckpoints(Checkpoints):
     """The checkpoints of a run whose model may be split. The parts are "model" and "optimizer"."""
 
-    # Bytes of the whole checkpoint: a smaller one is written in about the time of the copy.
-    asynchronous_from = 100e6
-
     def __init__(self, args: Namespace, place: Place, run: dict, total_steps: int):
         super().__init__(args, place, run, total_steps)
         self.thread = ThreadPoolExecutor(1)
-        # Of async_save. From CUDA every checkpoint is copied into the same pinned memory. (In torch
-        # 2.11 a DefaultStager fails at its second checkpoint.)
-        stager = staging.BlockingAsyncStager(cache_staged_state_dict=place.device.type == "cuda")
-        self.options: dict[str, Any] = {"async_stager": stager}
-        self.timeout = datetime.timedelta(seconds=args.save_timeout)
-        if dist.is_initialized() and place.device.type == "cuda":
+        self.writing: Future | None = None
+        # From CUDA every checkpoint is copied into the same pinned memory. (In torch 2.11 a
+        # DefaultStager fails at its second checkpoint.)
+        cuda = place.device.type == "cuda"
+        self.stager = staging.BlockingAsyncStager(cache_staged_state_dict=cuda)
+        self.group = None
+        if dist.is_initialized():
             # At the start, because gloo's interface need not be NCCL's: a fault of it shows now.
             start = datetime.timedelta(seconds=args.init_timeout)
             with place.connecting("gloo"):
-                group = dist.new_group(backend="gloo", timeout=start)
-            dist.distributed_c10d._set_pg_timeout(self.timeout, group)
-            self.options["process_group"] = group
-        # Step, metadata, and what measure_files will return
-        self.writing: tuple[int, dict, Future] | None = None
-        self.removing: Future | None = None  # on rank 0
+                self.group = dist.new_group(backend="gloo", timeout=start)
+            save = datetime.timedelta(seconds=args.save_timeout)
+            dist.distributed_c10d._set_pg_timeout(save, self.group)
 
     def load_files(self, parts: dict[str, Any]) -> dict | None:
         found = newest_folder(self.folder, self.place)
         if found is None:
             return None
         path, metadata = found
-        if fault := self.other_run(metadata.pop("run")):
-            self.place.stop(fault)
+        self.stop_if_of_another_run(metadata.pop("run"))
         load_folder(path, **parts)
         del metadata["files"]
         return metadata
 
-    def due(self, step: int) -> tuple[bool, bool]:
-        save, stop = super().due(step)
-        if self.writing and self.agreed_step == step:  # the ranks have just met
-            [busy] = self.place.all_reduced([not self.writing[-1].done()])
-            start = time.perf_counter()
-            if not busy:
-                with self.place.longer_timeout(self.args.save_timeout):
-                    self.end_writing()
-            self.place.seconds_saving += time.perf_counter() - start
-        return save, stop
+    def save_files(self, step: int, parts: dict[str, Any], values: dict):
+        self.end_writing()
+        path = self.folder / f"checkpoint_step_{step}"
+        temporary = path.with_name(f".{path.name}.{JOB}.{RESTART_COUNT}.tmp")
+        # Without copying ahead: that thread would open a context on GPU 0.
+        writer = dcp.FileSystemWriter(temporary, per_thread_copy_ahead=0)
+        written = dcp.async_save(
+            state_of(**parts),
+            storage_writer=writer,
+            process_group=self.group,
+            async_stager=self.stager,
+        )
+        metadata = {"step": step, "run": self.run, **values}
+        self.writing = self.thread.submit(self.end_folder, written, temporary, path, metadata)
 
     def finish(self, result: str):
         with self.place.longer_timeout(self.args.save_timeout):
             self.end_writing()
-            self.end_removing()
         super().finish(result)
 
-    def save_files(self, step: int, parts: dict[str, Any], values: dict) -> bool:
-        self.end_writing()
-        self.end_removing()  # there may be no room for one more
-        rank, world_size, temporary = self.place.rank, self.place.world_size, self.temporary(step)
-
-        def prepare():
-            remove(temporary)  # it could not be written before
-            temporary.mkdir(parents=True)
-
-        try:
-            on_all_ranks(prepare if rank == 0 else None, world_size)
-        except OSError as error:
-            return self.not_written(step, error)
-        state, metadata = state_of(**parts), {"step": step, "run": self.run, **values}
-        large = size_of(state) >= self.asynchronous_from
-        if large and dist.is_initialized() and "process_group" not in self.options:
-            # Beside that of the steps, whose collectives it would come between
-            self.options["process_group"] = dist.new_group(backend="gloo", timeout=self.timeout)
-        # Else its thread opens a context on GPU 0.
-        writer = dcp.FileSystemWriter(temporary, per_thread_copy_ahead=0)
-        saved = dcp.async_save(state, storage_writer=writer, **self.options) if large else None
-
-        def save() -> dict:
-            saved.result() if saved else dcp.save(state, checkpoint_id=temporary)
-            return measure_files(temporary, rank, world_size)
-
-        if not large:
-            return self.publish_folder(step, metadata, save)
-        self.writing = step, metadata, self.thread.submit(save)
-        return True
-
     def end_writing(self):
-        """Waits for the checkpoint that is being written, if there is one, and publishes it."""
+        """Waits for the checkpoint that is being written, if there is one."""
         if self.writing:
-            (step, metadata, files), self.writing = self.writing, None
-            self.failed = not self.publish_folder(step, metadata, files.result)
+            self.failed = not self.writing.result()
+            self.writing = None
 
-    def end_removing(self):
-        """Waits until the checkpoints that are no longer kept are removed."""
-        if self.removing:
-            self.removing.result()
+    def end_folder(self, written: Future, temporary: Path, path: Path, metadata: dict) -> bool:
+        """Gives a checkpoint its name if every rank has written its part. In the thread.
 
-    def publish_folder(self, step: int, metadata: dict, save: Callable[[], dict]) -> bool:
-        """Saves, and gives the checkpoint its name if every rank has written its part."""
-        rank, world_size, temporary = self.place.rank, self.place.world_size, self.temporary(step)
-
-        def finish():
-            whole = json.dumps(metadata | {"files": files})
-            with (temporary / "manifest.json").open("w") as file:
-                file.write(f"{whole}\n{zlib.crc32(whole.encode())}\n")
-                file.flush()
-                os.fsync(file.fileno())
-            rename(temporary, self.folder / f"checkpoint_step_{step}")
-
+        Returns False on rank 0, after a warning, if that could not be done.
+        """
+        rank, files, fault = self.place.rank, {}, None
         try:
-            files = merged(on_all_ranks(save, world_size))
-            on_all_ranks(finish if rank == 0 else None, world_size)
+            written.result()
+            files = measure_files(temporary, rank, self.place.world_size)
+        except (Exception, dcp.api.CheckpointException) as error:  # which is a BaseException
+            fault = f"rank {rank}: {first_line(error)}"
+        parts = self.place.gathered((files, fault), self.group)
+        if rank != 0:
+            return True
+        faults = [fault for _, fault in parts if fault]
+        try:
+            if faults:
+                raise OSError(faults[0])
+            files = {name: measured for part, _ in parts for name, measured in part.items()}
+            write_manifest(temporary, metadata | {"files": files})
+            publish(temporary, path)
         except OSError as error:
-            return self.not_written(step, error)
-        if rank == 0:
-            self.removing = self.thread.submit(prune, self.folder, step, self.args.keep_checkpoints)
+            not_saved(temporary, path, first_line(error))
+            return False
+        prune(self.folder, metadata["step"], self.args.keep_checkpoints)
         return True
 
-    def temporary(self, step: int) -> Path:
-        """Where a checkpoint is until it is whole."""
-        return self.folder / f".checkpoint_step_{step}.{JOB}.{RESTART_COUNT}.tmp"
 
-    def not_written(self, step: int, error: OSError) -> bool:
-        if self.place.rank == 0:
-            remove(self.temporary(step))
-            warn_not_saved(self.folder / f"checkpoint_step_{step}", str(error))
-        return False
+# --- a folder ---
 
 
 def newest_folder(folder: Path, place: Place) -> tuple[Path, dict] | None:
-    """The newest whole checkpoint and its metadata; damaged ones are quarantined. By all ranks."""
-    rank, world_size = place.rank, place.world_size
-    # Rank 0 looks for all: other nodes may see an older folder.
-    candidates = [find_checkpoints(folder) if rank == 0 else None]
-    if world_size > 1:
-        dist.broadcast_object_list(candidates, src=0)
-    for path in candidates[0]:
-        # Which is no damage.
-        place.stop_if_any(None if path.exists() else not_shared(path, "it is not there"))
-        try:
-            metadata = on_all_ranks(lambda path=path: read_metadata(path), world_size)[0]
-            found = merged(
-                on_all_ranks(lambda path=path: measure_files(path, rank, world_size), world_size)
-            )
-            files = metadata["files"]
-            wrong = {name for name in found.keys() | files if found.get(name) != files.get(name)}
-            if not wrong:
-                return path, metadata
-            reason = f"{min(wrong)} in it is not the file that was written"
-        except OSError as error:
-            reason = str(error)
-            if fault := unreadable(path, error):
-                place.stop(fault)
-        if rank == 0:
-            quarantine(path, reason)
-    return None
+    """The newest whole checkpoint and what its manifest.json holds. By all ranks."""
+    path = newest(folder, place, check_folder)
+    return None if path is None else (path, read_manifest(path))
 
 
 def load_folder(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
     """Reads a checkpoint into a model, split or not, and its optimizer. By all ranks."""
     state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=path)
-    optimizers = [] if optimizer is None else [optimizer]
     set_state_dict(
         model,
-        optimizers,
+        [] if optimizer is None else [optimizer],
         model_state_dict=state["model"],
         optim_state_dict=state.get("optimizer", {}),
     )
@@ -225,71 +146,53 @@ def load_folder(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer |
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict:
     """The tensors by their names in the model, the same whatever wraps or splits it."""
-    model_state, optimizer_state = get_state_dict(model, [] if optimizer is None else [optimizer])
-    return (
-        {"model": model_state, "optimizer": optimizer_state}
-        if optimizer is not None
-        else {"model": model_state}
-    )
+    if optimizer is None:
+        return {"model": get_state_dict(model, [])[0]}
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
 
 
-def size_of(state: dict) -> int:
-    """The bytes of a checkpoint, those of all ranks: DTensors count whole."""
-    return sum(
-        leaf.numel() * leaf.itemsize
-        for leaf in tree_leaves(state)
-        if isinstance(leaf, torch.Tensor)
-    )
+def write_manifest(folder: Path, metadata: dict):
+    text = json.dumps(metadata)
+    with (folder / "manifest.json").open("w") as file:
+        file.write(f"{text}\n{zlib.crc32(text.encode())}\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def on_all_ranks(work: Callable[[], Any] | None, world_size: int) -> list:
-    """Does `work` here, and returns all results by rank. Raises OSError on all if one failed."""
-    result, fault, number = None, None, None
-    try:
-        result = work() if work else None
-    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
-        fault, number = first_line(error), getattr(error, "errno", None)
-    results = [(result, fault, number)] * world_size
-    if world_size > 1:
-        dist.all_gather_object(results, (result, fault, number))
-    for rank, (_, fault, number) in enumerate(results):
-        if fault is not None:
-            error = OSError(f"rank {rank}: {fault}")
-            error.errno = number
-            raise error
-    return [result for result, _, _ in results]
+def read_manifest(folder: Path) -> dict:
+    """Raises ValueError if it is not what was written."""
+    text, _, checksum = (folder / "manifest.json").read_text(errors="replace").partition("\n")
+    if checksum.strip() == str(zlib.crc32(text.encode())):
+        metadata = json.loads(text)
+        if metadata["step"] == step_of(folder):
+            return metadata
+    raise ValueError("its manifest.json is not the file that was written")
 
 
-def read_metadata(path: Path) -> dict:
-    """What manifest.json holds. Raises OSError when that is not what was written."""
-    whole, _, checksum = (
-        (path / "manifest.json").read_text(errors="replace").rstrip("\n").partition("\n")
-    )
-    if checksum == str(zlib.crc32(whole.encode())) and (metadata := json.loads(whole))[
-        "step"
-    ] == step_of(path):
-        return metadata
-    raise OSError("its manifest.json is not the file that was written")
+def check_folder(folder: Path, rank: int, world_size: int):
+    """Raises ValueError if a file of this rank's share is not what was written."""
+    found = measure_files(folder, rank, world_size)
+    for name, measured in read_manifest(folder)["files"].items():
+        if is_in_share(name, rank, world_size) and found.get(name) != measured:
+            raise ValueError(f"{name} in it is not the file that was written")
 
 
 def measure_files(folder: Path, rank: int, world_size: int) -> dict[str, list[int]]:
-    """Length and CRC-32 of this rank's share of all files but manifest.json.
-
-    The files are named after the ranks that wrote them: __RANK_NUMBER.distcp. Each rank reads its
-    own, which it has just written, or will need to load its part of the model.
-    """
-    mine = {}
+    """Length and CRC-32 of this rank's share of all files but manifest.json."""
+    measured = {}
     for path in folder.iterdir():
-        writer = re.match(r"__(\d+)_", path.name)
-        if path.name == "manifest.json" or (int(writer[1]) if writer else 0) % world_size != rank:
+        if path.name == "manifest.json" or not is_in_share(path.name, rank, world_size):
             continue
         length = checksum = 0
         with path.open("rb") as file:
             while part := file.read(1 << 24):
                 length, checksum = length + len(part), zlib.crc32(part, checksum)
-        mine[path.name] = [length, checksum]
-    return mine
+        measured[path.name] = [length, checksum]
+    return measured
 
 
-def merged(parts: list[dict]) -> dict:
-    return {name: value for part in parts for name, value in part.items()}
+def is_in_share(name: str, rank: int, world_size: int) -> bool:
+    """Each rank reads what it has just written, or needs to load: __RANK_NUMBER.distcp."""
+    writer = re.match(r"__(\d+)_", name)
+    return (int(writer[1]) if writer else 0) % world_size == rank

@@ -7,7 +7,6 @@ within seconds, with one sentence from one rank.
 import datetime
 import json
 import os
-import re
 import socket
 import sys
 from argparse import Namespace
@@ -21,10 +20,8 @@ from .ranks import Ranks, end, hosts_of_step, stop
 
 def device_fault(name: str, ranks: Ranks) -> str | None:
     """One sentence if this rank has no device of this name (auto, cpu or cuda), or None."""
-    if name == "cpu":
-        return None
     granted = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
-    count = torch.cuda.device_count()
+    count = torch.cuda.device_count() if name != "cpu" else 1
     if count == 0 and (granted or name == "cuda"):
         who = f"Slurm granted {granted} GPUs on this node" if granted else "--device cuda was given"
         return (
@@ -32,10 +29,8 @@ def device_fault(name: str, ranks: Ranks) -> str | None:
             f"torch here, or say --device cpu (or TRAIN_DEVICE=cpu) if that is meant"
         )
     if count > 1 and ranks.local_rank >= count:
-        return (
-            f"local rank {ranks.local_rank} has no GPU: torch sees {count}; ask for as many GPUs "
-            f"a node as ranks"
-        )
+        ask = "ask for as many GPUs a node as ranks"
+        return f"local rank {ranks.local_rank} has no GPU: torch sees {count}; {ask}"
     return None
 
 
@@ -61,16 +56,31 @@ def step_zero(
     mine = {"host": HOST, "fault": fault, "gpu": gpu_uuid(device), "torch": torch.__version__}
     mine["columns"] = " | ".join(f"{name}: {value}" for name, value in shown.items())
     store.set(f"step 0/{ranks.rank}", json.dumps(mine))
+    if ranks.rank == 0:
+        verdict = compare_ranks(ranks, store, timeout)
+        store.set("step 0/verdict", verdict)
+    else:
+        verdict = wait_for_verdict(ranks, store, timeout)
+    if verdict:
+        end()
+    return store
 
-    if ranks.rank != 0:
-        try:
-            verdict = store.get("step 0/verdict")
-        except dist.DistError:
-            end()  # rank 0 has ended, and has said why
-        if verdict:
-            end()
-        return store
 
+def wait_for_verdict(ranks: Ranks, store: dist.Store, timeout: datetime.timedelta) -> str:
+    """What rank 0 has found, which it prints itself: empty when all is well."""
+    # The patience of rank 0, which names the ranks that are missing, shall be the first to end.
+    store.set_timeout(timeout + datetime.timedelta(seconds=10))
+    try:
+        return store.get("step 0/verdict")
+    except dist.DistStoreError:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        stop(f"rank 0 has not come to {where} within {timeout}", ranks.rank, ranks.world_size - 1)
+    except dist.DistNetworkError:
+        return "rank 0 has ended, and has said why"
+
+
+def compare_ranks(ranks: Ranks, store: dist.Store, timeout: datetime.timedelta) -> str:
+    """Prints a line for each rank, and one sentence if something is wrong. By rank 0."""
     keys = [f"step 0/{rank}" for rank in range(ranks.world_size)]
     try:
         store.wait(keys, timeout)
@@ -88,10 +98,7 @@ def step_zero(
         verdict = first_fault(known)
     if verdict:
         print(verdict, file=sys.stderr, flush=True)
-    store.set("step 0/verdict", verdict)
-    if verdict:
-        end()
-    return store
+    return verdict
 
 
 def name_missing(ranks: Ranks, known: dict[int, dict], timeout: datetime.timedelta) -> str:
@@ -116,14 +123,13 @@ def first_fault(known: dict[int, dict]) -> str:
         more = f" (and {len(faulty) - 1} more)" if len(faulty) > 1 else ""
         return f"[Rank {faulty[0]} on {its['host']}] {its['fault']}{more}"
 
-    gpus = {}
+    on_gpu = {}
     for rank, its in known.items():
         if its["torch"] != known[0]["torch"]:
             there = f"rank {rank} on {its['host']} has {its['torch']}"
-            return (
-                f"the ranks have different versions of torch: {there}, rank 0 {known[0]['torch']}"
-            )
-        other = gpus.setdefault((its["host"], its["gpu"] or rank), rank)
+            zero = known[0]["torch"]
+            return f"the ranks have different versions of torch: {there}, rank 0 {zero}"
+        other = on_gpu.setdefault((its["host"], its["gpu"] or rank), rank)
         if other != rank:
             return (
                 f"[Rank {rank} on {its['host']}] ranks {other} and {rank} are on one device, GPU "
@@ -164,7 +170,7 @@ def rendezvous(ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
         )
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
-            remedy = "submit with MASTER_PORT=ANOTHER"
+            remedy = "choose another MASTER_PORT in env.sh"
             stop(f"port {port} on {address} is taken by another program: {remedy}", rank)
         cause = str(error).splitlines()[0]
         sentence = f"no rendezvous at {address}:{port} within {timeout}: {cause}"
@@ -175,19 +181,7 @@ def rendezvous(ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
         store = dist.PrefixStore(f"/worker/{restarts}", store)
 
     # Without this the ranks of two jobs would train together, as far as they fit.
-    mine = f"job {JOB}, start {RESTART_COUNT}"
-    if rank == 0:
-        store.set("job", mine)
-    try:
-        owner = store.get("job").decode()
-    except dist.DistError:
-        stop(f"rank 0 has not come to {address}:{port} within {timeout}", rank, world_size - 1)
-    if owner != mine:
-        where = f"{address}:{port} is the rendezvous of {owner}, not of {mine}"
-        stop(f"{where}: submit with MASTER_PORT=ANOTHER", rank)
-    if rank != 0:  # rank 0 is there, and shall be the first whose patience ends
-        store.set_timeout(timeout + datetime.timedelta(seconds=30))
-    return store
+    return dist.PrefixStore(f"job {JOB}, start {RESTART_COUNT}", store)
 
 
 def world_size_fault(ranks: Ranks) -> str | None:
@@ -215,33 +209,20 @@ def world_size_fault(ranks: Ranks) -> str | None:
 def find_address(ranks: Ranks) -> tuple[str, int]:
     """MASTER_ADDR and MASTER_PORT, in a bare srun from Slurm. Stops with a sentence."""
     env, rank = os.environ, ranks.rank
-    if ranks.launcher == "srun" and "MASTER_ADDR" not in env:
-        hosts = hosts_of_step()
-        if not hosts:
-            tasks = f"{ranks.world_size} tasks without MASTER_ADDR"
-            stop(f"{tasks}, and no scontrol here: use a launcher", rank, speaker=0)
-        job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
+    hosts = hosts_of_step() if ranks.launcher == "srun" and "MASTER_ADDR" not in env else []
+    if hosts:
         env["MASTER_ADDR"] = hosts[0]
+        job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
         env.setdefault("MASTER_PORT", str(61000 + (job + 1009 * step) % 4536))
-    address, port = env["MASTER_ADDR"], env.get("MASTER_PORT", "")
-    if not re.fullmatch(r"\d{1,5}", port) or not 0 < int(port) < 65536:
-        stop(f"MASTER_PORT is {port!r}, which is no port number", rank, speaker=0)
-    try:
-        found = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        sentence = f"the host name MASTER_ADDR={address} does not resolve here: {error.strerror}"
-        stop(sentence, rank, speaker=rank - ranks.local_rank)
-    if rank == 0 and ranks.launcher != "torchrun" and not any(is_here(*each) for each in found):
-        where = f"MASTER_ADDR is {address}, but rank 0 is on {HOST}, and opens the port there"
-        stop(f"{where}: leave it to env.sh", rank)
-    return address, int(port)
-
-
-def is_here(family: int, kind: int, protocol: int, name: str, address: tuple) -> bool:
-    """Whether an address is one of this host's own: only then can it be bound."""
-    with socket.socket(family, kind, protocol) as probe:
+    if missing := {"MASTER_ADDR", "MASTER_PORT"} - env.keys():
+        what = f"one of {ranks.world_size} ranks, but {missing.pop()} is not set"
+        stop(f"this is {what}: use a launcher", rank, speaker=0)
+    address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    if rank == 0 and ranks.launcher != "torchrun":
         try:
-            probe.bind((address[0], 0, *address[2:]))
-        except OSError:
-            return False
-    return True
+            family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+            socket.create_server(where, family=family).close()
+        except OSError as error:
+            what = f"MASTER_ADDR is {address}, but rank 0 is on {HOST}, and opens the port there"
+            stop(f"{what} ({error.strerror}): leave it to env.sh", rank)
+    return address, port

@@ -4,9 +4,6 @@ Slurm sends SIGTERM at preemption, at the time limit, and ahead of it with `sbat
 --signal=TERM@300`, and SIGUSR1 only if somebody asks for it. A person sends SIGINT by ctrl-C. The
 handler sets a flag and no more, because it may run in the middle of anything. All ranks act on the
 flag together, between two steps: see Checkpoints.due.
-
-Python runs handlers in the main thread, and not while that waits in a collective. Other threads ask
-`came`.
 """
 
 import contextlib
@@ -15,12 +12,10 @@ import signal
 import time
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-received, received_at = 0, 0.0  # the first signal that asked this process to stop, and when
-# A pipe with the number of each signal, and whether one of SIGNALS was in it.
-arrivals, seen = (
-    -1,
-    False,
-)
+# The first signal that asked this process to stop, and when it came.
+received, received_at = 0, 0.0
+# A pipe to which Python writes each signal's number at once, and whether SIGNALS were among them.
+arrivals, seen = -1, False
 
 
 def listen():
@@ -31,25 +26,27 @@ def listen():
     arrivals, numbers = os.pipe()
     for end in (arrivals, numbers):
         os.set_blocking(end, False)
-    # Written at once, whatever the main thread does.
     signal.set_wakeup_fd(numbers, warn_on_full_buffer=False)
-
-
-def came() -> bool:
-    """Whether this process has been asked to stop, though its main thread may not have noticed."""
-    global seen
-    with contextlib.suppress(OSError):  # nothing new, or nobody listens
-        seen |= any(number in SIGNALS for number in os.read(arrivals, 4096))
-    return seen or received > 0
 
 
 def record(number: int, frame: object):
     global received, received_at
-    # Because torchrun forwards the first again.
+    # Ctrl-C again: now. At once it may be torchrun, which forwards the first one.
     if number == signal.SIGINT == received and time.monotonic() - received_at > 2:
-        os._exit(130)  # ctrl-C again: now. A checkpoint that is being written does not get its name
+        os._exit(130)
     if not received:
         received, received_at = number, time.monotonic()
+
+
+def came() -> bool:
+    """Whether this process has been asked to stop. For threads.
+
+    Python runs handlers in the main thread, and not while that waits in a collective.
+    """
+    global seen
+    with contextlib.suppress(OSError):  # nothing new, or nobody listens
+        seen |= any(number in SIGNALS for number in os.read(arrivals, 4096))
+    return seen or received > 0
 
 
 def ignore(worker: int):

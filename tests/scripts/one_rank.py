@@ -9,8 +9,8 @@ left as they are, and so is one that no launcher has started.
 After every step of the optimizer a line DEVICE says, in JSON, the backend, the kind of the
 weights, their bytes on this rank, and the bytes of its device: now, and at most so far. On a
 CPU, which has no counters for that, the variable COUNT says that tensors are to be counted. The
-variable SLOW says how many seconds longer a step takes. With ASYNCHRONOUS small checkpoints are
-written asynchronously, too; on CUDA the line has the GPUs on which this process has a context.
+variable SLOW says how many seconds longer a step takes. On CUDA the line has the GPUs on which this
+process has a context.
 """
 
 import json
@@ -126,8 +126,4 @@ register_optimizer_step_post_hook(report)
 script = Path(sys.argv[1]).resolve()
 del sys.argv[0]
 sys.path[0] = str(script.parent)
-if "ASYNCHRONOUS" in os.environ:
-    from resilience.sharded_checkpoints import ShardedCheckpoints
-
-    ShardedCheckpoints.asynchronous_from = 0
 runpy.run_module(script.stem, run_name="__main__", alter_sys=True)

@@ -4,11 +4,10 @@ step.
 The hook is Checkpoints.due, which train_preemptible.py, train_fsdp.py and train_tp.py ask after
 every step. A requeued job is as fast as it can, unless the variable ALWAYS is set: what was to
 happen has happened. The variable LATE says how many seconds the ranks sleep once they listen for
-signals, and MISSING which one never comes. With SLOW_SAVE a checkpoint takes so many seconds
-more to write, and with LONG_STEP step number N takes five. With the variable HOLD, train_fsdp.py
-and train_tp.py write their checkpoints asynchronously, however small, and that of step N is not
-written as long as there is a file HOLD/N. The rank that the variable STUCK names stays for ever
-in step 8; the one that HUNGRY names takes memory without end.
+signals, and MISSING which one never comes. With SLOW_SAVE a checkpoint takes so many seconds more
+to write, and with LONG_STEP step number N takes five. With HOLD the checkpoint of step N of
+train_fsdp.py or train_tp.py is not written as long as there is a file HOLD/N. The rank that STUCK
+names stays for ever in step 8; the one that HUNGRY names takes memory without end.
 """
 
 import os
@@ -67,8 +66,6 @@ if "SLOW_SAVE" in os.environ and RESTART_COUNT == "0":
 if "HOLD" in os.environ:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    from resilience.sharded_checkpoints import ShardedCheckpoints
-
     write_data = FileSystemWriter.write_data
 
     def held(self, *arguments):
@@ -76,7 +73,7 @@ if "HOLD" in os.environ:
             time.sleep(0.05)
         return write_data(self, *arguments)
 
-    FileSystemWriter.write_data, ShardedCheckpoints.asynchronous_from = held, 0
+    FileSystemWriter.write_data = held
 del sys.argv[:2]
 sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
 runpy.run_path(sys.argv[0], run_name="__main__")
