@@ -242,7 +242,7 @@ def test_which_timeout_holds_when(script, text, tiny, tmp_path):
         command += ["--data-dir", tiny, "--batch-size", 150, "--epochs", 1]
     else:
         command += [*SMALL_MODEL, "--data-dir", text, "--steps", 2, "--eval-every", 2]
-        command += ["--eval-windows", 6]
+        command += ["--eval-windows", 4]
 
     def timeouts(*options: str) -> list[tuple[str, str]]:
         done = run(*command, *options)
