@@ -62,6 +62,10 @@ def at_once(scenario: Callable, cases: list[tuple]):
             done.result()
 
 
+def one_rank_a_node(way: str) -> list[str]:
+    return ["--gpus-per-node=1", *(["--ntasks-per-node=1"] if way == "srun" else [])]
+
+
 def environment(**values: object) -> dict[str, str]:
     """This process's environment without what would lead a launcher astray, the virtual
     environment first in PATH."""
@@ -119,25 +123,12 @@ def wait_for(condition: Callable[[], object], seconds: float = 90):
 MATRIX: list[tuple] = []
 
 
-def note(
-    way: str,
-    script: str,
-    state: str,
-    status: int,
-    restarts: object,
-    seconds: float,
-    which: str = "",
-):
-    """A row of the table at the end: the fault is the running test, with those of its parameters
-    that are not here."""
-    name, _, case = (
-        os.environ["PYTEST_CURRENT_TEST"].split("::")[1].rpartition(" (")[0].partition("[")
+def note(way: str, script: str, state: str, status: int, restarts: object, seconds: float):
+    """A row of the table at the end: the fault is the running test."""
+    fault = os.environ["PYTEST_CURRENT_TEST"].split("::test_")[1].rpartition(" (")[0]
+    MATRIX.append(
+        (fault.replace("_", " "), way, script, state, status, restarts, f"{seconds:.0f} s")
     )
-    for known in (way, script):
-        case = case.rstrip("]").replace(known, "", 1).removeprefix("-")
-    case = which if case.startswith("at-once") else case
-    fault = (name.removeprefix("test_") + (f": {case}" if case else "")).replace("_", " ")
-    MATRIX.append((fault, way, script, state, status, restarts, f"{seconds:.0f} s"))
 
 
 def pytest_sessionfinish(session):
@@ -211,23 +202,16 @@ class Cluster:
         """Waits for the job's end; past `timeout` seconds it is cancelled and the test fails
         with its log."""
         deadline = time.monotonic() + timeout
-        while (shown := self.show(job))["JobState"] in (
-            "PENDING",
-            "CONFIGURING",
-            "RUNNING",
-            "SIGNALING",
-            "COMPLETING",
-        ):
+        while True:
+            shown = self.show(job)
+            log = Path(shown["StdOut"])
+            text = log.read_text() if log.exists() else ""
+            if shown["JobState"] in chaos.ENDED:
+                break
             if time.monotonic() > deadline:
                 self.exec("scancel", job)
-                log = Path(shown["StdOut"])
-                pytest.fail(
-                    f"job {job} is {shown['JobState']} after {timeout} "
-                    f"s:\n{log.read_text() if log.exists() else ''}"
-                )
+                pytest.fail(f"job {job} is {shown['JobState']} after {timeout} s:\n{text}")
             time.sleep(0.2)
-        log = Path(shown["StdOut"])
-        text = log.read_text() if log.exists() else ""
         status, signal = map(int, shown["ExitCode"].split(":"))
         seconds = [int(x) for x in re.split("[-:]", shown["RunTime"])]
         return Job(job, shown["JobState"], status or signal, text, seconds[-1] + 60 * seconds[-2])

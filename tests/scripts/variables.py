@@ -18,6 +18,7 @@ given = {
     "master_addr": env["MASTER_ADDR"],
     "master_port": env["MASTER_PORT"],
     "host": env["SLURMD_NODENAME"],
+    "process": os.getpid(),
     "job": env["SLURM_JOB_ID"],
     "threads": env.get("OMP_NUM_THREADS"),
     "job_world_size": [env.get(name) for name in ("NNODES", "NPROC_PER_NODE", "WORLD_SIZE")],
