@@ -770,7 +770,7 @@ def test_superseded_attempt(data, tmp_path):
     more."""
     first = [sys.executable, "tests/scripts/slowly.py", 1, "distributed/train_preemptible.py", *DDP]
     first += ["--data-dir", data["train_preemptible.py"], "--checkpoint-dir", tmp_path]
-    with started(*first, "--checkpoint-every", 5) as process:
+    with started(*first, "--device", "cpu", "--checkpoint-every", 5) as process:
         wait_for(lambda: find_checkpoints(tmp_path), 60)
         second = alone("train_preemptible.py", data, tmp_path, "--resume")
         assert second.returncode == 0 and "Resumed after step" in second.stdout, second.stderr

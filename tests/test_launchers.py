@@ -446,7 +446,7 @@ def test_an_environment_on_the_nodes_own_disks(cluster, tmp_path):
 BOUND = [
     (
         ["--ntasks=3", "--gpus-per-node=2"],
-        ["0,1 cuda:0", "0,1 cuda:1", "0,1 local rank 2 has no GPU"],
+        ["0,1 cuda:0", "0,1 cuda:1", "0,1 cpu local rank 2 has no GPU"],
     ),
     (["--ntasks=2", "--gpus-per-node=2", "--gpus-per-task=1"], [r"\d cuda:0", r"\d cuda:0"]),
 ]
