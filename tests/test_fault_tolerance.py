@@ -161,7 +161,8 @@ class Trial:
         folder.mkdir(exist_ok=True)
         self.cluster, self.way, self.script = cluster, way, script
         self.folder, self.out = folder, folder / "out"
-        size = one_rank_a_node(way) if RANKS[script] == 2 else []
+        # A CPU for each rank: sums of two threads have other last bits.
+        size = [*one_rank_a_node(way), "--cpus-per-task=1"] if RANKS[script] == 2 else []
         command = [*size, *sbatch, f"--output={folder}/log", LAUNCHERS[way]]
         command += ["tests/scripts/slowly.py", slow, f"distributed/{script}", *SCRIPTS[script]]
         command += ["--data-dir", data[script], "--checkpoint-dir", self.out, *options]
@@ -940,7 +941,7 @@ def test_node_without_the_shared_folder(cluster, data, uninterrupted, tmp_path):
 @pytest.mark.matrix
 def test_chaos(cluster, data, uninterrupted, tmp_path):
     """Ten faults, one after the other, on two ranks a node."""
-    four = ["--gpus-per-node=2"]
+    four = ["--gpus-per-node=2", "--cpus-per-task=2"]
     options = ("--checkpoint-every", 1)
     way = ("torchrun", "train_preemptible.py")
     trial = Trial(cluster, *way, data, tmp_path, *options, sbatch=four, slow=3, ALWAYS=1)
