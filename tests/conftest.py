@@ -231,8 +231,26 @@ class Cluster:
         return [f"{process} {command}" for process, command in chaos.all_processes(job)]
 
 
+@contextlib.contextmanager
+def mounted_in_memory(folder: Path, size: str):
+    """A file system that all nodes of clusters see that start later. Its files are gone in a
+    moment."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
 @pytest.fixture(scope="session")
-def cluster():
+def memory(tmp_path_factory):
+    """For many files, as containers have."""
+    with mounted_in_memory(tmp_path_factory.mktemp("memory"), "4g") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def cluster(memory):
     """64 nodes with 8 CPUs and 8 pretended GPUs each. A cluster that does not start is a
     failure, never a skip."""
     cluster = Cluster(f"tests-{os.getpid()}", nodes=64, cpus=8, gpus=8)

@@ -31,6 +31,7 @@ from conftest import (
     Job,
     at_once,
     environment,
+    mounted_in_memory,
     note,
     one_rank_a_node,
     read_metrics,
@@ -62,12 +63,9 @@ SRUN, TORCHRUN, SPAWN = DIAGONAL
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory) -> Path:
-    """A file system that can be made small or read-only while all nodes see it: mounted before
-    they start."""
-    folder = tmp_path_factory.mktemp("disk")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", folder], check=True)
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    """A file system that can be made small or read-only while all nodes see it."""
+    with mounted_in_memory(tmp_path_factory.mktemp("disk"), "200m") as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
