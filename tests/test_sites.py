@@ -96,9 +96,10 @@ def test_a_launcher_in_a_step(cluster):
     assert sorted(re.findall(r'"rank": (\d)', done.stdout)) == ["0", "1"], done.stdout
     assert re.search(r"^bash: 2 ranks on node-\d+, 1 CPUs each", done.stdout, re.M), done.stdout
 
-    size = ["--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-    twice = cluster.exec("srun", *size, f"./{LAUNCHERS['torchrun']}", VARIABLES, timeout=60)
-    assert twice.returncode != 0, twice.stderr
+    # As srun starts it on the second node.
+    task = ["SLURM_JOB_ID=7", "SLURM_PROCID=1", f"./{LAUNCHERS['torchrun']}", VARIABLES]
+    twice = cluster.exec("env", *task, timeout=60)
+    assert twice.returncode == 1 and len(twice.stderr.splitlines()) == 1, twice.stderr
     assert "env.sh is for the launchers: sbatch" in twice.stderr
 
 
