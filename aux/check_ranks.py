@@ -419,8 +419,8 @@ def report(found: list[dict], asked_for_signal: bool) -> int:
 
 def main():
     args = parse_arguments()
-    if "OMP_NUM_THREADS" not in env:  # a bare srun
-        torch.set_num_threads(int(env.get("SLURM_CPUS_PER_TASK", 1)))
+    # More threads than free CPUs would wait for each other, and the node would seem slow.
+    torch.set_num_threads(1)
     check_world_size()
     store = open_store(args.timeout)
     device, bad = choose_device(args.device)
