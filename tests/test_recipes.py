@@ -1,6 +1,7 @@
 """The recipes that a cluster without GPUs, accounting and internet can run, as they stand."""
 
 import re
+import shutil
 
 import pytest
 
@@ -11,8 +12,9 @@ PAGE = REPOSITORY / "docs/recipes.md"
 
 
 @pytest.mark.matrix
-def test_recipes(clone, cluster):  # noqa: F811  the fixture
+def test_recipes(clone, cluster, text):  # noqa: F811  the fixture
     """One after the other; each shows what the page has below it."""
+    shutil.copytree(text, clone / "data/shakespeare")
     prefix = (NAMESPACES, "exec")
     blocks = [step for step in steps(PAGE) if step[0] == "bash"]
     printed = [try_block(*step, clone, prefix, **cluster.environment) for step in blocks]
