@@ -26,6 +26,7 @@ def test_recipes(clone, cluster, text):  # noqa: F811  the fixture
     assert len({loss for _, loss in losses}) == 3, "each with its own learning rate"
 
     assert re.search(r"^Sample from checkpoints/\d+/checkpoint_step_20:\n", chain, re.M), chain
+    assert "not found" not in chain, chain
 
     assert "in /tmp/data-" in staged
     assert (clone / "staged.out").read_text().count("\nFinished: epoch=1") == 1
