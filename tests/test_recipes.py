@@ -19,7 +19,7 @@ def test_recipes(clone, cluster, text):  # noqa: F811  the fixture
     blocks = [step for step in steps(PAGE) if step[0] == "bash"]
     printed = [try_block(*step, clone, prefix, **cluster.environment) for step in blocks]
     allocation, sweep, chain, staged = printed
-    assert "VERDICT: 4 ranks" in allocation
+    assert "VERDICT: all well, 4 ranks" in allocation
 
     losses = re.findall(r"_([012])\.out:test_loss=(\S+) ", sweep)
     assert [task for task, _ in losses] == ["0", "1", "2"]
