@@ -45,7 +45,7 @@ docker-cluster-down:  ## end that cluster, leave nothing behind but the image
 test: .venv/tests slurm docker sshd  ## install what the tests need (root: Slurm, Docker, sshd), and run them
 	.venv/bin/python -m pytest tests --numprocesses 2 $(ARGS)
 
-test-all: .venv/tests slurm docker sshd podman  ## the whole failure matrix, Docker, and all else that make test leaves out: an hour
+test-all: .venv/tests .venv-guests/ready slurm docker sshd podman  ## the whole failure matrix, Docker, and all else that make test leaves out: an hour
 	.venv/bin/python -m pytest tests -m "matrix or faults" --numprocesses 2 --ignore tests/test_bench.py $(ARGS)
 	.venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2 --dist load
 	.venv/bin/python -m pytest tests/test_bench.py -m matrix  # ratios of speed: alone on the machine
@@ -101,6 +101,14 @@ install_group = $(1)/bin/python -c 'import tomllib; print(*tomllib.load(open("py
 	$(call install_group,.venv-docs,docs)
 	touch .venv-docs/ready
 
+# Frameworks for tests/guests/. The .pth file leads to .venv, whose torch they share.
+site_packages = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+.venv-guests/ready: .venv/ready pyproject.toml
+	$(new_venv) .venv-guests
+	echo "$(call site_packages,.venv)" >"$(call site_packages,.venv-guests)/venv.pth"
+	$(call install_group,.venv-guests,guests)
+	touch .venv-guests/ready
+
 # The programs that are not there are installed, named with the package that they come in.
 install = missing=; for tool in $(1); do \
 	    PATH=$$PATH:/usr/sbin:/usr/local/sbin type -P $${tool%%:*} >/dev/null || missing+=" $${tool\#\#*:}"; done; \
@@ -118,4 +126,4 @@ podman:
 	@$(call install,podman:podman)
 
 clean:          ## remove the virtual environments, the site and the caches, not data or checkpoints
-	rm -rf .venv .venv-docs site .pytest_cache .ruff_cache
+	rm -rf .venv .venv-docs .venv-guests site .pytest_cache .ruff_cache
