@@ -559,7 +559,7 @@ def test_bad_sizes_on_every_launcher(launcher, cluster, text, tmp_path):
         jobs[sentence] = cluster.submit(*size, *command)
     for sentence, job in jobs.items():
         job = cluster.wait(job)
-        assert job.state == "FAILED" and job.seconds < 30
+        assert job.state == "FAILED" and job.seconds < 60, "they did not wait for anything"
         assert job.log.count(sentence) == 1, job.log
 
 
