@@ -339,17 +339,14 @@ def all_reduce(device: torch.device, store: dist.Store, mine: dict, timeout: flo
 
 def try_signal(store: dist.Store, mine: dict, timeout: float):
     """Whether SIGTERM, which Slurm sends at the time limit and at preemption, reaches this rank."""
-    came = []
-    signal.signal(signal.SIGTERM, lambda *_: came.append(True))
+    came = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: came.set())
     gather(store, "signal", mine, timeout)
     if rank == 0:
         step = f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
         print(f"scancel --signal=TERM {step}", flush=True)
         subprocess.run(["scancel", "--signal=TERM", step])
-    end = time.monotonic() + 10
-    while not came and time.monotonic() < end:
-        time.sleep(0.1)
-    mine["signal"] = bool(came)
+    mine["signal"] = came.wait(10)
 
 
 # --- the verdict, on rank 0 ---

@@ -101,7 +101,8 @@ if args.deterministic:
 if args.precision is None:
     args.precision = "bf16" if use_cuda else "fp32"
 if args.compile is None:
-    args.compile = recipe.can_compile(device)
+    # All ranks or none: a node may lack the compiler.
+    args.compile = place.all_reduced([recipe.can_compile(device)]) == [world_size]
 
 
 def log(text: str):

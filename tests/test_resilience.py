@@ -424,6 +424,19 @@ def test_asked_to_stop_beside_a_silent_rank(beats, monkeypatch, capfd):
     assert re.search(said, capfd.readouterr().err)
 
 
+def test_a_neighbour_that_was_not_asked_is_not_silent(beats, monkeypatch):
+    """A signal may reach one rank only, and in a large job the others write once in minutes."""
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    here, other = beats(3, 4096, 1), beats(2, 4096)
+    for _ in range(300):
+        beats.clock[0] += 1
+        for beat, signal_number in ((here, signal.SIGTERM), (other, 0)):
+            monkeypatch.setattr(stop_request, "received", signal_number)
+            beat.look()
+    assert ended == []
+
+
 STUCK = [
     # NCCL: the others wait for a GPU, outside torch.distributed.
     ([9, 9, 9, 8, 9, 9], [False] * 6, [], "n1"),

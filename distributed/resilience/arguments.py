@@ -77,9 +77,8 @@ class ArgumentParser(argparse.ArgumentParser):
         args = super().parse_args(arguments)
         given = vars(args)
         if "checkpoint_dir" in args and args.checkpoint_dir is None:
-            asked = [name for name in ("resume", "sample") if given.get(name)]
-            if asked and "SLURM_JOB_ID" not in os.environ:
-                self.error(f"--{asked[0]} needs the --checkpoint-dir of an earlier run")
+            if args.resume and "SLURM_JOB_ID" not in os.environ:
+                self.error("--resume needs the --checkpoint-dir of an earlier run")
             now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
             args.checkpoint_dir = Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
         if given.get("tensorboard") and importlib.util.find_spec("tensorboard") is None:

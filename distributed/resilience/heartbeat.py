@@ -142,7 +142,8 @@ class Heartbeat:
         if ages.pop(self.ranks.rank, SILENT) >= SILENT:  # a full disk
             return
         for rank, age in ages.items():
-            if age > SILENT:
+            # In a large job a rank that has not been asked writes less often.
+            if age > max(SILENT, 2 * beats[rank]["interval"]):
                 gone = f"rank {rank} on this node has sent no heartbeat for {age:.0f} s"
                 sentence = f"asked to stop, but {gone}: without it this rank cannot save, and ends"
                 say(sentence, self.ranks.rank)
