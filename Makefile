@@ -54,7 +54,7 @@ test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 10 GB of memor
 	.venv/bin/python -m pytest tests -m scale $(ARGS)
 
 test-gpu: $(VENV:=/tests)  ## every script on this machine's GPUs, NCCL with one rank (with your own torch: PYTHON=python3 VENV=)
-	$(if $(VENV),$(VENV)/bin/python,$(PYTHON)) -m pytest -p tests.gpu_report tests/test_gpu.py -m gpu $(ARGS)
+	$(if $(VENV),$(VENV)/bin/python,$(PYTHON)) -m pytest tests/test_gpu.py -m gpu $(ARGS)
 
 bench: .venv/ready data text slurm  ## the speed beside plain loops, as ratios: 25 quiet minutes (docs/benchmarks.md; ARGS="--only launch")
 	.venv/bin/python dev/bench/compare.py --mnist-dir $(DATA_DIR) --text-dir $(TEXT_DIR) $(ARGS)

@@ -16,11 +16,16 @@
 set -euo pipefail
 source ./env.sh
 
-export CONTAINER_IMAGE=$PWD/pytorch.sqsh # EDIT: the file that ./aux/import_image.sh has made
-export CONTAINER_NAME=                   # EDIT: or a container that you made with `enroot create`
-export CONTAINER_FOLDER=$PWD             # EDIT: /workspace/mnt in there; or $HOME
-export CONTAINER_MOUNTS=                 # EDIT: more folders: /nfs/data:/data,/nfs/text:/text:ro
-export CONTAINER_ENV=                    # EDIT: more variables: WANDB_API_KEY,HF_HOME
+# EDIT: the file that ./aux/import_image.sh has made
+export CONTAINER_IMAGE=$PWD/pytorch.sqsh
+# EDIT: or a container that you made with `enroot create`
+export CONTAINER_NAME=
+# EDIT: the folder that is /workspace/mnt in there; or $HOME
+export CONTAINER_FOLDER=$PWD
+# EDIT: more folders: /nfs/data:/data,/nfs/text:/text:ro
+export CONTAINER_MOUNTS=
+# EDIT: more variables: WANDB_API_KEY,HF_HOME
+export CONTAINER_ENV=
 
 # Slurm sends SIGTERM before it ends a job. The ranks may save, so this shell lives on.
 trap : TERM

@@ -14,7 +14,8 @@
 set -euo pipefail
 die() { echo "stage_environment.sh on $HOSTNAME: ${*//[[:cntrl:]]/ }" >&2; exit 1; }
 
-(($# == 2)) || die "takes a virtual environment and a folder that every node has on a disk of its own, not $# arguments"
+(($# == 2)) ||
+    die "takes a virtual environment and a folder on every node's own disk, not $# arguments"
 [[ -n "${SLURM_JOB_ID:-}" ]] || die "is for jobs: env.sh calls it"
 [[ "$2" == /* ]] || die "'$2' is no absolute path of a folder on every node's own disk"
 [[ -e "$1/pyvenv.cfg" && -x "$1/bin/python" ]] || die "$1 is no virtual environment (in $PWD)"
@@ -27,7 +28,9 @@ if [[ -d "$copy" ]]; then
 fi
 
 # --- one file, on the shared file system ---
-if [[ -n "$(find -H "$venv" "$venv"/lib/python*/site-packages -maxdepth 0 -newer "$venv.tar" 2>&1)" ]]; then
+newer=$(find -H "$venv" "$venv"/lib/python*/site-packages -maxdepth 0 -newer "$venv.tar" 2>&1) ||
+    true
+if [[ -n "$newer" ]]; then
     # A job that starts meanwhile sees the whole file or none.
     partial=$venv.tar.$SLURM_JOB_ID.partial
     trap 'rm --force "$partial"' EXIT
@@ -36,10 +39,13 @@ if [[ -n "$(find -H "$venv" "$venv"/lib/python*/site-packages -maxdepth 0 -newer
 fi
 
 # --- on every node ---
-on_every_node=(srun --overlap --mem=0 --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1
-    # --overlap, --mem=0: the ranks' step has the node's all the same.
-    --cpus-per-task=1)
-fail() { "${on_every_node[@]}" rm --recursive --force "$copy" "$copy.tar" </dev/null >&2; die "$@"; }
+# --overlap, --mem=0: the ranks' step has the node's all the same.
+on_every_node=(srun --overlap --mem=0 --nodes="$SLURM_JOB_NUM_NODES"
+    --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1)
+fail() {
+    "${on_every_node[@]}" rm --recursive --force "$copy" "$copy.tar" </dev/null >&2
+    die "$@"
+}
 
 # Waits for Slurm to end the job, which it tells by SIGTERM, and then for all that has the copy in
 # its PATH: ranks may be saving.
@@ -63,6 +69,7 @@ sbcast "$venv.tar" "$copy.tar" || fail "sbcast cannot write $copy.tar on every n
     # Line 1 of a program is "#!OLD/bin/python3"; where that would be too long, line 2 has the path
     # behind "exec".
     to="s|/.*/bin/python|$1/bin/python|"
-    find "$1/bin" -type f -exec env LC_ALL=C sed --in-place --expression "1{/^#!/$to}" --expression "2{/exec/$to}" {} +
+    find "$1/bin" -type f -exec env LC_ALL=C \
+        sed --in-place --expression "1{/^#!/$to}" --expression "2{/exec/$to}" {} +
 ' - "$copy" </dev/null >&2 || fail "cannot unpack $venv.tar in $2 on every node, see above"
 echo "$copy"

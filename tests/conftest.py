@@ -48,6 +48,20 @@ def pytest_addoption(parser):
     parser.addoption("--device", choices=("cuda", "cpu"), default="cuda", help=help)
 
 
+def pytest_report_header(config) -> str | None:
+    """The log of make test-gpu begins with torch, NCCL, the driver and the GPUs."""
+    if config.getoption("-m") != "gpu":
+        return None
+    import torch
+
+    if config.getoption("--device") == "cpu" or not torch.cuda.is_available():
+        return f"torch {torch.__version__}, no GPU"
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    gpus = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    return f"torch {torch.__version__}, NCCL {nccl}\n{gpus}"
+
+
 def cells(pairs: list[tuple], *quick: tuple) -> list:
     """Cases for parametrize, of which make test runs only those in `quick`."""
     return [

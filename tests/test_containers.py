@@ -322,8 +322,8 @@ def test_what_is_mounted(cluster, site):
         (clone / "relative").symlink_to("docs")
         (clone / "never").symlink_to(site.folder / "mounted/a blank")
     script = (clones[1] / "run_script.sh").read_text()
-    assert script.count("export CONTAINER_FOLDER=$PWD ") == 1
-    edited = script.replace("export CONTAINER_FOLDER=$PWD ", "export CONTAINER_FOLDER=$HOME ")
+    assert script.count("export CONTAINER_FOLDER=$PWD\n") == 1
+    edited = script.replace("export CONTAINER_FOLDER=$PWD\n", "export CONTAINER_FOLDER=$HOME\n")
     (clones[1] / "run_script.sh").write_text(edited)
     (site.folder / "home").symlink_to(site.folder / "mounted")
     ids = [

@@ -12,15 +12,16 @@ die() {
 # submit BASE NAME DIRECTORY MARK IMAGE GPUS VARIABLES LINKS LINK... sbatch [options] SCRIPT [args]
 # Makes a new folder NAME.XXXXXX in BASE, and submits from DIRECTORY in it. Removes the folder if
 # anything fails.
-# stdin: as many lines NAME=value as VARIABLES says, then a tar archive of the code. The values touch
-# no disk and no command line; a line break in one is \n, a backslash \\.
+# stdin: as many lines NAME=value as VARIABLES says, then a tar archive of the code. The values
+# touch no disk and no command line; a line break in one is \n, a backslash \\.
 # GPUS: the default of --gpus-per-node if the cluster has GPUs, 0 if it has none; empty for the
 # script's header.
 submit() {
     base=$1 name=$2 directory=$3 mark=$4 image=$5 gpus=$6 variables=$7 links=$8
     shift 8
     command -v sbatch >/dev/null ||
-        die "no sbatch in the PATH of a shell that is not a login shell: add its folder to PATH at the top of ~/.bashrc there"
+        die "no sbatch in the PATH of a shell that is not a login shell:" \
+            "add its folder to PATH at the top of ~/.bashrc there"
     while [ "$variables" -gt 0 ]; do
         IFS= read -r line
         value=$(printf '%b.' "${line#*=}") # the full stop keeps line breaks at the end
@@ -28,14 +29,16 @@ submit() {
         variables=$((variables - 1))
     done
     case $base in [~] | [~]/*) base=$HOME${base#?} ;; esac
-    { mkdir -p "$base" && cd "$base" && base=$(pwd) && folder=$base/$(mktemp -d "$name.XXXXXX"); } ||
+    { mkdir -p "$base" && cd "$base" && base=$(pwd) &&
+        folder=$base/$(mktemp -d "$name.XXXXXX"); } ||
         die "cannot make a folder in job_base_dir $base"
     trap 'rm -rf "$folder"' EXIT
     trap 'exit 1' HUP INT TERM
 
     # -m: the files are dated now; newer ones are the job's own
     message=$(tar -x -m --no-same-owner -f - -C "$folder" 2>&1) ||
-        die "copying to $folder failed, it is removed: $(echo "$message" | grep -i -E "space|quota" || echo "$message")"
+        die "copying to $folder failed, it is removed:" \
+            "$(echo "$message" | grep -i -E "space|quota" || echo "$message")"
     [ -e "$folder/$mark" ] || die "copying to $folder was interrupted, it is removed"
     while [ "$links" -gt 0 ]; do
         case $1 in /*) target=$1 ;; *) target=$base/$1 ;; esac
@@ -48,7 +51,8 @@ submit() {
         shift
     done
     if [ -n "$image" ]; then
-        (cd "$folder" && ./aux/import_image.sh "$image" pytorch.sqsh >&2) || die "no image $image for the job, see above"
+        (cd "$folder" && ./aux/import_image.sh "$image" pytorch.sqsh >&2) ||
+            die "no image $image for the job, see above"
     fi
     if [ -n "$gpus" ]; then
         # A cluster without GPUs would refuse the job.
@@ -71,7 +75,8 @@ submit() {
 # the new bytes. slurmctld is asked at once, then every 15 seconds: it serves everybody.
 watch() {
     job=$1 log=$2 from=$3 follow=$4 second=0 ask=0
-    ends="BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|REVOKED|TIMEOUT|UNKNOWN"
+    ends="BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED"
+    ends="$ends|REVOKED|TIMEOUT|UNKNOWN"
     while :; do
         if [ "$second" -ge "$ask" ]; then
             shown=$(show "$job")
@@ -93,9 +98,10 @@ watch() {
 show() {
     if shown=$(scontrol show job "$1" 2>&1); then
         echo "$shown" | grep -E '^ +(JobState|Requeue|RunTime|NodeList)='
-    elif kept=$(sacct --noheader --parsable2 --allocations --format=State,ExitCode,Elapsed,NodeList --jobs="$1" \
-        2>/dev/null) && [ -n "$kept" ]; then
-        echo "$kept" | sed 's/^\([A-Z_]*\)[^|]*|\(.*\)|\(.*\)|\(.*\)$/JobState=\1 ExitCode=\2 RunTime=\3 NodeList=\4/'
+    elif kept=$(sacct --noheader --parsable2 --allocations --jobs="$1" \
+        --format=State,ExitCode,Elapsed,NodeList 2>/dev/null) && [ -n "$kept" ]; then
+        named='JobState=\1 ExitCode=\2 RunTime=\3 NodeList=\4'
+        echo "$kept" | sed "s/^\([A-Z_]*\)[^|]*|\(.*\)|\(.*\)|\(.*\)\$/$named/"
     else
         case $shown in *"Invalid job id"*) state=UNKNOWN ;; *) state=UNREACHABLE ;; esac
         echo "JobState=$state"

@@ -24,16 +24,17 @@ cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
   echo "UnkillableStepTimeout=$((5 * wait))"
   # Another range for each key, so that no cluster finds logs and checkpoints of another's jobs
   # under its own job ids.
-  echo "FirstJobId=$(($(cksum <"$folder/key/munge.key" | cut --delimiter=' ' --fields=1) % 60000000 + 1))"
+  checksum=$(cksum <"$folder/key/munge.key")
+  echo "FirstJobId=$((${checksum%% *} % 60000000 + 1))"
   echo "StateSaveLocation=$folder/state"
   echo "SlurmctldPidFile=$folder/slurmctld.pid"
   echo "SlurmdSpoolDir=$folder/spool/%n"
   echo "SlurmdPidFile=$folder/spool/%n.pid"
   # One socket: srun --cores-per-socket, which some launchers have, finds as many cores as there are
   # CPUs. Memory is pretended: all nodes share this machine's.
-  echo "NodeName=node-[1-$nodes] CPUs=$cpus Sockets=1 CoresPerSocket=$cpus ThreadsPerCore=1 RealMemory=$((cpus * 4000))$(
-    ((gpus == 0)) || echo " Gres=gpu:$gpus"
-  )"
+  size="CPUs=$cpus Sockets=1 CoresPerSocket=$cpus ThreadsPerCore=1 RealMemory=$((cpus * 4000))"
+  if ((gpus > 0)); then size+=" Gres=gpu:$gpus"; fi
+  echo "NodeName=node-[1-$nodes] $size"
   if [[ "$cgroups" == none ]]; then
     # Signals reach every process of a step, where a site's reach only what slurmstepd has started.
     echo "ProctrackType=proctrack/linuxproc"

@@ -16,10 +16,12 @@ fail() {
   exit 1
 }
 
-[[ "${NODES:-}" =~ ^[1-9][0-9]{0,2}$ ]] || fail "NODES takes a number from 1 to 999, not '${NODES:-}'"
+[[ "${NODES:-}" =~ ^[1-9][0-9]{0,2}$ ]] ||
+  fail "NODES takes a number from 1 to 999, not '${NODES:-}'"
 [[ "${CPUS:-}" =~ ^[1-9][0-9]{0,2}$ ]] || fail "CPUS takes a number from 1 to 999, not '${CPUS:-}'"
 [[ "$HOSTNAME" =~ ^node-([0-9]+)$ ]] || fail "a node's host name is node-1, node-2, ..."
-((BASH_REMATCH[1] <= NODES)) || fail "the cluster has $NODES nodes: NODES=${BASH_REMATCH[1]} docker compose up -d ..."
+((BASH_REMATCH[1] <= NODES)) ||
+  fail "the cluster has $NODES nodes: NODES=${BASH_REMATCH[1]} docker compose up -d ..."
 ! pidof -q munged || fail "this node is up already"
 
 # The user gets the number of the repository's owner, so that the files jobs write there belong to
@@ -34,7 +36,8 @@ if ((uid == 0)); then
   chmod g+w,+t "${folders[@]}"
 fi
 setpriv --reuid "$uid" --regid "$gid" --clear-groups test -w "$repository" ||
-  fail "user $uid may not write into the repository, where jobs leave their logs: clone it into a folder of your own"
+  fail "user $uid may not write into the repository, where jobs leave their logs:" \
+    "clone it into a folder of your own"
 getent group "$gid" >/dev/null || groupmod --gid "$gid" user
 sed --in-place "s/^user:x:[0-9]*:[0-9]*:/user:x:$uid:$gid:/" /etc/passwd
 chown --recursive "$uid:$gid" ~user

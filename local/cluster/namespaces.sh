@@ -61,10 +61,12 @@ up() {
   export PATH="$PATH:/usr/local/sbin:/usr/sbin"
   local tool
   for tool in slurmctld slurmd munged ip; do
-    type -P "$tool" >/dev/null || fail "$tool is not installed (Debian, Ubuntu: apt-get install slurm-wlm munge iproute2)"
+    type -P "$tool" >/dev/null ||
+      fail "$tool is not installed (Debian, Ubuntu: apt-get install slurm-wlm munge iproute2)"
   done
   unshare --net --mount --pid --uts --ipc --fork true 2>/dev/null ||
-    fail "this machine does not let root make namespaces (in a container: start it with --privileged)"
+    fail "this machine does not let root make namespaces" \
+      "(in a container: start it with --privileged)"
   lock
   local size="--nodes $nodes --cpus $cpus --gpus $gpus" cgroups
   if is_up; then
@@ -79,8 +81,8 @@ up() {
   [[ "${PROCTRACK:-cgroup}" != cgroup ]] || cgroups="$(make_cgroups)"
   if [[ "$cgroups" == none ]]; then
     remove_cgroups
-    echo "Without cgroups (proctrack/linuxproc): a signal reaches every process of a step. On most clusters it reaches" \
-      "only the processes that Slurm itself has started."
+    echo "Without cgroups (proctrack/linuxproc): a signal reaches every process of a step. On" \
+      "most clusters it reaches only the processes that Slurm itself has started."
   fi
   umask 022
   mkdir --parents "$inside" "$state/log"
@@ -137,7 +139,8 @@ wait_until_idle() {
     fi
     if [[ -n "$log" ]]; then
       tail --lines=10 "$log" >&2 || true
-      fail "cluster $CLUSTER did not come up, see the last lines of $log above; the other logs are beside it"
+      fail "cluster $CLUSTER did not come up, see the last lines of $log above;" \
+        "the other logs are beside it"
     fi
     sleep 0.1
   done
@@ -266,8 +269,8 @@ machine() {
   # And every node twice: torch asks whose an IPv4 address in IPv6 form is.
   echo "127.0.0.1 localhost" >"$inside/hosts"
   for ((node = 1; node <= nodes; node++)); do
-    printf '%s\n' "$(address "$node") node-$node" "::ffff:$(address "$node") node-$node" >>"$inside/hosts"
-  done
+    printf '%s\n' "$(address "$node") node-$node" "::ffff:$(address "$node") node-$node"
+  done >>"$inside/hosts"
   mount --bind "$inside/hosts" /etc/hosts
   touch "$inside/router"
   mount --bind /proc/self/ns/net "$inside/router"
@@ -362,8 +365,9 @@ END_OF_BATCH
 link set $name arp off up
 route add $(address "$1") dev $name
 END_OF_BATCH
-  munged --key-file="$inside/key/munge.key" --socket="$inside/munge/socket" --pid-file="$inside/munge/pid" \
-    --seed-file="$inside/munge/seed" --log-file="$state/log/munged-$name.log"
+  munged --key-file="$inside/key/munge.key" --socket="$inside/munge/socket" \
+    --pid-file="$inside/munge/pid" --seed-file="$inside/munge/seed" \
+    --log-file="$state/log/munged-$name.log"
   export SLURM_CONF="$inside/slurm.conf"
   if [[ "$name" == node-1 ]]; then
     daemon "$state/log/slurmctld.log" slurmctld -D &
@@ -384,7 +388,8 @@ main() {
   [[ "$CLUSTER" =~ ^[A-Za-z0-9_-]{1,32}$ ]] ||
     fail "CLUSTER takes up to 32 letters, digits, '-' and '_', not '$CLUSTER'"
   if [[ "${1-}" =~ ^(up|down|status|exec)$ && -e "$inside/slurm.conf" ]]; then
-    fail "this shell is on a node of cluster $CLUSTER: type the command without '$0 exec', or 'exit' before '$0 $1'"
+    fail "this shell is on a node of cluster $CLUSTER:" \
+      "type the command without '$0 exec', or 'exit' before '$0 $1'"
   fi
   case "${1---help}" in
     up) "$@" ;;
