@@ -50,7 +50,9 @@ ranks = find_ranks()
 rank, local_rank, world_size = ranks.rank, ranks.local_rank, ranks.world_size
 
 # So many neighbouring ranks hold one copy of the model between them.
-copy = world_size if args.hybrid is None else args.hybrid or ranks.local_world_size
+copy = world_size
+if args.hybrid is not None:
+    copy = args.hybrid or ranks.local_world_size
 fault = None
 if world_size % copy:
     would_do = f"{divisors(world_size)} would do"

@@ -154,10 +154,9 @@ if mesh and args.dropout:
     for block in model.blocks:
         block.attention.attend = with_own_dropout(block.attention.attend, rank % size)
 # FSDP's policy casts to bfloat16; without FSDP autocast does.
-split_again = replicas > 1
 dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
-autocast = torch.autocast(device.type, torch.bfloat16, dtype == torch.bfloat16 and not split_again)
-if split_again:
+autocast = torch.autocast(device.type, torch.bfloat16, args.precision == "bf16" and replicas == 1)
+if replicas > 1:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for part in (*model.blocks, model):
         # These stay whole until the backward pass, which begins with them.
