@@ -3,21 +3,24 @@
 
     python aux/prepare_data.py                                  # both; synthetic without internet
     python aux/prepare_data.py mnist --data-dir /scratch/mnist
-    python aux/prepare_data.py shakespeare --input novel.txt    # any UTF-8 text
     python aux/prepare_data.py --synthetic                      # digits and text made here
+    python aux/prepare_data.py text --input a.txt b.txt         # your own text, into data/text
+    python aux/prepare_data.py text --input a.txt --tokenizer tokenizer.json
 
 What is there already stays. SHA256SUMS beside the data is for `sha256sum --check`.
 """
 
 import argparse
-import array
 import hashlib
 import json
 import os
+import shutil
 import socket
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from torchvision import datasets
 from torchvision.datasets.utils import download_url
 
@@ -25,6 +28,8 @@ from draw_digits import draw_digits
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))
 import mnist
+from resilience import checksums
+from token_files import hugging_face_tokenizer
 
 SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -49,11 +54,9 @@ def write(files: dict[Path, bytes]):
             unfinished.unlink(missing_ok=True)
 
 
-def checksums(files: dict[Path, bytes]) -> bytes:
-    lines = [
-        f"{hashlib.sha256(content).hexdigest()}  {path.name}\n" for path, content in files.items()
-    ]
-    return "".join(lines).encode()
+def sums(paths: list[Path]) -> bytes:
+    """What SHA256SUMS says of these files."""
+    return "".join(f"{checksums.sha256(path)}  {path.name}\n" for path in paths).encode()
 
 
 # --- MNIST ---
@@ -80,7 +83,8 @@ def prepare_mnist(folder: Path, synthetic: bool) -> str:
     there = mnist.describe(folder) if (raw / "t10k-labels-idx1-ubyte").exists() else ""
     if synthetic and not there:
         files = {raw / name: content for name, content in draw_mnist().items()}
-        write(files | {raw / "SHA256SUMS": checksums(files)})
+        write(files)
+        write({raw / "SHA256SUMS": sums(list(files))})
     elif synthetic and not there.startswith("SYNTHETIC"):
         sys.exit(f"there is {there}: give another --data-dir")
     elif not synthetic and there.startswith("SYNTHETIC"):
@@ -107,117 +111,186 @@ def download_mnist(folder: Path, raw: Path):
         hint = f"bring its four .gz files into {raw} by hand, or use --synthetic"
         raise DownloadError(f"cannot download MNIST ({reason}): {hint}") from None
     if not (raw / "SHA256SUMS").exists():
-        files = {path: path.read_bytes() for path in sorted(raw.glob("*-ubyte"))}
-        write({raw / "SHA256SUMS": checksums(files)})
+        write({raw / "SHA256SUMS": sums(sorted(raw.glob("*-ubyte")))})
 
 
-# --- Tiny Shakespeare, or another text ---
+# --- text ---
 
 
-def encode(data: bytes, source: str) -> dict[str, bytes]:
-    """The files for a UTF-8 text: token ids of the first 90 %, of the rest, and the vocabulary.
-
-    An id is the character's place in "characters", in one byte, or little-endian in two.
-    """
+def pieces(path: Path, characters: int = 1 << 24) -> Iterator[str]:
+    """The text of a UTF-8 file of any size, in pieces that end with a line."""
     try:
-        text = data.decode()
+        with path.open(encoding="utf-8", newline="") as file:
+            while piece := file.read(characters):
+                yield piece + file.readline()
     except UnicodeDecodeError as error:
-        sys.exit(f"{source} is not UTF-8 text: {error.reason} at byte {error.start:,}")
-    characters = sorted(set(text))
-    if len(text) < 1000:
-        sys.exit(f"{source} has {len(text):,} characters, and at least 1,000 are needed")
-    if len(characters) > 65_536:
-        sys.exit(f"{source} has {len(characters):,} different characters, more than 65,536")
-
-    ids = {character: i for i, character in enumerate(characters)}
-    tokens = array.array("B" if len(characters) <= 256 else "H", (ids[letter] for letter in text))
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    cut = len(text) * 9 // 10
-    vocabulary = {
-        "characters": characters,
-        "dtype": f"uint{8 * tokens.itemsize}",
-        "source": source,
-        "train_tokens": cut,
-        "val_tokens": len(text) - cut,
-        "sha256": hashlib.sha256(data).hexdigest(),
-    }
-    return {
-        "train.bin": tokens[:cut].tobytes(),
-        "val.bin": tokens[cut:].tobytes(),
-        "vocabulary.json": json.dumps(vocabulary).encode(),
-    }
+        sys.exit(f"{path.name} is not UTF-8 text: {error.reason}")
 
 
-def prepare_text(folder: Path, synthetic: bool, own: Path | None) -> str:
+def character_encoder(files: list[Path]) -> tuple[dict, Callable]:
+    """A number for each character that occurs: its place among them."""
+    found = set()
+    for path in files:
+        for piece in pieces(path):
+            found.update(piece)
+    characters = sorted(found)
+    table = torch.zeros(ord(max(characters, default="\0")) + 1, dtype=torch.int32)
+    table[[ord(character) for character in characters]] = torch.arange(
+        len(characters), dtype=torch.int32
+    )
+
+    def encode(piece: str) -> torch.Tensor:
+        return table[torch.frombuffer(bytearray(piece.encode("utf-32-le")), dtype=torch.int32)]
+
+    return {"name": "characters", "size": len(characters), "characters": characters}, encode
+
+
+def bytes_of(piece: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(piece.encode()), dtype=torch.uint8)
+
+
+def encoder(tokenizer: str, files: list[Path]) -> tuple[dict, Callable, list[int]]:
+    """What vocabulary.json says of a tokenizer, text to a tensor of numbers, and the numbers that
+    end a file."""
+    if tokenizer == "characters":
+        return *character_encoder(files), []
+    if tokenizer == "bytes":
+        return {"name": "bytes", "size": 256}, bytes_of, []
+
+    try:
+        known = hugging_face_tokenizer(Path(tokenizer))
+    except ValueError as error:
+        sys.exit(str(error))
+    end = known.token_to_id("<|endoftext|>")
+
+    def encode(piece: str) -> torch.Tensor:
+        return torch.tensor(known.encode(piece, add_special_tokens=False).ids)
+
+    described = {"name": "tokenizer.json", "size": known.get_vocab_size()}
+    return described, encode, [] if end is None else [end]
+
+
+def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, identity: str):
+    """The token files of a text: its first 90 % in train.bin, the rest in val.bin."""
+    characters = sum(len(piece) for path in files for piece in pieces(path))
+    if characters < 1000:
+        sys.exit(f"{source} has {characters:,} characters, and at least 1,000 are needed")
+    described, encode, end = encoder(tokenizer, files)
+    kinds = {"uint8": 1 << 8, "uint16": 1 << 16, "uint32": 1 << 31}
+    dtype = next(name for name, numbers in kinds.items() if described["size"] <= numbers)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    train, val = folder / "train.bin", folder / "val.bin"
+    unfinished = [path.with_name(f".{path.name}.{os.getpid()}") for path in (train, val)]
+    try:
+        with unfinished[0].open("w+b") as file, unfinished[1].open("wb") as rest:
+
+            def append(numbers: torch.Tensor):
+                numbers.to(getattr(torch, dtype)).numpy().tofile(file)
+
+            for path in files:
+                for piece in pieces(path):
+                    append(encode(piece))
+                append(torch.tensor(end, dtype=torch.int32))
+            itemsize = getattr(torch, dtype).itemsize
+            count = file.tell() // itemsize
+            cut = count * 9 // 10
+            file.seek(cut * itemsize)
+            shutil.copyfileobj(file, rest, 1 << 24)
+            file.truncate(cut * itemsize)
+
+        for path, whole in zip(unfinished, (train, val), strict=True):
+            os.replace(path, whole)
+    finally:
+        for path in unfinished:
+            path.unlink(missing_ok=True)
+
+    vocabulary = {"tokenizer": described, "dtype": dtype, "source": source, "id": identity}
+    vocabulary |= {"train_tokens": cut, "val_tokens": count - cut}
+    if described["name"] == "tokenizer.json":
+        shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    write({folder / "SHA256SUMS": sums([train, val])})
+    write({folder / "vocabulary.json": json.dumps(vocabulary).encode()})
+
+
+def prepare_text(folder: Path, synthetic: bool, files: list[Path], tokenizer: str) -> str:
     """Fill `folder` with token files. Returns one line on what is there."""
-    if own:
-        data, source = own.read_bytes(), own.name
-    elif synthetic:
+    described = folder / "vocabulary.json"
+    held = json.loads(described.read_text()) if described.exists() else {}
+    source = ", ".join(path.name for path in files) or "Tiny Shakespeare"
+    if synthetic:
+        source = SYNTHETIC_TEXT
+    if held and held["source"] not in (source, SYNTHETIC_TEXT):
+        hint = "give another --data-dir"
+        sys.exit(f"{folder} is left as it is, because it holds {held['source']}: {hint}")
+    if synthetic:
         # English prose that comes with every Python.
         from pydoc_data.topics import topics
 
-        data, source = "\n".join(topics[key] for key in sorted(topics)).encode(), SYNTHETIC_TEXT
-    else:
-        data, source = None, "Tiny Shakespeare"
+        files = [folder / "input.txt"]
+        write({files[0]: "\n".join(topics[key] for key in sorted(topics)).encode()})
+    elif not files:
+        files = [folder / "input.txt"]
+        if held.get("source") != source:
+            try:
+                download_url(SHAKESPEARE, folder, md5=SHAKESPEARE_MD5)
+            except (RuntimeError, OSError) as error:
+                hint = f"bring {SHAKESPEARE} to {folder} by hand, or use --synthetic"
+                raise DownloadError(f"cannot download the text ({error}): {hint}") from None
 
-    there = folder / "vocabulary.json"
-    held = json.loads(there.read_text()) if there.exists() else {"source": source, "sha256": ""}
-    if held["source"] not in (source, SYNTHETIC_TEXT):
-        hint = "give another --data-dir"
-        sys.exit(f"{folder} is left as it is, because it holds {held['source']}: {hint}")
-    if data is None and not (there.exists() and held["source"] == source):
-        try:
-            download_url(SHAKESPEARE, folder, md5=SHAKESPEARE_MD5)
-        except (RuntimeError, OSError) as error:
-            hint = f"bring {SHAKESPEARE} to {folder} by hand, or use --synthetic"
-            raise DownloadError(f"cannot download the text ({error}): {hint}") from None
-        data = (folder / "input.txt").read_bytes()
-    if data is not None and hashlib.sha256(data).hexdigest() != held["sha256"]:
-        files = {folder / name: content for name, content in encode(data, source).items()}
-        there.unlink(missing_ok=True)
-        write({folder / "SHA256SUMS": checksums(files)} | files)
-    held = json.loads(there.read_text())
-    counts = f"{held['train_tokens']:,} training and {held['val_tokens']:,} validation characters"
-    return f"{counts}, {len(held['characters'])} different ones: {held['source']}, in {folder}"
+    # Written again if the text or the tokenizer has changed
+    identity = tokenizer
+    if Path(tokenizer).is_file():
+        identity = checksums.sha256(Path(tokenizer))
+    identity = " ".join([identity, *(checksums.sha256(path) for path in files)])
+    identity = hashlib.sha256(identity.encode()).hexdigest()
+    if held.get("id") != identity:
+        described.unlink(missing_ok=True)
+        write_tokens(folder, source, files, tokenizer, identity)
+        held = json.loads(described.read_text())
 
-
-def prepare(name: str, folder: Path, synthetic: bool, own: Path | None) -> str:
-    if name == "mnist":
-        return prepare_mnist(folder, synthetic)
-    return prepare_text(folder, synthetic, own)
+    kind = {"characters": "characters", "bytes": "bytes"}.get(held["tokenizer"]["name"], "tokens")
+    counts = f"{held['train_tokens']:,} training and {held['val_tokens']:,} validation {kind}"
+    return f"{counts}, {held['tokenizer']['size']:,} different ones: {held['source']}, in {folder}"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "dataset", nargs="?", choices=["mnist", "shakespeare", "all"], default="all"
-    )
-    parser.add_argument("--data-dir", type=Path, help="default: data/mnist, data/shakespeare")
-    parser.add_argument("--synthetic", action="store_true", help="make data here, without internet")
-    parser.add_argument(
-        "--input", type=Path, metavar="FILE", help="shakespeare: your own UTF-8 text"
-    )
+    add = parser.add_argument
+    add("dataset", nargs="?", choices=["mnist", "shakespeare", "text", "all"], default="all")
+    add("--data-dir", type=Path, help="default: data/mnist, data/shakespeare or data/text")
+    add("--synthetic", action="store_true", help="make data here, without internet")
+    add("--input", type=Path, nargs="+", metavar="FILE", default=[], help="text: UTF-8 files")
+    help = "text: characters (the default), bytes, or the tokenizer.json of a Hugging Face model"
+    add("--tokenizer", default="characters", metavar="NAME", help=help)
     args = parser.parse_args()
-    if args.input and (args.dataset != "shakespeare" or args.synthetic):
-        parser.error("--input is for the data set shakespeare, without --synthetic")
+    if (args.dataset == "text") != bool(args.input):
+        parser.error("your own text takes both: text --input FILE")
+    if args.dataset != "text" and args.tokenizer != "characters":
+        parser.error("--tokenizer is for your own text: text --input FILE")
+    if args.synthetic and args.input:
+        parser.error("--synthetic is without --input")
     if args.data_dir and args.dataset == "all":
         parser.error("--data-dir is for one data set: name mnist or shakespeare, too")
 
     # A node without a way out would otherwise wait for minutes.
     socket.setdefaulttimeout(15)
-    for name in ("mnist", "shakespeare"):
-        if args.dataset not in (name, "all"):
-            continue
-        folder = args.data_dir or Path("data", name)
 
+    def prepare(name: str, synthetic: bool) -> str:
+        folder = args.data_dir or Path("data", name)
+        if name == "mnist":
+            return prepare_mnist(folder, synthetic)
+        return prepare_text(folder, synthetic, args.input, args.tokenizer)
+
+    names = ["mnist", "shakespeare"] if args.dataset == "all" else [args.dataset]
+    for name in names:
         try:
-            print(prepare(name, folder, args.synthetic, args.input))
+            print(prepare(name, args.synthetic))
         except DownloadError as error:
             if args.dataset != "all":
                 sys.exit(str(error))
             print(f"{error}. SYNTHETIC data are made instead", flush=True)
-            print(prepare(name, folder, True, None))
+            print(prepare(name, True))
         except OSError as error:
             sys.exit(f"cannot read or write {error.filename}: {error.strerror}")
 

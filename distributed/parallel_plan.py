@@ -1,4 +1,4 @@
-"""How train_tp.py splits char_transformer.py: a plan of which the model does not know."""
+"""How train_tp.py splits transformer.py: a plan of which the model does not know."""
 
 from collections.abc import Callable
 

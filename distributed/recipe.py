@@ -13,9 +13,13 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-import characters
-from char_transformer import CharTransformer
+import gpt2
+import token_files
+from resilience import sharded_checkpoints
+from resilience.place import Place
+from resilience.ranks import Ranks
 from resilience.samplers import seed_from
+from transformer import Transformer
 
 
 def can_compile(device: torch.device) -> bool:
@@ -29,29 +33,38 @@ def can_compile(device: torch.device) -> bool:
 
 
 def metadata_of(args: Namespace) -> dict:
-    """What every checkpoint holds besides the weights, enough to build the model again:
-    characters and sizes."""
-    known = characters.read_vocabulary(args.data_dir)["characters"]
+    """What every checkpoint holds besides the weights, enough to build the model again and to make
+    text of its tokens: tokenizer and sizes."""
+    tokenizer = token_files.read_vocabulary(args.data_dir)["tokenizer"]
     multiple = 64 if args.pad_vocabulary else 1
-    sizes = {"vocabulary": math.ceil(len(known) / multiple) * multiple}
+    sizes = {"vocabulary": math.ceil(tokenizer["size"] / multiple) * multiple}
     sizes |= {name: vars(args)[name] for name in ("layers", "heads", "width", "context")}
-    return {"characters": known, "sizes": sizes}
+    if args.init_from:
+        sizes |= {"vocabulary": args.vocabulary, "gpt2": True}
+    return {"tokenizer": tokenizer, "sizes": sizes}
 
 
 @torch.no_grad()
-def initialize(model: CharTransformer, device: torch.device, seed: int) -> CharTransformer:
-    """Allocates this rank's part of a model on `device`, and draws its weights as GPT-2 does.
+def initialize(
+    model: Transformer, device: torch.device, seed: int, init_from: Path | None = None
+) -> Transformer:
+    """Allocates this rank's part of a model on `device`, and draws its weights as GPT-2 does, or
+    reads them from a Hugging Face folder.
 
-    They depend on `seed` and their names alone, not on the ranks or the split. Each is drawn whole
+    They depend on `seed` and their names alone, not on the ranks or the split. Each is made whole
     on the CPU, one at a time, and this rank's part is copied: the device never has more than that.
     """
+    given = gpt2.Weights(init_from) if init_from else None
+    head_size = model.blocks[0].attention.head_size
     model.to_empty(device=device)
     model.tie()  # to_empty has made two weights of the one
     # The more layers add to the residual stream, the smaller.
     residual = 0.02 / math.sqrt(2 * len(model.blocks))
     for name, weight in model.named_parameters():
         whole = torch.ones(weight.shape)  # of a norm
-        if weight.dim() >= 2:
+        if given:
+            whole = given.read(name, weight.shape, head_size)
+        elif weight.dim() >= 2:
             std = residual if name.endswith(("attention.out.weight", "mlp.down.weight")) else 0.02
             whole.normal_(std=std, generator=torch.Generator().manual_seed(seed_from(seed, name)))
         if isinstance(weight, DTensor):
@@ -75,7 +88,7 @@ def make_optimizer(args: Namespace, model: torch.nn.Module) -> torch.optim.Optim
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.99), fused=True)
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, args.beta2), fused=True)
 
 
 def learning_rate(args: Namespace, step: int) -> float:
@@ -116,5 +129,21 @@ def run_of(args: Namespace) -> dict:
     names = ("layers", "heads", "width", "context", "dropout", "batch_size", "steps")
     names += ("learning_rate", "warmup_steps", "weight_decay", "clip", "seed", "precision")
     names += ("pad_vocabulary",)
-    data = characters.read_vocabulary(args.data_dir)["sha256"][:12]
+    data = token_files.read_vocabulary(args.data_dir)["id"]
     return {name: vars(args)[name] for name in names} | {"data": data}
+
+
+def load(folder: Path, ranks: Ranks, device: torch.device) -> tuple[Path, dict, Transformer]:
+    """The newest checkpoint in a run's folder, in one process: its path, metadata and model.
+
+    Raises ValueError with a sentence if there is none.
+    """
+    found = sharded_checkpoints.newest_folder(folder, Place(ranks, device, timeout=60))
+    if found is None:
+        raise ValueError(f"no whole checkpoint in {folder}")
+    path, metadata = found
+    with torch.device("meta"):
+        model = Transformer(**metadata["sizes"])
+    initialize(model, device, seed=0)
+    sharded_checkpoints.load_folder(path, model)
+    return path, metadata, model

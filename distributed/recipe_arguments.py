@@ -3,6 +3,8 @@
 import argparse
 import contextlib
 import importlib.metadata
+import importlib.util
+import json
 import os
 from pathlib import Path
 
@@ -10,40 +12,50 @@ from resilience.arguments import ArgumentParser, device_name, number, whole_numb
 
 # nanoGPT's, except the small model's learning rate, 1e-3 there: with 2e-3 it learns more.
 CPU = {"layers": 4, "heads": 4, "width": 128, "context": 64, "dropout": 0.0}
-CPU |= {"batch_size": 12, "steps": 2000, "learning_rate": 2e-3}
+CPU |= {"batch_size": 12, "steps": 2000, "learning_rate": 2e-3, "warmup_steps": 100, "beta2": 0.99}
 GPU = {"layers": 6, "heads": 6, "width": 384, "context": 256, "dropout": 0.2}
-GPU |= {"batch_size": 64, "steps": 5000, "learning_rate": 1e-3}
-SIZES = {"cpu": CPU, "gpu": GPU}
+GPU |= {"batch_size": 64, "steps": 5000, "learning_rate": 1e-3, "warmup_steps": 100, "beta2": 0.99}
+GPT2 = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "dropout": 0.0}
+GPT2 |= {"batch_size": 480, "steps": 600_000, "learning_rate": 6e-4}
+GPT2 |= {"warmup_steps": 2000, "beta2": 0.95}
+# Learning rates and batches of GPT-3's models of these sizes (arxiv.org/abs/2005.14165, table 2.1)
+MEDIUM = GPT2 | {"layers": 24, "heads": 16, "width": 1024, "learning_rate": 3e-4}
+ONE_B = GPT2 | {"layers": 24, "heads": 16, "width": 2048, "context": 2048, "learning_rate": 2e-4}
+ONE_B |= {"batch_size": 512, "steps": 286_000}
+SIZES = {"cpu": CPU, "gpu": GPU, "gpt2": GPT2, "gpt2-medium": MEDIUM, "1b": ONE_B}
 
 SIZED = {
     "layers": (whole_number(1), "blocks of attention and MLP"),
     "heads": (whole_number(1), "of attention, a divisor of --width"),
     "width": (whole_number(1), "channels between the layers"),
-    "context": (whole_number(1), "characters that it looks back on"),
+    "context": (whole_number(1), "tokens that it looks back on"),
     "dropout": (number(0, below=1), "share of activations dropped"),
     "batch_size": (whole_number(1), "sequences per step, over all ranks"),
     "steps": (whole_number(1), "the learning rate falls to the last"),
     "learning_rate": (number(0), "the highest of all steps"),
+    "warmup_steps": (whole_number(0), "in which the learning rate rises"),
+    "beta2": (number(0, below=1), "AdamW's, of the squares' running mean"),
 }
 
 
 def add_recipe_arguments(parser: ArgumentParser):
     add, count, positive = parser.add_argument, whole_number(0), whole_number(1)
-    add("--size", choices=SIZES, default="cpu", help="which defaults the next eight have")
+    add("--size", choices=SIZES, default="cpu", help="which defaults the next ten have")
     for name, (kind, help) in SIZED.items():
-        help += f" (default: {CPU[name]}, or {GPU[name]} for --size gpu)"
+        help += f" ({', '.join(str(size[name]) for size in SIZES.values())})"
         add(f"--{name.replace('_', '-')}", type=kind, help=help)
+    help = "go on from a GPT-2: config.json and model.safetensors as transformers saves them"
+    add("--init-from", type=Path, metavar="FOLDER", help=help)
     help = "parts in which a rank does its share: activations of one at a time, and with FSDP a "
     help += "reduce-scatter each"
     add("--accumulation", type=positive, default=1, help=help)
-    add("--warmup-steps", type=count, default=100, help="in which the learning rate rises")
     add("--weight-decay", type=number(0), default=0.1, help="of matrices; vectors have none")
     add("--clip", type=number(0), default=1.0, help="greatest norm of the gradient, 0: any")
     help = "less memory, a third more computing"
     add("--activation-checkpointing", action="store_true", help=help)
     help = "torch.compile (default: on CUDA with Triton and a C compiler)"
     add("--compile", action=argparse.BooleanOptionalAction, help=help)
-    help = "add characters that never occur, up to a multiple of 64: faster matmuls on GPUs"
+    help = "add tokens that never occur, up to a multiple of 64: faster matmuls on GPUs"
     add("--pad-vocabulary", action="store_true", help=help)
     help = "dtype of the matmuls (default: bf16 on CUDA, fp32 on a CPU)"
     add("--precision", choices=["fp32", "bf16"], help=help)
@@ -68,6 +80,11 @@ def parse_arguments(parser: ArgumentParser) -> argparse.Namespace:
         if tuple(int(part) for part in version.split(".")[:2]) < (2, 9):
             remedy = "take a newer torch, or a newer image"
             parser.error(f"needs torch 2.9 or newer, and this is {version}: {remedy}")
+    if args.init_from:
+        try:
+            sizes_of_gpt2(args)
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(f"--init-from {args.init_from} is not a GPT-2 to go on from: {error}")
     for name, value in SIZES[args.size].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -75,6 +92,21 @@ def parse_arguments(parser: ArgumentParser) -> argparse.Namespace:
         would_do = f"{divisors(args.width)} would do"
         parser.error(f"--heads {args.heads} does not divide --width {args.width}: {would_do}")
     return args
+
+
+def sizes_of_gpt2(args: argparse.Namespace):
+    """Takes the sizes from config.json. Raises OSError, ValueError or KeyError."""
+    config = json.loads((args.init_from / "config.json").read_text())
+    if config["model_type"] != "gpt2" or config["activation_function"] != "gelu_new":
+        raise ValueError("config.json is of another model")
+    if not importlib.util.find_spec("safetensors"):
+        raise ValueError("it needs the package safetensors: pip install safetensors")
+    if not (args.init_from / "model.safetensors").exists():
+        raise ValueError("it has no model.safetensors")
+    args.vocabulary, args.context = config["vocab_size"], args.context or config["n_positions"]
+    if args.context > config["n_positions"]:
+        raise ValueError(f"--context {args.context} is beyond its {config['n_positions']}")
+    args.layers, args.heads, args.width = config["n_layer"], config["n_head"], config["n_embd"]
 
 
 def divisors(number: int) -> str:

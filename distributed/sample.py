@@ -1,26 +1,34 @@
 """Write text from a checkpoint of train_fsdp.py or train_tp.py, however many ranks wrote it.
 
-python distributed/sample.py checkpoints/JOB --length 500 --prompt "ROMEO:"
+    python distributed/sample.py checkpoints/JOB --length 500 --prompt "ROMEO:"
+
+With --export it writes the model into a folder instead: model.pt for torch.load, with this
+repository's names, and model.safetensors with config.json, which transformers reads as GPT-2.
+
+    python distributed/sample.py checkpoints/JOB --export my-gpt2
 """
 
 from pathlib import Path
 
-from resilience.arguments import ArgumentParser, device_name, whole_number
+from resilience.arguments import ArgumentParser, device_name, number, whole_number
 
 parser = ArgumentParser(description=__doc__)
 parser.add_argument("checkpoint_dir", type=Path, help="a run's folder: its newest checkpoint")
-parser.add_argument("--length", type=whole_number(1), default=500, help="characters to write")
+parser.add_argument("--length", type=whole_number(1), default=500, help="tokens to write")
 parser.add_argument("--prompt", default="\n", help="what they follow (default: a line break)")
+parser.add_argument("--temperature", type=number(0), default=0.8, help="0: the likeliest each time")
+help = "the tokenizer.json of the data, if they are of a Hugging Face tokenizer"
+parser.add_argument("--tokenizer", type=Path, metavar="FILE", help=help)
+parser.add_argument("--export", type=Path, metavar="FOLDER", help="write the model there")
 parser.add_argument("--seed", type=whole_number(0), default=0, help="of what is drawn")
 parser.add_argument("--device", type=device_name, default="auto", help="auto, cpu or cuda")
 args = parser.parse_args()
 
 import torch
 
-from char_transformer import CharTransformer
-from recipe import initialize
-from resilience import sharded_checkpoints
-from resilience.place import Place
+import gpt2
+import recipe
+import token_files
 from resilience.ranks import find_ranks
 from resilience.step_zero import device_fault
 
@@ -32,20 +40,27 @@ if fault := device_fault(args.device, ranks):
 use_cuda = args.device != "cpu" and torch.cuda.is_available()
 device = torch.device("cuda" if use_cuda else "cpu")
 
-found = sharded_checkpoints.newest_folder(args.checkpoint_dir, Place(ranks, device, timeout=60))
-if found is None:
-    parser.error(f"no whole checkpoint in {args.checkpoint_dir} to sample from")
-path, metadata = found
-letters = metadata["characters"]
-if unknown := set(args.prompt) - set(letters):
-    parser.error(f"--prompt has {sorted(unknown)}, which are not among the characters of {path}")
+try:
+    path, metadata, model = recipe.load(args.checkpoint_dir, ranks, device)
+except ValueError as error:
+    parser.error(str(error))
 
-with torch.device("meta"):
-    model = CharTransformer(**metadata["sizes"])
-initialize(model, device, args.seed)
-sharded_checkpoints.load_folder(path, model)
+if args.export:
+    args.export.mkdir(parents=True, exist_ok=True)
+    torch.save({"model": model.state_dict(), **metadata}, args.export / "model.pt")
+    try:
+        gpt2.write(args.export, model)
+    except ImportError:
+        parser.error(f"{args.export} has model.pt only: pip install safetensors for the others")
+    print(f"{path} is in {args.export}: model.pt, model.safetensors and config.json")
+    raise SystemExit
 
+try:
+    encode, decode = token_files.text_functions(metadata["tokenizer"], args.tokenizer)
+    prompt = torch.tensor([encode(args.prompt)], device=device)
+except ValueError as error:
+    parser.error(str(error))
 torch.manual_seed(args.seed)
-prompt = torch.tensor([[letters.index(letter) for letter in args.prompt]], device=device)
-written = model.generate(prompt, args.length, len(letters))[0].tolist()
-print(f"Sample from {path}:", "".join(letters[number] for number in written), sep="\n")
+known = metadata["tokenizer"]["size"]
+written = model.generate(prompt, args.length, known, args.temperature)[0].tolist()
+print(f"Sample from {path}:", decode(written), sep="\n")

@@ -23,8 +23,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from char_transformer import CharTransformer
 from recipe import initialize
+from transformer import Transformer
 
 
 class EnterSplit(torch.autograd.Function):
@@ -106,7 +106,7 @@ def find_rows(tokens: torch.Tensor, first: int, count: int) -> tuple[torch.Tenso
     return (tokens - first).clamp(0, count - 1), (tokens >= first) & (tokens < first + count)
 
 
-def split_by_hand(model: CharTransformer, rank: int, world_size: int) -> CharTransformer:
+def split_by_hand(model: Transformer, rank: int, world_size: int) -> Transformer:
     """Leaves this rank its part of an unsplit model. The weights of norms and positions stay
     whole on all ranks."""
 
@@ -130,7 +130,7 @@ def split_by_hand(model: CharTransformer, rank: int, world_size: int) -> CharTra
     return model
 
 
-def split_loss(model: CharTransformer, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def split_loss(model: Transformer, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy of this rank's part of the logits (B, T, V / n): log of the sum of exp,
     less the target's."""
     largest = all_reduce(logits.detach().amax(-1), dist.ReduceOp.MAX)
@@ -150,7 +150,7 @@ def main():
     numbers = torch.tensor([sorted(set(text)).index(character) for character in text])
     models = []
     for _ in range(2):
-        model = CharTransformer(len(set(text)), context=32, layers=2, heads=4, width=64)
+        model = Transformer(len(set(text)), context=32, layers=2, heads=4, width=64)
         models.append(initialize(model, torch.device("cpu"), seed=0))
     torch.manual_seed(0)
     whole, split = models[0], split_by_hand(models[1], rank, world_size)

@@ -1,7 +1,7 @@
-"""Train a character-level transformer with FSDP2 (fully_shard): no rank holds more than its part
+"""Train a language model with FSDP2 (fully_shard): no rank holds more than its part
 of the model.
 
-    python aux/prepare_data.py shakespeare                # once, before any job
+    python aux/prepare_data.py shakespeare                # once, before any job; or your own text
     python distributed/train_fsdp.py                      # one process: CUDA or the CPU
     ./torchrun.sh distributed/train_fsdp.py --size gpu    # one rank per GPU, or two
     sbatch launch_slurm_to_torch.sh distributed/train_fsdp.py --hybrid
@@ -33,9 +33,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import characters
 import recipe
-from char_transformer import CharTransformer, peak_flops
+import token_files
 from resilience.checkpoint_files import folder_fault
 from resilience.place import Place
 from resilience.progress import Progress
@@ -43,6 +42,7 @@ from resilience.ranks import find_ranks
 from resilience.samplers import seed_from
 from resilience.sharded_checkpoints import ShardedCheckpoints
 from resilience.step_zero import device_fault, step_zero
+from transformer import Transformer, peak_flops
 
 # --- process group ---
 # RANK, LOCAL_RANK and WORLD_SIZE, which the launcher sets, or Slurm's own numbers
@@ -64,7 +64,7 @@ share = f"{world_size} ranks x --accumulation {args.accumulation}"
 columns = {"model sharded over": f"ranks {rank - rank % copy} to {rank - rank % copy + copy - 1}"}
 fault = (
     device_fault(args.device, ranks)
-    or characters.missing_data(args.data_dir, args.context, local_rank)
+    or token_files.missing_data(args.data_dir, args.context, local_rank)
     or fault
     or indivisible("--batch-size", args.batch_size, world_size * args.accumulation, share)
     or folder_fault(args.checkpoint_dir, args.resume, "")
@@ -116,11 +116,11 @@ def log(text: str):
 # Each rank has its own part of every batch, and drops other activations.
 data_rank, data_ranks, dropout_rank = rank, world_size, rank
 metadata = recipe.metadata_of(args)
-train_windows = characters.windows(args.data_dir, "train", args.context)
+train_windows = token_files.windows(args.data_dir, "train", args.context)
 
 # --- model ---
 with torch.device("meta"):  # without memory: no rank is to hold it whole
-    model = CharTransformer(**metadata["sizes"], dropout=args.dropout)
+    model = Transformer(**metadata["sizes"], dropout=args.dropout)
 flops_per_token = model.flops_per_token(args.context)
 for block in model.blocks:
     block.recompute = args.activation_checkpointing
@@ -140,11 +140,11 @@ if mesh:
         # These stay whole until the backward pass, which begins with them.
         last = part in (model.blocks[-1], model)
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not last)
-recipe.initialize(model, device, args.seed)
+recipe.initialize(model, device, args.seed, args.init_from)
 optimizer = recipe.make_optimizer(args, model)
 
 # --- checkpoint ---
-log(f"Data: {characters.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}")
+log(f"Data: {token_files.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}")
 log(f"Precision: {args.precision}. Compiled: {args.compile}. Device mesh: {mesh}")
 state = {"model": model, "optimizer": optimizer}
 checkpoints = ShardedCheckpoints(args, place, recipe.run_of(args), args.steps)
@@ -158,7 +158,7 @@ progress = Progress(args, place, "tokens", tokens_per_step, first, args.steps, f
 model.train()
 for step in range(first + 1, args.steps + 1):
     torch.manual_seed(seed_from(args.seed, step - 1, dropout_rank))
-    batch = characters.random_batch(args, train_windows, step - 1, data_rank, data_ranks, device)
+    batch = token_files.random_batch(args, train_windows, step - 1, data_rank, data_ranks, device)
     loss_sum = torch.zeros((), device=device)
     for part, tokens in enumerate(batch.chunk(args.accumulation), start=1):
         if mesh:
@@ -180,9 +180,9 @@ for step in range(first + 1, args.steps + 1):
 
     if step % args.eval_every == 0 or step == args.steps:
         model.eval()
-        sums = torch.zeros(2, device=device)  # loss, characters
+        sums = torch.zeros(2, device=device)  # loss, tokens
         with torch.no_grad(), place.longer_timeout(args.save_timeout):
-            for tokens, targets in characters.fixed_batches(args, data_rank, data_ranks, device):
+            for tokens, targets in token_files.fixed_batches(args, data_rank, data_ranks, device):
                 with autocast:
                     loss = cross_entropy(model(tokens), targets, reduction="sum")
                 sums += torch.stack((loss, (targets >= 0).sum()))

@@ -1,7 +1,7 @@
-"""Train a character-level transformer with tensor parallelism: every rank computes a part of
+"""Train a language model with tensor parallelism: every rank computes a part of
 every layer.
 
-    python aux/prepare_data.py shakespeare                # once, before any job
+    python aux/prepare_data.py shakespeare                # once, before any job; or your own text
     python distributed/train_tp.py                        # one process: CUDA or the CPU
     ./torchrun.sh distributed/train_tp.py --size gpu      # one rank per GPU, or two
     sbatch launch_slurm_to_torch.sh distributed/train_tp.py --tensor-parallel 2 --sequence-parallel
@@ -41,9 +41,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
-import characters
 import recipe
-from char_transformer import CharTransformer, peak_flops
+import token_files
 from parallel_plan import parallel_plan, sum_partial_gradients, whole, with_own_dropout
 from resilience.checkpoint_files import folder_fault
 from resilience.place import Place
@@ -52,6 +51,7 @@ from resilience.ranks import find_ranks
 from resilience.samplers import seed_from
 from resilience.sharded_checkpoints import ShardedCheckpoints
 from resilience.step_zero import device_fault, step_zero
+from transformer import Transformer, peak_flops
 
 # --- process group ---
 # RANK, LOCAL_RANK and WORLD_SIZE, which the launcher sets, or Slurm's own numbers
@@ -78,7 +78,7 @@ where = "may span nodes" if args.across_nodes else "inside this node"
 columns = {"tensor-parallel group": f"{group}, {where}", "replica": rank // size}
 fault = (
     device_fault(args.device, ranks)
-    or characters.missing_data(args.data_dir, args.context, local_rank)
+    or token_files.missing_data(args.data_dir, args.context, local_rank)
     or fault
     or indivisible("--batch-size", args.batch_size, replicas * args.accumulation, share)
     or folder_fault(args.checkpoint_dir, args.resume, "")
@@ -133,11 +133,11 @@ def log(text: str):
 data_rank, data_ranks = rank // size, replicas
 dropout_rank = rank if args.sequence_parallel else data_rank
 metadata = recipe.metadata_of(args)
-train_windows = characters.windows(args.data_dir, "train", args.context)
+train_windows = token_files.windows(args.data_dir, "train", args.context)
 
 # --- model ---
 with torch.device("meta"):  # without memory: no rank is to hold it whole
-    model = CharTransformer(**metadata["sizes"], dropout=args.dropout)
+    model = Transformer(**metadata["sizes"], dropout=args.dropout)
 flops_per_token = model.flops_per_token(args.context)
 for block in model.blocks:
     block.recompute = args.activation_checkpointing
@@ -162,11 +162,11 @@ if replicas > 1:
         # These stay whole until the backward pass, which begins with them.
         last = part in (model.blocks[-1], model)
         fully_shard(part, mesh=mesh["data"], mp_policy=policy, reshard_after_forward=not last)
-recipe.initialize(model, device, args.seed)
+recipe.initialize(model, device, args.seed, args.init_from)
 optimizer = recipe.make_optimizer(args, model)
 
 # --- checkpoint ---
-log(f"Data: {characters.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}")
+log(f"Data: {token_files.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}")
 log(f"Precision: {args.precision}. Compiled: {args.compile}. Device mesh: {mesh}")
 state = {"model": model, "optimizer": optimizer}
 checkpoints = ShardedCheckpoints(args, place, recipe.run_of(args), args.steps)
@@ -180,7 +180,7 @@ progress = Progress(args, place, "tokens", tokens_per_step, first, args.steps, f
 model.train()
 for step in range(first + 1, args.steps + 1):
     torch.manual_seed(seed_from(args.seed, step - 1, dropout_rank))
-    batch = characters.random_batch(args, train_windows, step - 1, data_rank, data_ranks, device)
+    batch = token_files.random_batch(args, train_windows, step - 1, data_rank, data_ranks, device)
     loss_sum = torch.zeros((), device=device)
     for tokens in batch.chunk(args.accumulation):
         with loss_parallel():  # also around the backward pass
@@ -201,9 +201,9 @@ for step in range(first + 1, args.steps + 1):
 
     if step % args.eval_every == 0 or step == args.steps:
         model.eval()
-        sums = torch.zeros(2, device=device)  # loss, characters
+        sums = torch.zeros(2, device=device)  # loss, tokens
         with torch.no_grad(), place.longer_timeout(args.save_timeout):
-            for tokens, targets in characters.fixed_batches(args, data_rank, data_ranks, device):
+            for tokens, targets in token_files.fixed_batches(args, data_rank, data_ranks, device):
                 with loss_parallel(), autocast:
                     loss = cross_entropy(model(tokens), targets, reduction="sum")
                 sums += torch.stack((whole(loss), (targets >= 0).sum()))

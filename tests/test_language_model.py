@@ -1,4 +1,4 @@
-"""The character-level language model: however it is split, its steps are the unsplit model's."""
+"""The language model: however it is split, its steps are the unsplit model's."""
 
 import json
 import math
@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import characters
-from char_transformer import CharTransformer, attend
+import token_files
 from conftest import LAUNCHERS, cells, environment, run
 from recipe import initialize
+from transformer import Transformer, attend
 
 SIZES = {"layers": 2, "heads": 4, "width": 32, "context": 16}
 BATCH_SIZE, STEPS, WARMUP_STEPS = 8, 20, 5
@@ -60,11 +60,11 @@ def read_metrics(folder: Path, name: str = "loss") -> dict[int, float]:
 def train_dense(folder: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, gradient norms and final weights of a plain loop: one process, no split, unfused
     AdamW."""
-    vocabulary = len(json.loads((folder / "vocabulary.json").read_text())["characters"])
+    vocabulary = token_files.read_vocabulary(folder)["tokenizer"]["size"]
     data = torch.frombuffer(
         bytearray((folder / "train.bin").read_bytes()), dtype=torch.uint8
     ).long()
-    model = initialize(CharTransformer(vocabulary, **SIZES), torch.device("cpu"), seed=0)
+    model = initialize(Transformer(vocabulary, **SIZES), torch.device("cpu"), seed=0)
     groups = [{"params": [x for x in model.parameters() if x.dim() >= 2], "weight_decay": 0.1}]
     groups += [{"params": [x for x in model.parameters() if x.dim() < 2], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), fused=False, foreach=False)
@@ -387,7 +387,7 @@ def test_evaluation_has_one_shape_on_all_ranks(text, data_ranks):
     args = Namespace(data_dir=text, context=16, eval_windows=50, batch_size=8)
     shapes, counted = [], 0
     for rank in range(data_ranks):
-        batches = list(characters.fixed_batches(args, rank, data_ranks, torch.device("cpu")))
+        batches = list(token_files.fixed_batches(args, rank, data_ranks, torch.device("cpu")))
         shapes.append([(tokens.shape, targets.shape) for tokens, targets in batches])
         assert all(tokens.min() >= 0 for tokens, _ in batches)
         counted += sum((targets >= 0).sum().item() for _, targets in batches)
@@ -408,7 +408,7 @@ def test_a_padded_vocabulary(text, tmp_path):
         (tmp_path / "train_tp.py/checkpoint_step_10/manifest.json").read_text().splitlines()[0]
     )
     assert whole["sizes"]["vocabulary"] % 64 == 0
-    assert 0 < whole["sizes"]["vocabulary"] - len(whole["characters"]) < 64
+    assert 0 < whole["sizes"]["vocabulary"] - whole["tokenizer"]["size"] < 64
     done = sample(tmp_path / "train_tp.py", 300)
     assert done.returncode == 0, done.stderr
     # A line break first, and one of print's.
@@ -487,7 +487,7 @@ def test_it_reaches_nanogpt(tmp_path):
     here."""
     prepare = (
         "aux/prepare_data.py",
-        "shakespeare",
+        "text",
         "--input",
         os.environ["SHAKESPEARE"],
         "--data-dir",

@@ -1,11 +1,9 @@
 """aux/prepare_data.py: data from a web server on this machine, synthetic, and brought by hand."""
 
-import array
 import functools
 import gzip
 import hashlib
 import http.server
-import json
 import sys
 import threading
 
@@ -13,6 +11,7 @@ import pytest
 import torchvision
 
 import prepare_data
+import token_files
 from conftest import write_idx
 from resilience import checksums
 
@@ -59,12 +58,11 @@ def prepare(monkeypatch, *arguments: object):
 
 
 def text_in(folder) -> str:
-    vocabulary = json.loads((folder / "vocabulary.json").read_text())
-    kind = {"uint8": "B", "uint16": "H"}[vocabulary["dtype"]]
-    tokens = array.array(
-        kind, (folder / "train.bin").read_bytes() + (folder / "val.bin").read_bytes()
-    )
-    return "".join(vocabulary["characters"][token] for token in tokens)
+    assert token_files.missing_data(folder, context=16) is None
+    splits = [token_files.read_tokens(folder, split).tolist() for split in ("train", "val")]
+    _, decode = token_files.text_functions(token_files.read_vocabulary(folder)["tokenizer"], None)
+    assert len(splits[0]) == sum(map(len, splits)) * 9 // 10
+    return decode(splits[0] + splits[1])
 
 
 def test_both_are_downloaded_once(served, tmp_path, monkeypatch, capsys):
@@ -108,14 +106,34 @@ def test_own_data_stay(served, tmp_path, monkeypatch):
 
     novel = tmp_path / "novel.txt"
     novel.write_text("Call me Ishmael. " * 100)
-    folder = ["shakespeare", "--data-dir", tmp_path / "text"]
-    prepare(monkeypatch, *folder, "--synthetic")
-    prepare(monkeypatch, *folder, "--input", novel)
-    assert text_in(tmp_path / "text") == novel.read_text()
-    assert checksums.damaged(tmp_path / "text") is None
+    folder = tmp_path / "text"
+    prepare(monkeypatch, "shakespeare", "--synthetic", "--data-dir", folder)
+    prepare(monkeypatch, "text", "--input", novel, "--data-dir", folder)
+    assert text_in(folder) == novel.read_text()
     for other in ([], ["--synthetic"]):
         with pytest.raises(SystemExit, match=r"it holds novel.txt: give another --data-dir"):
-            prepare(monkeypatch, *folder, *other)
+            prepare(monkeypatch, "shakespeare", "--data-dir", folder, *other)
+
+
+@pytest.mark.parametrize("tokenizer", ["characters", "bytes"])
+def test_own_text(tokenizer, tmp_path, monkeypatch, capsys):
+    """Of several files in pieces, and again only if the text has changed."""
+    pieces = functools.partial(prepare_data.pieces, characters=1000)
+    monkeypatch.setattr(prepare_data, "pieces", pieces)
+    novels = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    for novel in novels:
+        novel.write_bytes(f"{novel.stem}\r\n{TEXT}".encode())
+    command = ["text", "--tokenizer", tokenizer, "--data-dir", tmp_path / "text", "--input"]
+    prepare(monkeypatch, *command, *novels)
+    assert text_in(tmp_path / "text") == "".join(novel.read_bytes().decode() for novel in novels)
+    assert f": one.txt, two.txt, in {tmp_path}/text" in capsys.readouterr().out
+
+    written = (tmp_path / "text/train.bin").stat().st_mtime_ns
+    prepare(monkeypatch, *command, *novels)
+    assert (tmp_path / "text/train.bin").stat().st_mtime_ns == written
+    novels[0].write_text("Call me Ishmael. " * 100)
+    prepare(monkeypatch, *command, *novels)
+    assert text_in(tmp_path / "text").startswith("Call me Ishmael.")
 
 
 def test_damage_is_found(served, tmp_path, monkeypatch):
@@ -133,7 +151,7 @@ def test_damage_is_found(served, tmp_path, monkeypatch):
 def test_many_characters_take_two_bytes(tmp_path, monkeypatch):
     novel = tmp_path / "novel.txt"
     novel.write_text("".join(chr(256 + i) for i in range(1000)))
-    prepare(monkeypatch, "shakespeare", "--input", novel, "--data-dir", tmp_path)
+    prepare(monkeypatch, "text", "--input", novel, "--data-dir", tmp_path)
     assert text_in(tmp_path) == novel.read_text()
 
 
@@ -152,7 +170,7 @@ def test_synthetic_digits_have_the_shape_of_mnist(mnist_full):
 def test_text_that_cannot_be_used(tmp_path, monkeypatch, content, sentence):
     (tmp_path / "text").write_bytes(content)
     with pytest.raises(SystemExit, match=sentence):
-        prepare(monkeypatch, "shakespeare", "--input", tmp_path / "text", "--data-dir", tmp_path)
+        prepare(monkeypatch, "text", "--input", tmp_path / "text", "--data-dir", tmp_path)
     assert not (tmp_path / "vocabulary.json").exists()
 
 
@@ -160,8 +178,10 @@ def test_text_that_cannot_be_used(tmp_path, monkeypatch, content, sentence):
     ("arguments", "sentence"),
     [
         (["--data-dir", "here"], "--data-dir is for one data set"),
-        (["mnist", "--input", "here"], "--input is for the data set shakespeare"),
-        (["shakespeare", "--input", "none"], "cannot read or write"),
+        (["mnist", "--input", "here"], "your own text takes both: text --input FILE"),
+        (["text"], "your own text takes both: text --input FILE"),
+        (["--tokenizer", "bytes"], "--tokenizer is for your own text"),
+        (["text", "--input", "none"], "cannot read or write"),
         (["shakespeare", "--synthetic", "--data-dir", "file"], "cannot read or write"),
     ],
 )

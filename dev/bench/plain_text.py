@@ -89,7 +89,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 torch.manual_seed(0)
 torch.set_float32_matmul_precision("high")
 autocast = torch.autocast("cuda", torch.bfloat16) if args.device == "cuda" else nullcontext()
-model = Model(len(vocabulary["characters"])).to(args.device)
+model = Model(vocabulary["tokenizer"]["size"]).to(args.device)
 groups = [
     {"params": [w for w in model.parameters() if w.dim() >= 2], "weight_decay": 0.1},
     {"params": [w for w in model.parameters() if w.dim() < 2], "weight_decay": 0.0},

@@ -209,12 +209,12 @@ def prove(args: argparse.Namespace) -> dict:
 
 def copy_data(args: argparse.Namespace, folder: Path) -> dict[str, str]:
     """Puts the first images and the text where all nodes see them. Returns their names."""
-    import characters
     import mnist
+    import token_files
 
     (folder / "images/MNIST/raw").mkdir(parents=True)
     try:
-        images, text = mnist.describe(args.images), characters.describe(args.text)
+        images, text = mnist.describe(args.images), token_files.describe(args.text)
         for split, count in IMAGES.items():
             for kind, header, item in (("images-idx3", 16, 784), ("labels-idx1", 8, 1)):
                 name = f"MNIST/raw/{split}-{kind}-ubyte"

@@ -5,7 +5,7 @@ themselves.
     python dev/figures/show_data_split.py --draw      # the figure again, from the last record
 
 The scripts run as they are, on four ranks, resumed, and as one process. Their reads are written
-down in TensorDataset.__getitem__ and in characters.py. Exit status 1 if a rule does not hold.
+down in TensorDataset.__getitem__ and in token_files.py. Exit status 1 if a rule does not hold.
 """
 
 import argparse
@@ -89,9 +89,9 @@ def record_reads(folder: Path, command: list[str]):
 
 
 def record_text(write):
-    import characters
+    import token_files
 
-    read, random, fixed = characters.read, characters.random_batch, characters.fixed_batches
+    read, random, fixed = token_files.read, token_files.random_batch, token_files.fixed_batches
     starts = []
 
     def read_seen(windows, begin, device):
@@ -106,11 +106,11 @@ def record_text(write):
     def fixed_seen(args, data_rank, data_ranks, device):
         for tokens, targets in fixed(args, data_rank, data_ranks, device):
             # A batch with too few windows is filled up with ignored ones.
-            write("test", starts[0][targets[:, 0] != characters.IGNORED], data_rank)
+            write("test", starts[0][targets[:, 0] != token_files.IGNORED], data_rank)
             yield tokens, targets
 
-    characters.read = read_seen
-    characters.random_batch, characters.fixed_batches = random_seen, fixed_seen
+    token_files.read = read_seen
+    token_files.random_batch, token_files.fixed_batches = random_seen, fixed_seen
 
 
 # --- the runs ---
@@ -173,7 +173,7 @@ def write_text(folder: Path) -> Path:
     """1,100 characters of LICENSE, prepared."""
     text, data = folder / "text.txt", folder / "text"
     text.write_text((REPOSITORY / "LICENSE").read_text()[:1100])
-    prepare = ["aux/prepare_data.py", "shakespeare", "--input", text, "--data-dir", data]
+    prepare = ["aux/prepare_data.py", "text", "--input", text, "--data-dir", data]
     subprocess.run(
         [sys.executable, *prepare], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL
     )

@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
-import char_transformer
-import characters
 import recipe
 import resilience.step_zero
 import tensor_parallel_by_hand
+import token_files
+import transformer
 from resilience.place import Place
 from resilience.progress import Progress
 
@@ -93,7 +93,7 @@ def run_script(command: str, data_dir: str, folder: Path) -> dict:
 def train(command: str, data_dir: str, folder: Path, dense: dict) -> dict:
     """What results.json has of a split."""
     collectives, types = Collectives(), set()
-    random_batch, add = characters.random_batch, Progress.add
+    random_batch, add = token_files.random_batch, Progress.add
 
     def last_begins(args, windows, step, *others):
         batch = random_batch(args, windows, step, *others)
@@ -107,13 +107,13 @@ def train(command: str, data_dir: str, folder: Path, dense: dict) -> dict:
         return add(self, step, loss)
 
     def between_blocks(module, inputs, output):
-        if isinstance(module, char_transformer.Block):
+        if isinstance(module, transformer.Block):
             types.update(str(x.dtype) for x in (*inputs, output))
 
     hook = torch.nn.modules.module.register_module_forward_hook(between_blocks)
-    characters.random_batch, Progress.add = last_begins, last_ends
+    token_files.random_batch, Progress.add = last_begins, last_ends
     its = run_script(command, data_dir, folder)
-    characters.random_batch, Progress.add = random_batch, add
+    token_files.random_batch, Progress.add = random_batch, add
     hook.remove()
 
     model, states = its["model"], its["optimizer"].state.values()
@@ -131,7 +131,7 @@ def train(command: str, data_dir: str, folder: Path, dense: dict) -> dict:
 
 def dropped(command: str, data_dir: str, folder: Path) -> dict[str, list[list[int]]]:
     """Checksums of what each rank drops in a step: of each head's mask, and of each module's."""
-    attend, forward, heads, modules = char_transformer.attend, torch.nn.Dropout.forward, [], []
+    attend, forward, heads, modules = transformer.attend, torch.nn.Dropout.forward, [], []
 
     def seen(q, k, v, dropout: float):
         """Without scores, attention over the unit matrix is its mask, over the number of tokens."""
@@ -149,9 +149,9 @@ def dropped(command: str, data_dir: str, folder: Path) -> dict[str, list[list[in
             modules.append(zlib.crc32((output != 0).numpy().tobytes()))
         return output
 
-    char_transformer.attend, torch.nn.Dropout.forward = seen, seen_in_module
+    transformer.attend, torch.nn.Dropout.forward = seen, seen_in_module
     run_script(f"{command} --dropout 0.2 --steps 1", data_dir, folder)
-    char_transformer.attend, torch.nn.Dropout.forward = attend, forward
+    transformer.attend, torch.nn.Dropout.forward = attend, forward
     return {"heads": gathered(heads), "modules": gathered(modules)}
 
 
@@ -174,15 +174,15 @@ def drift(model: torch.nn.Module) -> float:
 def train_by_hand(data_dir: str, args, dense: dict) -> dict:
     """The same steps with the linears of tensor_parallel_by_hand.py, all ranks one group."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = char_transformer.CharTransformer(**recipe.metadata_of(args)["sizes"])
+    model = transformer.Transformer(**recipe.metadata_of(args)["sizes"])
     model = recipe.initialize(model, torch.device("cpu"), args.seed)
     model = tensor_parallel_by_hand.split_by_hand(model, rank, world_size)
     optimizer = recipe.make_optimizer(args, model)
-    windows = characters.windows(data_dir, "train", args.context)
+    windows = token_files.windows(data_dir, "train", args.context)
     split = {name for name, x in model.named_parameters() if x.shape != dense[name].shape}
     losses, norms = [], []
     for step in range(STEPS):
-        batch = characters.random_batch(args, windows, step, 0, 1, torch.device("cpu"))
+        batch = token_files.random_batch(args, windows, step, 0, 1, torch.device("cpu"))
         with Collectives() as collectives:
             loss = tensor_parallel_by_hand.split_loss(model, model(batch[:, :-1]), batch[:, 1:])
             loss.backward()

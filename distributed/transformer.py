@@ -1,13 +1,14 @@
-"""A decoder-only transformer over characters, in plain torch: nothing in here knows of ranks.
+"""A decoder-only transformer over tokens, in plain torch: nothing in here knows of ranks.
 
 nanoGPT's architecture (github.com/karpathy/nanoGPT, model.py, there after GPT-2) without biases,
 as its train.py has it by default, with one difference: the rows of the fused linear for q, k and
 v are ordered (head, q k v, D), as in Megatron-LM, so that a part of them is whole heads. (The
-bias of k would have no gradient but rounding noise, which Adam blows up.)
+bias of k would have no gradient but rounding noise, which Adam blows up.) With `gpt2` it has the
+biases and the GELU of OpenAI's weights, for training that goes on from them.
 
 The letters in the shapes: B sequences, T tokens each, C channels (the width), H heads, D = C /
-H, V characters. A rank may hold a part of H or of T: whatever is not in a linear's or an
-embedding's own weight is read off the tensor at hand.
+H, V tokens in the vocabulary. A rank may hold a part of H or of T: whatever is not in a linear's or
+an embedding's own weight is read off the tensor at hand.
 """
 
 import math
@@ -64,11 +65,11 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) ->
 class Attention(nn.Module):
     """Multi-head self-attention, (B, T, C) to (B, T, C)."""
 
-    def __init__(self, width: int, heads: int, dropout: float):
+    def __init__(self, width: int, heads: int, dropout: float, gpt2: bool):
         super().__init__()
         self.head_size, self.dropout, self.attend = width // heads, dropout, attend
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
+        self.qkv = nn.Linear(width, 3 * width, bias=gpt2)
+        self.out = nn.Linear(width, width, bias=gpt2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # (B, T, H 3 D) to (B, H, T, D) each
@@ -80,13 +81,14 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two linears with GELU between them, (B, T, C) to (B, T, C) by way of 4 C."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, gpt2: bool):
         super().__init__()
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
+        self.approximate = "tanh" if gpt2 else "none"
+        self.up = nn.Linear(width, 4 * width, bias=gpt2)
+        self.down = nn.Linear(4 * width, width, bias=gpt2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x)))
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
 class Block(nn.Module):
@@ -99,12 +101,12 @@ class Block(nn.Module):
 
     recompute = False
 
-    def __init__(self, width: int, heads: int, dropout: float):
+    def __init__(self, width: int, heads: int, dropout: float, gpt2: bool):
         super().__init__()
-        self.attention_norm = nn.LayerNorm(width, bias=False)
-        self.attention = Attention(width, heads, dropout)
-        self.mlp_norm = nn.LayerNorm(width, bias=False)
-        self.mlp = MLP(width)
+        self.attention_norm = nn.LayerNorm(width, bias=gpt2)
+        self.attention = Attention(width, heads, dropout, gpt2)
+        self.mlp_norm = nn.LayerNorm(width, bias=gpt2)
+        self.mlp = MLP(width, gpt2)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +121,7 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
-class CharTransformer(nn.Module):
+class Transformer(nn.Module):
     """Tokens (B, T) int64 with T <= context to logits (B, T, V). The output head shares the
     embedding's weight.
 
@@ -134,13 +136,14 @@ class CharTransformer(nn.Module):
         heads: int,
         width: int,
         dropout: float = 0.0,
+        gpt2: bool = False,
     ):
         super().__init__()
         self.token_embedding = nn.Embedding(vocabulary, width)
         self.position_embedding = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
-        self.norm = nn.LayerNorm(width, bias=False)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout, gpt2) for _ in range(layers))
+        self.norm = nn.LayerNorm(width, bias=gpt2)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.tie()
 
@@ -166,10 +169,8 @@ class CharTransformer(nn.Module):
         N are the weights that multiply, without the position embedding. To be asked before the
         model is split.
         """
-        weights = (
-            sum(weight.numel() for weight in self.parameters())
-            - self.position_embedding.weight.numel()
-        )
+        weights = sum(weight.numel() for weight in self.parameters())
+        weights -= self.position_embedding.weight.numel()
         return 6 * weights + 12 * len(self.blocks) * self.norm.weight.numel() * context
 
     @torch.no_grad()
@@ -179,12 +180,14 @@ class CharTransformer(nn.Module):
         """`tokens` (B, T) int64 and `count` more, drawn one by one among the first `known` of V:
         (B, T + count).
 
-        A lower temperature takes likely characters more often.
+        A lower temperature takes likely tokens more often, and 0 the likeliest each time.
         """
         self.eval()
         for _ in range(count):
             logits = self(tokens[:, -self.position_embedding.num_embeddings :])[:, -1, :known]
-            tokens = torch.cat(
-                (tokens, torch.multinomial((logits / temperature).softmax(-1), 1)), dim=1
-            )
+            if temperature > 0:
+                drawn = torch.multinomial((logits / temperature).softmax(-1), 1)
+            else:
+                drawn = logits.argmax(-1, keepdim=True)
+            tokens = torch.cat((tokens, drawn), dim=1)
         return tokens

@@ -1,0 +1,205 @@
+"""Text as token files: train.bin and val.bin, memory-mapped, and windows of them.
+
+Each holds one number per token (uint8, or uint16 or uint32 in little-endian order). vocabulary.json
+beside them, which aux/prepare_data.py writes, says how many numbers there are and how to make text
+of them; SHA256SUMS has the checksums.
+
+A folder of nanoGPT's (github.com/karpathy/nanoGPT, data/) does as well: it holds uint16, and either
+meta.pkl with its characters or, without it, GPT-2's tokens.
+"""
+
+import json
+import pickle
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from resilience import checksums
+from resilience.samplers import seed_from
+
+IGNORED = -100  # cross_entropy's ignore_index
+# torch indexes int32 and not uint32, and no vocabulary needs the sign.
+DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "uint32": torch.int32}
+GPT2_SIZE = 50_257
+
+
+class NothingButData(pickle.Unpickler):
+    """For meta.pkl, which may be a stranger's: dicts, strings and numbers, and no code."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and is not read")
+
+
+def read_vocabulary(folder: Path) -> dict:
+    """What vocabulary.json says: dtype, source, train_tokens, val_tokens, id (of the data), and
+    under "tokenizer" what sample.py needs: its name ("characters", "bytes" or "tokenizer.json"),
+    size and, of the first, the characters in order. Raises OSError, ValueError or KeyError.
+    """
+    folder = Path(folder)
+    described = folder / "vocabulary.json"
+    if described.exists() or not (folder / "train.bin").exists():
+        return json.loads(described.read_text())
+
+    tokenizer = {"name": "tokenizer.json", "size": GPT2_SIZE}
+    if (folder / "meta.pkl").exists():
+        with (folder / "meta.pkl").open("rb") as file:
+            meta = NothingButData(file).load()
+        letters = [meta["itos"][i] for i in range(meta["vocab_size"])]
+        tokenizer = {"name": "characters", "size": len(letters), "characters": letters}
+    counts = {
+        f"{split}_tokens": (folder / f"{split}.bin").stat().st_size // 2
+        for split in ("train", "val")
+    }
+    source = "token files of nanoGPT"
+    described = {"tokenizer": tokenizer, "dtype": "uint16", "source": source, **counts}
+    return described | {"id": f"{counts['train_tokens']} + {counts['val_tokens']} tokens"}
+
+
+def missing_data(folder: Path, context: int, local_rank: int = 0) -> str | None:
+    """What is wrong in `folder` as one sentence, or None: files, sizes and, on local rank 0,
+    checksums and numbers beyond the vocabulary."""
+    folder = Path(folder)
+    remedy = "prepare it once, before the job: python aux/prepare_data.py"
+    try:
+        vocabulary = read_vocabulary(folder)
+        size, itemsize = vocabulary["tokenizer"]["size"], DTYPES[vocabulary["dtype"]].itemsize
+        for split in ("train", "val"):
+            path = folder / f"{split}.bin"
+            if path.stat().st_size != vocabulary[f"{split}_tokens"] * itemsize:
+                what = f"{path} is not as long as in vocabulary.json beside it"
+                return f"{what}; move the folder away and {remedy}"
+    except OSError as error:
+        return f"no prepared text at {error.filename} ({error.strerror}); {remedy}"
+    except (ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        what = "vocabulary.json or meta.pkl is not one that aux/prepare_data.py or nanoGPT wrote"
+        return f"{folder}: {what} ({error!r}); {remedy}"
+
+    split = min(("train", "val"), key=lambda split: vocabulary[f"{split}_tokens"])
+    shortest = vocabulary[f"{split}_tokens"]
+    if shortest <= context:
+        what = f"the {shortest} tokens in {folder / split}.bin"
+        return f"--context {context} is too long for {what}: {shortest - 1} would do"
+    if local_rank == 0:  # once per node
+        if damage := checksums.damaged(folder):
+            return f"{damage}; move the folder away and {remedy}"
+        largest = int(read_tokens(folder, "val")[:10_000_000].to(torch.int32).max())
+        if largest >= size:
+            what = f"{folder / 'val.bin'} has token {largest}"
+            return f"{what}, and the vocabulary ends at {size - 1}"
+    return None
+
+
+def read_tokens(folder: Path, split: str) -> torch.Tensor:
+    """A split's tokens (n), in the type of the file, as a view of it: nothing is read yet."""
+    vocabulary = read_vocabulary(folder)
+    path, count = str(Path(folder) / f"{split}.bin"), vocabulary[f"{split}_tokens"]
+    return torch.from_file(path, shared=False, size=count, dtype=DTYPES[vocabulary["dtype"]])
+
+
+def windows(folder: Path, split: str, context: int) -> torch.Tensor:
+    """Every stretch of context + 1 tokens of a split, (tokens - context, context + 1), as a view of
+    the file.
+
+    Indexing it with a tensor of starts reads a whole batch at once, some 50 times faster than
+    stacking slices.
+    """
+    return read_tokens(folder, split).unfold(0, context + 1, 1)
+
+
+def read(windows: torch.Tensor, starts: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The windows that begin at `starts`, (n, context + 1) int64, on the way to `device`."""
+    batch = windows[starts].to(torch.int64)
+    return (
+        batch.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else batch.to(device)
+    )
+
+
+def random_batch(
+    args: Namespace,
+    windows: torch.Tensor,
+    step: int,
+    data_rank: int,
+    data_ranks: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """This rank's sequences of a step, (batch_size / data_ranks, context + 1) int64: input and,
+    one on, target.
+
+    All ranks draw the whole batch, from seed and step alone, and take their part of it: the
+    order of the data depends neither on the number of ranks nor on a restart. Steps count from
+    0.
+    """
+    generator = torch.Generator().manual_seed(seed_from(args.seed, step))
+    starts = torch.randint(len(windows), (args.batch_size,), generator=generator)
+    return read(windows, starts.chunk(data_ranks)[data_rank], device)
+
+
+def fixed_batches(args: Namespace, data_rank: int, data_ranks: int, device: torch.device):
+    """This rank's part of the set to evaluate on: tokens and targets, (batch_size / data_ranks,
+    context) int64.
+
+    The set is the validation split in windows side by side, or --eval-windows of them, evenly
+    spread. A batch for which too few are left is filled up, with targets that cross_entropy
+    ignores: all ranks have the same number of batches of the same shape, since they have to meet
+    in the collectives, and torch.compile takes time for each shape.
+    """
+    unseen = windows(args.data_dir, "val", args.context)
+    starts = torch.arange(0, len(unseen), args.context)
+    if 0 < args.eval_windows < len(starts):
+        starts = starts[torch.linspace(0, len(starts) - 1, args.eval_windows).long()]
+    rows = args.batch_size // data_ranks
+    for part in starts.split(args.batch_size):
+        mine = part[data_rank * rows :][:rows]
+        batch = read(unseen, torch.cat((mine, part[:1].expand(rows - len(mine)))), device)
+        targets = batch[:, 1:].clone()
+        targets[len(mine) :] = IGNORED
+        yield batch[:, :-1], targets
+
+
+def describe(folder: Path) -> str:
+    """What is in `folder`, in words for the log."""
+    found = read_vocabulary(folder)
+    name, size = found["tokenizer"]["name"], found["tokenizer"]["size"]
+    kind = name if name in ("characters", "bytes") else "tokens"
+    return f"{found['source']}, {found['train_tokens']} {kind} of {size} kinds, in {folder}"
+
+
+def text_functions(tokenizer: dict, file: Path | None) -> tuple[Callable, Callable]:
+    """Two functions: text to a list of numbers, and back. `file` is the tokenizer.json of a
+    Hugging Face tokenizer, if it is one. Raises ValueError with a sentence."""
+    if tokenizer["name"] == "bytes":
+        return (
+            lambda text: list(text.encode()),
+            lambda numbers: bytes(numbers).decode(errors="replace"),
+        )
+
+    if tokenizer["name"] == "characters":
+        letters = tokenizer["characters"]
+
+        def encode(text: str) -> list[int]:
+            if unknown := set(text) - set(letters):
+                raise ValueError(f"{sorted(unknown)} are not among the {len(letters)} characters")
+            return [letters.index(letter) for letter in text]
+
+        return encode, lambda numbers: "".join(letters[number] for number in numbers)
+
+    known = hugging_face_tokenizer(file)
+    return lambda text: known.encode(text, add_special_tokens=False).ids, known.decode
+
+
+def hugging_face_tokenizer(file: Path | None):
+    """A tokenizers.Tokenizer. Raises ValueError with a sentence."""
+    if file is None:
+        raise ValueError("this needs the tokenizer.json that made the tokens: --tokenizer FILE")
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ValueError("this needs the package tokenizers: pip install tokenizers") from None
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises no narrower one
+        raise ValueError(f"{file} is not a Hugging Face tokenizer's file: {error}") from None
