@@ -175,6 +175,9 @@ def submit(args: Namespace) -> int:
     settings = slurmfile.read(path, args.env)
     cluster, packaging = settings["cluster"], settings["packaging"]
     links, extra = packaging["link"], {}
+    if packaging["type"] == "none" and not links:
+        missing = "the job will have neither your .venv nor your data"
+        print(f"note: no `link` in {path}: {missing}", file=sys.stderr)
     if packaging["type"] == "container":
         container.check_launcher(args.command[0])
     root, files = list_files()
@@ -205,12 +208,8 @@ def submit(args: Namespace) -> int:
             fail(f"cannot read {error.filename}: {error.strerror}")
         command += [args.default_gpus, len(cluster["environment"]), len(links), *links, *sbatch]
         if args.dry_run:
-            print(
-                f"# {len(files)} files, {size / 1e6:.1f} MB, as a tar archive into the standard "
-                "input of"
-            )
-            print(shlex.join(remote.command_line(cluster, *command)))
-            print(f"# which makes a new folder in {base} and runs in it")
+            where = f"a new folder in {base} on {host_of(cluster)}"
+            print(f"# {len(copied)} files, {size / 1e6:.1f} MB, into {where}. There:")
             print(shlex.join(sbatch))
             return 0
         print(

@@ -26,7 +26,7 @@ from conftest import (
     run,
     wait_for,
 )
-from submission import slurmfile
+from submission import jobs, remote, slurmfile
 from test_launchers import NASTY
 from test_readme import CHAPTERS, HOME, assert_shown, copy_of_repository, steps
 
@@ -373,18 +373,36 @@ def test_from_this_machine(laptop):
     assert (laptop.clone / f"slurm-jobs/local-{job.id}.json").exists()
 
 
-def test_dry_run_is_exact_and_runs_nothing(laptop):
-    """Its ssh command is the one that submits: cut short, or without the last file, it says so."""
+def test_dry_run_shows_the_line_and_runs_nothing(laptop):
     script = [LAUNCHERS["srun"], "tests/scripts/variables.py", "a b", "it's"]
     before = laptop.job_folders()
     done = laptop.submit("--env", "plain", "--dry-run", *script)
     assert done.returncode == 0
-    lines = done.stdout.splitlines()
-    assert shlex.split(lines[-1])[-4:] == script
-    ssh = shlex.split("\n".join(lines[1:-2]))
-    assert ssh[0] == "ssh" and "-oStrictHostKeyChecking=yes" in ssh
+    first, line = done.stdout.splitlines()
+    assert first.startswith("# ") and f"into a new folder in {laptop.base} on " in first
+    words = shlex.split(line)
+    assert words[:2] == ["sbatch", "--parsable"] and words[-4:] == script
+    assert laptop.job_folders() == before
+
+
+def test_without_link_there_is_no_data(laptop, tmp_path):
+    (tmp_path / "Slurmfile.toml").write_text(OURS)
+    command = ["aux/submit.py", "--env=ours", "--dry-run", LAUNCHERS["srun"]]
+    env = environment(SLURMFILE=tmp_path / "Slurmfile.toml")
+    done = run(sys.executable, *command, cwd=laptop.clone, env=env)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"note: no `link` in \S+: the job will have neither .*\n", done.stderr)
+
+
+def test_a_copy_cut_short_leaves_nothing(laptop, monkeypatch):
+    """An archive that breaks off, and one without its last file."""
+    monkeypatch.chdir(laptop.clone)
+    cluster = slurmfile.read(slurmfile.find(), "plain")["cluster"]
+    submission = ["submit", laptop.base, "cut-short", ".", jobs.MARK, "", "", 0, 0]
+    ssh = remote.command_line(cluster, *submission, "sbatch", LAUNCHERS["srun"])
     make = ["git", "archive", "HEAD"]
     archive = subprocess.run(make, cwd=laptop.clone, capture_output=True).stdout
+    before = laptop.job_folders()
     for sent, sentence in (
         (archive[: len(archive) // 2], b"copying to "),
         (archive, b" was interrupted, "),
