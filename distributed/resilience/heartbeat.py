@@ -25,7 +25,7 @@ from pathlib import Path
 
 from . import stop_request
 from .job import HOST, JOB, RESTART_COUNT
-from .ranks import Ranks, say
+from .ranks import Ranks, say, stop
 
 LINE = 4096  # bytes, always as many: a reader never finds the end of an older, longer line
 SILENT = 10  # seconds
@@ -146,8 +146,7 @@ class Heartbeat:
             if age > max(SILENT, 2 * beats[rank]["interval"]):
                 gone = f"rank {rank} on this node has sent no heartbeat for {age:.0f} s"
                 sentence = f"asked to stop, but {gone}: without it this rank cannot save, and ends"
-                say(sentence, self.ranks.rank)
-                os._exit(1)
+                stop(sentence, self.ranks.rank)
 
 
 def read_beat(path: Path) -> dict | None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from typing import NamedTuple
 
 from .job import HOST
@@ -79,4 +80,6 @@ def end():
     """Ends this process with status 1, at once: gloo's threads could keep it from a clean end."""
     sys.stdout.flush()
     sys.stderr.flush()
+    # Slurm 22.05 can lose what a task on another node writes in the millisecond before it ends.
+    time.sleep(0.1)
     os._exit(1)

@@ -32,6 +32,6 @@ given = {
 os.write(1, f"VARIABLES {json.dumps(given)}\n".encode())
 if sys.argv[1:] == ["fail"] and env["RANK"] == "1":
     print("these are my last words")
-    os._exit(3)
+    sys.exit(3)
 if sys.argv[1:] in (["wait"], ["fail"]):
     time.sleep(600)
