@@ -59,7 +59,7 @@ def test_lint_finds_what_the_page_says(monkeypatch, capsys):
 
 def test_lint_prints_what_chapter_13_shows(monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)
-    chapter = (REPOSITORY / "docs/13_finding_what_is_wrong.md").read_text()
+    chapter = (REPOSITORY / "docs/07_finding_what_is_wrong.md").read_text()
     files, shown = re.search(
         r"`python aux/lint_sbatch\.py (.+)` prints\n\n```\n((?:.+\n)+)```", chapter
     ).groups()

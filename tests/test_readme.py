@@ -15,7 +15,13 @@ from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, at_once, environment, ru
 from write_diffs import DIFF, hunks_by_block, with_diffs
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+# By number, and the appendices by name
 CHAPTERS = {int(path.name[:2]): path for path in DOCUMENTS if re.match(r"\d\d_", path.name)}
+CHAPTERS |= {
+    path.stem.removeprefix("appendix_"): path
+    for path in DOCUMENTS
+    if path.name.startswith("appendix_")
+}
 BLOCKS = re.findall(
     r"^```bash\n(.*?)^```$", "\n".join(path.read_text() for path in DOCUMENTS), re.M | re.S
 )
@@ -152,9 +158,9 @@ def try_block(
     return printed
 
 
-def try_chapter(number: int, clone: Path, prefix: tuple = (), **variables) -> list[str]:
+def try_chapter(chapter: int | str, clone: Path, prefix: tuple = (), **variables) -> list[str]:
     """All blocks of a chapter, one after the other. Returns what each has printed."""
-    return [try_block(*step, clone, prefix, **variables) for step in steps(CHAPTERS[number])]
+    return [try_block(*step, clone, prefix, **variables) for step in steps(CHAPTERS[chapter])]
 
 
 def test_the_comparison_can_fail():
@@ -179,18 +185,19 @@ def test_the_comparison_can_fail():
 
 
 def test_every_block_is_run():
-    """Here, but four pages: chapter 8 in test_containers.py, 15 in test_submit.py, docker.md in
-    test_docker.py, recipes.md in test_recipes.py."""
-    chapters = [CHAPTERS[number] for number in (*range(1, 8), *range(9, 13), 14)]  # try_chapter's
+    """Here, but four pages: the appendix on containers in test_containers.py, that on laptops in
+    test_submit.py, docker.md in test_docker.py, recipes.md in test_recipes.py."""
+    tried = (1, 2, 3, 4, 5, 8, 9, 10, 11, "srun", "spawn", "agree")  # by try_chapter
+    chapters = [CHAPTERS[chapter] for chapter in tried]
     others = [path for path in DOCUMENTS if path not in chapters]
     counts = {
         str(path.relative_to(REPOSITORY)): path.read_text().count("```bash\n") for path in others
     }
     assert {name: count for name, count in counts.items() if count} == {
         "README.md": 1,
-        "docs/08_in_a_container.md": 1,
-        "docs/15_from_a_laptop.md": 2,
-        "docs/16_your_own_model_and_data.md": 2,
+        "docs/06_your_own_model_and_data.md": 2,
+        "docs/appendix_container.md": 1,
+        "docs/appendix_laptop.md": 2,
         "docs/docker.md": 1,
         "docs/recipes.md": 4,
     }
@@ -205,10 +212,10 @@ def test_make_train(clone):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("number", [1, 2, 3, 14])
-def test_chapter_on_one_machine(number, clone):
+@pytest.mark.parametrize("chapter", [1, 2, 3, 9])
+def test_chapter_on_one_machine(chapter, clone):
     """Without Slurm."""
-    assert try_chapter(number, clone)
+    assert try_chapter(chapter, clone)
 
 
 def test_chapter_of_slurm(clone):
@@ -229,9 +236,9 @@ def test_chapter_of_slurm(clone):
 def test_chapters_of_launchers(clone, cluster):
     """Every job of theirs trains, or finds all ranks, but for the one that has too few tasks."""
 
-    def scenario(number: int, folder: Path):
+    def scenario(chapter: int | str, folder: Path):
         printed = "".join(
-            try_chapter(number, folder, prefix=(NAMESPACES, "exec"), **cluster.environment)
+            try_chapter(chapter, folder, prefix=(NAMESPACES, "exec"), **cluster.environment)
         )
         ids = [int(job) for job in re.findall(r"Submitted batch job (\d+)", printed)]
         ended = [cluster.wait(job, timeout=240) for job in ids]
@@ -240,9 +247,9 @@ def test_chapters_of_launchers(clone, cluster):
             re.search(r"^epoch=1 test_loss=\S+ .*\nFinished: epoch=1, ", log, re.M) for log in logs
         ), ended
         refused = [job for job in ended if "Unable to create step" in job.log]
-        assert len(refused) == (number == 5) and len(logs) == len(ended) - len(refused), ended
+        assert len(refused) == (chapter == "srun") and len(logs) == len(ended) - len(refused), ended
 
-    at_once(scenario, [(number, clone) for number in (5, 6, 7)])
+    at_once(scenario, [(chapter, clone) for chapter in (5, "srun", "spawn")])
 
 
 @pytest.mark.matrix
@@ -270,7 +277,7 @@ def test_on_a_cluster(clone, cluster):
     checked, trained = [cluster.wait(job, timeout=240) for job in ids]
     assert checked.state == trained.state == "COMPLETED", checked.log + trained.log
     shown = r"^```\n(world size 4, .*\n(?:.*\n){6}VERDICT: all well, .* torchrun\n)```$"
-    assert_shown("...\n" + re.search(shown, CHAPTERS[13].read_text(), re.M)[1], checked.log)
+    assert_shown("...\n" + re.search(shown, CHAPTERS[7].read_text(), re.M)[1], checked.log)
     assert re.search(r"^epoch=1 test_loss=\S+ .*\nFinished: epoch=1, ", trained.log, re.M)
     assert time.time() - before < 240
 
@@ -279,7 +286,7 @@ def test_on_a_cluster(clone, cluster):
 def test_chapter_of_the_proof(clone):
     """One process, two ranks and four: the columns are the same training, and not only of the
     same shape."""
-    shown = try_chapter(9, clone)[0]
+    shown = try_chapter("agree", clone)[0]
     rows = [
         [float(loss) for loss in re.findall(r" loss=(\S+)", line)] for line in shown.splitlines()
     ]
@@ -291,7 +298,7 @@ def test_chapter_of_the_proof(clone):
 def test_chapter_of_surviving(clone, cluster):
     """A job that is stopped, requeued and resumed; what is then asked for with another batch
     size is refused."""
-    shown = try_chapter(12, clone, prefix=(NAMESPACES, "exec"), **cluster.environment)
+    shown = try_chapter(8, clone, prefix=(NAMESPACES, "exec"), **cluster.environment)
     assert re.search(r"^All 4 ranks are alive, at step \d+\.$", shown[0], re.M), shown
     [stopped] = re.findall(r"^Stopped after step (\d+), saved$", shown[1], re.M)
     assert re.findall(r"^Resumed after step (\d+)$", shown[1], re.M) == [stopped]
@@ -303,7 +310,7 @@ def test_files_of_a_copy(clone):
     bash(block("../my-project"), clone)
     project = clone.parent / "my-project"
     files = [path for path in project.rglob("*.*") if not path.is_symlink()]
-    rows = re.findall(r"^\| (\w+) \| (`env\.sh`, .+) \|$", CHAPTERS[16].read_text(), re.M)
+    rows = re.findall(r"^\| (\w+) \| (`env\.sh`, .+) \|$", CHAPTERS[6].read_text(), re.M)
     named = {launcher: re.findall(r"`([^`]+)`", cell) for launcher, cell in rows}
     for launcher, names in named.items():
         text = (clone / LAUNCHERS[launcher]).read_text()

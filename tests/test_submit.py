@@ -301,7 +301,7 @@ def test_chapter(laptop):
     kept = slurmfile.read_text(), known.read_text()
     shutil.copy(REPOSITORY / "Slurmfile.toml", slurmfile)
     try:
-        for language, commands, shown in steps(CHAPTERS[15]):
+        for language, commands, shown in steps(CHAPTERS["laptop"]):
             if language == "console":
                 known.write_text("")
             done = laptop.run("bash", "-euo", "pipefail", "-c", f"exec 2>&1; {commands}")
@@ -563,10 +563,10 @@ def test_no_route_no_key_no_sbatch_and_full_disk(laptop):
 
 
 def test_a_task_of_ones_own(laptop):
-    """The file that chapter 15 shows, in a folder of its own: here, and as a job."""
+    """The file that the appendix shows, in a folder of its own: here, and as a job."""
     script = laptop.clone / "mine/deep/hello.py"
     script.parent.mkdir(parents=True)
-    code = re.search(r"^```python\n(.*?)^```$", CHAPTERS[15].read_text(), re.M | re.S)[1]
+    code = re.search(r"^```python\n(.*?)^```$", CHAPTERS["laptop"].read_text(), re.M | re.S)[1]
     script.write_text(code)
     here = laptop.run("python", "mine/deep/hello.py")
     assert here.returncode == 0 and "here" in here.stdout, here.stderr

@@ -30,11 +30,13 @@ def linked_files() -> set[Path]:
 
 
 def on_config(config):
-    """The front page, the chapters by their numbers, then the other pages."""
+    """The front page, the chapters by their numbers, the appendices, then the other pages."""
     names = [str(page.relative_to(REPOSITORY)) for page in PAGES]
     chapters = [name for name in names if re.match(r"docs/\d\d_", name)]
-    others = [name for name in names[1:] if name not in chapters]
-    config.nav = [{"Start": names[0]}, {"Tutorial": chapters}, {"Reference": others}]
+    appendices = [name for name in names if name.startswith("docs/appendix_")]
+    others = [name for name in names[1:] if name not in [*chapters, *appendices]]
+    config.nav = [{"Start": names[0]}, {"Tutorial": chapters}]
+    config.nav += [{"Appendices": appendices}, {"Reference": others}]
     return config
 
 
