@@ -243,19 +243,28 @@ class Trial:
 
 @contextlib.contextmanager
 def started(*command: object, **env):
-    """A command in a process group of its own, its output to be read line by line; killed at the
+    """A command, its output to be read line by line; killed with all that it has started at the
     end of the with block, and two minutes later at the latest."""
     options = {"cwd": REPOSITORY, "env": environment(OMP_NUM_THREADS=1, **env), "text": True}
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
     with subprocess.Popen([str(part) for part in command], **options) as process:
-        timer = threading.Timer(120, os.killpg, (process.pid, signal.SIGKILL))
+        timer = threading.Timer(120, kill_all, (process.pid,))
         timer.start()
         try:
             yield process
         finally:
             timer.cancel()
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                kill_all(process.pid)
+
+
+def kill_all(process: int):
+    """A process and those that it has started: torchrun's ranks are in sessions of their own."""
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    os.kill(process, signal.SIGKILL)
+    for child in map(int, children):
+        with contextlib.suppress(OSError):
+            kill_all(child)
 
 
 # --- asked to stop ---
