@@ -7,9 +7,11 @@ TEXT_DIR ?= data/shakespeare
 SITE ?= site
 ARGS ?=
 NODES ?= 2
+# From the oldest that the large models take to the newest; the others are those with changes in checkpoints
+TORCH ?= 2.9.1 2.11.0 2.12.1 2.14.1
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-scale test-gpu bench lint docs clean
+.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-torch test-scale test-gpu bench lint docs clean
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand --tabs=28
 
@@ -48,7 +50,19 @@ test: .venv/tests slurm docker sshd  ## install what the tests need (root: Slurm
 test-all: .venv/tests .venv-guests/ready slurm docker sshd podman  ## the whole failure matrix, Docker, and all else that make test leaves out: an hour
 	.venv/bin/python -m pytest tests -m "matrix or faults" --numprocesses 2 --ignore tests/test_bench.py $(ARGS)
 	.venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2 --dist load
+	$(MAKE) test-torch
 	.venv/bin/python -m pytest tests/test_bench.py -m matrix  # ratios of speed: alone on the machine
+
+test-torch:     ## every script under other versions of torch, each in an environment of its own (TORCH="2.9.1 2.11.0")
+	for version in $(TORCH); do \
+	    venv=.venv-torch-$$version; \
+	    if [[ ! -e $$venv/ready ]]; then \
+	        $(PYTHON) -m venv $$venv; \
+	        $$venv/bin/pip install --quiet torch==$$version torchvision pytest pytest-xdist; \
+	        touch $$venv/ready; \
+	    fi; \
+	    $$venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2 --dist load; \
+	done
 
 test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 10 GB of memory, four minutes)
 	.venv/bin/python -m pytest tests -m scale $(ARGS)
@@ -126,4 +140,4 @@ podman:
 	@$(call install,podman:podman)
 
 clean:          ## remove the virtual environments, the site and the caches, not data or checkpoints
-	rm -rf .venv .venv-docs .venv-guests site .pytest_cache .ruff_cache
+	rm -rf .venv .venv-docs .venv-guests .venv-torch-* site .pytest_cache .ruff_cache

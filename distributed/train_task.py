@@ -23,36 +23,17 @@ from resilience.arguments import ArgumentParser, device_name, number, whole_numb
 from slurm_task import JobContext, task
 
 
-# --- arguments ---
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=whole_number(1), default=3, help="passes over the images")
-    batch = parser.add_mutually_exclusive_group()
-    batch.add_argument(
-        "--batch-size", type=whole_number(1), default="64", help="images per step, over all ranks"
-    )
-    batch.add_argument(
-        "--batch-size-per-rank", type=whole_number(1), help="the same, for each rank"
-    )
-    parser.add_argument(
-        "--learning-rate", type=number(0), default=0.02, help="of SGD with momentum"
-    )
-    parser.add_argument(
-        "--seed", type=whole_number(0), default=0, help="of weights, order and dropout"
-    )
-    parser.add_argument(
-        "--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of autocast"
-    )
+    add, positive = parser.add_argument, whole_number(1)
     device = os.environ.get("TRAIN_DEVICE", "auto")
-    parser.add_argument(
-        "--device", type=device_name, default=device, help="auto, cpu or cuda; or TRAIN_DEVICE"
-    )
-    parser.add_argument(
-        "--data-dir", type=Path, default="data/mnist", help="of aux/prepare_data.py"
-    )
-    parser.add_argument(
-        "--log-every", type=whole_number(1), default=100, help="steps between two log lines"
-    )
+    add("--epochs", type=positive, default=3, help="passes over the images")
+    add("--batch-size", type=positive, default=64, help="images per step, over all ranks")
+    add("--learning-rate", type=number(0), default=0.02, help="of SGD with momentum")
+    add("--seed", type=whole_number(0), default=0, help="of weights, order and dropout")
+    add("--device", type=device_name, default=device, help="auto, cpu or cuda; or TRAIN_DEVICE")
+    add("--data-dir", type=Path, default="data/mnist", help="of aux/prepare_data.py")
+    add("--log-every", type=positive, default=100, help="steps between two log lines")
     return parser.parse_args()
 
 
@@ -62,8 +43,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     import torch
     import torch.distributed as dist
     from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+    from torch.utils.data import DataLoader, DistributedSampler
 
     import mnist
     from resilience.ranks import find_ranks
@@ -89,137 +69,96 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
         # Waits for all: nobody is still connecting when a rank stops.
         dist.all_reduce(torch.zeros(1, device=device))
 
+    def log(text: str):
+        if rank == 0:
+            print(text, flush=True)
+
+    def summed(values: torch.Tensor) -> list[float]:
+        """Over all ranks."""
+        if distributed:
+            dist.all_reduce(values)
+        return values.tolist()
+
     # --- data ---
-    if args.batch_size_per_rank is not None:
-        args.batch_size = args.batch_size_per_rank * world_size
-    if args.batch_size % world_size:
-        stop(f"--batch-size {args.batch_size} does not divide by {world_size} ranks", rank)
     try:
         train_set, test_set = mnist.load(args.data_dir)
     except (OSError, ValueError) as error:
         stop(str(error), rank)
+    if args.batch_size % world_size:
+        stop(f"--batch-size {args.batch_size} does not divide by {world_size} ranks", rank)
+    if args.batch_size > len(train_set):
+        many = f"the {len(train_set)} training images"
+        stop(f"--batch-size {args.batch_size} is more than {many}", rank)
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
-    batches = BatchSampler(sampler, args.batch_size // world_size, drop_last=True)
-    loader = DataLoader(
-        train_set, sampler=batches, batch_size=None, pin_memory=device.type == "cuda"
-    )
-    # Every test image once.
-    mine = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)
-    test_loader = DataLoader(test_set, sampler=mine, batch_size=None)
-    if len(loader) == 0:
-        stop(
-            f"--batch-size {args.batch_size} is more than the {len(train_set)} training images",
-            rank,
-        )
+    test_sampler = range(rank, len(test_set), world_size)
+    options = {"collate_fn": mnist.collate, "pin_memory": device.type == "cuda"}
+    share = args.batch_size // world_size
+    loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, **options)
+    test_loader = DataLoader(test_set, 1000, sampler=test_sampler, **options)
 
     # --- model ---
     torch.manual_seed(args.seed)  # the same weights on every rank
-    convolutions = (
-        nn.Conv2d(1, 32, 3),
-        nn.ReLU(),
-        nn.Conv2d(32, 64, 3),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Dropout(0.25),
-    )
-    linears = nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.25), nn.Linear(128, 10)
-    model = nn.Sequential(*convolutions, nn.Flatten(), *linears).to(device)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=args.learning_rate, momentum=0.9, nesterov=True
-    )
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
-    autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
-    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
-    if args.precision == "fp16" and device.type == "cpu" and rank == 0:
-        print("warning: fp16 is slow on a CPU: use --precision bf16", file=sys.stderr)
-    ddp_model = DistributedDataParallel(model) if distributed else model
+    convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2)]
+    linears = [nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(0.25), nn.Linear(128, 10)]
+    model = nn.Sequential(*convolutions, nn.ReLU(), nn.Flatten(), *linears).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9)
+    ddp = nn.parallel.DistributedDataParallel(model) if distributed else model
 
     # --- checkpoint ---
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     epoch, loss, accuracy = 0, 0.0, 0.0
     newest = [newest_checkpoint(job.output_dir) if job and rank == 0 else None]
     if distributed:
         dist.broadcast_object_list(newest, device=device)  # one choice for all ranks
     if newest[0] and job.restart_count == 0:
-        stop(
-            f"{newest[0]} is from another job with the id {job.job_id}: move {job.output_dir} away",
-            rank,
-        )
+        remedy = f"move {job.output_dir} away"
+        stop(f"{newest[0]} is from another job with the id {job.job_id}: {remedy}", rank)
     if newest[0]:
         state = torch.load(newest[0], map_location=device, weights_only=True)
         epoch, loss, accuracy = state["epoch"], state["test_loss"], state["test_accuracy"]
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-        if rank == 0:
-            print(f"Resumed after epoch {epoch}", flush=True)
-
-    def save_checkpoint():
-        state = {"epoch": epoch, "test_loss": loss, "test_accuracy": accuracy}
-        state |= {name: part.state_dict() for name, part in parts.items()}
-        path = job.output_dir / f"checkpoint_epoch_{epoch}.pt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".tmp").open("wb") as file:
-            torch.save(state, file)
-            os.fsync(file.fileno())
-        path.with_suffix(".tmp").replace(path)  # the whole checkpoint or none
-
-    def all_reduced(values: torch.Tensor) -> list[float]:
-        if distributed:
-            dist.all_reduce(values)
-        return values.tolist()
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        log(f"Resumed after epoch {epoch}")
 
     # --- training ---
-    if rank == 0:
-        print(
-            f"Data: {mnist.describe(args.data_dir)}. World size {world_size}, {device.type}",
-            flush=True,
-        )
+    log(f"Data: {mnist.describe(args.data_dir)}. World size {world_size}, {device.type}")
     while epoch < args.epochs:
         sampler.set_epoch(epoch)
         # Dropout: no two ranks and epochs alike.
         torch.manual_seed((args.seed * 1_000_003 + epoch) * 65_536 + rank)
-        ddp_model.train()
+        ddp.train()
         start = time.monotonic()
         for step, (images, labels) in enumerate(loader, 1):
-            images, labels = (
-                tensor.to(device, non_blocking=device.type == "cuda") for tensor in (images, labels)
-            )
-            with autocast:
-                batch_loss = nn.functional.cross_entropy(ddp_model(images), labels)
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
+            batch_loss = nn.functional.cross_entropy(ddp(images), labels)
             optimizer.zero_grad()
-            scaler.scale(batch_loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            batch_loss.backward()
+            optimizer.step()
             if step % args.log_every == 0 or step == len(loader):
-                (mean,) = all_reduced(batch_loss.detach()[None] / world_size)
+                [mean] = summed(batch_loss.detach()[None] / world_size)
                 rate = step * args.batch_size / (time.monotonic() - start)
-                line = (
-                    f"epoch={epoch + 1} step={step}/{len(loader)} loss={mean:.4f} "
-                    f"images_per_second={rate:.0f}"
-                )
-                if rank == 0:
-                    print(line, flush=True)
+                line = f"epoch={epoch + 1} step={step}/{len(loader)} loss={mean:.4f}"
+                log(f"{line} images_per_second={rate:.0f}")
                 if not math.isfinite(mean):
-                    stop(
-                        f"the loss is {mean}: try a lower --learning-rate, or another --precision",
-                        rank,
-                    )
+                    stop(f"the loss is {mean}: try a lower --learning-rate", rank)
         epoch += 1
 
         model.eval()
         sums = torch.zeros(2, device=device)  # loss, right answers
         with torch.inference_mode():
             for images, labels in test_loader:
-                images, labels = images.to(device), labels.to(device)
-                with autocast:
-                    logits = model(images)
-                batch_loss = nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
-                sums += torch.stack((batch_loss, (logits.argmax(1) == labels).sum()))
-        loss, accuracy = (value / len(test_set) for value in all_reduced(sums))
-        if rank == 0:
-            print(f"epoch={epoch} test_loss={loss:.4f} test_accuracy={accuracy:.4f}", flush=True)
-            if job:
-                save_checkpoint()
+                logits, labels = model(images.to(device)), labels.to(device)
+                sums[0] += nn.functional.cross_entropy(logits, labels, reduction="sum")
+                sums[1] += (logits.argmax(1) == labels).sum()
+        loss, accuracy = (value / len(test_set) for value in summed(sums))
+        log(f"epoch={epoch} test_loss={loss:.4f} test_accuracy={accuracy:.4f}")
+        if job and rank == 0:
+            state = {"epoch": epoch, "test_loss": loss, "test_accuracy": accuracy}
+            state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            job.output_dir.mkdir(parents=True, exist_ok=True)
+            # The whole checkpoint or none
+            torch.save(state, job.output_dir / "part")
+            os.replace(job.output_dir / "part", job.output_dir / f"checkpoint_epoch_{epoch}.pt")
     return {"test_loss": loss, "test_accuracy": accuracy, "world_size": world_size}
 
 
@@ -230,10 +169,8 @@ def stop(sentence: str, rank: int):
 
 
 def newest_checkpoint(folder: Path) -> str | None:
-    paths = folder.glob("checkpoint_epoch_*.pt")
-    return max(
-        map(str, paths), key=lambda path: int(Path(path).stem.rpartition("_")[2]), default=None
-    )
+    found = {int(path.stem.split("_")[-1]): path for path in folder.glob("checkpoint_epoch_*.pt")}
+    return str(found[max(found)]) if found else None
 
 
 def shutdown():
@@ -254,9 +191,6 @@ def shutdown():
 if __name__ == "__main__":
     result = train(parse_arguments())
     if os.environ.get("RANK", "0") == "0":
-        print(
-            f"Finished: average_loss={result['test_loss']:.4f} "
-            f"accuracy={result['test_accuracy']:.4f}",
-            flush=True,
-        )
+        loss, accuracy = result["test_loss"], result["test_accuracy"]
+        print(f"Finished: average_loss={loss:.4f} accuracy={accuracy:.4f}", flush=True)
     shutdown()

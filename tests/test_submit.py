@@ -570,7 +570,8 @@ def test_a_task_of_ones_own(laptop):
     script.write_text(code)
     here = laptop.run("python", "mine/deep/hello.py")
     assert here.returncode == 0 and "here" in here.stdout, here.stderr
-    outside = laptop.run("bash", "-c", "cd mine/deep && python hello.py --submit --env plain")
+    elsewhere = "cd mine/deep && PYTHONPATH=../../aux python hello.py --submit --env plain"
+    outside = laptop.run("bash", "-c", elsewhere)
     assert outside.returncode != 0, outside.stdout
     assert re.search(r"no env.sh in \S+/mine/deep: cd to the repo", outside.stderr), outside.stderr
     job = laptop.complete("python", "mine/deep/hello.py", "--submit", "--env", "plain")
