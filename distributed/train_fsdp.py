@@ -85,18 +85,17 @@ if world_size > 1:
     backend = "nccl" if use_cuda else "gloo"
     wait = timedelta(seconds=args.init_timeout)
     place.beat.start()
-    with place.connecting(backend):
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=wait
-        )
-        place.all_reduced([1])  # NCCL connects in its first collective
     # The last dimension shards, and the first of two replicates.
     shape, names = (world_size // copy, copy), ("replicate", "shard")
     if copy == world_size:
         shape, names = (world_size,), ("shard",)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    # Else their collectives would keep a timeout of their own.
-    place.groups = [mesh.get_group(name) for name in mesh.mesh_dim_names]
+    with place.connecting(backend):
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=wait
+        )
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        place.connect(mesh)
+    # Else the mesh's collectives would keep a timeout of their own.
     place.set_timeout(place.timeout)
 if args.deterministic:
     torch.use_deterministic_algorithms(True)

@@ -103,14 +103,14 @@ if world_size > 1:
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=wait
         )
-        place.all_reduced([1])  # NCCL connects in its first collective
-    # A row is a tensor-parallel group, a column has the same part of every replica.
-    mesh = init_device_mesh(device.type, (replicas, size), mesh_dim_names=("data", "tensor"))
-    if 1 < size < world_size:
-        # DTensor then sums the gradient's norm over both dimensions at once.
-        mesh._flatten("all")
-    # Else their collectives would keep a timeout of their own.
-    place.groups = [mesh.get_group(name) for name in mesh.mesh_dim_names]
+        # A row is a tensor-parallel group, a column has the same part of every replica.
+        mesh = init_device_mesh(device.type, (replicas, size), mesh_dim_names=("data", "tensor"))
+        meshes = [mesh]
+        if 1 < size < world_size:
+            # DTensor then sums the gradient's norm over both dimensions at once.
+            meshes.append(mesh._flatten("all"))
+        place.connect(*meshes)
+    # Else the mesh's collectives would keep a timeout of their own.
     place.set_timeout(place.timeout)
 if args.deterministic:
     torch.use_deterministic_algorithms(True)

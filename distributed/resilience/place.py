@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from .heartbeat import Heartbeat
 from .ranks import Ranks, end, say, stop
@@ -58,6 +59,12 @@ class Place:
         signal.signal(signal.SIGTERM, before)
         timer.cancel()
         sys.excepthook = end_after(sys.excepthook)
+
+    def connect(self, *meshes: DeviceMesh):
+        """Takes the groups of device meshes. NCCL connects in a group's first collective: these."""
+        self.groups = [mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names]
+        for group in (None, *self.groups):
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def not_connected(self, backend: str, what: str):
         name = f"{backend.upper()}_SOCKET_IFNAME"
