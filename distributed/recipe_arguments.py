@@ -107,6 +107,11 @@ def sizes_of_gpt2(args: argparse.Namespace):
     if args.context > config["n_positions"]:
         raise ValueError(f"--context {args.context} is beyond its {config['n_positions']}")
     args.layers, args.heads, args.width = config["n_layer"], config["n_head"], config["n_embd"]
+    described = Path(args.data_dir, "vocabulary.json")
+    if described.exists():
+        size = json.loads(described.read_text())["tokenizer"]["size"]
+        if size > args.vocabulary:
+            raise ValueError(f"it knows {args.vocabulary} tokens, and {args.data_dir} has {size}")
 
 
 def divisors(number: int) -> str:

@@ -72,7 +72,7 @@ def missing_data(folder: Path, context: int, local_rank: int = 0) -> str | None:
                 return f"{what}; move the folder away and {remedy}"
     except OSError as error:
         return f"no prepared text at {error.filename} ({error.strerror}); {remedy}"
-    except (ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
+    except (ValueError, LookupError, TypeError, EOFError, pickle.UnpicklingError) as error:
         what = "vocabulary.json or meta.pkl is not one that aux/prepare_data.py or nanoGPT wrote"
         return f"{folder}: {what} ({error!r}); {remedy}"
 
