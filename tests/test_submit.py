@@ -470,7 +470,8 @@ def printed_losses(log: str) -> list[float]:
 def test_training_over_connections_that_break(laptop):
     """The three launchers and the task, submitted in the same second; all connections are cut,
     no job is affected: each has the losses of two ranks of the laptop itself."""
-    script, options = "distributed/train_preemptible.py", ["--epochs", 2, "--log-every", 1]
+    # Long enough that the first still trains when the last begins
+    script, options = "distributed/train_preemptible.py", ["--epochs", 8, "--log-every", 1]
     by_hand = [*options, "--checkpoint-dir", "checkpoints/by-hand"]
     assert laptop.run("./torchrun.sh", script, *by_hand, NPROC_PER_NODE=2).returncode == 0
     task_by_hand = laptop.run("./torchrun.sh", TASK, *options, NPROC_PER_NODE=2).stdout
