@@ -21,7 +21,6 @@ from transformer import Transformer, attend
 
 SIZES = {"layers": 2, "heads": 4, "width": 32, "context": 16}
 BATCH_SIZE, STEPS, WARMUP_STEPS = 8, 20, 5
-SPLIT_STEPS = 10  # tests/scripts/language_model.py's
 FLAGS = [part for name, value in SIZES.items() for part in (f"--{name}", value)]
 FLAGS += f"--batch-size {BATCH_SIZE} --steps {STEPS} --warmup-steps {WARMUP_STEPS}".split()
 FLAGS += ["--precision", "fp32", "--log-every", "1", "--eval-every", "10", "--eval-windows", "50"]
@@ -70,7 +69,7 @@ def train_dense(folder: Path) -> tuple[list[float], list[float], dict[str, torch
     groups += [{"params": [x for x in model.parameters() if x.dim() < 2], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), fused=False, foreach=False)
     losses, norms = [], []
-    for step in range(SPLIT_STEPS):
+    for step in range(STEPS):
         generator = torch.Generator().manual_seed(zlib.crc32(repr((0, step)).encode()))
         starts = torch.randint(len(data) - SIZES["context"], (BATCH_SIZE,), generator=generator)
         batch = torch.stack([data[start : start + SIZES["context"] + 1] for start in starts])
@@ -84,7 +83,7 @@ def train_dense(folder: Path) -> tuple[list[float], list[float], dict[str, torch
             if step < WARMUP_STEPS:
                 group["lr"] = 1e-3 * (step + 1) / (WARMUP_STEPS + 1)
             else:
-                done = (step - WARMUP_STEPS) / (SPLIT_STEPS - WARMUP_STEPS)
+                done = (step - WARMUP_STEPS) / (STEPS - WARMUP_STEPS)
                 group["lr"] = 1e-4 + 9e-4 * (1 + math.cos(math.pi * done)) / 2
         optimizer.step()
         losses.append(loss.item())
@@ -124,7 +123,7 @@ def test_split_equals_dense(splits, split):
     """Seen: losses within 1e-6, norms within 3e-7 of themselves, weights within 2e-7. float32 at
     4.6 steps by 5e-7."""
     dense, found = splits["dense"], splits[split]
-    assert len(found["losses"]) == SPLIT_STEPS
+    assert len(found["losses"]) == STEPS
     assert found["losses"] == pytest.approx(dense["losses"], abs=3e-6)
     assert found["norms"] == pytest.approx(dense["norms"], rel=2e-6)
     assert found["weights"] < 3e-6

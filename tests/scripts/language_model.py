@@ -32,9 +32,9 @@ import transformer
 from resilience.place import Place
 from resilience.progress import Progress
 
-FLAGS = "--layers 2 --heads 4 --width 32 --context 16 --batch-size 8 --steps 10 --warmup-steps 5 "
+FLAGS = "--layers 2 --heads 4 --width 32 --context 16 --batch-size 8 --steps 20 --warmup-steps 5 "
 FLAGS += "--precision fp32 --learning-rate 0.001 --log-every 1 --eval-windows 8 --device cpu"
-STEPS = 10
+STEPS = 20
 
 
 class Collectives(TorchDispatchMode):
