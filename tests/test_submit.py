@@ -470,8 +470,7 @@ def printed_losses(log: str) -> list[float]:
 def test_training_over_connections_that_break(laptop):
     """The three launchers and the task, submitted in the same second; all connections are cut,
     no job is affected: each has the losses of two ranks of the laptop itself."""
-    # Long enough that the first still trains when the last begins
-    script, options = "distributed/train_preemptible.py", ["--epochs", 8, "--log-every", 1]
+    script, options = "distributed/train_preemptible.py", ["--epochs", 2, "--log-every", 1]
     by_hand = [*options, "--checkpoint-dir", "checkpoints/by-hand"]
     assert laptop.run("./torchrun.sh", script, *by_hand, NPROC_PER_NODE=2).returncode == 0
     task_by_hand = laptop.run("./torchrun.sh", TASK, *options, NPROC_PER_NODE=2).stdout
@@ -484,8 +483,9 @@ def test_training_over_connections_that_break(laptop):
     started = {name: laptop.start(*command) for name, command in commands.items()}
     try:
         shown = {name: read_until(" ranks on ", started[name]) for name in commands}
-        # sshd has a child for each connection.
-        connections = run("pgrep", "--parent", laptop.sshd).stdout.split()
+        # nsenter has one child, sshd, and that one a child for each connection.
+        [sshd] = run("pgrep", "--parent", laptop.sshd).stdout.split()
+        connections = run("pgrep", "--parent", sshd).stdout.split()
         assert len(connections) >= 4
         for pid in connections:
             os.kill(int(pid), signal.SIGKILL)
