@@ -199,6 +199,7 @@ def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, i
             shutil.copyfileobj(file, rest, 1 << 24)
             file.truncate(cut * itemsize)
 
+        (folder / "vocabulary.json").unlink(missing_ok=True)
         for path, whole in zip(unfinished, (train, val), strict=True):
             os.replace(path, whole)
     finally:
@@ -220,6 +221,8 @@ def prepare_text(folder: Path, synthetic: bool, files: list[Path], tokenizer: st
     source = ", ".join(path.name for path in files) or "Tiny Shakespeare"
     if synthetic:
         source = SYNTHETIC_TEXT
+    if not held and (folder / "train.bin").exists():
+        held = {"source": "token files of another program"}
     if held and held["source"] not in (source, SYNTHETIC_TEXT):
         hint = "give another --data-dir"
         sys.exit(f"{folder} is left as it is, because it holds {held['source']}: {hint}")
@@ -245,7 +248,6 @@ def prepare_text(folder: Path, synthetic: bool, files: list[Path], tokenizer: st
     identity = " ".join([identity, *(checksums.sha256(path) for path in files)])
     identity = hashlib.sha256(identity.encode()).hexdigest()
     if held.get("id") != identity:
-        described.unlink(missing_ok=True)
         write_tokens(folder, source, files, tokenizer, identity)
         held = json.loads(described.read_text())
 

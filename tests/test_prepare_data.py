@@ -114,6 +114,13 @@ def test_own_data_stay(served, tmp_path, monkeypatch):
         with pytest.raises(SystemExit, match=r"it holds novel.txt: give another --data-dir"):
             prepare(monkeypatch, "shakespeare", "--data-dir", folder, *other)
 
+    theirs = tmp_path / "nanogpt/train.bin"
+    theirs.parent.mkdir()
+    theirs.write_bytes(b"tokens")
+    with pytest.raises(SystemExit, match=r"it holds token files of another program"):
+        prepare(monkeypatch, "text", "--input", novel, "--data-dir", theirs.parent)
+    assert theirs.read_bytes() == b"tokens"
+
 
 @pytest.mark.parametrize("tokenizer", ["characters", "bytes"])
 def test_own_text(tokenizer, tmp_path, monkeypatch, capsys):
