@@ -210,6 +210,8 @@ def submit(args: Namespace) -> int:
         if args.dry_run:
             where = f"a new folder in {base} on {host_of(cluster)}"
             print(f"# {len(copied)} files, {size / 1e6:.1f} MB, into {where}. There:")
+            if image:
+                print(shlex.join(["./aux/import_image.sh", image, "pytorch.sqsh"]))
             print(shlex.join(sbatch))
             return 0
         print(
