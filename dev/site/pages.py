@@ -54,3 +54,8 @@ def on_files(files, config):
             ),
         ]
     )
+
+
+def on_page_markdown(markdown, page, config, files):
+    """What GitHub does by itself: Markdown inside an answer that is folded away."""
+    return markdown.replace("<details>", '<details markdown="1">')
