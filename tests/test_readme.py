@@ -260,7 +260,9 @@ def test_chapters_of_language_models(clone):
     losses = [
         float(loss) for loss in re.findall(r"^Finished: step=100 val_loss=(\S+)$", shown, re.M)
     ]
-    assert losses[0] == pytest.approx(losses[1], abs=0.02) and losses[0] < 3.2
+    # FSDP, then FSDP on the reader's own text, then tensor parallel on the first text
+    assert len(losses) == 3 and losses[0] < 3.2
+    assert losses[0] == pytest.approx(losses[2], abs=0.02)
     assert len(shown.partition("\nSample from checkpoints/tp/checkpoint_step_100:\n")[2]) > 200
 
 
