@@ -57,8 +57,9 @@ test-torch:     ## every script under other versions of torch, each in an enviro
 	for version in $(TORCH); do \
 	    venv=.venv-torch-$$version; \
 	    if [[ ! -e $$venv/ready ]]; then \
-	        $(PYTHON) -m venv $$venv; \
-	        $$venv/bin/pip install --quiet torch==$$version torchvision pytest pytest-xdist; \
+	        $(new_venv) $$venv; \
+	        $$venv/bin/python -m pip install --quiet torch==$$version torchvision; \
+	        $(call install_group,$$venv,test); \
 	        touch $$venv/ready; \
 	    fi; \
 	    $$venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2 --dist load; \

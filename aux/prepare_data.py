@@ -29,7 +29,7 @@ from draw_digits import draw_digits
 sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))
 import mnist
 from resilience import checksums
-from token_files import hugging_face_tokenizer
+from token_files import DTYPES, hugging_face_tokenizer, unit_of
 
 SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -172,9 +172,6 @@ def encoder(tokenizer: str, files: list[Path]) -> tuple[dict, Callable, list[int
 
 def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, identity: str):
     """The token files of a text: its first 90 % in train.bin, the rest in val.bin."""
-    characters = sum(len(piece) for path in files for piece in pieces(path))
-    if characters < 1000:
-        sys.exit(f"{source} has {characters:,} characters, and at least 1,000 are needed")
     described, encode, end = encoder(tokenizer, files)
     kinds = {"uint8": 1 << 8, "uint16": 1 << 16, "uint32": 1 << 31}
     dtype = next(name for name, numbers in kinds.items() if described["size"] <= numbers)
@@ -186,14 +183,16 @@ def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, i
         with unfinished[0].open("w+b") as file, unfinished[1].open("wb") as rest:
 
             def append(numbers: torch.Tensor):
-                numbers.to(getattr(torch, dtype)).numpy().tofile(file)
+                numbers.to(DTYPES[dtype]).numpy().tofile(file)
 
             for path in files:
                 for piece in pieces(path):
                     append(encode(piece))
                 append(torch.tensor(end, dtype=torch.int32))
-            itemsize = getattr(torch, dtype).itemsize
+            itemsize = DTYPES[dtype].itemsize
             count = file.tell() // itemsize
+            if count < 1000:
+                sys.exit(f"{source} has {count:,} tokens, and at least 1,000 are needed")
             cut = count * 9 // 10
             file.seek(cut * itemsize)
             shutil.copyfileobj(file, rest, 1 << 24)
@@ -251,9 +250,9 @@ def prepare_text(folder: Path, synthetic: bool, files: list[Path], tokenizer: st
         write_tokens(folder, source, files, tokenizer, identity)
         held = json.loads(described.read_text())
 
-    kind = {"characters": "characters", "bytes": "bytes"}.get(held["tokenizer"]["name"], "tokens")
-    counts = f"{held['train_tokens']:,} training and {held['val_tokens']:,} validation {kind}"
-    return f"{counts}, {held['tokenizer']['size']:,} different ones: {held['source']}, in {folder}"
+    unit, size = unit_of(held["tokenizer"]), held["tokenizer"]["size"]
+    counts = f"{held['train_tokens']:,} training and {held['val_tokens']:,} validation {unit}"
+    return f"{counts}, {size:,} different ones: {held['source']}, in {folder}"
 
 
 def main():

@@ -39,15 +39,16 @@ def is_linear(name: str) -> bool:
 class Weights:
     """The weights in a folder, each read when it is asked for. Raises OSError or ImportError."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, model: Transformer):
         from safetensors import safe_open
 
         self.file = safe_open(Path(folder) / "model.safetensors", framework="pt")
         # save_pretrained() of the model with its head writes "transformer.wte.weight".
         headed = "transformer.wte.weight" in set(self.file.keys())
         self.prefix = "transformer." if headed else ""
+        self.head_size = model.blocks[0].attention.head_size
 
-    def read(self, name: str, shape: torch.Size, head_size: int) -> torch.Tensor:
+    def read(self, name: str, shape: torch.Size) -> torch.Tensor:
         """A weight by its name in transformer.py, in float32, of that shape: of the position
         embedding the first rows."""
         weight = self.file.get_tensor(self.prefix + their_name(name)).float()
@@ -55,7 +56,7 @@ class Weights:
             weight = weight.t()
         if ".qkv." in name:
             # (q k v, head, D, ...) to (head, q k v, D, ...)
-            weight = weight.unflatten(0, (3, -1, head_size)).transpose(0, 1).flatten(0, 2)
+            weight = weight.unflatten(0, (3, -1, self.head_size)).transpose(0, 1).flatten(0, 2)
         return weight[: shape[0]]
 
 

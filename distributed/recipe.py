@@ -15,9 +15,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import gpt2
 import token_files
-from resilience import sharded_checkpoints
-from resilience.place import Place
-from resilience.ranks import Ranks
 from resilience.samplers import seed_from
 from transformer import Transformer
 
@@ -54,8 +51,7 @@ def initialize(
     They depend on `seed` and their names alone, not on the ranks or the split. Each is made whole
     on the CPU, one at a time, and this rank's part is copied: the device never has more than that.
     """
-    given = gpt2.Weights(init_from) if init_from else None
-    head_size = model.blocks[0].attention.head_size
+    given = gpt2.Weights(init_from, model) if init_from else None
     model.to_empty(device=device)
     model.tie()  # to_empty has made two weights of the one
     # The more layers add to the residual stream, the smaller.
@@ -63,7 +59,7 @@ def initialize(
     for name, weight in model.named_parameters():
         whole = torch.ones(weight.shape)  # of a norm
         if given:
-            whole = given.read(name, weight.shape, head_size)
+            whole = given.read(name, weight.shape)
         elif weight.dim() >= 2:
             std = residual if name.endswith(("attention.out.weight", "mlp.down.weight")) else 0.02
             whole.normal_(std=std, generator=torch.Generator().manual_seed(seed_from(seed, name)))
@@ -131,19 +127,3 @@ def run_of(args: Namespace) -> dict:
     names += ("pad_vocabulary",)
     data = token_files.read_vocabulary(args.data_dir)["id"]
     return {name: vars(args)[name] for name in names} | {"data": data}
-
-
-def load(folder: Path, ranks: Ranks, device: torch.device) -> tuple[Path, dict, Transformer]:
-    """The newest checkpoint in a run's folder, in one process: its path, metadata and model.
-
-    Raises ValueError with a sentence if there is none.
-    """
-    found = sharded_checkpoints.newest_folder(folder, Place(ranks, device, timeout=60))
-    if found is None:
-        raise ValueError(f"no whole checkpoint in {folder}")
-    path, metadata = found
-    with torch.device("meta"):
-        model = Transformer(**metadata["sizes"])
-    initialize(model, device, seed=0)
-    sharded_checkpoints.load_folder(path, model)
-    return path, metadata, model

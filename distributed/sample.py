@@ -27,10 +27,13 @@ args = parser.parse_args()
 import torch
 
 import gpt2
-import recipe
 import token_files
+from recipe import initialize
+from resilience import sharded_checkpoints
+from resilience.place import Place
 from resilience.ranks import find_ranks
 from resilience.step_zero import device_fault
+from transformer import Transformer
 
 ranks = find_ranks()
 if ranks.world_size > 1:
@@ -40,10 +43,14 @@ if fault := device_fault(args.device, ranks):
 use_cuda = args.device != "cpu" and torch.cuda.is_available()
 device = torch.device("cuda" if use_cuda else "cpu")
 
-try:
-    path, metadata, model = recipe.load(args.checkpoint_dir, ranks, device)
-except ValueError as error:
-    parser.error(str(error))
+found = sharded_checkpoints.newest_folder(args.checkpoint_dir, Place(ranks, device, timeout=60))
+if found is None:
+    parser.error(f"no whole checkpoint in {args.checkpoint_dir}")
+path, metadata = found
+with torch.device("meta"):
+    model = Transformer(**metadata["sizes"])
+initialize(model, device, args.seed)
+sharded_checkpoints.load_folder(path, model)
 
 if args.export:
     args.export.mkdir(parents=True, exist_ok=True)

@@ -163,9 +163,13 @@ def fixed_batches(args: Namespace, data_rank: int, data_ranks: int, device: torc
 def describe(folder: Path) -> str:
     """What is in `folder`, in words for the log."""
     found = read_vocabulary(folder)
-    name, size = found["tokenizer"]["name"], found["tokenizer"]["size"]
-    kind = name if name in ("characters", "bytes") else "tokens"
-    return f"{found['source']}, {found['train_tokens']} {kind} of {size} kinds, in {folder}"
+    unit, size = unit_of(found["tokenizer"]), found["tokenizer"]["size"]
+    return f"{found['source']}, {found['train_tokens']} {unit} of {size} kinds, in {folder}"
+
+
+def unit_of(tokenizer: dict) -> str:
+    """What a number in the files stands for: characters, bytes or tokens."""
+    return tokenizer["name"] if tokenizer["name"] in ("characters", "bytes") else "tokens"
 
 
 def text_functions(tokenizer: dict, file: Path | None) -> tuple[Callable, Callable]:

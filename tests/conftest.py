@@ -339,6 +339,15 @@ def text(tmp_path_factory) -> Path:
     return once(tmp_path_factory, "text", lambda folder: synthetic("shakespeare", folder))
 
 
+@pytest.fixture(scope="session")
+def packages() -> dict[str, str]:
+    """The environment of a job that finds the frameworks, and downloads nothing."""
+    if not (REPOSITORY / ".venv-guests/ready").exists():
+        pytest.fail("no Accelerate, Lightning or transformers: `make test-all` installs them")
+    [folder] = (REPOSITORY / ".venv-guests/lib").glob("python*/site-packages")
+    return {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
+
+
 def read_metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

@@ -57,7 +57,7 @@ def test_lint_finds_what_the_page_says(monkeypatch, capsys):
         assert all(sentence in found for sentence in expected), found
 
 
-def test_lint_prints_what_chapter_13_shows(monkeypatch, capsys):
+def test_lint_prints_what_chapter_7_shows(monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)
     chapter = (REPOSITORY / "docs/07_finding_what_is_wrong.md").read_text()
     files, shown = re.search(

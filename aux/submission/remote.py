@@ -20,7 +20,8 @@ from .slurmfile import fail
 SCRIPT = Path(__file__).with_name("remote.sh")
 READY = "remote.sh is ready\n"  # it prints this first: what comes before is from ~/.bashrc
 KEPT_VARIABLES = re.compile(
-    "HOME|LANG|LANGUAGE|LC_.*|LD_LIBRARY_PATH|LOGNAME|PATH|SBATCH_.*|SHELL|SLURM_CONF|TERM|TMPDIR|TZ|USER"
+    "HOME|LANG|LANGUAGE|LC_.*|LD_LIBRARY_PATH|LOGNAME|PATH|SBATCH_.*|SHELL|SLURM_CONF|TERM|TMPDIR"
+    "|TZ|USER"
 )
 
 

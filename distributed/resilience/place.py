@@ -61,7 +61,8 @@ class Place:
         sys.excepthook = end_after(sys.excepthook)
 
     def connect(self, *meshes: DeviceMesh):
-        """Takes the groups of device meshes. NCCL connects in a group's first collective: these."""
+        """Takes the groups of device meshes, and has each connect, which NCCL does only in a
+        group's first collective."""
         self.groups = [mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names]
         for group in (None, *self.groups):
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)

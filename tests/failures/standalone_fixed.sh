@@ -7,5 +7,6 @@
 export OMP_NUM_THREADS=1
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((61000 + 10#$SLURM_JOB_ID % 4536))
-srun --kill-on-bad-exit=1 torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node=2 --rdzv-backend=c10d \
+srun --kill-on-bad-exit=1 \
+    torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node=2 --rdzv-backend=c10d \
     --rdzv-endpoint="${hosts%%$'\n'*}:$port" --rdzv-id="$SLURM_JOB_ID" tests/failures/all_reduce.py

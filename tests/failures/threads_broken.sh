@@ -5,5 +5,6 @@
 #SBATCH --time=00:05:00
 #SBATCH --output=%x.out
 # torchrun gives each rank one thread, whatever the job asked for.
-srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun --standalone --nproc-per-node=2 \
-    --no-python python -c 'import torch; print("threads of a rank:", torch.get_num_threads())'
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
+    torchrun --standalone --nproc-per-node=2 --no-python \
+    python -c 'import torch; print("threads of a rank:", torch.get_num_threads())'

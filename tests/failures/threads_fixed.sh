@@ -6,5 +6,6 @@
 #SBATCH --output=%x.out
 # The CPUs of the task, divided among its two ranks.
 export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / 2))
-srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun --standalone --nproc-per-node=2 \
-    --no-python python -c 'import torch; print("threads of a rank:", torch.get_num_threads())'
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
+    torchrun --standalone --nproc-per-node=2 --no-python \
+    python -c 'import torch; print("threads of a rank:", torch.get_num_threads())'

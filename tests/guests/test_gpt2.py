@@ -1,14 +1,13 @@
 """Hugging Face's GPT-2 and tokenizers: in, out, and the same numbers as transformers."""
 
 import functools
-import json
 import re
 import sys
 
 import pytest
 import torch
 
-from conftest import REPOSITORY, environment, run
+from conftest import environment, read_metrics, run
 
 pytestmark = pytest.mark.matrix
 
@@ -17,17 +16,9 @@ FLAGS = "--steps 3 --batch-size 8 --context 16 --learning-rate 0.001 --warmup-st
 FLAGS += " --eval-windows 8 --checkpoint-every 3 --device cpu"
 
 
-@pytest.fixture(scope="module")
-def packages() -> dict[str, str]:
-    if not (REPOSITORY / ".venv-guests/ready").exists():
-        pytest.fail("no transformers: `make test-all` installs them")
-    [folder] = (REPOSITORY / ".venv-guests/lib").glob("python*/site-packages")
-    return {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-
-
 def python(packages, *command: object, ranks: int = 1):
     start = [] if ranks == 1 else ["distributed/spawn_ranks.py"]
-    env = environment(**packages, NPROC_PER_NODE=ranks)
+    env = environment(**packages, NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1)
     done = run(sys.executable, *start, *command, env=env, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -79,8 +70,7 @@ LIKELIEST = ["--prompt", "12 is", "--length", 11, "--temperature", 0]
 
 
 def losses(folder) -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [event["loss"] for event in map(json.loads, lines) if "loss" in event]
+    return [event["loss"] for event in read_metrics(folder) if "loss" in event]
 
 
 def test_gpt2_in_and_out(packages, text, tmp_path):

@@ -21,15 +21,6 @@ TABLE = {
 }
 
 
-@pytest.fixture(scope="session")
-def packages() -> dict[str, str]:
-    """The environment of a job that finds the frameworks, and downloads nothing."""
-    if not (REPOSITORY / ".venv-guests/ready").exists():
-        pytest.fail("no Accelerate, Lightning or transformers: `make test-all` installs them")
-    [folder] = (REPOSITORY / ".venv-guests/lib").glob("python*/site-packages")
-    return {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
-
-
 def trained_together(log: str) -> bool:
     """Whether four ranks say that they are of four, and all have the same weights."""
     said = re.findall(r"^rank (\d) of (\d+): weights (\S+)$", log, re.M)
