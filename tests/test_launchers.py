@@ -515,23 +515,40 @@ done
 """
 
 
-@pytest.mark.matrix
-def test_a_failing_rank_50_times(cluster, tmp_path):
-    """In one job of each launcher, one step after the other, with one rank a node."""
-    (tmp_path / "steps.sh").write_text(STEPS)
-    submitted = {}
+LOST = "srun of Slurm 22.05 may end a step without what is on its way: docs/troubleshooting.md"
+WAYS = [pytest.param("srun", marks=pytest.mark.xfail(reason=LOST)), "torchrun", "spawn"]
+
+
+@pytest.fixture(scope="module")
+def failed_50_times(cluster, tmp_path_factory) -> dict[str, list[str]]:
+    """The logs of 50 steps of each launcher, one after the other, with one rank a node."""
+    folder = tmp_path_factory.mktemp("steps")
+    (folder / "steps.sh").write_text(STEPS)
+    submitted, logs = {}, {}
     for way, launcher in LAUNCHERS.items():
         size = ["--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=2"]
-        options = [*size, f"--output={tmp_path}/{way}"]
-        submitted[way] = cluster.submit(*options, tmp_path / "steps.sh", launcher)
+        options = [*size, f"--output={folder}/{way}"]
+        submitted[way] = cluster.submit(*options, folder / "steps.sh", launcher)
     for way, number in submitted.items():
         job = cluster.wait(number, timeout=1800)
         assert job.state == "COMPLETED" and "it should" not in job.log, job.log
-        runs = job.log.split("STEP\n")[1:]
-        assert len(runs) == 50, job.log
-        for log in runs:
+        logs[way] = job.log.split("STEP\n")[1:]
+        assert len(logs[way]) == 50, job.log
+    return logs
+
+
+@pytest.mark.matrix
+def test_a_failing_rank_is_named_50_times(failed_50_times):
+    for way, logs in failed_50_times.items():
+        for log in logs:
             assert re.search(SAID[way], log, re.M), log
-            assert log.count("these are my last words\n") == 1, log
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("way", WAYS)
+def test_its_last_words_are_there_50_times(way, failed_50_times):
+    for log in failed_50_times[way]:
+        assert log.count("these are my last words\n") == 1, log
 
 
 def children_of_slurmstepd(job: int) -> Counter:

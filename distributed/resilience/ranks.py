@@ -1,12 +1,8 @@
 """Which rank this process is, by the one rule that all readers of RANK follow. Without torch."""
 
-import fcntl
 import os
-import stat
 import subprocess
 import sys
-import termios
-import time
 from typing import NamedTuple
 
 from .job import HOST
@@ -83,19 +79,4 @@ def end():
     """Ends this process with status 1, at once: gloo's threads could keep it from a clean end."""
     sys.stdout.flush()
     sys.stderr.flush()
-    wait_until_read()
     os._exit(1)
-
-
-def wait_until_read():
-    """Until nothing that this process has printed is left in a pipe, or for a second.
-
-    Slurm 22.05 drops what it has not read from a task's pipe when the task ends.
-    """
-    until = time.monotonic() + 1
-    for output in (1, 2):
-        is_pipe = stat.S_ISFIFO(os.fstat(output).st_mode)
-        while is_pipe and any(fcntl.ioctl(output, termios.FIONREAD, bytes(4))):
-            if time.monotonic() > until:
-                return
-            time.sleep(0.001)
