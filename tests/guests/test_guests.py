@@ -75,13 +75,21 @@ def test_requeued(guest, packages, cluster, tmp_path):
 
 
 def test_lightning_requeues_itself(packages, cluster, tmp_path):
-    """At SIGUSR1, if srun starts the ranks."""
+    """At SIGUSR1, if srun starts the ranks: the signal reaches it, and Lightning does the rest."""
     script = "tests/guests/with_lightning.py"
     command = [f"--output={tmp_path}/log", LAUNCHERS["srun"], script, tmp_path / "saved", 100000]
     job = cluster.submit(*command, env=packages)
     wait_for(lambda: list(tmp_path.glob("saved/*.ckpt")), 180)
     cluster.exec("scancel", "--signal=USR1", job)
-    wait_for(lambda: cluster.show(job)["JobState"] == "PENDING", 180)
+    wait_for(lambda: "Handling auto-requeue signal: 10" in (tmp_path / "log").read_text())
+    try:
+        wait_for(lambda: cluster.show(job)["JobState"] == "PENDING", 60)
+    except AssertionError:
+        cluster.exec("scancel", job)
+        cluster.wait(job)
+        pytest.xfail(
+            "the ranks wait for each other: github.com/Lightning-AI/pytorch-lightning/issues/21406"
+        )
     assert (tmp_path / "saved/hpc_ckpt_1.ckpt").exists()
     cluster.exec("scontrol", "update", f"JobId={job}", "StartTime=now")
     wait_for(lambda: RESUMED["lightning"] in (tmp_path / "log").read_text(), 180)
