@@ -107,6 +107,7 @@ def test_the_split_is_drawn_again_from_what_was_read(tmp_path, monkeypatch, caps
     shown = capsys.readouterr().out
     assert shown.count("\nyes  ") == 19 and "VERDICT: the data are split as they should be" in shown
     assert (tmp_path / "data_split.png").stat().st_size > 10_000
+    assert (tmp_path / "data_split_ddp.png").stat().st_size > 5_000
     for line in shown.splitlines()[:-1]:
         assert line in (REPOSITORY / "docs/tested.md").read_text(), (
             "the document shows a real output"

@@ -51,6 +51,8 @@ def main():
         sys.exit(f"show_data_split.py: no record at {record}: run it without --draw first")
     runs = json.loads(record.read_text())
     draw(runs, record.with_suffix(".png"))
+    # For chapter 3.
+    draw({"train_ddp.py": runs["train_ddp.py"]}, args.out / "data_split_ddp.png")
     checks = check(runs)
     for sentence, holds in checks.items():
         print(f"{'yes' if holds else 'NO ':3}  {sentence}")
@@ -256,10 +258,11 @@ def check_groups(script: str, steps: list, tests: list, alone: list) -> dict[str
 
 
 def draw(runs: dict[str, dict], path: Path):
-    """Two panels of images by epoch, two of places in the batch by rank."""
+    """A panel for each script: images by epoch, or places in the batch by rank."""
     import style
 
-    figure, axes = style.subplots(4, 1, 8, 8.4, height_ratios=(6, 5, 4, 4))
+    heights = (6, 5, 4, 4)[: len(runs)]
+    figure, axes = style.subplots(len(runs), 1, 8, 0.44 * sum(heights), height_ratios=heights)
     titles = {
         "train_ddp.py": "DistributedSampler: the rank (0 to 3) that reads an image",
         "train_preemptible.py": "RunSampler: the rank (0 to 3) that reads an image",
