@@ -17,7 +17,7 @@ import pytest
 from conftest import LAUNCHERS, REPOSITORY, cells, environment, run
 
 SECRET = "canary-8b2e41"  # the value of a variable: no output may hold it
-VARIABLES = {"SECRET_TOKEN": SECRET, "PYTHONDONTWRITEBYTECODE": "1", "CLUSTER": "bad-input"}
+VARIABLES = {"SECRET_TOKEN": SECRET, "PYTHONDONTWRITEBYTECODE": "1"}
 SCRIPTS = [
     "local/train_single.py",
     "distributed/train_ddp.py",
@@ -93,7 +93,8 @@ def fault_of(script: str, arguments: list[str], folder: Path) -> str | None:
     """What is not as it should be when the script gets the arguments, or None."""
     folder.mkdir()
     command = [sys.executable if script.endswith(".py") else "bash", REPOSITORY / script]
-    done = run(*command, *arguments, cwd=folder, env=environment(**VARIABLES), timeout=60)
+    variables = environment(CLUSTER="bad-input", **VARIABLES)
+    done = run(*command, *arguments, cwd=folder, env=variables, timeout=60)
     said = re.sub(r"\Ausage: .*\n( .*\n)*", "", done.stderr) if script in PLAIN else done.stderr
     checks = {
         "status 1 or 2": done.returncode in (1, 2),
