@@ -369,7 +369,7 @@ def compare(found: list[dict]):
     for name in ("TFLOP/s", "GB/s"):
         median = statistics.median(its.get(name, 0) for its in found)
         for its in found:
-            # All programs of a node share its CPUs' memory, so that copies there vary by themselves.
+            # All programs of a node share its CPUs' memory, so copies there vary by themselves.
             share = 0.5 if its["device"] == "cpu" and name == "GB/s" else 0.8
             if its.get(name, 0) < share * median:
                 its["bad"].append(f"{its[name]:.3f} {name}, and the median is {median:.3f}")
