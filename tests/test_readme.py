@@ -394,6 +394,14 @@ ELSEWHERE = (
 HERE = [command for command in habits() if not command.startswith(ELSEWHERE)]
 
 
+def test_the_table_of_faults_names_tests_that_exist():
+    named = re.findall(
+        r"\b(test_\w+)\b(?!\.py)", (REPOSITORY / "docs/fault_tolerance.md").read_text()
+    )
+    tests = "".join(path.read_text() for path in (REPOSITORY / "tests").glob("test_*.py"))
+    assert named and not [name for name in named if f"def {name}(" not in tests]
+
+
 def test_habits_of_tasks():
     """The lines that import the decorator, and its numbers."""
     lines = [cell for cell in habits() if cell.startswith(("sys.path", "from slurm", "@task"))]
