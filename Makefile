@@ -7,7 +7,7 @@ TEXT_DIR ?= data/shakespeare
 SITE ?= site
 ARGS ?=
 NODES ?= 2
-# From the oldest that the large models take to the newest; the others are those with changes in checkpoints
+# The oldest that the large models support, the newest, and those between that changed checkpoints
 TORCH ?= 2.9.1 2.11.0 2.12.1 2.14.1
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
@@ -15,10 +15,10 @@ COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose 
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand --tabs=28
 
-train: .venv/ready data  ## set everything up, train train_ddp.py on local ranks (DATA_DIR=data/mnist ARGS="--epochs 3")
+train: .venv/ready data  ## set everything up and run train_ddp.py on local ranks (DATA_DIR=data/mnist ARGS="--epochs 3")
 	./torchrun.sh distributed/train_ddp.py --data-dir $(DATA_DIR) $(ARGS)
 
-cluster: .venv/ready data slurm  ## start a two-node Slurm cluster on this machine (root), say what to type next
+cluster: .venv/ready data slurm  ## start a two-node Slurm cluster on this machine (root), and say what to type next
 	./local/cluster/namespaces.sh up
 	@echo 'Now type, for example:'
 	@echo '  ./local/cluster/namespaces.sh exec sinfo -N -l'
@@ -26,10 +26,10 @@ cluster: .venv/ready data slurm  ## start a two-node Slurm cluster on this machi
 	@echo '  ./local/cluster/namespaces.sh exec squeue'
 	@echo '  make cluster-down'
 
-cluster-down:   ## end that cluster, leave nothing behind
+cluster-down:   ## stop that cluster and leave nothing behind
 	./local/cluster/namespaces.sh down
 
-docker-cluster:  ## start a Slurm cluster with Docker Compose (NODES=2, up to 8), say what to type next
+docker-cluster:  ## start a Slurm cluster with Docker Compose (NODES=2, up to 8), and say what to type next
 	@[[ "$(NODES)" =~ ^[2-8]$$ ]] || { echo "NODES takes a number from 2 to 8, not '$(NODES)'" >&2; exit 1; }
 	@docker version >/dev/null || { echo "It needs a running Docker engine" >&2; exit 1; }
 	$(COMPOSE) build
@@ -41,19 +41,19 @@ docker-cluster:  ## start a Slurm cluster with Docker Compose (NODES=2, up to 8)
 	@echo '  make docker-cluster-down'
 all_nodes = node-1 node-2 node-3 node-4 node-5 node-6 node-7 node-8
 
-docker-cluster-down:  ## end that cluster, leave nothing behind but the image
+docker-cluster-down:  ## stop that cluster and leave nothing behind but the image
 	$(COMPOSE) --profile more down --volumes
 
 test: .venv/tests slurm docker sshd  ## install what the tests need (root: Slurm, Docker, sshd), and run them
 	.venv/bin/python -m pytest tests --numprocesses 2 $(ARGS)
 
-test-all: .venv/tests .venv-guests/ready slurm docker sshd podman  ## the whole failure matrix, Docker, and all else that make test leaves out: an hour
+test-all: .venv/tests .venv-guests/ready slurm docker sshd podman  ## everything that make test leaves out, such as the whole failure matrix: an hour
 	.venv/bin/python -m pytest tests -m "matrix or faults" --numprocesses 2 --ignore tests/test_bench.py $(ARGS)
 	.venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2 --dist load
 	$(MAKE) test-torch
-	.venv/bin/python -m pytest tests/test_bench.py -m matrix  # ratios of speed: alone on the machine
+	.venv/bin/python -m pytest tests/test_bench.py -m matrix  # ratios of speed, so nothing else may run
 
-test-torch:     ## every script under other versions of torch, each in an environment of its own (TORCH="2.9.1 2.11.0")
+test-torch:     ## every script under other versions of torch, each in its own environment (TORCH="2.9.1 2.11.0")
 	for version in $(TORCH); do \
 	    venv=.venv-torch-$$version; \
 	    if [[ ! -e $$venv/ready ]]; then \
@@ -71,7 +71,7 @@ test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 10 GB of memor
 test-gpu: $(VENV:=/tests)  ## every script on this machine's GPUs, NCCL with one rank (with your own torch: PYTHON=python3 VENV=)
 	$(if $(VENV),$(VENV)/bin/python,$(PYTHON)) -m pytest tests/test_gpu.py -m gpu $(ARGS)
 
-bench: .venv/ready data text slurm  ## the speed beside plain loops, as ratios: 25 quiet minutes (docs/benchmarks.md; ARGS="--only launch")
+bench: .venv/ready data text slurm  ## the speed relative to plain loops, in 25 minutes on a quiet machine (docs/benchmarks.md; ARGS="--only launch")
 	.venv/bin/python dev/bench/compare.py --mnist-dir $(DATA_DIR) --text-dir $(TEXT_DIR) $(ARGS)
 
 lint: .venv/tests  ## ruff and shellcheck
@@ -79,23 +79,23 @@ lint: .venv/tests  ## ruff and shellcheck
 	.venv/bin/ruff format --check .
 	shellcheck --external-sources $$(git ls-files '*.sh' tests/stand-ins ':!tests/stand-ins/torchrun') .ci/run
 
-docs: .venv-docs/ready  ## README and docs/ as a site, to read without internet: open site/index.html
+docs: .venv-docs/ready  ## README and docs/ as a site to read offline: open site/index.html
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --site-dir $(abspath $(SITE))
 	@echo 'Open $(SITE)/index.html'
 
-# MNIST, or digits drawn by the program where nothing can be downloaded; the log of every run says which.
+# MNIST, or synthetic digits if it cannot be downloaded; the log of every run says which.
 .PHONY: data text
 data: .venv/ready
 	@if [[ ! -e $(DATA_DIR)/MNIST/raw/train-images-idx3-ubyte ]]; then \
 	    .venv/bin/python aux/prepare_data.py mnist --data-dir $(DATA_DIR) || \
-	    { echo "make: there is nothing to do: digits are drawn in its place, about a minute"; \
+	    { echo "make: drawing synthetic digits instead, which takes about a minute"; \
 	      .venv/bin/python aux/prepare_data.py mnist --data-dir $(DATA_DIR) --synthetic; }; \
 	fi
 
 text: .venv/ready
 	@[[ -e $(TEXT_DIR)/vocabulary.json ]] || .venv/bin/python aux/prepare_data.py shakespeare --data-dir $(TEXT_DIR)
 
-# The last line makes the stamp, so that an installation that broke off is done again.
+# The last line makes the stamp, so that an interrupted installation is repeated.
 new_venv = $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || ./dev/install.sh python3-venv; $(PYTHON) -m venv
 .venv/ready: requirements.txt
 	$(new_venv) .venv
@@ -103,7 +103,7 @@ new_venv = $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || ./dev/install.sh
 	.venv/bin/python dev/mend_torchvision.py
 	touch .venv/ready
 
-# A dependency group of pyproject.toml into a virtual environment: Debian 12's pip has no --group yet.
+# Installs a dependency group of pyproject.toml, because Debian 12's pip has no --group yet.
 install_group = $(1)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["$(2)"], sep="\n")' \
 	    | $(1)/bin/python -m pip install --quiet --requirement /dev/stdin
 
@@ -116,7 +116,7 @@ install_group = $(1)/bin/python -c 'import tomllib; print(*tomllib.load(open("py
 	$(call install_group,.venv-docs,docs)
 	touch .venv-docs/ready
 
-# Frameworks for tests/guests/. The .pth file leads to .venv, whose torch they share.
+# Frameworks for tests/guests/. The .pth file points to .venv, whose torch they share.
 site_packages = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 .venv-guests/ready: .venv/ready pyproject.toml
 	$(new_venv) .venv-guests
@@ -124,7 +124,7 @@ site_packages = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_pat
 	$(call install_group,.venv-guests,guests)
 	touch .venv-guests/ready
 
-# The programs that are not there are installed, named with the package that they come in.
+# Installs the programs that are missing, each given as PROGRAM:PACKAGE.
 install = missing=; for tool in $(1); do \
 	    PATH=$$PATH:/usr/sbin:/usr/local/sbin type -P $${tool%%:*} >/dev/null || missing+=" $${tool\#\#*:}"; done; \
 	[[ -z $$missing ]] || ./dev/install.sh $$missing
@@ -132,7 +132,7 @@ install = missing=; for tool in $(1); do \
 .PHONY: slurm docker sshd podman
 slurm:
 	@$(call install,slurmctld:slurm-wlm munged:munge ip:iproute2 shellcheck:shellcheck pgrep:procps mksquashfs:squashfs-tools)
-# For the tests alone: `make cluster` must not leave an engine or an SSH server on somebody's machine.
+# Only for the tests: `make cluster` must not leave an engine or an SSH server on somebody's machine.
 docker:
 	@$(call install,dockerd:docker.io docker-compose:docker-compose debootstrap:debootstrap iptables-save:iptables)
 sshd:
@@ -140,5 +140,5 @@ sshd:
 podman:
 	@$(call install,podman:podman)
 
-clean:          ## remove the virtual environments, the site and the caches, not data or checkpoints
+clean:          ## remove the virtual environments, the site and the caches, but not data or checkpoints
 	rm -rf .venv .venv-docs .venv-guests .venv-torch-* site .pytest_cache .ruff_cache

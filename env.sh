@@ -2,10 +2,10 @@
 # The sizes, address and port of this job, and your cluster's settings. Every launcher sources this.
 # The sizes come only from Slurm's variables, so sbatch's options decide what a job gets.
 #
-# bash: ${A:-B} is A, or B if A is not set; ${A##*:} is A behind its last colon; ${A%%X*} is A
+# bash: ${A:-B} is A, or B if A is unset or empty; ${A##*:} is A after its last colon; ${A%%X*} is A
 # before its first X.
 
-# Outside a job, in a rank, or in somebody's interactive shell: say what this file is for.
+# Outside a job, in a rank or in an interactive shell, only say what this file is for.
 if [[ -z "${SLURM_JOB_ID:-}" || "${SLURM_PROCID:-0}" != 0 || "$-" == *i* ]]; then
     echo "env.sh is for the launchers: sbatch launch_slurm_with_torchrun.sh SCRIPT" >&2
     return 1
@@ -36,20 +36,19 @@ fi
 
 # --- CPUs for each rank: SLURM_JOB_CPUS_PER_NODE is 16(x4) on four nodes ---
 CPUS_PER_NODE=${SLURM_JOB_CPUS_PER_NODE%%[(,]*}
-# An exclusive node has more than was asked for.
+# An exclusive node has more CPUs than the job asked for.
 if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then
     CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks))
 fi
 CPUS_PER_RANK=$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))
-# The threads of a rank on the CPU.
 OMP_NUM_THREADS=$CPUS_PER_RANK
 
 # --- where the ranks meet: the first node, and a port above Linux's ephemeral ones ---
-# One name a line.
+# One name per line.
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_ADDR=${hosts%%$'\n'*}
 # MASTER_ADDR=${MASTER_ADDR}i    # EDIT: if node-1 is node-1i on the fast network
-# 61000 to 65535 by the job's number, so that two jobs on a node differ. 10# is for one like 0089.
+# 61000 to 65535 by the job id, so that two jobs on a node differ. 10# makes 0089 decimal.
 MASTER_PORT=$((61000 + 10#$SLURM_JOB_ID % 4536))
 if ! getent hosts "$MASTER_ADDR" >/dev/null; then
     echo "env.sh: the host name $MASTER_ADDR does not resolve on $HOSTNAME: edit MASTER_ADDR" >&2
@@ -59,12 +58,12 @@ fi
 export NNODES NPROC_PER_NODE WORLD_SIZE CPUS_PER_NODE OMP_NUM_THREADS MASTER_ADDR MASTER_PORT
 
 # --- for srun and torchrun ---
-# An sbatch from inside another job passes on that job's variables, and srun would read them as
-# options: all whose names begin like these.
+# sbatch inside another job passes on that job's variables, and srun would read them as options.
+# This unsets all whose names begin like these.
 unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER_@}" "${!TORCHELASTIC_@}"
 # After sbatch --export=... the ranks still inherit this shell's variables.
 export SLURM_EXPORT_ENV=ALL
-# srun's --mpi: the ranks need no MPI, and a site's default may not load.
+# srun's --mpi: the ranks need no MPI, and a site's default plugin may fail to load.
 export SLURM_MPI_TYPE=none
 # Seconds that torchrun gives the ranks to save after SIGTERM.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
@@ -75,7 +74,7 @@ export NCCL_DEBUG="${NCCL_DEBUG:-WARN}" TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEV
 if ((gpus > 0)); then export SLURM_GPUS_PER_NODE="${SLURM_GPUS_PER_NODE:-$gpus}"; fi
 # Triton's cache of GPU kernels goes stale on a shared file system.
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-/tmp/triton-$UID}"
-# No core files: one per rank fills a quota.
+# No core files, because one per rank would fill a quota.
 ulimit -c 0
 
 # --- your cluster ---
@@ -85,7 +84,7 @@ if [[ -d .venv ]]; then
     source .venv/bin/activate # EDIT: your environment
 fi
 # PATH=$(./aux/stage_environment.sh .venv /tmp)/bin:$PATH # EDIT: if imports are slow, a local copy
-# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0    # EDIT: if it takes the wrong network
+# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0    # EDIT: if they take the wrong network
 # export NCCL_IB_DISABLE=1                                # EDIT: if InfiniBand is broken
 # export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=INFO     # EDIT: to see where it hangs
 

@@ -1,10 +1,10 @@
 #!/bin/bash
 #SBATCH --nodes=2             # EDIT
-#SBATCH --ntasks-per-node=2   # EDIT: one task per GPU: srun starts every rank
+#SBATCH --ntasks-per-node=2   # EDIT: one task per GPU, because srun starts every rank
 #SBATCH --gpus-per-node=2     # EDIT
 #SBATCH --cpus-per-task=1     # EDIT: for one rank
 #SBATCH --time=01:00:00       # EDIT
-#SBATCH --output=%x_%j.out    # the log: this file's name and the job's number
+#SBATCH --output=%x_%j.out    # the log: this file's name and the job id
 #SBATCH --requeue             # after a preemption or a lost node Slurm starts the job again
 #SBATCH --open-mode=append    # a requeued job appends to its log
 # srun starts every rank itself.
@@ -15,14 +15,14 @@
 set -euo pipefail
 source ./env.sh
 
-# Slurm sends SIGTERM before it ends a job. The ranks may save, so this shell lives on.
+# Slurm sends SIGTERM before it ends a job. This shell survives it, so that the ranks can save.
 trap : TERM
 
-# Without a script: this one.
+# The default script
 if (($# == 0)); then set -- distributed/train_ddp.py; fi
 
-# --overlap: also inside an salloc that holds the CPUs. If a task fails, srun ends the others. Once
-# one has ended well, the others have 300 seconds more.
+# --overlap lets this run inside an salloc that holds the CPUs. If a task fails, srun ends the
+# others. Once one has ended well, the others have 300 more seconds.
 srun --ntasks="$WORLD_SIZE" --ntasks-per-node="$NPROC_PER_NODE" --cpus-per-task="$CPUS_PER_RANK" \
     --distribution=block:block --overlap --kill-on-bad-exit=1 --wait=300 \
     ./aux/slurm_rank.sh python "$@"

@@ -4,10 +4,10 @@
 #SBATCH --gpus-per-node=2     # EDIT
 #SBATCH --cpus-per-task=2     # EDIT: for all ranks of a node together
 #SBATCH --time=01:00:00       # EDIT
-#SBATCH --output=%x_%j.out    # the log: this file's name and the job's number
+#SBATCH --output=%x_%j.out    # the log: this file's name and the job id
 #SBATCH --requeue             # after a preemption or a lost node Slurm starts the job again
 #SBATCH --open-mode=append    # a requeued job appends to its log
-# srun starts spawn_ranks.py once on each node, and torch.multiprocessing.spawn its ranks.
+# srun starts spawn_ranks.py once on each node, and torch.multiprocessing.spawn starts its ranks.
 #
 # Usage: sbatch [sbatch options] launch_slurm_with_mp.sh [SCRIPT [ARGUMENTS]]
 #        sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 \
@@ -15,13 +15,13 @@
 set -euo pipefail
 source ./env.sh
 
-# Slurm sends SIGTERM before it ends a job. The ranks may save, so this shell lives on.
+# Slurm sends SIGTERM before it ends a job. This shell survives it, so that the ranks can save.
 trap : TERM
 
-# Without a script: this one.
+# The default script
 if (($# == 0)); then set -- distributed/train_ddp.py; fi
 
-# --overlap: also inside an salloc that holds the CPUs. If a task fails, srun ends the others. Once
-# one has ended well, the others have 300 seconds more.
+# --overlap lets this run inside an salloc that holds the CPUs. If a task fails, srun ends the
+# others. Once one has ended well, the others have 300 more seconds.
 srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --overlap \
     --kill-on-bad-exit=1 --wait=300 python distributed/spawn_ranks.py "$@"

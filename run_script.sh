@@ -4,47 +4,47 @@
 #SBATCH --gpus-per-node=2     # EDIT
 #SBATCH --cpus-per-task=2     # EDIT: for all ranks of a node together
 #SBATCH --time=01:00:00       # EDIT
-#SBATCH --output=%x_%j.out    # the log: this file's name and the job's number
+#SBATCH --output=%x_%j.out    # the log: this file's name and the job id
 #SBATCH --requeue             # after a preemption or a lost node Slurm starts the job again
 #SBATCH --open-mode=append    # a requeued job appends to its log
-# srun starts an Enroot container on each node, torchrun in it, and torchrun starts the ranks.
+# srun starts an Enroot container with torchrun on each node, and torchrun starts the ranks.
 #
 # Usage: sbatch [sbatch options] run_script.sh [SCRIPT [ARGUMENTS]]
 #        sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 \
 #            run_script.sh distributed/train_ddp.py
-# Before the first job: ./aux/import_image.sh, on the login node. For Pyxis see docs/containers.md.
+# Run ./aux/import_image.sh once on the login node first. For Pyxis see docs/containers.md.
 set -euo pipefail
 source ./env.sh
 
-# EDIT: the file that ./aux/import_image.sh has made
+# EDIT: the file that ./aux/import_image.sh made
 export CONTAINER_IMAGE=$PWD/pytorch.sqsh
 # EDIT: or a container that you made with `enroot create`
 export CONTAINER_NAME=
-# EDIT: the folder that is /workspace/mnt in there; or $HOME
+# EDIT: the folder to mount as /workspace/mnt, or $HOME
 export CONTAINER_FOLDER=$PWD
 # EDIT: more folders: /nfs/data:/data,/nfs/text:/text:ro
 export CONTAINER_MOUNTS=
 # EDIT: more variables: WANDB_API_KEY,HF_HOME
 export CONTAINER_ENV=
 
-# Slurm sends SIGTERM before it ends a job. The ranks may save, so this shell lives on.
+# Slurm sends SIGTERM before it ends a job. This shell survives it, so that the ranks can save.
 trap : TERM
 
-# Without a script: this one.
+# The default script
 if (($# == 0)); then set -- distributed/train_ddp.py; fi
 
-# There is no scontrol in there: rank 0 of a stopped run leaves this file, and this shell requeues.
+# A container has no scontrol: rank 0 of a stopped run leaves this file, and this shell requeues.
 stopped=log/$SLURM_JOB_ID/requeue
 rm --force "$stopped"
 
-# --overlap: also inside an salloc that holds the CPUs. If a task fails, srun ends the others. Once
-# one has ended well, the others have 300 seconds more.
+# --overlap lets this run inside an salloc that holds the CPUs. If a task fails, srun ends the
+# others. Once one has ended well, the others have 300 more seconds.
 status=0
 srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --overlap \
     --kill-on-bad-exit=1 --wait=300 ./aux/enroot.sh ./torchrun.sh "$@" || status=$?
 
 if [[ -e "$stopped" ]]; then
-    # The command that resumes the run is in it, unless the run is done.
+    # It holds the command that resumes the run, and is empty if the run is done.
     if outcome=$(./distributed/resilience/requeue.sh); then
         echo "$outcome"
     elif [[ -s "$stopped" ]]; then

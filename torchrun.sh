@@ -1,14 +1,14 @@
 #!/bin/bash
-# Starts torchrun: in a job it starts this node's ranks, by hand this machine's.
+# Starts torchrun, which starts this node's ranks in a job, or this machine's by hand.
 #
 # Usage: ./torchrun.sh distributed/train_ddp.py --epochs 3
 #        NPROC_PER_NODE=4 ./torchrun.sh distributed/train_ddp.py
-# By hand the default is one rank for each GPU, or two on the CPU.
+# By hand the default is one rank per GPU, or two on the CPU.
 set -euo pipefail
 
 if [[ -n "${NNODES:-}" ]]; then
-    # srun starts this on each node. Node rank 0 is the first node, MASTER_ADDR. The id differs
-    # after a requeue, and the last node has 300 seconds to come.
+    # srun starts this on each node. Node rank 0 is the first node, MASTER_ADDR. The id changes
+    # with a requeue, and the last node has 300 seconds to join.
     rendezvous=(
         --nnodes="$NNODES" --node-rank="$SLURM_NODEID"
         --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"
@@ -31,7 +31,7 @@ fi
 
 # rendezvous+=(--numa-binding=node)    # EDIT: each rank on the CPUs next to its GPU (torch 2.13)
 
-# Ignore SIGTERM until torchrun has a handler of its own: exec passes this on. If SIGTERM ended
-# torchrun, the job would have failed, and Slurm does not requeue failed jobs.
+# Ignore SIGTERM until torchrun has its own handler, because a job whose torchrun dies of SIGTERM
+# has failed, and Slurm does not requeue failed jobs. exec keeps the signal ignored.
 trap '' TERM
 exec torchrun "${rendezvous[@]}" --nproc-per-node="$NPROC_PER_NODE" "$@"

@@ -5,9 +5,9 @@
     srun --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 python check_ranks.py
     torchrun --standalone --nproc-per-node=8 check_ranks.py
 
-The last line says that all is well (exit status 0, also with warnings), or which nodes to leave out
+The last line says that all is well (exit status 0, even with warnings), or which nodes to leave out
 (exit status 1). All ranks compute at once, as in training. A rank that is slower than 0.8 of the
-median is bad (0.5 for copies in a CPU's memory). It needs torch and no other file: copy it.
+median is bad (0.5 for copies in a CPU's memory). This file needs only torch, so it can be copied by itself.
 """
 
 import argparse
@@ -37,11 +37,11 @@ import torch.distributed as dist
 env = os.environ
 HOST = env.get("SLURMD_NODENAME") or socket.gethostname()
 INFINIBAND = Path("/sys/class/infiniband")
-# A power cap is none of them: a GPU that computes all the time reaches it.
+# A power cap is not among them, because a GPU under constant load reaches it.
 SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 MB = 2**20
 
-# Only steps of srun have ranks, and a small number. The batch shell has SLURM_PROCID as well.
+# Only steps of srun have ranks, and a small step id. The batch shell also has SLURM_PROCID.
 slurm = env if int(env.get("SLURM_STEP_ID", 2**32)) < 2**31 else {}
 rank = int(env.get("RANK", slurm.get("SLURM_PROCID", 0)))
 local_rank = int(env.get("LOCAL_RANK", slurm.get("SLURM_LOCALID", 0)))
@@ -62,13 +62,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint-dir", type=Path, default="checkpoints", help=help)
     help = "seconds to wait for a rank (default: 300)"
     parser.add_argument("--timeout", type=float, default=300, help=help)
-    help = "see whether SIGTERM reaches the ranks. torchrun ends after it, and the job is FAILED"
+    help = "test whether SIGTERM reaches the ranks; torchrun ends after it, and the job is FAILED"
     parser.add_argument("--sigterm", action="store_true", help=help)
     args = parser.parse_args()
     if args.sigterm and not (slurm and shutil.which("scancel")):
         parser.error("--sigterm needs scancel, and a step of srun")
     if not 1 <= args.timeout <= 1e6:
-        parser.error("--timeout is at least 1 and at most 1000000")
+        parser.error("--timeout takes a number from 1 to 1000000")
     return args
 
 
@@ -91,23 +91,23 @@ def hosts_of_step() -> list[str]:
 
 
 def check_world_size():
-    """Stops if this is one of several trainings that do not know of each other."""
+    """Stops if this is one of several training runs that do not know of each other."""
     tasks, groups = slurm.get("SLURM_NTASKS"), env.get("GROUP_WORLD_SIZE")
     if not slurm or launcher == "srun" or groups == tasks:
         return
-    # Each of them has a rank 0, but the job has one task 0.
+    # Each of them has a rank 0, but the job has only one task 0.
     if int(slurm["SLURM_PROCID"]) > 0 or local_rank > 0:
         os._exit(0)
     stop(
-        f"{tasks} independent trainings instead of one: srun started {tasks} x {launcher}, and "
-        f"this one knows of {groups} node (world size {world_size}); torchrun needs "
+        f"{tasks} independent training runs instead of one: srun started {tasks} x {launcher}, "
+        f"and this one knows of {groups} node (world size {world_size}); torchrun needs "
         f"--nnodes={tasks} and the same --master-addr everywhere, never --standalone "
         "(torchrun.sh does that)"
     )
 
 
 def open_store(timeout: float) -> dist.Store:
-    """A dictionary that all ranks share: they can report even if no collective works."""
+    """A dictionary that all ranks share, so that they can report even if no collective works."""
     if world_size == 1:
         return dist.HashStore()
     if "MASTER_ADDR" not in env:
@@ -117,13 +117,13 @@ def open_store(timeout: float) -> dist.Store:
         env["MASTER_ADDR"] = hosts[0]
         env["MASTER_PORT"] = str(61000 + int(env["SLURM_JOB_ID"]) % 4536)
     address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    # gloo listens at the address of the node's own name: nobody else reaches 127.0.1.1 there.
+    # gloo listens on the address of the node's own name. No other node reaches one like 127.0.1.1.
     for name in (socket.gethostname(), address) if nodes > 1 and local_rank == 0 else ():
         with contextlib.suppress(OSError):
             if (found := socket.gethostbyname(name)).startswith("127."):
                 stop(f"{name} is {found} here, where no other node is: look at /etc/hosts")
-    # torchrun's agent has opened it, or rank 0 does, and waits for nobody: it names those that do
-    # not come. The others wait longer, so that it is the first to speak.
+    # torchrun's agent has opened the store, or rank 0 opens it and waits for nobody, so that it can
+    # name missing ranks. The others wait longer, so that rank 0 speaks first.
     opens = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     patience = timedelta(seconds=timeout if rank == 0 else timeout + 30)
     store = dist.TCPStore(address, port, world_size, opens, patience, False, multi_tenant=True)
@@ -131,7 +131,7 @@ def open_store(timeout: float) -> dist.Store:
 
 
 def gather(store: dist.Store, step: str, mine: dict, timeout: float) -> list[dict]:
-    """Waits for all ranks. Returns on rank 0 what each has found, on the others nothing."""
+    """Waits for all ranks. Returns the findings of each on rank 0, and nothing on the others."""
     store.set(f"{step}/{rank}", json.dumps(mine))
     if rank != 0:
         try:
@@ -146,7 +146,7 @@ def gather(store: dist.Store, step: str, mine: dict, timeout: float) -> list[dic
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         hosts = hosts_of_step() or ["a node that Slurm does not name"] * world_size
         named = [f"rank {other} on {hosts[other // ranks_per_node]}" for other in missing]
-        what = f"{len(missing)} of {world_size} ranks have not come to the {step} in {timeout:g} s"
+        what = f"{len(missing)} of {world_size} ranks have not reached the {step} in {timeout:g} s"
         stop(f"{what}: {', '.join(named[:8])}{', ...' if len(named) > 8 else ''}")
     store.set(step, "")
     return [json.loads(store.get(key)) for key in keys]
@@ -156,7 +156,7 @@ def gather(store: dist.Store, step: str, mine: dict, timeout: float) -> list[dic
 
 
 def choose_device(asked: str) -> tuple[torch.device, list[str]]:
-    """This rank's device, and what is bad about it."""
+    """This rank's device, and its faults."""
     cpu, count = torch.device("cpu"), torch.cuda.device_count()
     granted = int(env.get("SLURM_GPUS_ON_NODE") or 0)
     if asked == "cpu" or (asked == "auto" and count == granted == 0):
@@ -174,16 +174,16 @@ def choose_device(asked: str) -> tuple[torch.device, list[str]]:
 
 
 def limits() -> Iterator[str]:
-    """What is too small on this node."""
+    """The limits that are too low on this node."""
     cpus = len(os.sched_getaffinity(0))
     asked = int(env.get("SLURM_CPUS_PER_TASK" if launcher == "srun" else "CPUS_PER_NODE") or 1)
     if cpus < asked:
         yield f"may use {cpus} CPUs, but the job asked for {asked}: look at srun's --cpus-per-task"
-    # A socket for each peer, rank 0 two, besides some hundred files of Python's and torch's.
+    # A socket for each peer, two on rank 0, besides some hundred files of Python's and torch's.
     files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 512 + 2 * world_size
     if files != resource.RLIM_INFINITY and files < needed:
         yield f"may have {files} files open, {needed} are needed: say ulimit -n {needed} in env.sh"
-    # Loader workers and NCCL hand data over there. A container has 64 MB by default.
+    # Loader workers and NCCL exchange data there. A container has 64 MB by default.
     if os.path.isdir("/dev/shm") and (free := shutil.disk_usage("/dev/shm").free // MB) < 256:
         yield f"/dev/shm has {free} MB free, 256 MB are needed: clear it, or --shm-size=1g"
 
@@ -205,7 +205,7 @@ def folder_faults(folder: Path, store: dist.Store) -> list[str]:
             mark.touch()
         except OSError as error:
             fault = fault or f"cannot write in {folder}: {error.strerror}"
-        # "." is there on all ranks.
+        # "." exists on all ranks.
         store.set("mark", "." if fault else str(mark))
     elif not mark.exists():
         what = f"does not see what rank 0 writes in {mark.parent}"
@@ -214,7 +214,7 @@ def folder_faults(folder: Path, store: dist.Store) -> list[str]:
 
 
 def warnings(device: torch.device) -> Iterator[str]:
-    """What may slow a training run down."""
+    """Possible reasons for a slow training run."""
     there = int(env.get("SLURM_GPUS_ON_NODE") or len(list(Path("/dev").glob("nvidia[0-9]*"))))
     count = torch.cuda.device_count()
     if device.type == "cuda" and count < min(there, ranks_per_node):
@@ -228,7 +228,7 @@ def warnings(device: torch.device) -> Iterator[str]:
 
 
 def ask_nvidia_smi() -> tuple[list[str], list[str]]:
-    """What is bad about this node's GPUs, and what is worth a warning."""
+    """The faults of this node's GPUs, and the warnings."""
     bad, notes = [], []
     if not shutil.which("nvidia-smi"):
         return bad, notes
@@ -262,14 +262,14 @@ def finish(device: torch.device):
 
 
 def rate(device: torch.device, amount: float, work: Callable) -> float:
-    """What is done in a second, if one call of `work` does `amount`."""
+    """The amount per second, if one call of `work` does `amount`."""
     rates, end = [], time.perf_counter() + (3 if device.type == "cuda" else 1.5)
     while len(rates) < 20 or time.perf_counter() < end:
         start = time.perf_counter()
         work()
         finish(device)
         rates.append(amount / (time.perf_counter() - start))
-    # A GPU slows down as it gets warm. A CPU runs other programs as well, so its best counts.
+    # A GPU slows down as it gets warm. A CPU also runs other programs, so its best rate counts.
     return statistics.median(rates) if device.type == "cuda" else max(rates)
 
 
@@ -353,7 +353,7 @@ def try_signal(store: dist.Store, mine: dict, timeout: float):
 
 
 def compare(found: list[dict]):
-    """Adds what is bad about a rank beside the others."""
+    """Adds the faults that show only in comparison with other ranks."""
     gpus, first = {}, found[0]
     for number, its in enumerate(found):
         if its["torch"] != first["torch"]:
@@ -361,7 +361,7 @@ def compare(found: list[dict]):
             its["bad"].append(f"different versions of torch: {versions}")
         other = gpus.setdefault((its["host"], its["gpu"] or number), number)
         if other != number:
-            its["bad"].append(f"is on one GPU with rank {other}: ask for one GPU for each rank")
+            its["bad"].append(f"shares a GPU with rank {other}: ask for one GPU for each rank")
         ahead = its.get("clock", 0) - first.get("clock", 0)
         if abs(ahead) > 5:
             how = "ahead of" if ahead > 0 else "behind"
@@ -411,7 +411,7 @@ def report(found: list[dict], asked_for_signal: bool) -> int:
         which = f"{', '.join(bad)} {'is' if len(bad) == 1 else 'are'} bad"
         print(f"VERDICT: {which}, submit again with --exclude={','.join(bad)}")
     else:
-        print("VERDICT: bad on every node, so that the cause may be the job: see above")
+        print("VERDICT: bad on every node, so the cause may be the job: see above")
     sys.stdout.flush()
     return 1 if bad else 0
 
@@ -424,7 +424,7 @@ def main():
     store = open_store(args.timeout)
     device, bad = choose_device(args.device)
     bad += [*limits(), *folder_faults(args.checkpoint_dir.absolute(), store)]
-    # It tells two GPUs of a node apart, whatever CUDA_VISIBLE_DEVICES has renumbered.
+    # It tells two GPUs of a node apart, even if CUDA_VISIBLE_DEVICES renumbers them.
     gpu = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else ""
     mine = {"host": HOST, "local rank": local_rank, "device": str(device), "gpu": str(gpu)}
     mine |= {"CPUs": len(os.sched_getaffinity(0)), "torch": torch.__version__, "bad": bad}
@@ -436,7 +436,7 @@ def main():
         with contextlib.suppress(OSError):
             os.unlink(store.get("mark").decode())
         compare(found)
-        # It may not even be able to go on.
+        # A rank with a fault may be unable to go on.
         if any(its["bad"] for its in found):
             os._exit(report(found, False))
     measure(device, mine)
@@ -449,7 +449,8 @@ def main():
         found = gather(store, "end", mine, args.timeout)
         compare(found)
         os._exit(report(found, args.sigterm))
-    # A rank that fails has the others ended before rank 0 has said why. So it alone fails the job.
+    # If this rank failed, the others would be ended before rank 0 has said why, so only rank 0
+    # fails the job.
     store.set(f"end/{rank}", json.dumps(mine))
     os._exit(0)
 

@@ -1,17 +1,16 @@
-"""Digits drawn by the program, for machines that cannot download MNIST: as many as it has, and
-as varied as need be.
+"""Synthetic digits for machines that cannot download MNIST: as many as MNIST has, and as varied as
+need be.
 
-A linear model reaches 85 % of them, the ConvNet of train_ddp.py over 98 % after one epoch.
+A linear model gets 85 % of them right, the ConvNet of train_ddp.py over 98 % after one epoch.
 """
 
 import math
 
 import torch
 
-# How synthetic digits are written, in one or two ways each: strokes of control points "xy" that a
-# smooth curve goes
-# through, x from 0 (left) to 6, y from 0 (top) to 8. A corner is the end of one stroke and the
-# beginning of the next.
+# How the digits are written, in one or two ways each: strokes of control points "xy" that a smooth
+# curve goes through, x from 0 (left) to 6, y from 0 (top) to 8. A corner is the end of one stroke
+# and the beginning of the next.
 GLYPHS = [
     ["30 11 04 17 38 57 64 51 30"],
     ["30 33 35 38", "22 40, 40 43 45 48"],
@@ -30,8 +29,8 @@ def draw_digits(count: int, seed: int) -> bytes:
     """Return `count` images of 28 x 28 bytes, one after the other, white on black: the digits 0,
     1, ..., 9, 0, 1, ...
 
-    Every image has its own handwriting: shaken control points, rotation, slant, size, bend,
-    place, pen and noise.
+    Every image has its own handwriting: jittered control points, rotation, slant, size, bend,
+    position, pen and noise.
     """
     ways = [[stroke.split() for stroke in way.split(",")] for ways in GLYPHS for way in ways]
     firsts = torch.tensor([sum(map(len, GLYPHS[:digit])) for digit in range(10)])
@@ -50,7 +49,7 @@ def draw_digits(count: int, seed: int) -> bytes:
             torch.tensor(xy) - torch.tensor([3, 4]),
             torch.tensor(four),
         )
-    t = torch.linspace(0, 1, 6)  # six points, so five short pieces a span
+    t = torch.linspace(0, 1, 6)  # six points, so five short pieces per span
     catmull_rom = (
         torch.stack(
             [2 * t**2 - t - t**3, 2 - 5 * t**2 + 3 * t**3, t + 4 * t**2 - 3 * t**3, t**3 - t**2]
@@ -87,8 +86,8 @@ def draw_digits(count: int, seed: int) -> bytes:
         wave = curve.flip(-1) / 5 + between(0, 2 * math.pi, 1, 1, 2)
         curve = curve + between(-1.2, 1.2, 1, 1, 2) * wave.sin() + between(-2.5, 2.5, 1, 1, 2)
         # Ink is a sum of round spots along the curve, each a product of a function of x and one of
-        # y: an image is one
-        # matrix product. Overfull ink is cut off, which makes a flat stroke with a soft edge.
+        # y, so an image is one matrix product. Excess ink is cut off, which makes a flat stroke
+        # with a soft edge.
         pen, pressure = between(0.8, 1.3, 1), between(1.0, 2.5, 1, 1)
         amount = (curve.diff(dim=2).norm(dim=-1).flatten(1) / (pen * math.sqrt(2 * math.pi)))[
             ..., None

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Becomes a command in an Enroot container, which it creates if this node does not have it.
+# Becomes a command in an Enroot container, which it creates if this node lacks it.
 #
 # Usage: srun --ntasks-per-node=1 ./aux/enroot.sh ./torchrun.sh distributed/train_ddp.py
 # It takes its settings, CONTAINER_*, from run_script.sh.
@@ -27,13 +27,13 @@ if [[ -z "$name" ]]; then
     name=${CONTAINER_IMAGE#/}-$(date --utc --reference="$CONTAINER_IMAGE" +%Y%m%d-%H%M%S)
     name=${name//[^A-Za-z0-9_.-]/-}
 
-    # Where Enroot keeps containers: from Enroot 4.0 on `enroot info` knows what its settings say.
+    # Where Enroot keeps containers. From Enroot 4.0 on, `enroot info` prints the setting.
     info=$(enroot info 2>/dev/null || true)
     data=${ENROOT_DATA_PATH:-$(sed --quiet 's/^ *ENROOT_DATA_PATH=//p' <<<"$info")}
     export ENROOT_DATA_PATH=${data:-${XDG_DATA_HOME:-$HOME/.local/share}/enroot}
     mkdir --parents "$ENROOT_DATA_PATH"
 
-    # One job creates it, and others wait. It gets its name when it is whole.
+    # One job creates it while others wait. It gets its name when it is whole.
     exec {lock}>"$ENROOT_DATA_PATH/.$name.lock"
     flock "$lock"
     if [[ ! -d "$ENROOT_DATA_PATH/$name" ]]; then
@@ -48,7 +48,7 @@ if [[ -z "$name" ]]; then
     exec {lock}>&-
 fi
 
-# --- what is mounted: the folder, what links in the repository lead to, and CONTAINER_MOUNTS ---
+# --- what is mounted: the folder, the targets of the repository's links, and CONTAINER_MOUNTS ---
 repository=$(pwd -P)
 folder=$(realpath "$CONTAINER_FOLDER")
 if [[ "$repository/" != "$folder/"* ]]; then
@@ -61,19 +61,19 @@ for link in *; do
     if [[ ! -L "$link" || ! -e "$link" ]]; then continue; fi
     target=$(realpath "$link")
     if [[ "$target" == *[[:space:]:]* ]]; then
-        echo "enroot.sh on $host: no $link in there: Enroot mounts no blank or colon, '$target'" >&2
+        echo "enroot.sh on $host: $link is not mounted: '$target' has a blank or colon" >&2
     else
         options+=(--mount "$target:$inside/$link")
     fi
 done
 IFS=, read -r -a mounts <<<"$CONTAINER_MOUNTS"
 for mount in "${mounts[@]}"; do
-    # Enroot spells :ro in this way, and :rw not at all.
+    # Enroot spells :ro like this, and has no :rw.
     if [[ "$mount" == *:ro ]]; then mount=${mount%:ro}:none:x-create=auto,rbind,ro; fi
     options+=(--mount "${mount%:rw}")
 done
 
-# --- which variables go in: of the node's environment a container has nothing else ---
+# --- which variables go in: a container has nothing else of the node's environment ---
 IFS=, read -r -a names <<<"$CONTAINER_ENV"
 names+=(MASTER_ADDR MASTER_PORT WORLD_SIZE NNODES NPROC_PER_NODE CPUS_PER_NODE OMP_NUM_THREADS)
 names+=(PYTHONUNBUFFERED PYTHONFAULTHANDLER LOGLEVEL TRAIN_DEVICE)
@@ -84,5 +84,5 @@ for variable in "${names[@]}"; do
     if [[ -v "$variable" ]]; then options+=(--env "$variable"); fi
 done
 
-# shellcheck disable=SC2016  # for the shell in the container, which becomes the command
+# shellcheck disable=SC2016  # expanded by the shell in the container, which becomes the command
 exec enroot start "${options[@]}" "$name" bash -c 'cd "$0" && exec "$@"' "$inside" "$@"

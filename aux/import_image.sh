@@ -1,6 +1,6 @@
 #!/bin/bash
-# Turns an image of a registry into the file that Enroot makes containers from: once, on the login
-# node.
+# Turns a registry's image into the file from which Enroot makes containers. Run it once, on the
+# login node.
 #
 # Usage: ./aux/import_image.sh [docker://IMAGE [FILE.sqsh]]
 #        ./aux/import_image.sh 'docker://nvcr.io#nvidia/pytorch:25.10-py3'    # for an older driver

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Find in job scripts the mistakes that cost a night: python aux/lint_sbatch.py my_job.sh
 
-One line for each finding, `FILE:LINE: what is wrong, why: what to do`, and status 1; silence and
-0 when there is none; 2 when a file cannot be read. Run it where you type sbatch: it also looks
-whether the log's folder is there. It reads a script as bash does as far as commands, quotes,
-comments and here-documents go, and runs nothing.
+It prints a line for each finding, `FILE:LINE: what is wrong, why: what to do`, and ends with status
+1, or prints nothing and ends with 0; 2 means that a file cannot be read. Run it where you type
+sbatch, because it also checks that the log's folder exists. It reads commands, quotes, comments and
+here-documents as bash does, and runs nothing.
 """
 
 import re
@@ -19,10 +19,10 @@ Findings = Iterator[tuple[int, str]]  # line, sentence
 # --- reading bash ---
 
 
-@dataclass(eq=False)  # equal to itself alone: a script may say the same thing twice
+@dataclass(eq=False)  # equal only to itself, because a script may repeat a command
 class Command:
-    """A simple command: its first line, its text, the text less what bash does not expand, and
-    what ends it."""
+    """A simple command: its first line, its text, its text with blanks for what bash does not
+    expand, and what ends it."""
 
     line: int
     text: str = ""
@@ -31,7 +31,7 @@ class Command:
 
     @property
     def name(self) -> str:
-        """The first word that is neither an assignment nor one that leads up to a command,
+        """The first word that is neither an assignment nor a prefix of a command like `exec`,
         without its folder."""
         lead = (
             r"(?:(?:[!{]|if|then|elif|else|while|until|do|time|exec|nohup|timeout( -\S+)* \S+)\s+)*"
@@ -43,8 +43,8 @@ class Command:
 
     @property
     def code(self) -> str:
-        """The text less its sentences: strings of several words that are neither a value nor
-        what a shell runs."""
+        """The text without its prose: strings of several words that are neither values nor run by
+        a shell."""
         if re.search(r"\s-\w*c\s", self.text):
             return self.text
         sentence = re.compile(r"(?!.*\$\().*\s.*", re.S)
@@ -59,7 +59,7 @@ class Command:
 def read_bash(text: str) -> tuple[list[Command], dict[int, str]]:
     """The commands of a script, and its comments by line. Here-documents are left out."""
     commands, comments, here_documents = [], {}, []
-    # Nested: what closes what is open, the innermost last.
+    # nested: the closing characters of all that is open, the innermost last.
     command, nested, i, line = (
         Command(1),
         [],
@@ -70,7 +70,7 @@ def read_bash(text: str) -> tuple[list[Command], dict[int, str]]:
     while i < len(text):
         piece, ends, live, quoted = text[i], False, True, nested[-1:] == ['"']
         found = token.match(text, i)
-        if text[i : i + 2] == "\\\n":  # the command goes on in the next line
+        if text[i : i + 2] == "\\\n":  # the command continues on the next line
             i, line, piece = i + 1, line + 1, " "
         elif piece == "\\":
             piece, live = text[i : i + 2], False
@@ -94,7 +94,7 @@ def read_bash(text: str) -> tuple[list[Command], dict[int, str]]:
             if found[3]:
                 here_documents += [] if "((" in command.text else [found]
             elif piece == "(" and (nested or text[i - 1 : i] == "=" or text[i + 1 : i + 2] == "("):
-                # An array, arithmetic, or parentheses in one of them: no commands.
+                # An array, arithmetic, or parentheses inside one, not commands.
                 nested.append(")")
             else:
                 ends = not nested and piece not in ("<<<", ">&", "<&", "&>")
@@ -129,9 +129,8 @@ SHORT = {
     "-e": "error",
 }
 SHORT |= {"-J": "job-name", "-D": "chdir", "-K": "kill-on-bad-exit"}
-SPEAK = (
-    r"echo|printf|die|cat|logger|grep|sed|which|type|trap|pkill|pgrep"  # of commands, and run none
-)
+# Their arguments may mention commands, but are not run.
+SPEAK = r"echo|printf|die|cat|logger|grep|sed|which|type|trap|pkill|pgrep"
 TORCHRUN = r"(?<![\w.])(?:torchrun|torch\.distributed\.(?:run|launch))(?![\w./-])"
 ALONE = re.compile(r"--standalone|--nnodes[ =]+1(?![\w:.])")
 PROGRAMS = r"(?<![\w=.:-])(?:python3?|accelerate|deepspeed|apptainer|singularity|bash)\b"
@@ -173,7 +172,7 @@ class Script:
             (i, line) for i, line in enumerate(self.text.split("\n"), 1) if i in comments
         ]
         self.directives = [(i, line) for i, line in self.comments if line.startswith("#SBATCH")]
-        # Slurm reads directives up to there.
+        # Slurm reads directives only up to there.
         self.end = self.commands[0].line if self.commands else sys.maxsize
         self.asked, self.asked_at = {}, {}
         for line, text in self.directives:
@@ -203,8 +202,7 @@ class Script:
             self.values[name] = f"{self.values.get(name, '')} {more}"
 
     def expanded(self, command: Command) -> str:
-        """The command with the values of variables that the script itself sets in place of their
-        names."""
+        """The command with the values of the variables that the script itself sets."""
         text = command.code
         for _ in range(3):
             text = re.sub(
@@ -223,7 +221,7 @@ class Script:
         ]
 
     def sources(self, text: str, suffix: str) -> list[str]:
-        """What is in the files that `text` names, from here or from the script's folder."""
+        """The contents of the files that `text` names, from here or from the script's folder."""
         names = re.findall(rf"[\w./-]+{re.escape(suffix)}\b", text)
         files = {Path(folder, name) for name in names for folder in (".", self.path.parent)}
         return [file.read_text(errors="replace") for file in files if file.is_file()]
@@ -300,7 +298,7 @@ def torchrun_alone(script: Script) -> Findings:
         how = '--nnodes="$SLURM_JOB_NUM_NODES" and one --rdzv-endpoint for all'
         yield (
             command.line,
-            f"{option} on {nodes} nodes, trainings that do not know of each other: {how}",
+            f"{option} on {nodes} nodes, training runs that do not know of each other: {how}",
         )
 
 
@@ -324,7 +322,7 @@ def no_srun(script: Script) -> Findings:
         ):
             continue
         if command.end == "&" or not re.search(r"\.py\b|\s-m\s*(?!pip|venv)\w|\$", text):
-            continue  # several of them side by side are tasks, too
+            continue  # several of them side by side are also tasks
         name = command.name
         # It starts a process for each GPU, on its own node.
         if re.search(rf"{TORCHRUN}|\baccelerate\b", text):
@@ -425,7 +423,7 @@ def exit_status_masked(script: Script) -> Findings:
     strict = re.search(
         r"^#!.*\s-\w*e|^\s*set\s+(-\w*e|.*\berrexit)|\$\?|^\s*[\w-]+ *\(\)", script.text, re.M
     )
-    for command in script.trainings()[-1:]:  # a function's may be called last: those are left out
+    for command in script.trainings()[-1:]:  # not if it has functions: one may be called last
         after = script.commands[script.commands.index(command) + 1 :]
         after = [c for c in after if not re.match(r"\s*(fi|done|esac|[})]|exit\s*$)", c.text)]
         why = "and a failed job ends as COMPLETED"
@@ -445,7 +443,7 @@ def exit_status_masked(script: Script) -> Findings:
 def srun_options(script: Script) -> Findings:
     for command in script.sruns:
         line, environment = re.split(TRAINS, script.expanded(command)), " ".join(script.values)
-        # Or set in another file.
+        # The options may be set in another file.
         if len(line) == 1 or re.search(r"\$\{?\w*(srun|opt|arg|flag)\w*", line[0], re.I):
             continue
         given = options(line[0])
@@ -513,7 +511,7 @@ def signals(script: Script) -> Findings:
         and training[-1].end == "&"
         and len(re.findall(r"^[^#\n]*\bwait\b", script.text, re.M)) == 1
     )
-    # What requeues the job may leave the rest to the next start.
+    # A script that loops or requeues the job may leave the rest to the next start.
     again = re.search(r"^[^#\n]*(\b(while|until|for)\b|requeue)", script.text, re.M)
     if re.search("USR|TERM", handled) and once and not again:
         why = "wait ends when the trap has run, and the job with it, before anything is saved"
@@ -535,8 +533,8 @@ def signals(script: Script) -> Findings:
 
 
 def shell_in_between(script: Script) -> Findings:
-    """With proctrack/cgroup, Slurm's default, a signal reaches what srun has started, and not
-    its children."""
+    """With proctrack/cgroup, Slurm's default, a signal reaches what srun has started, but not its
+    children."""
     for command in script.sruns:
         started = command.text.partition("srun")[2]
         inner = [
@@ -602,8 +600,8 @@ CHECKS += (exit_status_masked, srun_options, signals, shell_in_between, counts_t
 
 
 def main(paths: list[str]) -> int:
-    """Prints what is found in the files. Returns 0, 1 when there was something, 2 when a file
-    cannot be read."""
+    """Prints the findings. Returns 0 if there are none, 1 if there are any, 2 if a file cannot be
+    read."""
     if not paths or paths[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if paths else 2

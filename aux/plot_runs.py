@@ -22,7 +22,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a --checkpoint-dir")
     help = "name of the pictures, without .png and .svg"
     parser.add_argument("--out", type=Path, default=Path("runs"), help=help)
-    help = "look for new lines every so many seconds (default: 10)"
+    help = "look for new lines every SECONDS seconds (default: 10)"
     parser.add_argument("--watch", type=float, nargs="?", const=10.0, metavar="SECONDS", help=help)
     args = parser.parse_args()
     if args.watch is not None and not 0 < args.watch < 1e6:
@@ -48,7 +48,7 @@ def main(args: argparse.Namespace):
 
 
 def read(run: Path) -> list[dict]:
-    """The events of a run, a folder or a metrics.jsonl, none if there is no such file yet.
+    """The events of a run, given as a folder or a metrics.jsonl; none if there is no file yet.
 
     A line that is being written, and holes that a node's crash has left, are skipped.
     """
@@ -114,7 +114,7 @@ def draw(runs: dict[str, list[dict]], out: Path):
     axes[-1, 0].set_xlabel("step")
 
     for kind in ("png", "svg"):
-        # Whole or not at all: a viewer may be reading the picture before.
+        # Whole or not at all, because a viewer may be reading the previous picture.
         unfinished = Path(f"{out}.{os.getpid()}.part")
         figure.savefig(unfinished, format=kind, dpi=150)
         os.replace(unfinished, f"{out}.{kind}")

@@ -3,11 +3,11 @@
 
     python aux/prepare_data.py                                  # both; synthetic without internet
     python aux/prepare_data.py mnist --data-dir /scratch/mnist
-    python aux/prepare_data.py --synthetic                      # digits and text made here
+    python aux/prepare_data.py --synthetic                      # without a download
     python aux/prepare_data.py text --input a.txt b.txt         # your own text, into data/text
     python aux/prepare_data.py text --input a.txt --tokenizer tokenizer.json
 
-What is there already stays. SHA256SUMS beside the data is for `sha256sum --check`.
+Data that are already there stay. SHA256SUMS beside them is for `sha256sum --check`.
 """
 
 import argparse
@@ -39,7 +39,7 @@ SHAKESPEARE_MD5 = "6fb458f1232090904fb40fe944165e91"
 
 
 class DownloadError(Exception):
-    """The network failed. The text says how, and what to do."""
+    """There is no download. The text says why, and what to do."""
 
 
 def write(files: dict[Path, bytes]):
@@ -55,7 +55,7 @@ def write(files: dict[Path, bytes]):
 
 
 def sums(paths: list[Path]) -> bytes:
-    """What SHA256SUMS says of these files."""
+    """The content of SHA256SUMS for these files."""
     return "".join(f"{checksums.sha256(path)}  {path.name}\n" for path in paths).encode()
 
 
@@ -69,7 +69,7 @@ def idx(content: bytes, *shape: int) -> bytes:
 
 
 def draw_mnist() -> dict[str, bytes]:
-    """The four files with drawn digits, whose labels are 0, 1, ..., 9, 0, 1, ... in turn."""
+    """The four files of synthetic digits, whose labels are 0, 1, ..., 9, 0, 1, ... in turn."""
     files = {}
     for seed, (split, count) in enumerate({"train": 60_000, "t10k": 10_000}.items()):
         files[f"{split}-labels-idx1-ubyte"] = idx(bytes(i % 10 for i in range(count)), count)
@@ -78,7 +78,7 @@ def draw_mnist() -> dict[str, bytes]:
 
 
 def prepare_mnist(folder: Path, synthetic: bool) -> str:
-    """Fill `folder` as torchvision.datasets.MNIST does. Returns one line on what is there."""
+    """Fill `folder` as torchvision.datasets.MNIST does. Returns one line that describes it."""
     raw = folder / "MNIST" / "raw"
     there = mnist.describe(folder) if (raw / "t10k-labels-idx1-ubyte").exists() else ""
     if synthetic and not there:
@@ -150,8 +150,8 @@ def bytes_of(piece: str) -> torch.Tensor:
 
 
 def encoder(tokenizer: str, files: list[Path]) -> tuple[dict, Callable, list[int]]:
-    """What vocabulary.json says of a tokenizer, text to a tensor of numbers, and the numbers that
-    end a file."""
+    """A tokenizer's entry in vocabulary.json, a function from text to a tensor of numbers, and the
+    numbers that end a file."""
     if tokenizer == "characters":
         return *character_encoder(files), []
     if tokenizer == "bytes":
@@ -214,7 +214,7 @@ def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, i
 
 
 def prepare_text(folder: Path, synthetic: bool, files: list[Path], tokenizer: str) -> str:
-    """Fill `folder` with token files. Returns one line on what is there."""
+    """Fill `folder` with token files. Returns one line that describes them."""
     described = folder / "vocabulary.json"
     held = json.loads(described.read_text()) if described.exists() else {}
     source = ", ".join(path.name for path in files) or "Tiny Shakespeare"
@@ -270,11 +270,11 @@ def main():
     if args.dataset != "text" and args.tokenizer != "characters":
         parser.error("--tokenizer is for your own text: text --input FILE")
     if args.synthetic and args.input:
-        parser.error("--synthetic is without --input")
+        parser.error("--synthetic takes no --input")
     if args.data_dir and args.dataset == "all":
-        parser.error("--data-dir is for one data set: name mnist or shakespeare, too")
+        parser.error("--data-dir is for one data set: also name mnist or shakespeare")
 
-    # A node without a way out would otherwise wait for minutes.
+    # A node without internet would otherwise wait for minutes.
     socket.setdefaulttimeout(15)
 
     def prepare(name: str, synthetic: bool) -> str:

@@ -1,5 +1,5 @@
 #!/bin/bash
-# One rank: becomes the command, with RANK and LOCAL_RANK set from Slurm's numbers.
+# Becomes the command as one rank, with RANK and LOCAL_RANK set from Slurm's numbers.
 #
 # Usage: srun ./aux/slurm_rank.sh python distributed/train_ddp.py
 set -euo pipefail

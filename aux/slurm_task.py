@@ -61,11 +61,11 @@ def find_job() -> JobContext | None:
     """This rank's place in the Slurm job in which a launcher started it; None elsewhere, as in a
     batch shell.
 
-    Ends the program with a sentence if srun started several tasks without a launcher: each would
-    run alone.
+    Ends the program with a sentence if srun started several tasks without a launcher, because each
+    would run alone.
     """
     env = os.environ
-    # Near 2**32: batch and interactive shells.
+    # Batch and interactive shells have a number near 2**32.
     in_step = int(env.get("SLURM_STEP_ID", 2**32)) < 2**31
     if in_step and "RANK" not in env and int(env.get("SLURM_NTASKS", 1)) > 1:
         tasks = (
@@ -133,15 +133,15 @@ def parse_submission(resources: dict[str, str | int | None]) -> Namespace | None
     from resilience.arguments import ArgumentParser
 
     description = (
-        "The job that --submit asks for. The script's own arguments: --help without --submit."
+        "Submits the script as a job. For the script's own arguments, use --help without --submit."
     )
     parser = ArgumentParser(description=description)
     parser.add_argument(
-        "--submit", action="store_true", help="as a job, to a cluster of Slurmfile.toml"
+        "--submit", action="store_true", help="submit a job to a cluster of Slurmfile.toml"
     )
     submit.add_options(parser)
     for name, value in resources.items():
-        default = "one per task, where the cluster has GPUs" if value is None else value
+        default = "one per task, if the cluster has GPUs" if value is None else value
         kind = str if value is None else type(value)
         parser.add_argument(
             f"--{name.replace('_', '-')}",

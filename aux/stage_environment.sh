@@ -1,24 +1,24 @@
 #!/bin/bash
-# Copies a virtual environment to every node's own disk, for a job whose shared file system makes
+# Copies a virtual environment to every node's local disk, for a job whose shared file system makes
 # `import` slow.
 #
 # Usage: in env.sh, after the line that activates .venv:
 #        PATH=$(./aux/stage_environment.sh .venv /tmp)/bin:$PATH
 #
-# It prints the copy's folder, one of this job's in the folder given, and removes it when Slurm ends
-# the job. What travels is one file beside the environment, .venv.tar; it is made when there is
-# none, or packages have been installed since. The copy's programs run the copy's python. What else
-# holds the old path still leads to the old place: bin/activate, and packages installed with `pip
-# install --editable`. Python's standard library stays where it is: on a node's own disk, if
-# /usr/bin/python3 has made the environment.
+# It prints the copy's folder, which is inside the given folder and belongs to this job, and removes
+# it when Slurm ends the job. Only one file is copied, .venv.tar beside the environment; it is made
+# if it is missing, or packages have been installed since. The copy's programs run the copy's
+# python, but some files still point to the original: bin/activate, and packages installed with `pip
+# install --editable`. Python's standard library stays where it is, which is on a node's local disk
+# if /usr/bin/python3 made the environment.
 set -euo pipefail
 die() { echo "stage_environment.sh on $HOSTNAME: ${*//[[:cntrl:]]/ }" >&2; exit 1; }
 
 (($# == 2)) ||
-    die "takes a virtual environment and a folder on every node's own disk, not $# arguments"
+    die "takes a virtual environment and a folder on every node's local disk, not $# arguments"
 [[ -n "${SLURM_JOB_ID:-}" ]] || die "is for jobs: env.sh calls it"
-[[ "$2" == /* ]] || die "'$2' is no absolute path of a folder on every node's own disk"
-[[ -e "$1/pyvenv.cfg" && -x "$1/bin/python" ]] || die "$1 is no virtual environment (in $PWD)"
+[[ "$2" == /* ]] || die "'$2' is not the absolute path of a folder on every node's local disk"
+[[ -e "$1/pyvenv.cfg" && -x "$1/bin/python" ]] || die "$1 is not a virtual environment (in $PWD)"
 venv=$(readlink --canonicalize "$1")
 copy=$2/environment-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 if [[ -d "$copy" ]]; then
@@ -39,7 +39,7 @@ if [[ -n "$newer" ]]; then
 fi
 
 # --- on every node ---
-# --overlap, --mem=0: the ranks' step has the node's all the same.
+# With --overlap and --mem=0, these steps take no CPUs or memory from the ranks' step.
 on_every_node=(srun --overlap --mem=0 --nodes="$SLURM_JOB_NUM_NODES"
     --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1)
 fail() {
@@ -47,8 +47,8 @@ fail() {
     die "$@"
 }
 
-# Waits for Slurm to end the job, which it tells by SIGTERM, and then for all that has the copy in
-# its PATH: ranks may be saving.
+# Waits for the SIGTERM with which Slurm ends the job, and then for every process that has the copy
+# in its environment, because ranks may be saving.
 # shellcheck disable=SC2016  # the inner shell expands these
 "${on_every_node[@]}" bash -c '
     trap "" USR1
@@ -66,8 +66,8 @@ sbcast "$venv.tar" "$copy.tar" || fail "sbcast cannot write $copy.tar on every n
     mkdir --mode=700 "$1"
     tar --extract --file "$1.tar" --directory "$1"
     rm "$1.tar"
-    # Line 1 of a program is "#!OLD/bin/python3"; where that would be too long, line 2 has the path
-    # behind "exec".
+    # Line 1 of a program is "#!OLD/bin/python3"; if that would be too long, line 2 has the path
+    # after "exec".
     to="s|/.*/bin/python|$1/bin/python|"
     find "$1/bin" -type f -exec env LC_ALL=C \
         sed --in-place --expression "1{/^#!/$to}" --expression "2{/exec/$to}" {} +

@@ -7,9 +7,9 @@
     python aux/submit.py cancel JOB
     python aux/submit.py fetch JOB         # checkpoints, metrics and log, into slurm-jobs/
 
-Slurmfile.toml says where and how. Options before the launcher that are not listed below are
-sbatch's: --option=value. The code is copied into a new folder on the cluster, committed or not,
-without the files that git ignores: later edits do not change the job. Environment variables are
+Slurmfile.toml says where and how. Options before the launcher that are not listed below go to
+sbatch, as --option=value. The code, committed or not, is copied into a new folder on the cluster,
+without the files that git ignores, so later edits do not change the job. Environment variables are
 not copied, except those that the Slurmfile names. A broken connection does not affect the job.
 --follow, --wait and --fetch return its exit status.
 """
@@ -243,19 +243,19 @@ def follow(record: dict, args: Namespace) -> int:
 
 
 def launcher_in(root: Path, files: list[str], launcher: str) -> str:
-    """The launcher's path from the working directory, which is the job's as well; it must be a
-    copied file."""
+    """The launcher's path from the working directory, which is also the job's. It must be one of
+    the copied files."""
     path = Path(launcher).resolve()
     if not path.is_relative_to(root) or str(path.relative_to(root)) not in files:
         fail(
-            f"{launcher} would not be copied to the cluster: git ignores it, or it is outside of "
+            f"{launcher} would not be copied to the cluster: git ignores it, or it is outside "
             f"{root}"
         )
     return os.path.relpath(path)
 
 
 def name_of(command: list[str]) -> str:
-    """The name of the job's folder, without the random letters at its end."""
+    """The name of the job's folder, without its random suffix."""
     script = command[1] if command[1:] and command[1].endswith(".py") else command[0]
     return re.sub(r"[^A-Za-z0-9_.-]", "_", Path(script).stem) + time.strftime("-%Y-%m-%d_%H-%M-%S")
 

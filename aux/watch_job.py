@@ -5,8 +5,8 @@ when the job hangs.
     watch -n 5 python aux/watch_job.py JOBID
 
 Reads the heartbeats in log/JOBID/ (distributed/resilience/heartbeat.py). Status 0 when all ranks
-are alive, 1 when one is silent or stuck, or has not begun. Stuck is the rank at the lowest step:
-all others wait for it. JOBID is the number in the name log/JOBID, also for a task of an array.
+are alive, 1 when one is silent or stuck, or has not begun. The stuck rank is the one at the lowest
+step, for which all others wait. JOBID is the number in log/JOBID, even for a task of an array.
 """
 
 import sys
@@ -40,7 +40,7 @@ def main():
         type=number(1),
         default=60,
         metavar="SECONDS",
-        help="without a heartbeat or a step",
+        help="how long a rank may go without a heartbeat or a step",
     )
     args = parser.parse_args()
     beats, now = read_beats(args.job), time.time()
@@ -84,7 +84,7 @@ def find_stuck(beats: list[dict], now: float, after: float) -> dict | None:
     """The heartbeat of the rank that all others wait for; None when none has stood still for
     `after` seconds.
 
-    When all of them wait in collectives of the same step, none of them is it.
+    If all of them wait in collectives of the same step, none is stuck.
     """
     first = min(beats, key=behind)
     alone = not first["in_collective"] or behind(first) < max(behind(beat) for beat in beats)

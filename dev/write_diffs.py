@@ -3,9 +3,9 @@
     python dev/write_diffs.py README.md docs/*.md         # changes the files, prints their names
 
 The command is a comment, which readers do not see, above a blank line and the block:
-<!-- git diff --no-index -U0 OLD NEW -->, with "blocks data, model" behind NEW to show only these,
-by the names on their rulers; <!-- sed -n '...' FILE -->; <!-- cat FILE -->. Above the first ruler
-are docstring and imports.
+<!-- git diff --no-index -U0 OLD NEW -->, with "blocks data, model" after NEW to show only these,
+by the names on their rulers; <!-- sed -n '...' FILE -->; <!-- cat FILE -->. The blocks above the
+first ruler are docstring and imports.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Hugging Face's layout of GPT-2: the weights of transformer.py from it, and into it.
+"""Convert the weights of transformer.py from and to Hugging Face's layout of GPT-2.
 
 A folder holds config.json and model.safetensors, as transformers' save_pretrained() writes them.
 There a linear's weight is stored as (in, out), and the fused one for q, k and v has all heads' q
@@ -49,8 +49,8 @@ class Weights:
         self.head_size = model.blocks[0].attention.head_size
 
     def read(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """A weight by its name in transformer.py, in float32, of that shape: of the position
-        embedding the first rows."""
+        """A weight by its name in transformer.py, in float32, of that shape (the first rows of a
+        longer position embedding)."""
         weight = self.file.get_tensor(self.prefix + their_name(name)).float()
         if is_linear(name):
             weight = weight.t()
@@ -67,17 +67,17 @@ def write(folder: Path, model: Transformer):
     attention = model.blocks[0].attention
     tensors = {}
     for name, weight in model.state_dict().items():
-        if name.startswith("head."):  # the token embedding's
+        if name.startswith("head."):  # the same weight as the token embedding's
             continue
         if ".qkv." in name:
             split = weight.unflatten(0, (-1, 3, attention.head_size))
             weight = split.transpose(0, 1).flatten(0, 2)
         if is_linear(name):
             weight = weight.t()
-        # A copy: tensors that share memory are refused.
+        # A copy, because safetensors refuses tensors that share memory.
         tensors["transformer." + their_name(name)] = weight.clone().contiguous().cpu()
         if name.endswith(".weight") and "embedding" not in name:
-            # A model that has no biases has biases of zero there.
+            # A model without biases gets biases of zero there.
             zeros = torch.zeros(weight.size(-1))
             tensors.setdefault("transformer." + their_name(name[:-6] + "bias"), zeros)
 

@@ -11,7 +11,7 @@ TEST_LABELS_SHA256 = "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7
 
 
 class BatchDataset(TensorDataset):
-    """A TensorDataset that gives a DataLoader a whole batch by one indexing, not image by image."""
+    """A TensorDataset that a DataLoader indexes once for a whole batch, not image by image."""
 
     def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
         return self[indices]
@@ -25,8 +25,8 @@ def collate(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 def load(folder: str | Path) -> tuple[BatchDataset, BatchDataset]:
     """The training and the test set, of images (N, 1, 28, 28) float32 and labels (N,) int64.
 
-    The images have mean 0 and deviation 1. `folder` is the root of torchvision.datasets.MNIST.
-    Raises ValueError with one sentence for people.
+    The images have mean 0 and standard deviation 1. `folder` is the root of
+    torchvision.datasets.MNIST. Raises ValueError with one sentence for people.
     """
     return read(folder, train=True), read(folder, train=False)
 
@@ -51,7 +51,7 @@ def read(folder: str | Path, train: bool) -> BatchDataset:
 
 
 def describe(folder: str | Path) -> str:
-    """For the log: whether `folder` has MNIST, digits drawn by aux/prepare_data.py, or others."""
+    """For the log: whether `folder` has MNIST, synthetic digits, or something else."""
     labels = Path(folder, "MNIST/raw/t10k-labels-idx1-ubyte").read_bytes()
     if hashlib.sha256(labels).hexdigest() == TEST_LABELS_SHA256:
         return f"MNIST, in {folder}"

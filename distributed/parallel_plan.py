@@ -1,4 +1,4 @@
-"""How train_tp.py splits transformer.py: a plan of which the model does not know."""
+"""How train_tp.py splits transformer.py, by a plan that the model knows nothing of."""
 
 from collections.abc import Callable
 
@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import (
 
 
 class Replicated(ParallelStyle):
-    """For a module whose weights every rank has whole: as DTensors, since clipping and fused
-    AdamW want one kind.
+    """For a module whose weights are whole on every rank, but DTensors, because clipping and fused
+    AdamW take tensors of one kind.
 
     Takes a tensor that is the same on all ranks and returns it whole, or with
     output_layouts=Shard(0) a slice of it.
@@ -43,7 +43,7 @@ def parallel_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
     or split over T.
 
     A column-wise linear holds rows of its weight and makes a part of the channels, so no rank
-    needs another's; the row-wise one behind it adds up over them: one all-reduce forward, and
+    needs another's; the row-wise one after it sums over them, with one all-reduce forward, and
     one backward where x enters. The vocabulary is split too, and with it the logits (B, T, V),
     which loss_parallel takes as they are. 65 characters split unevenly.
     """
@@ -69,9 +69,10 @@ def parallel_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
 
 
 def with_own_dropout(attend: Callable, rank: int) -> Callable:
-    """Attention that drops other weights on every rank of a group: each has other heads.
+    """Attention that drops different weights on every rank of a group, because each has different
+    heads.
 
-    All else that is dropped is equal on these ranks, as is their random state. This one is
+    All other dropout is equal on these ranks, as is their random state. The state for attention is
     forked from it, as Megatron-LM's is for the tensor-parallel regions.
     """
 
@@ -93,8 +94,8 @@ def whole(loss: torch.Tensor) -> torch.Tensor:
 
 
 def sum_partial_gradients(model: torch.nn.Module):
-    """With sequence parallelism a rank has the norms' gradients of its own tokens: summed, in
-    one all-reduce."""
+    """Sums the norms' gradients in one all-reduce, because with sequence parallelism a rank has
+    only those of its own tokens."""
     partial = [
         w
         for w in model.parameters()

@@ -1,4 +1,4 @@
-"""nanoGPT's recipe: weights' initialisation, optimizer, learning rate, precision and loss."""
+"""nanoGPT's recipe: weight initialisation, optimizer, learning rate, precision and loss."""
 
 import importlib.util
 import math
@@ -20,7 +20,7 @@ from transformer import Transformer
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether torch.compile pays at once: on CUDA, with all that Triton needs."""
+    """Whether torch.compile pays off: on CUDA, with all that Triton needs."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (7, 0):
         return False
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
@@ -30,8 +30,8 @@ def can_compile(device: torch.device) -> bool:
 
 
 def metadata_of(args: Namespace) -> dict:
-    """What every checkpoint holds besides the weights, enough to build the model again and to make
-    text of its tokens: tokenizer and sizes."""
+    """The tokenizer and the sizes, which every checkpoint holds besides the weights: enough to
+    rebuild the model and to turn its tokens into text."""
     tokenizer = token_files.read_vocabulary(args.data_dir)["tokenizer"]
     multiple = 64 if args.pad_vocabulary else 1
     sizes = {"vocabulary": math.ceil(tokenizer["size"] / multiple) * multiple}
@@ -48,13 +48,13 @@ def initialize(
     """Allocates this rank's part of a model on `device`, and draws its weights as GPT-2 does, or
     reads them from a Hugging Face folder.
 
-    They depend on `seed` and their names alone, not on the ranks or the split. Each is made whole
-    on the CPU, one at a time, and this rank's part is copied: the device never has more than that.
+    They depend only on `seed` and their names, not on the ranks or the split. Each is made whole on
+    the CPU, one at a time, and this rank's part is copied, so the device never holds more.
     """
     given = gpt2.Weights(init_from, model) if init_from else None
     model.to_empty(device=device)
-    model.tie()  # to_empty has made two weights of the one
-    # The more layers add to the residual stream, the smaller.
+    model.tie()  # to_empty made two weights out of one
+    # Smaller, the more layers add to the residual stream
     residual = 0.02 / math.sqrt(2 * len(model.blocks))
     for name, weight in model.named_parameters():
         whole = torch.ones(weight.shape)  # of a norm
@@ -99,7 +99,7 @@ def learning_rate(args: Namespace, step: int) -> float:
 def clip_gradients(args: Namespace, model: torch.nn.Module) -> torch.Tensor:
     """Returns the norm of the whole gradient before it was clipped."""
     weights = list(model.parameters())
-    # A few kernels for all weights; on CUDA torch does so by itself.
+    # foreach takes a few kernels for all weights; on CUDA torch chooses it by itself.
     foreach = weights[0].device.type == "cpu" or None
     return torch.nn.utils.clip_grad_norm_(weights, args.clip or math.inf, foreach=foreach)
 
@@ -111,8 +111,8 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, reduction="mean")
 
 
 def log_values(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> dict[str, float]:
-    """For a log line: learning rate, norm of the gradient and, on CUDA, the most that this rank's
-    tensors have taken so far, in GiB. By all ranks."""
+    """For a log line: learning rate, norm of the gradient and, on CUDA, the most memory that this
+    rank's tensors have taken so far, in GiB. All ranks call it together."""
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     values = {"learning_rate": optimizer.param_groups[0]["lr"], "grad_norm": norm.item()}
     if norm.device.type == "cuda":
@@ -121,7 +121,7 @@ def log_values(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> dict[str
 
 
 def run_of(args: Namespace) -> dict:
-    """What must be equal in a run that is resumed, whatever its ranks and however it is split."""
+    """The values that a resumed run must share, whatever its ranks and however it is split."""
     names = ("layers", "heads", "width", "context", "dropout", "batch_size", "steps")
     names += ("learning_rate", "warmup_steps", "weight_decay", "clip", "seed", "precision")
     names += ("pad_vocabulary",)

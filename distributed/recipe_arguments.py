@@ -1,4 +1,4 @@
-"""The arguments that train_fsdp.py and train_tp.py share, without torch: errors come at once."""
+"""The arguments of train_fsdp.py and train_tp.py, without torch, so that errors come at once."""
 
 import argparse
 import contextlib
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from resilience.arguments import ArgumentParser, device_name, number, whole_number
 
-# nanoGPT's, except the small model's learning rate, 1e-3 there: with 2e-3 it learns more.
+# nanoGPT's, except the small model's learning rate: with 2e-3 instead of 1e-3 it learns more.
 CPU = {"layers": 4, "heads": 4, "width": 128, "context": 64, "dropout": 0.0}
 CPU |= {"batch_size": 12, "steps": 2000, "learning_rate": 2e-3, "warmup_steps": 100, "beta2": 0.99}
 GPU = {"layers": 6, "heads": 6, "width": 384, "context": 256, "dropout": 0.2}
@@ -18,7 +18,7 @@ GPU |= {"batch_size": 64, "steps": 5000, "learning_rate": 1e-3, "warmup_steps": 
 GPT2 = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "dropout": 0.0}
 GPT2 |= {"batch_size": 480, "steps": 600_000, "learning_rate": 6e-4}
 GPT2 |= {"warmup_steps": 2000, "beta2": 0.95}
-# Learning rates and batches of GPT-3's models of these sizes (arxiv.org/abs/2005.14165, table 2.1)
+# Learning rates and batch sizes of GPT-3's models (arxiv.org/abs/2005.14165, table 2.1)
 MEDIUM = GPT2 | {"layers": 24, "heads": 16, "width": 1024, "learning_rate": 3e-4}
 ONE_B = GPT2 | {"layers": 24, "heads": 16, "width": 2048, "context": 2048, "learning_rate": 2e-4}
 ONE_B |= {"batch_size": 512, "steps": 286_000}
@@ -28,30 +28,30 @@ SIZED = {
     "layers": (whole_number(1), "blocks of attention and MLP"),
     "heads": (whole_number(1), "of attention, a divisor of --width"),
     "width": (whole_number(1), "channels between the layers"),
-    "context": (whole_number(1), "tokens that it looks back on"),
+    "context": (whole_number(1), "tokens that the model looks back on"),
     "dropout": (number(0, below=1), "share of activations dropped"),
     "batch_size": (whole_number(1), "sequences per step, over all ranks"),
-    "steps": (whole_number(1), "the learning rate falls to the last"),
+    "steps": (whole_number(1), "the learning rate falls until the last"),
     "learning_rate": (number(0), "the highest of all steps"),
     "warmup_steps": (whole_number(0), "in which the learning rate rises"),
-    "beta2": (number(0, below=1), "AdamW's, of the squares' running mean"),
+    "beta2": (number(0, below=1), "AdamW's, for the squares' running mean"),
 }
 
 
 def add_recipe_arguments(parser: ArgumentParser):
     add, count, positive = parser.add_argument, whole_number(0), whole_number(1)
-    add("--size", choices=SIZES, default="cpu", help="which defaults the next ten have")
+    add("--size", choices=SIZES, default="cpu", help="the defaults of the next ten")
     for name, (kind, help) in SIZED.items():
         help += f" ({', '.join(str(size[name]) for size in SIZES.values())})"
         add(f"--{name.replace('_', '-')}", type=kind, help=help)
-    help = "go on from a GPT-2: config.json and model.safetensors as transformers saves them"
+    help = "start from a GPT-2: config.json and model.safetensors as transformers saves them"
     add("--init-from", type=Path, metavar="FOLDER", help=help)
-    help = "parts in which a rank does its share: activations of one at a time, and with FSDP a "
-    help += "reduce-scatter each"
+    help = "parts of a rank's share, computed one after the other: less memory for activations, "
+    help += "but with FSDP a reduce-scatter for each"
     add("--accumulation", type=positive, default=1, help=help)
     add("--weight-decay", type=number(0), default=0.1, help="of matrices; vectors have none")
-    add("--clip", type=number(0), default=1.0, help="greatest norm of the gradient, 0: any")
-    help = "less memory, a third more computing"
+    add("--clip", type=number(0), default=1.0, help="largest norm of the gradient; 0: any")
+    help = "less memory for a third more computation"
     add("--activation-checkpointing", action="store_true", help=help)
     help = "torch.compile (default: on CUDA with Triton and a C compiler)"
     add("--compile", action=argparse.BooleanOptionalAction, help=help)
@@ -67,7 +67,7 @@ def add_recipe_arguments(parser: ArgumentParser):
     steps = {"type": positive, "metavar": "STEPS"}
     add("--log-every", default=50, help="steps between two log lines", **steps)
     add("--eval-every", default=250, help="steps between two validation losses", **steps)
-    add("--eval-windows", type=count, default=500, help="stretches to validate on, 0: all")
+    add("--eval-windows", type=count, default=500, help="windows to validate on; 0: all")
     parser.add_checkpoint_arguments()
     parser.add_timeout_arguments()
 
@@ -84,7 +84,7 @@ def parse_arguments(parser: ArgumentParser) -> argparse.Namespace:
         try:
             sizes_of_gpt2(args)
         except (OSError, ValueError, KeyError) as error:
-            parser.error(f"--init-from {args.init_from} is not a GPT-2 to go on from: {error}")
+            parser.error(f"--init-from {args.init_from} is not a GPT-2 to start from: {error}")
     for name, value in SIZES[args.size].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -98,7 +98,7 @@ def sizes_of_gpt2(args: argparse.Namespace):
     """Takes the sizes from config.json. Raises OSError, ValueError or KeyError."""
     config = json.loads((args.init_from / "config.json").read_text())
     if config["model_type"] != "gpt2" or config["activation_function"] != "gelu_new":
-        raise ValueError("config.json is of another model")
+        raise ValueError("config.json describes another model")
     if not importlib.util.find_spec("safetensors"):
         raise ValueError("it needs the package safetensors: pip install safetensors")
     if not (args.init_from / "model.safetensors").exists():
@@ -111,7 +111,7 @@ def sizes_of_gpt2(args: argparse.Namespace):
     if described.exists():
         size = json.loads(described.read_text())["tokenizer"]["size"]
         if size > args.vocabulary:
-            raise ValueError(f"it knows {args.vocabulary} tokens, and {args.data_dir} has {size}")
+            raise ValueError(f"it knows {args.vocabulary} tokens, but {args.data_dir} has {size}")
 
 
 def divisors(number: int) -> str:

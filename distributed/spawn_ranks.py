@@ -3,7 +3,7 @@
     srun --ntasks-per-node=1 python distributed/spawn_ranks.py distributed/train_ddp.py
     NPROC_PER_NODE=4 python distributed/spawn_ranks.py distributed/train_ddp.py
 
-By hand it starts one rank for each GPU of this machine, or two on the CPU. Each rank runs the
+By hand it starts one rank per GPU of this machine, or two on the CPU. Each rank runs the
 script as __main__, with the variables that torchrun would set.
 """
 
@@ -16,7 +16,7 @@ import sys
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         sys.exit(__doc__)
-    # Before torch is imported, on every rank again, for nothing.
+    # Checked before every rank imports torch for nothing.
     if not os.path.exists(sys.argv[1]):
         sys.exit(f"spawn_ranks.py: {sys.argv[1]}: No such file or directory")
     # Ignore SIGTERM while torch is imported: if it ended this process, the job would have failed,
@@ -42,13 +42,13 @@ def run_rank(local_rank: int, node_rank: int, nnodes: int, nproc_per_node: int, 
     os.environ.update({name: str(value) for name, value in variables.items()})
     sys.argv = command
     sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
-    # A script that starts loader workers of its own gets them as under python: spawned, each would
-    # run it again.
+    # The script's loader workers start as under plain python. Spawned ones would each run the
+    # script again.
     mp.set_start_method(None, force=True)
     try:
         runpy.run_path(command[0], run_name="__main__")
     except Exception:
-        # As python would end a script: the hook may be the script's own.
+        # End as python ends a script, because the hook may be the script's own.
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
 
@@ -74,7 +74,7 @@ def main(command: list[str]) -> int:
     processes = []
 
     def forward(number: int, frame: object):
-        """Slurm signals this process alone. Ctrl-C at a terminal reaches the ranks by itself."""
+        """Slurm signals only this process. Ctrl-C at a terminal reaches the ranks by itself."""
         for process in processes:
             if number != signal.SIGINT and process.is_alive():
                 os.kill(process.pid, number)

@@ -1,11 +1,11 @@
 """Text as token files: train.bin and val.bin, memory-mapped, and windows of them.
 
 Each holds one number per token (uint8, or uint16 or uint32 in little-endian order). vocabulary.json
-beside them, which aux/prepare_data.py writes, says how many numbers there are and how to make text
-of them; SHA256SUMS has the checksums.
+beside them, which aux/prepare_data.py writes, says how many numbers there are and how to turn them
+into text; SHA256SUMS has the checksums.
 
-A folder of nanoGPT's (github.com/karpathy/nanoGPT, data/) does as well: it holds uint16, and either
-meta.pkl with its characters or, without it, GPT-2's tokens.
+A folder of nanoGPT's (github.com/karpathy/nanoGPT, data/) works as well: it holds uint16, and
+either meta.pkl with its characters or, without it, GPT-2's tokens.
 """
 
 import json
@@ -20,22 +20,22 @@ from resilience import checksums
 from resilience.samplers import seed_from
 
 IGNORED = -100  # cross_entropy's ignore_index
-# torch indexes int32 and not uint32, and no vocabulary needs the sign.
+# torch can index int32 but not uint32, and no vocabulary needs the sign bit.
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "uint32": torch.int32}
 GPT2_SIZE = 50_257
 
 
 class NothingButData(pickle.Unpickler):
-    """For meta.pkl, which may be a stranger's: dicts, strings and numbers, and no code."""
+    """For meta.pkl, which may be a stranger's: reads dicts, strings and numbers, but no code."""
 
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, and is not read")
 
 
 def read_vocabulary(folder: Path) -> dict:
-    """What vocabulary.json says: dtype, source, train_tokens, val_tokens, id (of the data), and
-    under "tokenizer" what sample.py needs: its name ("characters", "bytes" or "tokenizer.json"),
-    size and, of the first, the characters in order. Raises OSError, ValueError or KeyError.
+    """The content of vocabulary.json: dtype, source, train_tokens, val_tokens, id (of the data),
+    and under "tokenizer" its name ("characters", "bytes" or "tokenizer.json"), its size and, for
+    "characters", these in order. Raises OSError, ValueError or KeyError.
     """
     folder = Path(folder)
     described = folder / "vocabulary.json"
@@ -58,7 +58,7 @@ def read_vocabulary(folder: Path) -> dict:
 
 
 def missing_data(folder: Path, context: int, local_rank: int = 0) -> str | None:
-    """What is wrong in `folder` as one sentence, or None: files, sizes and, on local rank 0,
+    """One sentence on the fault in `folder`, or None. Checks files, sizes and, on local rank 0,
     checksums and numbers beyond the vocabulary."""
     folder = Path(folder)
     remedy = "prepare it once, before the job: python aux/prepare_data.py"
@@ -127,11 +127,10 @@ def random_batch(
     device: torch.device,
 ) -> torch.Tensor:
     """This rank's sequences of a step, (batch_size / data_ranks, context + 1) int64: input and,
-    one on, target.
+    shifted by one, target.
 
-    All ranks draw the whole batch, from seed and step alone, and take their part of it: the
-    order of the data depends neither on the number of ranks nor on a restart. Steps count from
-    0.
+    All ranks draw the whole batch, only from seed and step, and take their part of it, so that the
+    order of the data depends neither on the number of ranks nor on a restart. Steps count from 0.
     """
     generator = torch.Generator().manual_seed(seed_from(args.seed, step))
     starts = torch.randint(len(windows), (args.batch_size,), generator=generator)
@@ -143,9 +142,9 @@ def fixed_batches(args: Namespace, data_rank: int, data_ranks: int, device: torc
     context) int64.
 
     The set is the validation split in windows side by side, or --eval-windows of them, evenly
-    spread. A batch for which too few are left is filled up, with targets that cross_entropy
-    ignores: all ranks have the same number of batches of the same shape, since they have to meet
-    in the collectives, and torch.compile takes time for each shape.
+    spread. An incomplete batch is filled up with targets that cross_entropy ignores. All ranks then
+    have the same number of batches, because they must meet in the collectives, and all batches the
+    same shape, because torch.compile takes time for each.
     """
     unseen = windows(args.data_dir, "val", args.context)
     starts = torch.arange(0, len(unseen), args.context)
@@ -161,7 +160,7 @@ def fixed_batches(args: Namespace, data_rank: int, data_ranks: int, device: torc
 
 
 def describe(folder: Path) -> str:
-    """What is in `folder`, in words for the log."""
+    """A description of `folder` for the log."""
     found = read_vocabulary(folder)
     unit, size = unit_of(found["tokenizer"]), found["tokenizer"]["size"]
     return f"{found['source']}, {found['train_tokens']} {unit} of {size} kinds, in {folder}"
@@ -173,8 +172,8 @@ def unit_of(tokenizer: dict) -> str:
 
 
 def text_functions(tokenizer: dict, file: Path | None) -> tuple[Callable, Callable]:
-    """Two functions: text to a list of numbers, and back. `file` is the tokenizer.json of a
-    Hugging Face tokenizer, if it is one. Raises ValueError with a sentence."""
+    """Two functions: text to a list of numbers, and back. `file` is the tokenizer.json, if it is a
+    Hugging Face tokenizer. Raises ValueError with a sentence."""
     if tokenizer["name"] == "bytes":
         return (
             lambda text: list(text.encode()),

@@ -44,11 +44,11 @@ requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 parser.add_argument("--resume", action="store_true", default=requeued)
 args = parser.parse_args()
 if min(args.epochs, args.batch_size, args.log_every) < 1 or not 0 <= args.dropout < 1:
-    parser.error("--epochs, --batch-size and --log-every are 1 or more, and --dropout is below 1")
+    parser.error("--epochs, --batch-size and --log-every must be 1 or more, --dropout below 1")
 
 # --- process group ---
-# RANK is this process's number among all WORLD_SIZE, from 0; LOCAL_RANK its number on this node.
-# The launcher sets them. If srun starts this file by itself, there are only Slurm's own names.
+# RANK is this process's number among all WORLD_SIZE, from 0; LOCAL_RANK is its number on this node.
+# The launcher sets them. Under srun without a launcher there are only Slurm's own variables.
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
@@ -76,13 +76,13 @@ if use_cuda:
 
 if world_size > 1 and "MASTER_ADDR" not in os.environ:
     stop(f"this is one of {world_size} ranks, but MASTER_ADDR is not set: use a launcher")
-# The ranks meet in a store, which is at MASTER_ADDR:MASTER_PORT, or for one process in its memory.
+# The ranks meet in a store at MASTER_ADDR:MASTER_PORT, or in memory if there is only one process.
 store = dist.HashStore() if world_size == 1 else None
-# Between GPUs NCCL sends, between CPUs gloo.
+# NCCL communicates between GPUs, gloo between CPUs.
 backend = "nccl" if use_cuda else "gloo"
 dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-# NCCL connects in the first all_reduce, a sum over all ranks. On a wrong network it would wait for
-# ever, so SIGALRM ends this rank after 300 seconds.
+# NCCL connects in the first all_reduce, a sum over all ranks. On the wrong network it would wait
+# for ever, so SIGALRM ends this rank after 300 seconds.
 signal.alarm(300)
 dist.all_reduce(torch.zeros(1, device=device))
 signal.alarm(0)
@@ -141,9 +141,9 @@ log(f"Data: {source}. Checkpoints: {folder}")
 # --- training ---
 for epoch in range(epochs_done + 1, args.epochs + 1):
     model.train()
-    # A new order in every epoch, and the same one after a resume.
+    # A new order in every epoch, the same after a resume.
     sampler.set_epoch(epoch)
-    # A different number for each rank, because their dropout must differ.
+    # A different seed for each rank, because their dropout must differ.
     torch.manual_seed((args.seed + epoch) * world_size + rank)
     losses, start = [], time.perf_counter()
     for step, (images, labels) in enumerate(train_loader, start=1):
@@ -173,7 +173,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             losses, start = [], time.perf_counter()
 
     model.eval()
-    # The sum of the losses, and the number of right predictions.
+    # The sum of the losses, and the number of correct predictions.
     sums = torch.zeros(2, device=device)
     with torch.inference_mode(), autocast:
         for images, labels in test_loader:
@@ -185,7 +185,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     log(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}")
 
     if rank == 0:
-        # Written to a temporary name, then renamed: a job that ends here leaves no half checkpoint.
+        # Written to a temporary name, then renamed: a job that ends here leaves no partial file.
         checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(checkpoint, folder / "part")
         os.replace(folder / "part", folder / f"checkpoint_epoch_{epoch}.pt")

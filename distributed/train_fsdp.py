@@ -1,5 +1,4 @@
-"""Train a language model with FSDP2 (fully_shard): no rank holds more than its part
-of the model.
+"""Train a language model with FSDP2 (fully_shard): no rank holds more than its part of the model.
 
     python aux/prepare_data.py shakespeare                # once, before any job; or your own text
     python distributed/train_fsdp.py                      # one process: CUDA or the CPU
@@ -7,8 +6,8 @@ of the model.
     sbatch launch_slurm_to_torch.sh distributed/train_fsdp.py --hybrid
     python distributed/sample.py checkpoints/JOB --length 500
 
-Settings and result are nanoGPT's (github.com/karpathy/nanoGPT): on Tiny Shakespeare a validation
-loss of 1.88 for --size cpu, minutes on two cores, and 1.47 for --size gpu. On any number of
+Settings and results are nanoGPT's (github.com/karpathy/nanoGPT): on Tiny Shakespeare a validation
+loss of 1.88 for --size cpu, after minutes on two cores, and 1.47 for --size gpu. On any number of
 ranks the steps are the unsplit model's.
 """
 
@@ -22,7 +21,7 @@ from resilience.arguments import ArgumentParser, indivisible, whole_number
 # --- arguments ---
 parser = ArgumentParser(description=__doc__)
 add_recipe_arguments(parser)
-help = "shard inside a node (or among RANKS neighbours in it), replicate beyond"
+help = "shard inside a node (or among RANKS neighbours in it), and replicate beyond it"
 hybrid = {"type": whole_number(1), "nargs": "?", "const": 0, "metavar": "RANKS"}
 parser.add_argument("--hybrid", help=help, **hybrid)
 args = parse_arguments(parser)
@@ -77,7 +76,7 @@ if use_cuda:
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")  # TF32, if the GPU has it
 
-# Step 0: the ranks compare what they know. A fault of any rank ends all of them.
+# Step 0: the ranks compare what they know. A fault on any rank ends all of them.
 store = step_zero(args, ranks, device, fault, **columns)
 place = Place(ranks, device, args.init_timeout)
 mesh = None
@@ -112,13 +111,13 @@ def log(text: str):
 
 
 # --- data ---
-# Each rank has its own part of every batch, and drops other activations.
+# Each rank has its own part of every batch, and drops different activations.
 data_rank, data_ranks, dropout_rank = rank, world_size, rank
 metadata = recipe.metadata_of(args)
 train_windows = token_files.windows(args.data_dir, "train", args.context)
 
 # --- model ---
-with torch.device("meta"):  # without memory: no rank is to hold it whole
+with torch.device("meta"):  # without memory, because no rank is to hold it whole
     model = Transformer(**metadata["sizes"], dropout=args.dropout)
 flops_per_token = model.flops_per_token(args.context)
 for block in model.blocks:
@@ -133,8 +132,8 @@ dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
 autocast = torch.autocast(device.type, torch.bfloat16, args.precision == "bf16" and not mesh)
 if mesh:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    # Each call is one all-gather before its part of the model computes, forward and backward, and
-    # one reduce-scatter of its gradients. The last call is for what the blocks do not have.
+    # Each call adds an all-gather before its part of the model computes, forward and backward, and
+    # a reduce-scatter of its gradients. The last call covers what is outside the blocks.
     for part in (*model.blocks, model):
         # These stay whole until the backward pass, which begins with them.
         last = part in (model.blocks[-1], model)
@@ -161,7 +160,7 @@ for step in range(first + 1, args.steps + 1):
     loss_sum = torch.zeros((), device=device)
     for part, tokens in enumerate(batch.chunk(args.accumulation), start=1):
         if mesh:
-            # Between replicas of the model: once a step.
+            # Replicas of the model all-reduce once per step.
             model.set_requires_all_reduce(part == args.accumulation)
         with autocast:
             loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]) / args.accumulation

@@ -5,8 +5,8 @@
     sbatch launch_slurm_with_torchrun.sh distributed/train_preemptible.py --epochs 3
     scancel --signal=TERM JOB     # a rehearsal: it saves, is requeued and resumes
 
-Asked to stop, by SIGTERM or SIGUSR1, it saves after the step it is in. A run that was stopped and
-resumed has, on a CPU bit for bit, the losses and weights of one that was not.
+Asked to stop by SIGTERM or SIGUSR1, it saves after the current step. A run that was stopped and
+resumed has the losses and weights of one that was not, on a CPU bit for bit.
 Grown from distributed/train_ddp.py: arguments, process group, data, model, checkpoint, training.
 """
 
@@ -73,7 +73,7 @@ if use_cuda:
     device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
     torch.cuda.set_device(device)
 
-# Step 0: the ranks compare what they know. A fault of any rank ends all of them.
+# Step 0: the ranks compare what they know. A fault on any rank ends all of them.
 store = step_zero(args, ranks, device, fault)
 place = Place(ranks, device, args.init_timeout)
 if world_size > 1:
@@ -108,7 +108,7 @@ try:
 except ValueError as error:
     fault = fault or str(error)
 place.stop_if_any(fault)
-# Other data would be another run, which rank 0 notices.
+# With different data it would be another run, which rank 0 notices.
 trained_on = sorted(files.glob("train-*-ubyte")) if rank == 0 else []
 identity = [checksums.of(path)[:12] for path in trained_on]
 
@@ -117,11 +117,12 @@ total_steps = min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
 steps = range(total_steps)
 sampler = RunSampler(len(train_set), args.batch_size, steps, args.seed, rank, world_size)
 test_sampler = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)
-# Workers are forked, because spawned ones would run this script again. Signals are for the rank.
+# Workers are forked, because spawned ones would run this script again. They ignore signals, which
+# are for the rank.
 workers = {"num_workers": args.num_workers, "worker_init_fn": stop_request.ignore}
 if args.num_workers:
     workers["multiprocessing_context"] = "fork"
-# A TensorDataset takes a batch of indices at once. EDIT: others take DataLoader(train_set,
+# A TensorDataset takes a batch of indices at once. EDIT: other datasets need DataLoader(train_set,
 # batch_sampler=sampler, **workers).
 train_loader = DataLoader(
     train_set, sampler=sampler, batch_size=None, pin_memory=use_cuda, **workers
@@ -142,12 +143,12 @@ model = model.to(device, memory_format=torch.channels_last)
 # backward() averages the gradients over all ranks.
 ddp = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
 # DDP rebuilds its buckets after the first pass, which changes the order of its sums. This pass is
-# discarded, so that a resumed run rounds as one that was not stopped.
+# discarded, so that a resumed run rounds like one that was not stopped.
 images, labels = next(iter(train_loader))
 ddp.eval()
 ddp(images.to(device)).sum().backward()
 model.zero_grad()
-# Fused, it would be wrong if fp16 skips the first step.
+# A fused optimizer would be wrong if fp16 skips the first step.
 fused = args.precision != "fp16"
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=fused)
 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
@@ -158,7 +159,7 @@ scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 # --- checkpoint ---
 log(f"Data: {mnist.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}")
 state = {"model": model, "optimizer": optimizer, "scaler": scaler}
-# A run that is resumed must be equal in these.
+# A resumed run must be equal in these.
 names = ("batch_size", "learning_rate", "dropout", "seed", "precision")
 run = {name: vars(args)[name] for name in names} | {"data": identity}
 checkpoints = Checkpoints(args, place, run, total_steps)
@@ -171,7 +172,7 @@ accuracy = checkpoints.values.get("test_accuracy", math.nan)
 progress = Progress(args, place, "images", args.batch_size, first, total_steps)
 model.train()
 for step, (images, labels) in enumerate(train_loader, start=first + 1):
-    # Of dropout: the same after a resume in the midst of an epoch.
+    # Seeds dropout, the same after a resume in the middle of an epoch.
     torch.manual_seed(seed_from(args.seed, step, rank))
     images = images.to(device, non_blocking=True)
     labels = labels.to(device, non_blocking=True)
@@ -179,7 +180,7 @@ for step, (images, labels) in enumerate(train_loader, start=first + 1):
         loss = nn.functional.cross_entropy(ddp(images).float(), labels)
     optimizer.zero_grad()
     scaler.scale(loss).backward()
-    scaler.step(optimizer)  # optimizer.step(), but with fp16 none if a gradient is inf or nan
+    scaler.step(optimizer)  # optimizer.step(), which fp16 skips if a gradient is inf or nan
     scaler.update()
     epoch = math.ceil(step / steps_per_epoch)
     if progress.add(step, loss):
@@ -188,7 +189,7 @@ for step, (images, labels) in enumerate(train_loader, start=first + 1):
 
     if step % steps_per_epoch == 0 or step == total_steps:
         model.eval()
-        # The sum of the losses, and the number of right predictions.
+        # The sum of the losses, and the number of correct predictions.
         sums = torch.zeros(2, device=device)
         with torch.inference_mode(), autocast, place.longer_timeout(args.save_timeout):
             for images, labels in test_loader:

@@ -66,7 +66,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     distributed = "RANK" in os.environ
     if distributed:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        # Waits for all: nobody is still connecting when a rank stops.
+        # Waits for all ranks, so that none is still connecting when another stops.
         dist.all_reduce(torch.zeros(1, device=device))
 
     def log(text: str):
@@ -74,7 +74,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
             print(text, flush=True)
 
     def summed(values: torch.Tensor) -> list[float]:
-        """Over all ranks."""
+        """The sums over all ranks."""
         if distributed:
             dist.all_reduce(values)
         return values.tolist()
@@ -123,7 +123,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     log(f"Data: {mnist.describe(args.data_dir)}. World size {world_size}, {device.type}")
     while epoch < args.epochs:
         sampler.set_epoch(epoch)
-        # Dropout: no two ranks and epochs alike.
+        # Different dropout on every rank and in every epoch.
         torch.manual_seed((args.seed * 1_000_003 + epoch) * 65_536 + rank)
         ddp.train()
         start = time.monotonic()
@@ -144,7 +144,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
         epoch += 1
 
         model.eval()
-        sums = torch.zeros(2, device=device)  # loss, right answers
+        sums = torch.zeros(2, device=device)  # loss, correct predictions
         with torch.inference_mode():
             for images, labels in test_loader:
                 logits, labels = model(images.to(device)), labels.to(device)
@@ -174,7 +174,7 @@ def newest_checkpoint(folder: Path) -> str | None:
 
 
 def shutdown():
-    """Ends the process group, and with it this process: see stop."""
+    """Ends the process group, and this process for the same reason as stop()."""
     import torch
     import torch.distributed as dist
 

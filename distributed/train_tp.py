@@ -1,15 +1,14 @@
-"""Train a language model with tensor parallelism: every rank computes a part of
-every layer.
+"""Train a language model with tensor parallelism: every rank computes a part of every layer.
 
     python aux/prepare_data.py shakespeare                # once, before any job; or your own text
     python distributed/train_tp.py                        # one process: CUDA or the CPU
     ./torchrun.sh distributed/train_tp.py --size gpu      # one rank per GPU, or two
     sbatch launch_slurm_to_torch.sh distributed/train_tp.py --tensor-parallel 2 --sequence-parallel
 
-Every --tensor-parallel ranks hold one model between them and see the same sequences; such groups
-are replicas of each other and share out the batch, with fully_shard over them. The scheme is
-Megatron-LM's (arxiv.org/abs/1909.08053), by hand in tensor_parallel_by_hand.py. Checkpoints are
-those of train_fsdp.py: either script resumes the other's.
+Each group of --tensor-parallel ranks holds one model and sees the same sequences. The groups are
+replicas of each other and share out the batch, with fully_shard across them. The scheme is
+Megatron-LM's (arxiv.org/abs/1909.08053), which tensor_parallel_by_hand.py does by hand. Checkpoints
+are those of train_fsdp.py, so either script resumes the other's.
 
 Grown from distributed/train_fsdp.py: arguments, process group, data, model, training.
 
@@ -28,9 +27,9 @@ parser = ArgumentParser(description=__doc__)
 add_recipe_arguments(parser)
 help = "ranks that hold one model between them (default: 2, or 1 in one process)"
 parser.add_argument("--tensor-parallel", type=whole_number(1), metavar="RANKS", help=help)
-help = "also split the tokens, between the linears"
+help = "also split the tokens between the linears"
 parser.add_argument("--sequence-parallel", action="store_true", help=help)
-help = "let such a group span nodes: slow"
+help = "let such a group span nodes, which is slow"
 parser.add_argument("--across-nodes", action="store_true", help=help)
 args = parse_arguments(parser)
 stop_request.listen()  # before the slow imports: Slurm may ask at any time
@@ -70,8 +69,8 @@ if common % size:
 elif args.sequence_parallel and args.context % size:
     fault = indivisible("--context", args.context, size, f"--tensor-parallel {size}")
 elif local_rank < rank % size and not args.across_nodes:
-    remedy = "choose a divisor of every node's number of ranks, or say --across-nodes if slow is "
-    remedy += "meant"
+    remedy = "choose a divisor of every node's number of ranks, or accept slow steps with "
+    remedy += "--across-nodes"
     fault = f"--tensor-parallel {size}: {group} are not all on this node; {remedy}"
 share = f"{replicas} replicas x --accumulation {args.accumulation}"
 where = "may span nodes" if args.across_nodes else "inside this node"
@@ -91,7 +90,7 @@ if use_cuda:
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")  # TF32, if the GPU has it
 
-# Step 0: the ranks compare what they know. A fault of any rank ends all of them.
+# Step 0: the ranks compare what they know. A fault on any rank ends all of them.
 store = step_zero(args, ranks, device, fault, **columns)
 place = Place(ranks, device, args.init_timeout)
 mesh = None
@@ -127,29 +126,29 @@ def log(text: str):
 
 
 # --- data ---
-# The ranks of a group have the same sequences, and the same activations between the layers, where
-# they must drop the same: copies of the norms' weights would drift apart. Attention's are each
-# rank's own (with_own_dropout), and with --sequence-parallel all are.
+# The ranks of a group have the same sequences, and the same activations between the layers. There
+# they must drop the same ones, or copies of the norms' weights would drift apart. Attention's
+# dropout is each rank's own (with_own_dropout), and with --sequence-parallel all dropout is.
 data_rank, data_ranks = rank // size, replicas
 dropout_rank = rank if args.sequence_parallel else data_rank
 metadata = recipe.metadata_of(args)
 train_windows = token_files.windows(args.data_dir, "train", args.context)
 
 # --- model ---
-with torch.device("meta"):  # without memory: no rank is to hold it whole
+with torch.device("meta"):  # without memory, because no rank is to hold it whole
     model = Transformer(**metadata["sizes"], dropout=args.dropout)
 flops_per_token = model.flops_per_token(args.context)
 for block in model.blocks:
     block.recompute = args.activation_checkpointing
-    if args.compile:  # what is recomputed: torch 2.13 cannot compile a checkpoint of DTensors
+    if args.compile:  # only what is recomputed: torch 2.13 cannot compile a checkpoint of DTensors
         block.layer = torch.compile(block.layer)
 cross_entropy = recipe.cross_entropy
 if args.compile and not mesh:
-    # Not of split logits: torch 2.13 takes ranks with parts of unequal length for equal.
+    # Not for split logits, because torch 2.13 assumes that all ranks' parts are equally long.
     cross_entropy = torch.compile(cross_entropy)
 if mesh:
     parallelize_module(model, mesh["tensor"], parallel_plan(args.sequence_parallel))
-    model.tie()  # parallelize_module has made two parameters of the one
+    model.tie()  # parallelize_module made two parameters out of one
 if mesh and args.dropout:
     for block in model.blocks:
         block.attention.attend = with_own_dropout(block.attention.attend, rank % size)

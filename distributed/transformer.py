@@ -6,9 +6,9 @@ v are ordered (head, q k v, D), as in Megatron-LM, so that a part of them is who
 bias of k would have no gradient but rounding noise, which Adam blows up.) With `gpt2` it has the
 biases and the GELU of OpenAI's weights, for training that goes on from them.
 
-The letters in the shapes: B sequences, T tokens each, C channels (the width), H heads, D = C /
-H, V tokens in the vocabulary. A rank may hold a part of H or of T: whatever is not in a linear's or
-an embedding's own weight is read off the tensor at hand.
+The letters in the shapes: B sequences, T tokens each, C channels (the width), H heads, D = C / H,
+V tokens in the vocabulary. A rank may hold a part of H or of T, so sizes that are not in a linear's
+or an embedding's own weight are read off the tensor at hand.
 """
 
 import math
@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-# FLOP/s in dense bfloat16 by the data sheets (half of what they give with sparsity), by words in
-# the device's name as
-# torch has it: "NVIDIA H100 80GB HBM3" is SXM, "NVIDIA H100 PCIe" and "NVIDIA H100 NVL" are slower.
+# FLOP/s in dense bfloat16 from the data sheets (half of their number with sparsity), by words in
+# torch's name of the device: "NVIDIA H100 80GB HBM3" is SXM, "NVIDIA H100 PCIe" and "NVIDIA H100
+# NVL" are slower.
 PEAK_FLOPS = {
     "A100": 312e12,
     "H100 HBM3": 989e12,
@@ -37,8 +37,8 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device) -> float:
-    """What the data sheet of a device promises, in FLOP/s; nan for one that is not in the table,
-    or a part of one."""
+    """The FLOP/s that a device's data sheet promises; nan if it is not in the table, or is only a
+    part of a GPU."""
     words = set(
         re.split("[ -]", torch.cuda.get_device_name(device) if device.type == "cuda" else "")
     )
@@ -53,8 +53,8 @@ def peak_flops(device: torch.device) -> float:
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
     """Causal attention, (B, H, T, D) each, softmax(q k' / sqrt(D)) v.
 
-    On a CPU it computes in float32, because flash attention is slow in bfloat16 there, its backward
-    pass above all.
+    On a CPU it computes in float32, because flash attention is slow in bfloat16 there, especially
+    its backward pass.
     """
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         with torch.autocast("cpu", enabled=False):
@@ -148,14 +148,14 @@ class Transformer(nn.Module):
         self.tie()
 
     def tie(self):
-        """One weight (V, C) for token embedding and head. To be called again after what replaces
-        parameters."""
+        """One weight (V, C) for token embedding and head. Call it again after anything that
+        replaces parameters."""
         self.head.weight = self.token_embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(tokens.size(1), device=tokens.device)
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
-        # What the layers add to is then of the type that they compute in.
+        # The residual stream then has the dtype that the layers compute in.
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks:
@@ -166,7 +166,7 @@ class Transformer(nn.Module):
         """Of one training step, forward and backward: 6 N + 12 L C T (PaLM,
         arxiv.org/abs/2204.02311, appendix B).
 
-        N are the weights that multiply, without the position embedding. To be asked before the
+        N is the number of weights that multiply, without the position embedding. Call it before the
         model is split.
         """
         weights = sum(weight.numel() for weight in self.parameters())
@@ -180,7 +180,7 @@ class Transformer(nn.Module):
         """`tokens` (B, T) int64 and `count` more, drawn one by one among the first `known` of V:
         (B, T + count).
 
-        A lower temperature takes likely tokens more often, and 0 the likeliest each time.
+        A lower temperature takes likely tokens more often, and 0 always takes the likeliest.
         """
         self.eval()
         for _ in range(count):

@@ -41,10 +41,10 @@ requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 parser.add_argument("--resume", action="store_true", default=requeued)
 args = parser.parse_args()
 if min(args.epochs, args.batch_size, args.log_every) < 1 or not 0 <= args.dropout < 1:
-    parser.error("--epochs, --batch-size and --log-every are 1 or more, and --dropout is below 1")
+    parser.error("--epochs, --batch-size and --log-every must be 1 or more, --dropout below 1")
 
 # --- process group ---
-# None: this process trains alone.
+# One process needs none.
 use_cuda = args.device != "cpu" and torch.cuda.is_available()
 
 
@@ -103,7 +103,7 @@ log(f"Data: {source}. Checkpoints: {folder}")
 # --- training ---
 for epoch in range(epochs_done + 1, args.epochs + 1):
     model.train()
-    # A new order in every epoch, and the same one after a resume.
+    # A new order in every epoch, the same after a resume.
     sampler.generator.manual_seed(args.seed + epoch)
     torch.manual_seed(args.seed + epoch)
     losses, start = [], time.perf_counter()
@@ -131,7 +131,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             losses, start = [], time.perf_counter()
 
     model.eval()
-    # The sum of the losses, and the number of right predictions.
+    # The sum of the losses, and the number of correct predictions.
     sums = torch.zeros(2, device=device)
     with torch.inference_mode(), autocast:
         for images, labels in test_loader:
@@ -141,7 +141,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     test_loss, accuracy = (sums / len(test_set)).tolist()
     log(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}")
 
-    # Written to a temporary name, then renamed: a job that ends here leaves no half checkpoint.
+    # Written to a temporary name, then renamed: a job that ends here leaves no partial file.
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(checkpoint, folder / "part")
     os.replace(folder / "part", folder / f"checkpoint_epoch_{epoch}.pt")

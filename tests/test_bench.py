@@ -34,7 +34,7 @@ def test_a_ratio_is_the_median_of_its_rounds():
 
 def test_a_side_that_fails_ends_the_comparison():
     args = Namespace(mnist_dir="nowhere", text_dir="nowhere", lines=2)
-    with pytest.raises(SystemExit, match="are 1 or more"):
+    with pytest.raises(SystemExit, match="must be 1 or more"):
         compare.seconds(args, "dev/bench/scaling.py --rounds 0 env.sh", 1)
 
 

@@ -914,7 +914,7 @@ def test_corrupt_data(cluster, data, tmp_path):
         subprocess.run("sha256sum train* > SHA256SUMS", shell=True, cwd=file.parent, check=True)
         file.write_bytes(flipped(file.read_bytes()))
         job = Trial(cluster, way, script, {script: folder}, tmp_path / way).fails()
-        said = f"{file} is damaged: it is not the file that SHA256SUMS beside it tells of; move"
+        said = f"{file} is damaged: it is not the file that SHA256SUMS beside it describes; move"
         assert job.log.count(said) == 1, job.log
         assert "step=" not in job.log and not tracebacks(job.log), job.log
 

@@ -74,7 +74,7 @@ def splits_a_group(run: dict):
 
 
 FAULTS = {
-    without_set_epoch: ("train_ddp.py", ["another order", "would have read"]),
+    without_set_epoch: ("train_ddp.py", ["a different order", "would have read"]),
     without_a_sampler: (
         "train_ddp.py",
         ["read once, by one rank", "one process reads", "would have read"],

@@ -598,7 +598,7 @@ def test_independent_worlds_are_named(cluster, tmp_path):
         options = ["--nodes=2", "--gpus-per-node=1", f"--output={tmp_path}/log-%j"]
         job = cluster.sbatch(*options, wrong, script)
         assert job.state == "FAILED", job.log
-        assert job.log.count("2 independent trainings instead of one") == 1, job.log
+        assert job.log.count("2 independent training runs instead of one") == 1, job.log
 
 
 @pytest.mark.matrix

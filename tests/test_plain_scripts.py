@@ -199,7 +199,7 @@ CANNOT_TRAIN = [
     (SINGLE, ["--batch-size", "1000"], "--batch-size 1000 is more than all 300 images"),
     (DDP, ["--batch-size", "1000"], "--batch-size 1000 is more than all 300 images"),
     (SINGLE, ["--learning-rate", "1e8"], "the loss is "),
-    (DDP, ["--log-every", "0"], "--log-every are 1 or more"),
+    (DDP, ["--log-every", "0"], "--log-every must be 1 or more"),
     (DDP, ["--dropout", "1"], "--dropout is below 1"),
 ]
 

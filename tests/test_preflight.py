@@ -295,7 +295,7 @@ def test_a_rank_that_does_not_come_is_named(cluster, tmp_path):
     options = ["--ntasks-per-node=1", "--gpus-per-node=1", f"--output={tmp_path}/log"]
     command = [LAUNCHERS["srun"], "aux/check_ranks.py", "--timeout", 20]
     job = cluster.sbatch(*options, *command, env={"PYTHONPATH": tmp_path})
-    said = r"1 of 2 ranks have not come to the all-reduce in 20 s: rank 1 on node-\d+$"
+    said = r"1 of 2 ranks have not reached the all-reduce in 20 s: rank 1 on node-\d+$"
     assert job.state == "FAILED" and re.search(said, job.log, re.M), job.log
 
 

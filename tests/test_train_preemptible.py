@@ -176,7 +176,7 @@ def test_live_progress_on_a_terminal(mnist, tmp_path):
         (["--epochs", "0"], "--epochs: '0' is not a whole number of at least 1"),
         (["--learning-rate", "nan"], "--learning-rate: 'nan' is not a number"),
         (["--dropout", "1"], "--dropout: '1' is not a number of at least 0 and less than 1"),
-        (["--checkpoint-every", "0m"], "'0m' is neither a number of steps, as 500, nor of minutes"),
+        (["--checkpoint-every", "0m"], "'0m' is neither a number of steps, such as 500, nor of"),
         (["--resume"], "--resume needs the --checkpoint-dir"),
         (["--data-dir", "/nowhere"], "no MNIST data in /nowhere"),
         (["--devise", "cpu"], "unrecognized arguments: --devise cpu"),

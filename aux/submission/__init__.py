@@ -1,5 +1,4 @@
-"""What submit.py and slurm_task.py need to send a job: Slurmfile.toml, the cluster, container
-images, jobs sent before.
+"""For submit.py and slurm_task.py: Slurmfile.toml, the cluster, container images, earlier jobs.
 
-Runs where one submits, never in a job, and on Python 3.11: tomllib is newer than 3.10.
+Runs only where jobs are submitted, never in a job, and needs Python 3.11 for tomllib.
 """

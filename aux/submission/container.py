@@ -1,5 +1,5 @@
 """Container images for jobs: built by docker or podman from the files that would be copied, then
-pushed or unpacked."""
+pushed, or written as a squashfs file."""
 
 import platform
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .slurmfile import fail, registry_of
 
-SQUASHFS = "pytorch.sqsh"  # what run_script.sh calls it, in the job's folder
+SQUASHFS = "pytorch.sqsh"  # its name in the job's folder, as in run_script.sh
 
 
 def engine() -> str:
@@ -26,7 +26,7 @@ def engine() -> str:
 
 
 def build_commands(packaging: dict, folder: Path) -> list[list[str]]:
-    """What builds the image from the files in `folder`, and pushes it if that is asked for."""
+    """The commands that build the image from the files in `folder`, and push it if asked to."""
     # Clusters are x86; on an Arm Mac the engine would otherwise build for Arm.
     where = ["--platform", "linux/amd64"] if platform.machine() in ("arm64", "aarch64") else []
     arguments = [
@@ -77,7 +77,7 @@ def make(packaging: dict, root: Path, files: list[str], scratch: Path) -> dict[s
             "squashfs = true needs sqfstar (squashfs-tools 4.5 or newer), which is not installed "
             "on this machine"
         )
-    # Copies, and no .dockerignore: the image gets every file that git lists, and no other.
+    # Copied without .dockerignore, so that the image gets every file that git lists, and no other.
     for name in set(files) - {".dockerignore"}:
         (scratch / "context" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(root / name, scratch / "context" / name, follow_symlinks=False)
@@ -106,7 +106,8 @@ def make(packaging: dict, root: Path, files: list[str], scratch: Path) -> dict[s
 
 
 def run(command: list[str]) -> tuple[int, bool]:
-    """Its exit status, its output on stderr; and whether it failed for the lack of emulation."""
+    """Runs a command, with its output on stderr. Returns its exit status, and whether it failed for
+    lack of emulation."""
     foreign = False
     with subprocess.Popen(
         command,
@@ -141,7 +142,7 @@ def squash(image: str, path: Path) -> Path:
 
 
 def uri(image: str) -> str:
-    """The name by which Enroot imports a pushed image: the registry ends with a # there."""
+    """The name by which Enroot imports a pushed image, with a # after the registry."""
     registry = registry_of(image)
     return (
         f"docker://{registry}#{image.removeprefix(registry + '/')}"

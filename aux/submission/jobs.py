@@ -22,7 +22,7 @@ RETRY_SECONDS = 300  # how long a job is followed without a connection to the cl
 
 
 def save(folder: Path, record: dict):
-    """Writes what status, logs, cancel and fetch need to know of a job: nothing secret."""
+    """Writes what status, logs, cancel and fetch need to know about a job: nothing secret."""
     path = folder / f"{record['env']}-{record['job']}.json"
     record["file"] = str(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def find_record(args: Namespace) -> dict:
 
 def watch(record: dict, show_log: bool, follow: bool = True) -> int:
     """Follows the job to its end, over as many connections as it takes, and returns its exit
-    status; or looks once."""
+    status; or looks only once."""
     job, log, position, printed = record["job"], record["log"] if show_log else "/dev/null", 0, ""
     connected = time.monotonic()
     while True:
@@ -108,7 +108,7 @@ def copy(lines: BinaryIO, size: int) -> int:
 
 
 def command_for(verb: str, job: int) -> str:
-    """The command line of a verb, as one types it in this folder."""
+    """The command line of a verb, as typed in this folder."""
     return f"python {os.path.relpath(Path(__file__).parents[1] / 'submit.py')} {verb} {job}"
 
 

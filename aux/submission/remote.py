@@ -18,7 +18,7 @@ from typing import BinaryIO
 from .slurmfile import fail
 
 SCRIPT = Path(__file__).with_name("remote.sh")
-READY = "remote.sh is ready\n"  # it prints this first: what comes before is from ~/.bashrc
+READY = "remote.sh is ready\n"  # printed first; anything before it is from ~/.bashrc
 KEPT_VARIABLES = re.compile(
     "HOME|LANG|LANGUAGE|LC_.*|LD_LIBRARY_PATH|LOGNAME|PATH|SBATCH_.*|SHELL|SLURM_CONF|TERM|TMPDIR"
     "|TZ|USER"
@@ -26,8 +26,8 @@ KEPT_VARIABLES = re.compile(
 
 
 class ConnectionFailed(Exception):
-    """ssh could not connect, or lost the connection. `message` is ssh's; `started`: remote.sh
-    was running by then."""
+    """ssh could not connect, or lost the connection. `message` is ssh's; `started` says whether
+    remote.sh was already running."""
 
     def __init__(self, message: str, started: bool):
         self.message, self.started = message, started
@@ -51,7 +51,7 @@ def destination(cluster: dict) -> list[str]:
 def command_line(cluster: dict, *command: object) -> list[str]:
     """The command line that runs a function of remote.sh on the cluster.
 
-    ssh joins its arguments with blanks, and the remote shell splits them again: they are quoted
+    ssh joins its arguments with blanks, and the remote shell splits them again, so they are quoted
     here, and only here.
     """
     shell = ["sh", "-c", SCRIPT.read_text(), "remote.sh", *map(str, command)]
@@ -80,13 +80,13 @@ def command_line(cluster: dict, *command: object) -> list[str]:
 
 @contextmanager
 def run(cluster: dict, *command: object, stdin=subprocess.DEVNULL) -> Iterator[BinaryIO]:
-    """The output of a function of remote.sh. If it fails, this program ends with its last line
-    on stderr.
+    """Yields the output of a function of remote.sh. If that fails, this program ends with the last
+    line of its stderr.
 
     Raises ConnectionFailed.
     """
     started, env = False, None
-    # As over SSH: only the variables that the Slurmfile names enter the job.
+    # As over SSH, only the variables that the Slurmfile names enter the job.
     if cluster["backend"] == "local":
         env = {name: value for name, value in os.environ.items() if KEPT_VARIABLES.fullmatch(name)}
     with tempfile.TemporaryFile() as stderr:
@@ -111,7 +111,7 @@ def run(cluster: dict, *command: object, stdin=subprocess.DEVNULL) -> Iterator[B
             process.wait()
             stderr.seek(0)
             message = stderr.read().decode(errors="replace").rpartition(READY)[2].strip()
-    # The status of ssh itself, or ssh was killed.
+    # 255 is the status of ssh itself; a negative one means that it was killed.
     if cluster["backend"] == "ssh" and (status == 255 or status < 0):
         raise ConnectionFailed(message, started)
     if status != 0 or not started:
@@ -124,8 +124,8 @@ def run(cluster: dict, *command: object, stdin=subprocess.DEVNULL) -> Iterator[B
 
 
 def explain(cluster: dict, message: str) -> tuple[str, bool]:
-    """Why ssh failed and what to do about it, in one sentence; and whether another attempt would
-    fail as well."""
+    """One sentence on why ssh failed and what to do about it; and whether another attempt would
+    also fail."""
     host, last = host_of(cluster), message.splitlines()[-1] if message else "ssh gives no reason"
     if "Host key verification failed" in message:
         ask = [

@@ -1,6 +1,6 @@
 # shellcheck shell=sh
-# Runs on the cluster, over SSH, or on this machine: one of the functions below, by name, with
-# arguments. See remote.py. POSIX sh, because the login shell may be any. An error is one sentence,
+# Runs one of the functions below, by name and with arguments, on the cluster over SSH or on this
+# machine. See remote.py. POSIX sh, because the login shell may be any. An error is one sentence,
 # the last line on stderr.
 set -eu
 
@@ -14,17 +14,17 @@ die() {
 # anything fails.
 # stdin: as many lines NAME=value as VARIABLES says, then a tar archive of the code. The values
 # touch no disk and no command line; a line break in one is \n, a backslash \\.
-# GPUS: the default of --gpus-per-node if the cluster has GPUs, 0 if it has none; empty for the
-# script's header.
+# GPUS: the default of --gpus-per-node, or 0 if the cluster has no GPUs; if empty, the script's
+# header applies.
 submit() {
     base=$1 name=$2 directory=$3 mark=$4 image=$5 gpus=$6 variables=$7 links=$8
     shift 8
     command -v sbatch >/dev/null ||
-        die "no sbatch in the PATH of a shell that is not a login shell:" \
+        die "no sbatch in the PATH of a non-login shell:" \
             "add its folder to PATH at the top of ~/.bashrc there"
     while [ "$variables" -gt 0 ]; do
         IFS= read -r line
-        value=$(printf '%b.' "${line#*=}") # the full stop keeps line breaks at the end
+        value=$(printf '%b.' "${line#*=}") # the full stop keeps trailing line breaks
         export "${line%%=*}=${value%.}"
         variables=$((variables - 1))
     done
@@ -35,7 +35,7 @@ submit() {
     trap 'rm -rf "$folder"' EXIT
     trap 'exit 1' HUP INT TERM
 
-    # -m: the files are dated now; newer ones are the job's own
+    # -m dates the files now, so that newer ones are the job's own.
     message=$(tar -x -m --no-same-owner -f - -C "$folder" 2>&1) ||
         die "copying to $folder failed, it is removed:" \
             "$(echo "$message" | grep -i -E "space|quota" || echo "$message")"
@@ -72,7 +72,7 @@ submit() {
 # watch JOB LOG FROM FOLLOW
 # Prints every second until the job has ended (once, if FOLLOW is no): "running" or "ended", FROM,
 # and the number of new bytes of the log from there; Slurm's lines on the job, and an empty line;
-# the new bytes. slurmctld is asked at once, then every 15 seconds: it serves everybody.
+# the new bytes. slurmctld is asked at once, then every 15 seconds, because it serves everybody.
 watch() {
     job=$1 log=$2 from=$3 follow=$4 second=0 ask=0
     ends="BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED"

@@ -1,6 +1,7 @@
-"""Slurmfile.toml: where jobs go. In the working directory or above it, or named by SLURMFILE.
+"""Slurmfile.toml says where jobs go: the one that SLURMFILE names, or the nearest one from the
+working directory upwards.
 
-A mistake in it is one sentence with its line number, before anything is sent.
+A mistake in it is reported in one sentence with its line number, before anything is sent.
 """
 
 import difflib
@@ -107,8 +108,8 @@ def merged(below: dict, above: dict) -> dict:
 
 
 def line_of(text: str, *paths: tuple[str, ...]) -> int:
-    """The line of the text that goes furthest along one of these paths of keys: tomllib gives no
-    line numbers."""
+    """The number of the line that goes furthest along one of these paths of keys, because tomllib
+    gives no line numbers."""
     table, line, depth = (), 1, 0
     for number, content in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[+([^\]]+)\]", content):
@@ -142,8 +143,7 @@ def check(path: Path, text: str, environments: dict, name: str):
         for key, value in table.items():
             if key == "password":
                 reason = (
-                    "it does not belong into a repository; make a key with ssh-keygen and "
-                    "ssh-copy-id"
+                    "it does not belong in a repository; make a key with ssh-keygen and ssh-copy-id"
                 )
                 refuse((*where, key), f"a password is refused: {reason}")
             if key not in known:
@@ -161,7 +161,7 @@ def check(path: Path, text: str, environments: dict, name: str):
 
     if not isinstance(environments[name], dict):
         refuse(
-            (name,), f"{name!r} is outside of a table: move it below [{name}.cluster] or the like"
+            (name,), f"{name!r} is outside any table: move it below [{name}.cluster] or the like"
         )
     for table, value in environments[name].items():
         if table not in ("cluster", "packaging", "submit"):
@@ -183,7 +183,7 @@ def check(path: Path, text: str, environments: dict, name: str):
 
 
 def option_fault(option: str) -> str | None:
-    """What is wrong with the name of an sbatch option, as one sentence, or None."""
+    """One sentence on the fault in the name of an sbatch option, or None."""
     if option in REFUSED:
         return f"--{option} cannot be used here: {REFUSED[option]}"
     near = difflib.get_close_matches(option, SBATCH_OPTIONS, n=3, cutoff=0.8)
@@ -241,7 +241,7 @@ def check_whole(path: Path, text: str, environment: str, settings: dict[str, dic
         packaging.setdefault("dockerfile", "Dockerfile")
         need("packaging", packaging, "image", "the name of the image that is built")
         push, squashfs = packaging.get("push"), packaging.get("squashfs")
-        # A Docker Hub name has no registry in it: nothing gets public unasked.
+        # A name without a registry is Docker Hub's: not pushed by default, and so not made public.
         if push is None and squashfs is None:
             push = registry_of(packaging["image"]) != ""
         packaging["push"], packaging["squashfs"] = (

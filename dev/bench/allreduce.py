@@ -5,7 +5,7 @@
 
 The columns are those of nccl-tests: the time of one call in place, averaged over the ranks; algbw
 is bytes over time, and busbw is algbw times 2(n-1)/n. If there are several nodes with several
-ranks each, the ranks of every node are measured among themselves first, then all ranks.
+ranks each, it measures the ranks of every node among themselves first, then all ranks.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=20, help="in a round")
     args = parser.parse_args()
     if min(args.largest, args.rounds, args.calls) < 1:
-        parser.error("--largest, --rounds and --calls are 1 or more")
+        parser.error("--largest, --rounds and --calls must be 1 or more")
     return args
 
 

@@ -1,4 +1,4 @@
-"""Our scripts beside plain loops, as ratios of their speed: what `make bench` runs.
+"""The speed of our scripts relative to plain loops. `make bench` runs this.
 
     python dev/bench/compare.py                    # some 25 minutes on two quiet cores
     python dev/bench/compare.py --only launch      # the rows with that word in their name
@@ -46,7 +46,7 @@ LARGE_STEPS = "--steps 40 --log-every 8"
 
 @dataclass
 class Row:
-    """Seconds for the same work, an item for each round. `missing`: why it was not measured."""
+    """Seconds for the same work, one per round. `missing` says why it was not measured."""
 
     name: str
     other: str
@@ -177,7 +177,7 @@ def seconds(args: argparse.Namespace, command: str, threads: int) -> tuple[float
     if len(rates) < 2 or not losses:
         sys.exit(f"compare.py: {' '.join(command)} failed:\n{log}")
     if whole:
-        # From line to line, and so with the checkpoints, which the logged rate leaves out.
+        # The time from line to line includes the checkpoints, which the logged rate leaves out.
         return (arrivals[-1] - arrivals[0]) / (len(arrivals) - 1), losses[-1]
     return 1 / median(rates[1:]), losses[-1]
 
@@ -209,7 +209,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def machine() -> dict:
-    """Where and with what a run was measured."""
+    """The machine and the versions of a run."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = re.search(r"^model name\s*: (.*)$", info, re.M)
     fast = [name for name in ("avx512_bf16", "amx_bf16") if re.search(rf"\b{name}\b", info)]

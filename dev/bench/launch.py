@@ -1,4 +1,4 @@
-"""From a launch to the first step: each launcher, by sbatch, beside bare `torchrun --standalone`.
+"""Time from launch to first step: each launcher, by sbatch, beside bare `torchrun --standalone`.
 
     python dev/bench/launch.py     # root, on Linux with Slurm: four minutes on two quiet cores
 

@@ -1,4 +1,4 @@
-"""Strong scaling of a train script: the same training on more and more ranks, by Slurm jobs.
+"""Strong scaling of a train script: the same run on more and more ranks, by Slurm jobs.
 
     python dev/bench/scaling.py --sizes 1x1 1x8 2x8 -- distributed/train_ddp.py --epochs 1 \\
         --batch-size 128 --log-every 5 --dropout 0
@@ -25,14 +25,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="jobs of each size, in turns")
     parser.add_argument("--launcher", default="launch_slurm_with_torchrun.sh")
     parser.add_argument("--cpus-per-rank", type=int, default=1)
-    parser.add_argument("--cpu", action="store_true", help="ask for no GPUs, otherwise one a rank")
+    parser.add_argument("--cpu", action="store_true", help="no GPUs, instead of one per rank")
     parser.add_argument("--out", type=Path, default=Path("log/scaling"), help="for the jobs' logs")
     parser.add_argument("script", nargs="+", help="a train script and its arguments")
     args = parser.parse_args()
     if not all(re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", size) for size in args.sizes):
         parser.error("--sizes takes nodes x ranks of a node, as in 1x1 1x2 2x2")
     if min(args.rounds, args.cpus_per_rank) < 1:
-        parser.error("--rounds and --cpus-per-rank are 1 or more")
+        parser.error("--rounds and --cpus-per-rank must be 1 or more")
     for path in (args.script[0], args.launcher):
         if not Path(path).is_file():
             parser.error(f"there is no {path} in this folder")
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, size: str, log: Path) -> tuple[float, str]:
     done = subprocess.run(sbatch, stdout=subprocess.PIPE, text=True)
     job = done.stdout.strip().partition(";")[0]
     if job:
-        # The checkpoints of such a job are of no use.
+        # Nobody needs the checkpoints of such a job.
         for folder in ("checkpoints", "log"):
             shutil.rmtree(Path(folder, job), ignore_errors=True)
     text = log.read_text() if log.exists() else ""

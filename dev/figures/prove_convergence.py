@@ -1,11 +1,11 @@
-"""The same training started every way, by real Slurm jobs: are the losses of all of them the same?
+"""The same training run started in every way, by real Slurm jobs: are all losses the same?
 
     ./local/cluster/namespaces.sh up --cpus 4
     ./local/cluster/namespaces.sh exec python dev/figures/prove_convergence.py
     python dev/figures/prove_convergence.py --draw     # table and figure of the last time
 
-The cluster needs nodes of four CPUs; a login node will do as well. Two trainings, on CPUs, in
-float32 and without dropout: a ConvNet on images, a transformer on text. Exit status 1 if the
+The cluster needs nodes of four CPUs; a login node will do as well. It trains on CPUs, in float32
+and without dropout, a ConvNet on images and a transformer on text. Exit status 1 if the
 losses of any two runs differ by more than rounding explains, or if a run whose learning rate is
 1 % higher is not told from the others.
 """
@@ -53,9 +53,9 @@ CONTROL = "learning rate 1 % higher"
 
 @dataclass(frozen=True)
 class Run:
-    """One row of the table; `family` is its line in the figure. Without a launcher: one process.
+    """One row of the table; `family` is its line in the figure. No launcher means one process.
 
-    `stop`: once it trains it is told to stop. Slurm requeues it, or `then` resumes it.
+    With `stop` it is told to stop once it trains, and Slurm requeues it, or `then` resumes it.
     """
 
     name: str
@@ -177,7 +177,7 @@ def arguments_of(training: str, data: Path) -> list[str]:
 
 
 def prove(args: argparse.Namespace) -> dict:
-    """Does all runs, one after the other. Returns the content of convergence.json."""
+    """Starts all runs, one after the other. Returns the content of convergence.json."""
     # Relative paths are the same in a container.
     os.chdir(REPOSITORY)
     Path("checkpoints").mkdir(exist_ok=True)
@@ -202,7 +202,7 @@ def prove(args: argparse.Namespace) -> dict:
             row = {"name": run.name, "family": run.family}
             found["runs"].append(row | {"evaluations": evaluations, "losses": losses})
         result["trainings"].append(found)
-    # A run that failed leaves it there.
+    # Not reached if a run failed, so that its folder stays.
     shutil.rmtree(folder)
     return result
 
@@ -285,7 +285,7 @@ def submit(run: Run, arguments: list[str], folder: Path) -> str:
 
 
 def wait(job: str, metrics: Path | None):
-    """Until the job has ended; `sbatch --wait` looks only every 32 s.
+    """Waits until the job has ended; `sbatch --wait` looks only every 32 s.
 
     If `metrics` is given, the job is told to stop once ten lines are in that file.
     """
@@ -300,7 +300,7 @@ def wait(job: str, metrics: Path | None):
             subprocess.run(["scancel", "--signal=TERM", job])
             told = True
         if told and state == "PENDING":
-            # Requeued: it need not wait for Slurm's two minutes.
+            # It has been requeued, and need not wait for Slurm's two minutes.
             update = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
             subprocess.run(update, capture_output=True)
         time.sleep(0.2)
@@ -328,7 +328,7 @@ def read_log(log: str) -> tuple[dict[int, float], dict[int, float]]:
 
 
 def difference(a: dict, b: dict) -> tuple[float, str]:
-    """The largest difference of two runs' losses and evaluations, and its step."""
+    """The largest difference between two runs' losses and evaluations, and its step."""
     kinds = ("losses", "evaluations")
     gaps = [(abs(a[kind][step] - b[kind][step]), step) for kind in kinds for step in a[kind]]
     return max((gap if math.isfinite(gap) else math.inf, step) for gap, step in gaps)

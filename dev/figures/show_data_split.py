@@ -1,11 +1,10 @@
-"""Which rank reads which samples in which step: a check and a figure, of the train scripts
-themselves.
+"""Which rank reads which samples in which step: a check and a figure of the real train scripts.
 
     python dev/figures/show_data_split.py             # starts them on the CPU, on tiny data
     python dev/figures/show_data_split.py --draw      # the figure again, from the last record
 
-The scripts run as they are, on four ranks, resumed, and as one process. Their reads are written
-down in TensorDataset.__getitem__ and in token_files.py. Exit status 1 if a rule does not hold.
+The scripts run as they are, on four ranks, resumed, and as one process. This records their reads in
+TensorDataset.__getitem__ and in token_files.py. Exit status 1 if a rule does not hold.
 """
 
 import argparse
@@ -160,7 +159,7 @@ def launch(folder: Path, ranks: int, command: list[str]) -> list[list]:
 
 
 def write_images(folder: Path) -> Path:
-    """Black images in MNIST's format: the order does not depend on what is in them."""
+    """Black images in MNIST's format, because the order does not depend on their content."""
     raw = folder / "MNIST/raw"
     raw.mkdir(parents=True)
     for split, count in (("train", IMAGES), ("t10k", TEST_IMAGES)):
@@ -227,7 +226,7 @@ def check_epochs(script: str, steps: list, tests: list) -> dict[str, bool]:
     left = f"{IMAGES - STEPS * BATCH} of {IMAGES} are no whole batch"
     return {
         f"{script}: in an epoch each image is read once, by one rank; {left}": once,
-        f"{script}: every epoch has another order": len(set(map(tuple, orders))) == EPOCHS,
+        f"{script}: every epoch has a different order": len(set(map(tuple, orders))) == EPOCHS,
         f"{script}: after each epoch every test image is read once": tested == [True] * EPOCHS,
     }
 
@@ -246,7 +245,7 @@ def check_groups(script: str, steps: list, tests: list, alone: list) -> dict[str
     seen, windows = ([i for step in run for i in whole_batch(step)] for run in (tests, alone))
     return {
         f"{script}: {who}": shared,
-        f"{script}: every step has other sequences": len({tuple(whole_batch(s)) for s in steps})
+        f"{script}: every step has different sequences": len({tuple(whole_batch(s)) for s in steps})
         == STEPS,
         f"{script}: every window of the validation text is read once": sorted(seen)
         == sorted(windows)

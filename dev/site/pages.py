@@ -19,7 +19,7 @@ PAGES = [
 
 
 def linked_files() -> set[Path]:
-    """The files that a page links to and that are no pages: pictures, scripts."""
+    """The files that pages link to and that are not pages: pictures, scripts."""
     found = set()
     for page in PAGES:
         for link in re.findall(r"\]\((?!\w+:)([^)#]+)", page.read_text()):
@@ -41,7 +41,7 @@ def on_config(config):
 
 
 def on_files(files, config):
-    """In place of all that is in docs/: the pages, and what they link to."""
+    """Instead of everything in docs/: the pages, and the files that they link to."""
     theme = [file for file in files if file.src_dir != config.docs_dir]
     names = [str(path.relative_to(REPOSITORY)) for path in [*PAGES, *sorted(linked_files())]]
     names += [*config.extra_css, *config.extra["polyfills"]]
@@ -57,5 +57,5 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """What GitHub does by itself: Markdown inside an answer that is folded away."""
+    """Renders Markdown inside a folded answer, as GitHub does by itself."""
     return markdown.replace("<details>", '<details markdown="1">')

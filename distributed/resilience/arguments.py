@@ -1,4 +1,4 @@
-"""Command lines of the scripts, without torch: a mistake is one sentence, from rank 0."""
+"""The scripts' command lines, without torch. A mistake is one sentence from rank 0."""
 
 import argparse
 import contextlib
@@ -14,8 +14,8 @@ from pathlib import Path
 from .job import RESTART_COUNT
 from .ranks import find_ranks
 
-# cuBLAS and NCCL otherwise choose among algorithms that sum in another order, by the free memory
-# or by the network.
+# Otherwise cuBLAS and NCCL choose among algorithms that sum in different orders, depending on free
+# memory and the network.
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
@@ -33,7 +33,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse, except that an error is one sentence, and that of all ranks only rank 0 says it."""
+    """argparse, except that an error is one sentence, which only rank 0 prints."""
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
@@ -41,7 +41,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str):
         if find_ranks().rank != 0:  # rank 0 has the same arguments: it fails the job
             raise SystemExit(0)
-        # Nothing that a terminal would obey
+        # No control characters
         shown = "".join(character if character.isprintable() else " " for character in message)
         sentence = f"{self.prog}: {shown} (--help lists the arguments)"
         print(sentence, file=sys.stderr, flush=True)
@@ -52,15 +52,17 @@ class ArgumentParser(argparse.ArgumentParser):
         add = self.add_argument
         help = "default: checkpoints/ and the job id, or date and time"
         add("--checkpoint-dir", type=Path, help=help)
-        help = "in steps, as 500, or minutes, as 10m; a run also saves at its end, or asked to stop"
+        help = "in steps, such as 500, or minutes, such as 10m; a run also saves at its end, and "
+        help += "when asked to stop"
         add("--checkpoint-every", type=interval, default="10m", metavar="N|Nm", help=help)
-        help = "the newest N"
+        help = "keep the newest N"
         add("--keep-checkpoints", type=whole_number(2), default=2, metavar="N", help=help)
         help = "resume from the newest checkpoint in --checkpoint-dir (a requeued job does)"
         add("--resume", action="store_true", default=RESTART_COUNT != "0", help=help)
-        help = "slower, but resumed runs are equal on as many CUDA nodes of one kind, as on CPUs"
+        help = "slower, but resumed runs are equal on the same number and kind of CUDA nodes, as "
+        help += "they are on CPUs"
         add("--deterministic", action="store_true", help=help)
-        help = "also write what metrics.jsonl has for TensorBoard, into tensorboard/ beside it"
+        help = "also write the metrics for TensorBoard, into tensorboard/ beside metrics.jsonl"
         add("--tensorboard", action="store_true", help=help)
 
     def add_timeout_arguments(self):
@@ -130,7 +132,7 @@ def interval(text: str) -> tuple[float, str]:
         every = (float(text[:-1]), "minutes") if text.endswith("m") else (int(text), "steps")
         if 0 < every[0] < math.inf:
             return every
-    which = "neither a number of steps, as 500, nor of minutes, as 10m"
+    which = "neither a number of steps, such as 500, nor of minutes, such as 10m"
     raise argparse.ArgumentTypeError(f"{text!r} is {which}")
 
 

@@ -21,7 +21,8 @@ from .job import HOST, JOB, RESTART_COUNT, write_atomically
 from .place import Place
 from .ranks import stop
 
-# Zip archives point to places in a file, and parts of a folder may be missing.
+# Zip archives point to places in a file, and parts of a folder may be missing. Other errors of a
+# file system are not damage.
 OF_DAMAGE = (errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENOTDIR)
 
 # --- the folder ---
@@ -64,7 +65,7 @@ def prune(folder: Path, step: int, keep: int):
 
 
 def remove(path: Path):
-    """A file or folder. One that cannot be removed is no reason to end a training."""
+    """Removes a file or folder. One that cannot be removed is no reason to end a run."""
     with contextlib.suppress(OSError):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
@@ -78,7 +79,7 @@ def token() -> str:
 
 
 def owner(folder: Path) -> str:
-    """Who may write into `folder`. If that cannot be read, it is still us: as on a full disk."""
+    """Who may write into `folder`. If that cannot be read, as on a full disk, it is still us."""
     try:
         return (folder / "owner").read_text()
     except OSError:
@@ -86,7 +87,7 @@ def owner(folder: Path) -> str:
 
 
 def claim(folder: Path) -> str | None:
-    """Makes this start of the job the only one that may write into `folder`. By rank 0.
+    """Makes this start of the job the only one that may write into `folder`. Only on rank 0.
 
     Returns one sentence if that cannot be, as for a start that has been superseded; or None.
     """
@@ -97,7 +98,7 @@ def claim(folder: Path) -> str | None:
         write_atomically(folder / "owner", token())
     except OSError as error:
         return f"{folder} cannot be written ({error.strerror}): nothing could be saved"
-    # These are of starts that were killed while they saved.
+    # Left by starts that were killed while they saved.
     for path in folder.glob(".checkpoint_step_*.tmp"):
         remove(path)
     return None
@@ -115,7 +116,7 @@ def owner_fault(folder: Path) -> str | None:
 
 
 def write_file(state: dict, path: Path) -> bool:
-    """Writes a checkpoint file, whole or not at all. By rank 0.
+    """Writes a checkpoint file, whole or not at all. Only on rank 0.
 
     Returns False, after a warning, if it cannot be written, as on a full disk.
     """
@@ -126,7 +127,7 @@ def write_file(state: dict, path: Path) -> bool:
             file.flush()
             os.fsync(file.fileno())
         publish(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
         not_saved(temporary, path, first_line(error))
         return False
     return True
@@ -136,10 +137,10 @@ def publish(temporary: Path, path: Path):
     """Gives a whole file or folder its name, or ends this process if another start owns `path`."""
     if fault := owner_fault(path.parent):
         stop(fault, 0)
-    if path.is_dir():  # os.replace gives a name that is taken to a file only
+    if path.is_dir():  # os.replace replaces files, but not full folders
         remove(path)
     os.replace(temporary, path)
-    # The new name must survive a power cut as well.
+    # The new name must also survive a power cut.
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)
@@ -158,8 +159,8 @@ def newest(folder: Path, place: Place, check: Callable[[Path, int, int], None]) 
     """The newest whole checkpoint, the same one on all ranks. Damaged ones are quarantined.
 
     check(path, rank, world_size) reads this rank's share of one, and raises an error if it is
-    damaged. That of a file system which hangs, for example, is no damage: it ends the run, because
-    the next start may well read the file.
+    damaged. Other errors, such as those of a hanging file system, end the run, because the next
+    start may well read the file.
     """
     for path in place.gathered(find_checkpoints(folder) if place.rank == 0 else [])[0]:
         damage = fault = None
@@ -188,7 +189,7 @@ def newest(folder: Path, place: Place, check: Callable[[Path, int, int], None]) 
 
 
 def check_file(path: Path, rank: int, world_size: int):
-    """Rank 0 reads it for all: torch.load does not look at the checksums."""
+    """Rank 0 reads it for all, because torch.load does not look at the checksums."""
     if rank == 0:
         with zipfile.ZipFile(path) as archive:
             if damaged := archive.testzip():
@@ -209,7 +210,7 @@ def unreadable(path: Path, error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first cause of an error: torch.save's own does not mention a full disk."""
+    """The first cause of an error, because torch.save's own does not mention a full disk."""
     for _, (failure, _) in getattr(error, "failures", {}).items():  # dcp's CheckpointException
         return first_line(failure)
     while cause := error.__cause__ or error.__context__:

@@ -1,4 +1,4 @@
-"""When the ranks save and stop, together, and how a run gets back to where it was."""
+"""When the ranks save and stop together, and how a run gets back to where it was."""
 
 import copy
 import signal
@@ -40,14 +40,14 @@ class Checkpoints:
         self.step = self.resumed_from = 0
         self.values: dict[str, Any] = {}
         self.failed = False
-        # When the ranks last agreed whether to stop, and when they shall do so again
+        # When the ranks last agreed whether to stop, and when they will do so again
         self.agreed_step, self.agree_next = 0, 1
         self.agreed_at = self.saved_at = time.monotonic()
 
     def resume(self, parts: dict[str, Any]) -> int:
         """Claims the folder and, with --resume, loads the newest whole checkpoint into `parts`.
 
-        Returns its step, or 0 for a new run. What save() was given besides is in self.values.
+        Returns its step, or 0 for a new run. self.values has the values that save() was given.
         """
         self.place.stop_if_any(claim(self.folder) if self.place.rank == 0 else None)
         if self.args.resume:
@@ -65,8 +65,8 @@ class Checkpoints:
         """Whether to save after this step, and whether to stop then: the same on every rank.
 
         A signal may reach one rank only, and clocks differ, so the ranks exchange what they know.
-        They do so about once a second, since it costs a collective and, on a GPU, a wait. How many
-        steps a second has is exchanged as well, so that all ranks count alike.
+        They do so about once a second, because it costs a collective and, on a GPU, a wait. They
+        also exchange the number of steps per second, so that all ranks count alike.
         """
         self.step = self.place.beat.step = step
         every, unit = self.args.checkpoint_every
@@ -102,7 +102,7 @@ class Checkpoints:
     def finish(self, result: str):
         """Prints the last line of a run. Rank 0 requeues the job of one that was stopped.
 
-        If that cannot be, it prints the command that resumes the run, and the status will be 1.
+        If it cannot, it prints the command that resumes the run, and the status will be 1.
         """
         self.place.stop_if_any("the last steps could not be saved" if self.failed else None)
         if self.place.rank != 0:
@@ -131,7 +131,7 @@ class Checkpoints:
         state = fault = None
         try:
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:  # as of a value that is refused: one of many kinds
+        except Exception as error:  # of many kinds, as for a value that is refused
             fault = unreadable(path, error)
         self.place.stop_if_any(fault)
         self.stop_if_of_another_run(state.pop("run"))
@@ -151,7 +151,7 @@ class Checkpoints:
             prune(self.folder, step, self.args.keep_checkpoints)
 
     def stop_if_of_another_run(self, run: dict):
-        """Rank 0 knows all that makes a run the same run: other ranks read less of the data."""
+        """Rank 0 decides, because other ranks read less of the data that is in `run`."""
         changed = [
             f"{name} was {run.get(name)}, not {now}"
             for name, now in self.run.items()

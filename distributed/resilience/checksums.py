@@ -8,15 +8,15 @@ def damaged(folder: Path) -> str | None:
     """One sentence on the first file whose checksum is not the one in SHA256SUMS, or None.
 
     If there is no SHA256SUMS, as beside files of your own, there is nothing to compare. It reads
-    the files whole: local rank 0 does so for its node, and the other ranks compare sizes. Files
-    above 1 GiB are left to `sha256sum --check`, so that no job waits for them.
+    the files whole, so only local rank 0 calls it for its node, and the other ranks compare sizes.
+    Files above 1 GiB are left to `sha256sum --check`, so that no job waits for them.
     """
     try:
         for name, expected in listed(folder).items():
             if (folder / name).stat().st_size > 1 << 30:
                 continue
             if sha256(folder / name) != expected:
-                what = "it is not the file that SHA256SUMS beside it tells of"
+                what = "it is not the file that SHA256SUMS beside it describes"
                 return f"{folder / name} is damaged: {what}"
     except (OSError, ValueError) as error:
         return f"the files cannot be compared with {folder / 'SHA256SUMS'} ({error})"

@@ -1,4 +1,4 @@
-"""Heartbeats: every rank tells where it is, so that the one that others wait for can be named.
+"""Heartbeats: every rank says where it is, so that the one that others wait for can be named.
 
 A rank that crashes ends the job by itself. One that is stuck (a stopped process, a cut link, a
 loader that waits for ever) makes all others wait until their collective times out, and that error
@@ -27,12 +27,12 @@ from . import stop_request
 from .job import HOST, JOB, RESTART_COUNT
 from .ranks import Ranks, say, stop
 
-LINE = 4096  # bytes, always as many: a reader never finds the end of an older, longer line
+LINE = 4096  # bytes of every beat, so that a reader never finds the end of an older, longer line
 SILENT = 10  # seconds
 
 
 class Heartbeat:
-    """What a rank tells of itself.
+    """What a rank says about itself.
 
     `step` is the last that it has done, None until that is known, as while a checkpoint is loaded.
     `timeout` is what collectives may take at present, in seconds: see Place.set_timeout. Once it
@@ -61,7 +61,7 @@ class Heartbeat:
 
     def open_file(self):
         self.folder.mkdir(parents=True, exist_ok=True)
-        # O_DSYNC: an NFS client would keep what is written to itself for half a minute.
+        # Without O_DSYNC an NFS client would keep the writes to itself for half a minute.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DSYNC
         self.file = os.open(self.folder / str(self.ranks.rank), flags, 0o666)
 
@@ -78,7 +78,7 @@ class Heartbeat:
                 self.longest[timeout] = max(self.longest[timeout], now - self.since)
             self.phase, self.since = (step, timeout), now
 
-        # Steps that usually take long are not late: each would be written, and read.
+        # Steps that usually take long are not late, or each of them would be written and read.
         seconds = now - self.since
         quarter = max(timeout / 4, 1.2 * min(self.longest[timeout], timeout / 2))
         half = max(timeout / 2, quarter + timeout / 8)
@@ -88,7 +88,7 @@ class Heartbeat:
         interval = max(min(2, timeout / 10), self.ranks.world_size / 30)
         if asked:
             interval = min(interval, SILENT / 2)
-        # Not all ranks write in the same second.
+        # By rank, so that not all write in the same second.
         slot = int(now / interval + self.ranks.rank / self.ranks.world_size)
         if (slot, late) != self.written:
             self.write_beat(seconds, interval, late > 0)
@@ -96,7 +96,8 @@ class Heartbeat:
         if late == 2 > before:
             self.report_stuck(half)
 
-        # Since when it has been asked, and awake: a suspended job's heartbeats are all old.
+        # asked_at: since when it has been asked to stop, and awake. After a suspension of the job
+        # all heartbeats are old.
         if not asked or now - self.looked_at > SILENT / 2:
             self.asked_at = now
         self.looked_at = now
@@ -158,7 +159,7 @@ def read_beat(path: Path) -> dict | None:
 
 
 def main_stack() -> tuple[list[str], str, bool]:
-    """What the main thread is doing: its stack, one frame of that, and whether it waits for ranks.
+    """What the main thread is doing: its stack, one of its frames, and whether it waits for ranks.
 
     The stack has the innermost call last. The frame is the innermost one that is not of a library,
     or "-". Unlike traceback.extract_stack this looks at no source file.
@@ -187,7 +188,7 @@ def behind(beat: dict) -> tuple[float, bool]:
     """The key by which the ranks that others wait for come first.
 
     NCCL is asynchronous: others get some steps further before they wait, and then not always inside
-    torch.distributed. So the lowest step counts, and at the same step who is in no collective.
+    torch.distributed. So the lowest step counts, and at the same step the rank in no collective.
     """
     return -1 if beat["step"] is None else beat["step"], beat["in_collective"]
 

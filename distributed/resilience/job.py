@@ -16,7 +16,7 @@ MAX_RESTARTS = 100
 
 
 def requeue(progress: bool, command: str) -> str | None:
-    """Puts this job back into the queue, and says so. By rank 0 alone, when all ranks have saved.
+    """Puts this job back into the queue, and says so. Only on rank 0, when all ranks have saved.
 
     `progress` is whether the run has got further since its last start: one that has not would be
     requeued for ever. `command` is what to type otherwise. Returns None if the job will run again,
@@ -26,7 +26,7 @@ def requeue(progress: bool, command: str) -> str | None:
         return "it made no progress since its last start"
     if int(RESTART_COUNT) >= MAX_RESTARTS:
         return f"it has been requeued {RESTART_COUNT} times"
-    # In a container: run_script.sh looks for this file, requeues, and says so.
+    # In a container. run_script.sh looks for this file, requeues, and says so.
     if shutil.which("scontrol") is None:
         write_atomically(Path("log", JOB, "requeue"), command)
         return None

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .heartbeat import Heartbeat
 from .ranks import Ranks, end, say, stop
 
-# Parts of what gloo and NCCL say when ranks do not reach each other. Other errors are one rank's.
+# Parts of gloo's and NCCL's errors when ranks cannot reach each other. Others are one rank's own.
 CANNOT_CONNECT = ("connect", "Connection", "Broken pipe", "interface", "imed out", "timeout")
 CANNOT_CONNECT += ("network error", "Unable to find", "Unable to bind")
 
@@ -48,7 +48,7 @@ class Place:
         timer = threading.Timer(self.timeout, self.not_connected, (backend, lost))
         timer.daemon = True
         timer.start()
-        # Nothing is to be saved yet, and Python could not run a handler in the midst of this.
+        # There is nothing to save yet, and Python could not run a handler in the middle of this.
         before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             yield
@@ -75,7 +75,7 @@ class Place:
         stop(f"all ranks joined, but {what}. {hint}", self.rank, speaker=0)
 
     def set_timeout(self, seconds: float):
-        """From now on a collective fails when a rank has not come to it within so long.
+        """From now on a collective fails if a rank has not joined it within that time.
 
         It is long until the first step is done (compilation, connections), short in steps
         (Checkpoints.due), and long again in longer_timeout.
@@ -98,7 +98,7 @@ class Place:
     def all_reduced(
         self, values: torch.Tensor | Sequence[float], operation=dist.ReduceOp.SUM
     ) -> list[float]:
-        """The sum of each value over all ranks, or what `operation` says. By all ranks."""
+        """The sum of each value over all ranks, or another `operation`. All ranks call it."""
         if not isinstance(values, torch.Tensor):
             values = torch.tensor(values, dtype=torch.float32, device=self.device)
         if self.world_size > 1:
@@ -106,7 +106,7 @@ class Place:
         return values.tolist()
 
     def gathered(self, value: Any, group: dist.ProcessGroup | None = None) -> list:
-        """What each rank has, by rank. By all ranks, over the default group or another of all."""
+        """Each rank's value, by rank. All ranks call it, with the default group or another."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value, group)
@@ -122,13 +122,13 @@ class Place:
         self.stop_if_any(sentence)
 
     def stop_if_any(self, fault: str | None):
-        """Ends the run with status 1 if any rank has a fault. The first that has one says it."""
+        """Ends the run with status 1 if any rank has a fault. The first such rank says it."""
         faulty = [rank for rank, known in enumerate(self.gathered(fault)) if known]
         if not faulty:
             return
         if self.rank == faulty[0]:
             say(fault, self.rank)
-        # A rank that ends has the others ended: only when the sentence is out.
+        # When a rank ends, the others are ended, so the sentence must be out first.
         self.barrier()
         end()
 
@@ -150,7 +150,7 @@ class Place:
 
 
 def end_after(hook):
-    """An excepthook that ends the process after the error is printed: gloo could keep it."""
+    """An excepthook that ends the process after printing the error, because gloo could keep it."""
 
     def report(*error):
         hook(*error)

@@ -1,4 +1,4 @@
-"""What a run reports: key=value lines for people, metrics.jsonl for programs. By rank 0."""
+"""What rank 0 reports of a run: key=value lines for people, metrics.jsonl for programs."""
 
 import contextlib
 import datetime
@@ -52,7 +52,7 @@ class Progress:
         self.start_timing(first_step)
 
     def start_timing(self, step: int):
-        """The throughput is of the steps after this one. A GPU must have done all before."""
+        """Throughput counts the steps after this one. A GPU must have finished all work before."""
         self.timed_step, self.timed_from = step, time.perf_counter() - self.place.seconds_saving
 
     def add(self, step: int, loss: torch.Tensor) -> bool:
@@ -61,9 +61,9 @@ class Progress:
         return step % self.log_every == 0 or step == self.total_steps
 
     def log(self, step: int, epoch: int, **values: float):
-        """Logs the average loss since the last line, the throughput, and `values`. By all ranks.
+        """Logs the average loss since the last line, the throughput, and `values`.
 
-        A loss that is not finite ends the run.
+        All ranks call it together. A loss that is not finite ends the run.
         """
         loss = self.check_loss(step)
         seconds = time.perf_counter() - self.place.seconds_saving - self.timed_from
@@ -91,7 +91,7 @@ class Progress:
         return loss
 
     def log_evaluation(self, step: int, epoch: int, **values: float):
-        """A line that stays on a terminal. The time of the evaluation is not training's."""
+        """Logs a line that stays on a terminal. Its time does not count as training."""
         self.write_event({"step": step, "epoch": epoch, **values}, "", live=False)
         self.start_timing(step)
 
@@ -120,7 +120,7 @@ def open_metrics(path: Path, first_step: int):
     if path.exists():
         kept = []
         for line in path.read_text(errors="replace").splitlines():
-            # Half a line, or a hole, is there after a node has crashed.
+            # A node's crash may have left half a line, or a hole.
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 if json.loads(line)["step"] <= first_step:
                     kept.append(line + "\n")

@@ -25,8 +25,8 @@ class Ranks(NamedTuple):
 def find_ranks() -> Ranks:
     """RANK, LOCAL_RANK and WORLD_SIZE if RANK is set; Slurm's numbers in a bare srun; or 0 of 1.
 
-    The batch shell has SLURM_PROCID as well, always 0. Only steps of srun have ranks, and those
-    have a small SLURM_STEP_ID.
+    The batch shell also has a SLURM_PROCID, always 0. Only steps of srun have ranks, and those have
+    a small SLURM_STEP_ID.
     """
     env = os.environ
     in_step = int(env.get("SLURM_STEP_ID", 2**32)) < 2**31
@@ -66,8 +66,8 @@ def say(sentence: str, rank: int):
 def stop(sentence: str, rank: int, speaker: int | None = None):
     """Ends this rank, which says why, with status 1.
 
-    A fault that other ranks know as well is said by the `speaker` alone, which fails the job. The
-    others end with status 0, because a rank that fails has the others ended before they speak.
+    If other ranks know the fault as well, only the `speaker` says it, and fails the job. The others
+    end with status 0, because a rank that fails gets the others ended before they speak.
     """
     if speaker is not None and rank != speaker:
         os._exit(0)
@@ -76,7 +76,7 @@ def stop(sentence: str, rank: int, speaker: int | None = None):
 
 
 def end():
-    """Ends this process with status 1, at once: gloo's threads could keep it from a clean end."""
+    """Ends this process with status 1, at once, because gloo's threads could block its end."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

@@ -1,15 +1,15 @@
 #!/bin/bash
-# Puts this Slurm job back into the queue, unless it is being cancelled. Prints what has become of
-# it; the status is 0 if it will run again.
+# Puts this Slurm job back into the queue, unless it is being cancelled. Prints the outcome; the
+# status is 0 if the job will run again.
 #
 # Rank 0 of a stopped run calls this (job.py), or run_script.sh if the ranks are in a container,
-# where there is no scontrol.
+# which has no scontrol.
 set -euo pipefail
 
 # Slurm sends SIGTERM to the job that is requeued.
 trap '' TERM
 
-# Of an array only this task: the number alone can mean all of it.
+# Of an array only this task, because the array's id without it can mean all tasks.
 job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
 
 # slurmctld may be restarting.
@@ -22,7 +22,7 @@ for ((tries = 20; ; tries--)); do
     sleep 5
 done
 
-# Otherwise Slurm has requeued it itself.
+# If this is false, Slurm has requeued it itself.
 if [[ "$shown" == *" Restarts=${SLURM_RESTART_COUNT:-0} "* ]]; then
     # A job that scancel ends is COMPLETING for another reason.
     may='JobState=(RUNNING|COMPLETING Reason=TimeLimit) '

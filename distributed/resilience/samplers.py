@@ -1,4 +1,4 @@
-"""The order of the data over a whole run, so that to resume is to begin later in it; and seeds."""
+"""The order of the data over a whole run, so that a resumed run begins later in it; and seeds."""
 
 import zlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from torch.utils.data import Sampler
 
 
 def seed_from(*numbers: int) -> int:
-    """One 32-bit seed from several numbers: torch's generator on a CPU looks at no more bits.
+    """One 32-bit seed from several numbers, because torch's CPU generator uses no more bits.
 
     Seeded by (seed, step, rank) at every step, dropout needs no random state in a checkpoint.
     """

@@ -1,7 +1,7 @@
 """Checkpoints of a model that no rank holds whole, with torch.distributed.checkpoint.
 
 A checkpoint is a folder checkpoint_step_N. The tensors in it are stored by name and by place in the
-whole tensor, not by rank: it can be read on any number of ranks and under any split. The folder
+whole tensor, not by rank, so it can be read on any number of ranks and under any split. The folder
 gets its name when all of it is written, and manifest.json in it has the length and checksum of each
 file, so that damage is noticed before it is read.
 
@@ -35,7 +35,7 @@ from .checkpoints import Checkpoints
 from .job import JOB, RESTART_COUNT
 from .place import Place
 
-# One process without a group: dcp warns of that.
+# dcp warns if there is one process without a group.
 warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
 
 
@@ -52,7 +52,7 @@ class ShardedCheckpoints(Checkpoints):
         self.stager = staging.BlockingAsyncStager(cache_staged_state_dict=cuda)
         self.group = None
         if dist.is_initialized():
-            # At the start, because gloo's interface need not be NCCL's: a fault of it shows now.
+            # At the start, so that a fault shows now: gloo's interface need not be NCCL's.
             start = datetime.timedelta(seconds=args.init_timeout)
             with place.connecting("gloo"):
                 self.group = dist.new_group(backend="gloo", timeout=start)
@@ -73,7 +73,7 @@ class ShardedCheckpoints(Checkpoints):
         self.end_writing()
         path = self.folder / f"checkpoint_step_{step}"
         temporary = path.with_name(f".{path.name}.{JOB}.{RESTART_COUNT}.tmp")
-        # Without copying ahead: that thread would open a context on GPU 0.
+        # No copying ahead, because its thread would open a context on GPU 0.
         writer = dcp.FileSystemWriter(temporary, per_thread_copy_ahead=0)
         written = dcp.async_save(
             state_of(**parts),
@@ -96,7 +96,7 @@ class ShardedCheckpoints(Checkpoints):
             self.writing = None
 
     def end_folder(self, written: Future, temporary: Path, path: Path, metadata: dict) -> bool:
-        """Gives a checkpoint its name if every rank has written its part. In the thread.
+        """Gives a checkpoint its name if every rank has written its part. Runs in the thread.
 
         Returns False on rank 0, after a warning, if that could not be done.
         """
@@ -127,13 +127,13 @@ class ShardedCheckpoints(Checkpoints):
 
 
 def newest_folder(folder: Path, place: Place) -> tuple[Path, dict] | None:
-    """The newest whole checkpoint and what its manifest.json holds. By all ranks."""
+    """The newest whole checkpoint and the content of its manifest.json. All ranks call it."""
     path = newest(folder, place, check_folder)
     return None if path is None else (path, read_manifest(path))
 
 
 def load_folder(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
-    """Reads a checkpoint into a model, split or not, and its optimizer. By all ranks."""
+    """Reads a checkpoint into a model, split or not, and its optimizer. All ranks call it."""
     state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=path)
     set_state_dict(
@@ -193,6 +193,6 @@ def measure_files(folder: Path, rank: int, world_size: int) -> dict[str, list[in
 
 
 def is_in_share(name: str, rank: int, world_size: int) -> bool:
-    """Each rank reads what it has just written, or needs to load: __RANK_NUMBER.distcp."""
+    """Each rank reads the files that it has just written or needs to load, __RANK_NUMBER.distcp."""
     writer = re.match(r"__(\d+)_", name)
     return (int(writer[1]) if writer else 0) % world_size == rank

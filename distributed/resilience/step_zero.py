@@ -40,10 +40,10 @@ def step_zero(
     """Compares all ranks, and prints a line for each. Returns the store that they share.
 
     `fault` is what is wrong on this rank, in one sentence: any rank's fault stops all of them.
-    `columns` are shown besides. Ranks that have not come within args.init_timeout are named.
+    `columns` are also shown. Ranks that have not come within args.init_timeout are named.
     """
     for stream in (sys.stdout, sys.stderr):
-        # Python unbuffered writes a line and its end apart, and ranks share the log.
+        # Unbuffered, Python writes a line and its line break separately, and ranks share the log.
         stream.reconfigure(line_buffering=True, write_through=False)
     if ranks.launcher == "srun" and "OMP_NUM_THREADS" not in os.environ:
         # A bare srun: every rank would use all CPUs.
@@ -67,8 +67,8 @@ def step_zero(
 
 
 def wait_for_verdict(ranks: Ranks, store: dist.Store, timeout: datetime.timedelta) -> str:
-    """What rank 0 has found, which it prints itself: empty when all is well."""
-    # The patience of rank 0, which names the ranks that are missing, shall be the first to end.
+    """The verdict of rank 0, which prints it itself; empty when all is well."""
+    # Rank 0, which names the ranks that are missing, must be the first to give up.
     store.set_timeout(timeout + datetime.timedelta(seconds=10))
     try:
         return store.get("step 0/verdict")
@@ -80,7 +80,7 @@ def wait_for_verdict(ranks: Ranks, store: dist.Store, timeout: datetime.timedelt
 
 
 def compare_ranks(ranks: Ranks, store: dist.Store, timeout: datetime.timedelta) -> str:
-    """Prints a line for each rank, and one sentence if something is wrong. By rank 0."""
+    """Prints a line for each rank, and one sentence if something is wrong. Only on rank 0."""
     keys = [f"step 0/{rank}" for rank in range(ranks.world_size)]
     try:
         store.wait(keys, timeout)
@@ -140,7 +140,7 @@ def first_fault(known: dict[int, dict]) -> str:
 
 
 def gpu_uuid(device: torch.device) -> str | None:
-    """It tells two GPUs of a node apart, whatever CUDA_VISIBLE_DEVICES has renumbered."""
+    """It tells two GPUs of a node apart, even if CUDA_VISIBLE_DEVICES renumbers them."""
     if device.type != "cuda":
         return None
     # Not in every build of torch
@@ -152,10 +152,11 @@ def gpu_uuid(device: torch.device) -> str | None:
 
 
 def rendezvous(ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
-    """The store of all ranks at MASTER_ADDR:MASTER_PORT, with torchrun its agent's."""
+    """The store of all ranks at MASTER_ADDR:MASTER_PORT, which is torchrun's agent's if there is
+    one."""
     rank, world_size = ranks.rank, ranks.world_size
     if fault := world_size_fault(ranks):
-        # Each of the separate trainings has a rank 0, but a job has one task 0.
+        # Each of the separate training runs has a rank 0, but a job has only one task 0.
         stop(fault, int(os.environ["SLURM_PROCID"]) + ranks.local_rank, speaker=0)
     if world_size == 1:
         return dist.HashStore()
@@ -174,18 +175,18 @@ def rendezvous(ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
             stop(f"port {port} on {address} is taken by another program: {remedy}", rank)
         cause = str(error).splitlines()[0]
         sentence = f"no rendezvous at {address}:{port} within {timeout}: {cause}"
-        # Rank 0 has come, or it is what the others wait for: then the last one says so.
+        # Rank 0 speaks for itself. If the others wait for it, the last of them says so.
         stop(sentence, rank, speaker=0 if rank == 0 else world_size - 1)
     if agent:
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         store = dist.PrefixStore(f"/worker/{restarts}", store)
 
-    # Without this the ranks of two jobs would train together, as far as they fit.
+    # Without this, the ranks of two jobs that meet here would train together.
     return dist.PrefixStore(f"job {JOB}, start {RESTART_COUNT}", store)
 
 
 def world_size_fault(ranks: Ranks) -> str | None:
-    """One sentence if this process knows of fewer ranks than the job has: several trainings."""
+    """One sentence if this process knows of fewer ranks than the job has, or None."""
     env, launcher = os.environ, ranks.launcher
     if launcher in ("none", "environment") or "SLURM_STEP_ID" not in env:
         return None
@@ -194,12 +195,12 @@ def world_size_fault(ranks: Ranks) -> str | None:
         started = tasks
     elif int(env["GROUP_WORLD_SIZE"]) != tasks:
         return (
-            f"{tasks} independent trainings instead of one: srun started {tasks} x {launcher}, and "
-            f"this one knows of {env['GROUP_WORLD_SIZE']} node (world size {ranks.world_size}); "
-            f"torchrun needs --nnodes={tasks} and the same --master-addr everywhere, never "
-            f"--standalone (torchrun.sh does that)"
+            f"{tasks} independent training runs instead of one: srun started {tasks} x {launcher}, "
+            f"and this one knows of {env['GROUP_WORLD_SIZE']} node (world size "
+            f"{ranks.world_size}); torchrun needs --nnodes={tasks} and the same --master-addr "
+            f"everywhere, never --standalone (torchrun.sh does that)"
         )
-    # torchrun and the spawner set WORLD_SIZE anew: these two are what env.sh has found in the job.
+    # torchrun and the spawner set WORLD_SIZE anew, but these two are still env.sh's.
     asked = int(env.get("NNODES", 0)) * int(env.get("NPROC_PER_NODE", 0)) or started
     if asked != started:
         return f"the job asked for {asked} ranks, but {launcher} started {started}"
@@ -207,7 +208,7 @@ def world_size_fault(ranks: Ranks) -> str | None:
 
 
 def find_address(ranks: Ranks) -> tuple[str, int]:
-    """MASTER_ADDR and MASTER_PORT, in a bare srun from Slurm. Stops with a sentence."""
+    """MASTER_ADDR and MASTER_PORT, from Slurm in a bare srun. Stops with a sentence on a fault."""
     env, rank = os.environ, ranks.rank
     hosts = hosts_of_step() if ranks.launcher == "srun" and "MASTER_ADDR" not in env else []
     if hosts:

@@ -1,4 +1,4 @@
-"""Requests to stop, by signal. Without torch: one may come while that is still being imported.
+"""Requests to stop, by signal. Without torch, because one may come while torch is being imported.
 
 Slurm sends SIGTERM at preemption, at the time limit, and ahead of it with `sbatch
 --signal=TERM@300`, and SIGUSR1 only if somebody asks for it. A person sends SIGINT by ctrl-C. The
@@ -31,7 +31,7 @@ def listen():
 
 def record(number: int, frame: object):
     global received, received_at
-    # Ctrl-C again: now. At once it may be torchrun, which forwards the first one.
+    # A second ctrl-C ends this rank now, unless it may be torchrun forwarding the first one.
     if number == signal.SIGINT == received and time.monotonic() - received_at > 2:
         os._exit(130)
     if not received:
@@ -41,7 +41,7 @@ def record(number: int, frame: object):
 def came() -> bool:
     """Whether this process has been asked to stop. For threads.
 
-    Python runs handlers in the main thread, and not while that waits in a collective.
+    Python runs handlers in the main thread, but not while that waits in a collective.
     """
     global seen
     with contextlib.suppress(OSError):  # nothing new, or nobody listens
@@ -50,6 +50,6 @@ def came() -> bool:
 
 
 def ignore(worker: int):
-    """A DataLoader's worker_init_fn: a signal may reach workers, and the rank is to decide."""
+    """A DataLoader's worker_init_fn: a signal may reach workers, but the rank must decide."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,44 +1,44 @@
 #!/bin/bash
 # Write the Slurm configuration of a local cluster into a folder that each of its nodes sees under
 # the same path: slurm.conf (the one beside this file), generated.conf and cgroup.conf. Used by
-# namespaces.sh and by entrypoint.sh, which have made FOLDER/key/munge.key and add to generated.conf
-# what only they need.
+# namespaces.sh and entrypoint.sh, which make FOLDER/key/munge.key first, and then add to
+# generated.conf what only they need.
 #
 # Usage: ./local/cluster/configure.sh FOLDER NODES CPUS GPUS v1|v2|none
-# The last says which cgroups the nodes have of their own.
+# The last argument is the version of the nodes' own cgroups.
 set -euo pipefail
 
 folder="$1" nodes="$2" cpus="$3" gpus="$4" cgroups="$5"
 
 cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
 {
-  # A munged per node: newer Slurm takes a credential that one munged decodes twice for a replay.
-  # cred_expire: a requeued job waits for so many seconds (and one) instead of two minutes. Within
-  # that time a job has to reach its last node, which takes longer the more nodes share this
+  # One munged per node, because newer Slurm takes a credential that one munged decodes twice for a
+  # replay. cred_expire: a requeued job waits this many seconds, plus one, instead of two minutes.
+  # A job must reach its last node in that time, which takes longer the more nodes share this
   # machine.
   echo "AuthInfo=socket=$folder/munge/socket,cred_expire=$((4 + nodes / 2))"
-  # 10 by default, too short when many nodes share two cores. UnkillableStepTimeout is not below
-  # five times as long.
+  # The default, 10, is too short when many nodes share two cores. UnkillableStepTimeout must be at
+  # least five times as long.
   wait=$((nodes > 100 ? 300 : 60))
   echo "MessageTimeout=$wait"
   echo "UnkillableStepTimeout=$((5 * wait))"
-  # Another range for each key, so that no cluster finds logs and checkpoints of another's jobs
-  # under its own job ids.
+  # A different range for each key, so that no cluster finds another's logs and checkpoints under
+  # its own job ids.
   checksum=$(cksum <"$folder/key/munge.key")
   echo "FirstJobId=$((${checksum%% *} % 60000000 + 1))"
   echo "StateSaveLocation=$folder/state"
   echo "SlurmctldPidFile=$folder/slurmctld.pid"
   echo "SlurmdSpoolDir=$folder/spool/%n"
   echo "SlurmdPidFile=$folder/spool/%n.pid"
-  # One socket: srun --cores-per-socket, which some launchers have, finds as many cores as there are
-  # CPUs. Memory is pretended: all nodes share this machine's.
+  # One socket, so that srun --cores-per-socket, which some people use, finds as many cores as CPUs.
+  # The memory is only claimed, because all nodes share this machine's.
   size="CPUs=$cpus Sockets=1 CoresPerSocket=$cpus ThreadsPerCore=1 RealMemory=$((cpus * 4000))"
   if ((gpus > 0)); then size+=" Gres=gpu:$gpus"; fi
   echo "NodeName=node-[1-$nodes] $size"
   if [[ "$cgroups" == none ]]; then
-    # Signals reach every process of a step, where a site's reach only what slurmstepd has started.
+    # A signal reaches every process of a step; on most sites, only those that slurmstepd started.
     echo "ProctrackType=proctrack/linuxproc"
-    # No cgroup holds a job to its memory: Slurm looks every second whether it uses more than it
+    # No cgroup limits a job's memory, so Slurm checks every second whether it uses more than it
     # asked for.
     echo "JobAcctGatherType=jobacct_gather/linux"
     echo "JobAcctGatherFrequency=task=1"
@@ -60,8 +60,8 @@ cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
 } >"$folder/generated.conf"
 
 if [[ "$cgroups" == none ]]; then
-  # slurmd wants cgroups to manage although nothing here uses them. 22.05 has no word for "none
-  # yet": its v1 plugin touches nothing until it is used.
+  # slurmd wants a cgroup plugin, although nothing here uses cgroups. 22.05 cannot disable it yet,
+  # but its v1 plugin touches nothing until it is used.
   if [[ "$(slurmd -V)" == *" 22."* ]]; then
     echo "CgroupPlugin=cgroup/v1" >"$folder/cgroup.conf"
   else
@@ -72,7 +72,7 @@ else
     echo "CgroupPlugin=cgroup/$cgroups"
     echo "CgroupMountpoint=/sys/fs/cgroup"
     if [[ "$cgroups" == v2 ]]; then
-      echo "IgnoreSystemd=yes" # the nodes are no services of it
+      echo "IgnoreSystemd=yes" # the nodes are not its services
     fi
     echo "ConstrainCores=$( ((cpus <= $(nproc --all))) && echo yes || echo no)"
     echo "ConstrainRAMSpace=yes"

@@ -1,15 +1,15 @@
 #!/bin/bash
-# The first program of every node of the Docker cluster, as root: the user of the jobs, the munge
-# key, the configuration, then the daemons, whose messages `docker logs node-1` shows. The container
-# ends when one of them ends.
+# The first program of every node of the Docker cluster. As root it sets up the jobs' user, the
+# munge key and the configuration, then starts the daemons, whose messages `docker logs node-1`
+# shows. The container ends when one of them ends.
 #
 # Usage: NODES=2 CPUS=2 entrypoint.sh
-# In a container whose host name is node-1, node-2, ...: see Dockerfile.
+# Runs in a container whose host name is node-1, node-2, ... (see Dockerfile).
 set -euo pipefail
 
 repository=/data
-cluster=/run/slurm-cluster # of this container, except for the volumes key and state
-export SLURM_CONF=$cluster/slurm.conf # sudo has dropped it
+cluster=/run/slurm-cluster # this container's own, except for the volumes key and state
+export SLURM_CONF=$cluster/slurm.conf # sudo drops it
 
 fail() {
   echo "entrypoint.sh on $HOSTNAME: $*" >&2
@@ -24,9 +24,9 @@ fail() {
   fail "the cluster has $NODES nodes: NODES=${BASH_REMATCH[1]} docker compose up -d ..."
 ! pidof -q munged || fail "this node is up already"
 
-# The user gets the number of the repository's owner, so that the files jobs write there belong to
-# who cloned it. Where that is root (who is also what a rootless engine shows), the user may do
-# there what users may do in /tmp: add files, and leave those of others alone.
+# The user gets the uid of the repository's owner, so that the files jobs write there belong to
+# whoever cloned it. If that is root, as it always seems to be under a rootless engine, the user may
+# do there what users may do in /tmp: add files, but not change those of others.
 read -r uid gid < <(stat --format="%u %g" "$repository")
 if ((uid == 0)); then
   uid=10000 gid=10000
@@ -42,8 +42,8 @@ getent group "$gid" >/dev/null || groupmod --gid "$gid" user
 sed --in-place "s/^user:x:[0-9]*:[0-9]*:/user:x:$uid:$gid:/" /etc/passwd
 chown --recursive "$uid:$gid" ~user
 
-# The first node that comes makes the key, whole or not at all. `docker compose down --volumes`
-# throws it away.
+# The first node to start makes the key, whole or not at all. `docker compose down --volumes`
+# deletes it.
 key="$cluster/key/munge.key"
 if [[ ! -e "$key" ]]; then
   (umask 377 && head --bytes=1024 /dev/urandom >"$key.$HOSTNAME")
@@ -51,8 +51,8 @@ if [[ ! -e "$key" ]]; then
   rm --force "$key.$HOSTNAME"
 fi
 
-# What a killed container has left behind, then the configuration, with real GPUs where there are
-# any.
+# Remove what a killed container left behind, then write the configuration, with real GPUs if there
+# are any.
 rm --recursive --force "$cluster/munge"
 mkdir --parents "$cluster"/{munge,spool}
 shopt -s nullglob
@@ -62,8 +62,8 @@ printf '%s' "${gpus[@]/#/$'\nName=gpu File='}" >"$cluster/gres.conf"
 
 munged --key-file="$key" --socket="$cluster/munge/socket" --pid-file="$cluster/munge/pid" \
   --seed-file="$cluster/munge/seed" --log-file="$cluster/munge/log"
-# A restarted node has lost its ranks, and is back before Slurm misses it: the other ranks would
-# wait for them. While it is down for a moment, Slurm ends its jobs or requeues them; slurmd's
+# A restarted node has lost its ranks, but is back before Slurm misses it, so the other ranks would
+# wait for them. Set to DOWN for a moment, it makes Slurm end or requeue its jobs; slurmd's
 # registration brings it up again.
 if (: </dev/tcp/node-1/6817) 2>/dev/null; then
   scontrol update NodeName="$HOSTNAME" State=DOWN Reason=restarted || true

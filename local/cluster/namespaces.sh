@@ -18,10 +18,10 @@
 # exec keeps the caller's folder, environment, terminal and exit status. Under sudo it runs as the
 # calling user; for a Python of your own, sudo env PATH="$PATH" ./local/cluster/namespaces.sh exec.
 # A node may have more CPUs than the machine: Slurm then binds no task to CPUs.
-# GPUs are pretended: Slurm grants them and sets CUDA_VISIBLE_DEVICES, but torch sees none of them,
+# GPUs are simulated: Slurm grants them and sets CUDA_VISIBLE_DEVICES, but torch sees none of them,
 # so tasks get TRAIN_DEVICE=cpu unless the job sets it.
 # Each node has cgroups of its own (v1 or v2), in which Slurm tracks processes and limits CPUs and
-# memory, as on a site. PROCTRACK=linuxproc does without, and so does a machine that has none.
+# memory, as on a site. PROCTRACK=linuxproc does without them, as does a machine that has none.
 #
 # Logs: /run/slurm-cluster-default/log
 # Crash a node: kill -9 "$(cat /run/slurm-cluster-default/node-2.pid)"
@@ -34,7 +34,7 @@ inside="$state/inside" # where the namespaces, and only they, see a tmpfs of the
 cgroup_root=/sys/fs/cgroup
 cgroup_name="${state##*/}"                          # of the cgroup that holds the nodes'
 v1_controllers=(cpuset cpuacct memory devices freezer) # those that Slurm uses
-v2_controllers="+cpuset +cpu +memory +pids" # pids because Slurm 22.05 cannot read the last one
+v2_controllers="+cpuset +cpu +memory +pids" # pids, as Slurm 22.05 cannot read the last one
 
 fail() {
   echo "namespaces.sh: ${*//[[:cntrl:]]/ }" >&2
@@ -44,8 +44,8 @@ fail() {
 # ---------------------------------------------------------------- on the host
 
 up() {
-  local nodes=2 cpus gpus=2 # machine, below, stays global: the trap needs it
-  cpus="$(env --unset=OMP_NUM_THREADS nproc)" # which nproc would print instead
+  local nodes=2 cpus gpus=2 # machine, set below, is global because the trap needs it
+  cpus="$(env --unset=OMP_NUM_THREADS nproc)" # else nproc prints that
   ((cpus >= 2)) || cpus=2                     # the launchers start two ranks on a node
   while (($#)); do
     case "$1" in
@@ -88,7 +88,7 @@ up() {
   mkdir --parents "$inside" "$state/log"
   trap 'stop; kill -KILL "$machine" 2>/dev/null || true' EXIT
   trap 'exit 130' INT TERM
-  # The environment starts afresh, so that nothing of the caller's gets into the jobs of others.
+  # A fresh environment, so that no variable of the caller's gets into the jobs of others.
   setsid unshare --net --mount --propagation slave --pid --uts --ipc --fork --kill-child \
     env --ignore-environment PATH="$PATH" CLUSTER="$CLUSTER" \
     "$here/namespaces.sh" machine "$nodes" "$cpus" "$gpus" "$cgroups" \
@@ -112,13 +112,13 @@ require_root() {
   ((EUID == 0)) || fail "needs root: sudo $0 ..."
 }
 
-# A lock on the folder that holds the state folders: it needs no file that would stay behind.
+# Locks the folder that holds the state folders, so that no lock file stays behind.
 lock() {
   exec {lock}<"${state%/*}"
   flock --exclusive "$lock"
 }
 
-# A process id from a file may have gone to another process since. Only ours sees our tmpfs.
+# A process id from a file may belong to another process by now. Only ours sees our tmpfs.
 is_running() {
   [[ -e "$1" && -d "/proc/$(<"$1")/root$inside/spool" ]]
 }
@@ -146,8 +146,8 @@ wait_until_idle() {
   done
 }
 
-# The cgroup that will hold the nodes', and its version. "none" if this machine, or this container,
-# has none to give.
+# Makes the cgroup that will hold the nodes', and prints its version, or "none" if this machine or
+# container has no cgroups to give.
 make_cgroups() {
   local controller file
   if [[ -e "$cgroup_root/cgroup.controllers" ]]; then
@@ -170,12 +170,12 @@ make_cgroups() {
   for file in cpuset.cpus cpuset.mems; do
     cat "$cgroup_root/cpuset/$file" >"$cgroup_root/cpuset/$cgroup_name/$file"
   done
-  # Those in it start with what it has.
+  # Cgroups made in it inherit these.
   echo 1 >"$cgroup_root/cpuset/$cgroup_name/cgroup.clone_children"
   echo v1
 } 2>/dev/null
 
-# The kernel counts a process that has just ended for a moment.
+# For a moment the kernel still counts a process that has just ended.
 remove_cgroups() {
   local folder deadline=$((SECONDS + 10))
   for folder in "$cgroup_root"/{.,*}/"$cgroup_name"; do
@@ -186,8 +186,8 @@ remove_cgroups() {
   done
 }
 
-# Ending the first process of the outer PID namespace ends all processes in it, and with them mounts
-# and network.
+# Ending the first process of the outer PID namespace ends all processes in it, and the mounts and
+# the network with them.
 stop() {
   local pid deadline=$((SECONDS + 60))
   if is_running "$state/machine.pid"; then
@@ -233,7 +233,7 @@ exec_on_node() {
     fail "no node '$node' in cluster $CLUSTER, which is up with $(<"$state/size")"
   # Inside a job of another cluster, srun would take these for its own.
   [[ ! -v SLURM_JOB_ID ]] || unset "${!SLURM_@}"
-  local user=(--pdeathsig TERM) # nsenter waits in between and does not pass a signal on
+  local user=(--pdeathsig TERM) # nsenter waits in between and does not pass signals on
   if [[ -n "${SUDO_UID-}" ]]; then
     user+=(--reuid "$SUDO_UID" --regid "$SUDO_GID" --init-groups)
     export USER="$SUDO_USER" LOGNAME="$SUDO_USER" HOME
@@ -244,7 +244,7 @@ exec_on_node() {
   enter "$node" setpriv "${user[@]}" env --chdir="$PWD" "$@"
 }
 
-# Becomes the command, on a node.
+# Becomes a command on a node.
 enter() {
   local node="$1"
   shift
@@ -259,14 +259,14 @@ enter() {
 # tmpfs.
 machine() {
   local nodes="$1" cpus="$2" gpus="$3" cgroups="$4" node
-  # Not /run's own: that is often noexec, and jobs are run from here.
+  # Not /run's own tmpfs, which is often noexec, because jobs run from here.
   mount -t tmpfs -o mode=755 slurm-cluster "$inside"
   mkdir "$inside"/{key,spool,state,munge}
   write_host_pid machine
   head --bytes=1024 /dev/urandom >"$inside/key/munge.key"
   chmod 400 "$inside/key/munge.key"
   write_configuration "$nodes" "$cpus" "$gpus" "$cgroups"
-  # And every node twice: torch asks whose an IPv4 address in IPv6 form is.
+  # Every node twice, because torch also looks up IPv4 addresses in IPv6 form.
   echo "127.0.0.1 localhost" >"$inside/hosts"
   for ((node = 1; node <= nodes; node++)); do
     printf '%s\n' "$(address "$node") node-$node" "::ffff:$(address "$node") node-$node"
@@ -276,7 +276,7 @@ machine() {
   mount --bind /proc/self/ns/net "$inside/router"
   ip link set lo up
   echo 1 >/proc/sys/net/ipv4/ip_forward
-  # For slurmctld; and a limit of a billion makes daemons close a billion files.
+  # Enough for slurmctld, while a limit of a billion would make daemons close a billion files.
   ulimit -S -n 16384 2>/dev/null || true
   for ((node = 1; node <= nodes; node++)); do
     unshare --net --mount --propagation slave --pid --uts --ipc --fork --kill-child \
@@ -285,7 +285,7 @@ machine() {
   wait
 }
 
-# /proc is still the host's, so it tells this process's id as the host sees it.
+# /proc is still the host's, so it shows this process's id on the host.
 write_host_pid() {
   local pid
   read -r pid _ </proc/self/stat
@@ -299,7 +299,7 @@ address() {
 write_configuration() {
   local nodes="$1" cpus="$2" gpus="$3" cgroups="$4" gpu
   "$here/configure.sh" "$inside" "$nodes" "$cpus" "$gpus" "$cgroups"
-  # Slurm insists on character devices. These have NVIDIA's number and no driver behind them.
+  # Slurm insists on character devices. These have NVIDIA's major number, but no driver.
   for ((gpu = 0; gpu < gpus; gpu++)); do
     mknod "$inside/gpu$gpu" c 195 "$gpu"
     echo "Name=gpu File=$inside/gpu$gpu" >>"$inside/gres.conf"
@@ -310,7 +310,7 @@ write_configuration() {
   fi
 }
 
-# The first process of a node enters the node's own cgroups, which are to lie where Slurm looks for
+# The first process of a node enters the node's own cgroups, which must appear where Slurm looks for
 # the machine's.
 enter_cgroups() {
   local node="node-$1" version="$2" controller become=()
@@ -333,7 +333,7 @@ enter_cgroups() {
 node() {
   local name="node-$1" mac=02:00:00:00:00:01
   write_host_pid "$name"
-  # This process ends only when something failed, or by SIGKILL.
+  # This process ends only if something fails, or by SIGKILL.
   trap 'echo "$state/log/machine.log" >>"$state/ended"' EXIT
   mount -t proc proc /proc
   mount -t tmpfs tmpfs /dev/shm
@@ -348,13 +348,13 @@ node() {
     echo $$ >"$cgroup_root/init.scope/cgroup.procs"
     echo "$v2_controllers" >"$cgroup_root/cgroup.subtree_control"
     echo "$v2_controllers" >"$cgroup_root/system.slice/cgroup.subtree_control"
-    # A slurmstepd that ends moves into the root, which takes processes only on a machine. Here it
-    # gets into a leaf.
+    # A slurmstepd that ends moves into the root, which accepts processes only on a real machine.
+    # Here it moves into a leaf instead.
     mount --bind "$cgroup_root/init.scope/cgroup.procs" "$cgroup_root/cgroup.procs"
   fi
-  # A cable to a router rather than to a bridge, and without ARP: the kernel keeps one ARP table for
-  # all namespaces, and 64 nodes that talk to each other overflow its 1,024 entries. One hardware
-  # address everywhere makes ARP needless.
+  # A cable to a router instead of a bridge, and without ARP, because the kernel keeps one ARP table
+  # for all namespaces, and 64 nodes that talk to each other overflow its 1,024 entries. With one
+  # hardware address everywhere, nobody needs ARP.
   ip -batch - <<END_OF_BATCH
 link set lo up
 link add eth0 address $mac type veth peer name $name address $mac netns $inside/router
