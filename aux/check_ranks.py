@@ -7,7 +7,8 @@
 
 The last line says that all is well (exit status 0, even with warnings), or which nodes to leave out
 (exit status 1). All ranks compute at once, as in training. A rank that is slower than 0.8 of the
-median is bad (0.5 for copies in a CPU's memory). This file needs only torch, so it can be copied by itself.
+median is bad (0.5 for copies in a CPU's memory). This file needs only torch, so it can be copied
+by itself.
 """
 
 import argparse
