@@ -3,7 +3,7 @@
     python dev/write_diffs.py README.md docs/*.md         # changes the files, prints their names
 
 The command is a comment, which readers do not see, above a blank line and the block:
-<!-- git diff --no-index -U0 OLD NEW -->, with "blocks data, model" after NEW to show only these,
+<!-- git diff --no-index -U2 OLD NEW -->, with "blocks data, model" after NEW to show only these,
 by the names on their rulers; <!-- sed -n '...' FILE -->; <!-- cat FILE -->. The blocks above the
 first ruler are docstring and imports.
 """
@@ -22,17 +22,21 @@ DIFF = re.compile(
 EXCERPT = re.compile(r"^(<!-- ((?:sed -n|cat) [^\n]+) -->\n\n```\w*\n)(.*?)(^```$)", re.M | re.S)
 
 
-def blocks_of(hunks: list[str], path: str) -> list[str]:
-    """For every hunk the block of the new file in which it begins."""
-    lines, names = (REPOSITORY / path).read_text().splitlines(), []
-    for hunk in hunks:
-        above = lines[: int(re.match(r"@@ \S+ \+(\d+)", hunk)[1])]
-        rulers = [
-            ruler[1] for ruler in (re.match(r"# --- (.+?) -+$", line) for line in above) if ruler
-        ]
-        head = "imports" if any(line.startswith("import ") for line in above) else "docstring"
-        names.append(rulers[-1] if rulers else head)
-    return names
+def split_at_rulers(hunk: str, path: str) -> list[tuple[str, list[str]]]:
+    """(block, lines) for every part of a hunk with changes, by the blocks of the new file."""
+    head, *body = hunk.splitlines()
+    above = (REPOSITORY / path).read_text().splitlines()
+    del above[int(re.match(r"@@ \S+ \+(\d+)", head)[1]) :]
+    rulers = [ruler[1] for line in above if (ruler := re.match(r"# --- (.+?) -+$", line))]
+    first = "imports" if any(line.startswith("import ") for line in above) else "docstring"
+    parts = [(rulers[-1] if rulers else first, [])]
+    for line in body:
+        ruler = re.match(r"[ +]# --- (.+?) -+$", line)
+        if ruler:
+            parts.append((ruler[1], []))
+        if not ruler or line.startswith("+"):
+            parts[-1][1].append(line)
+    return [(block, lines) for block, lines in parts if any(line[0] in "+-" for line in lines)]
 
 
 def hunks_by_block(command: str) -> list[tuple[str, str]]:
@@ -43,12 +47,13 @@ def hunks_by_block(command: str) -> list[tuple[str, str]]:
         sys.exit(f"{command}: no difference, or {shown.stderr.strip()}")
     new = command.split()[-1]
     has_rulers = "\n# --- " in (REPOSITORY / new).read_text()
-    hunks = re.findall(r"^@@ .*\n(?:[ +\-\\].*\n)*", shown.stdout, re.M)
     named = []
-    for block, hunk in zip(blocks_of(hunks, new), hunks, strict=True):
-        head = f"@@ {block} @@" if has_rulers else "@@"
-        lines = hunk.split("\n", 1)[1]
-        named.append((block, f"{head}\n{lines}"))
+    for hunk in re.findall(r"^@@ .*\n(?:[ +\-\\].*\n)*", shown.stdout, re.M):
+        for block, lines in split_at_rulers(hunk, new):
+            head = f"@@ {block} @@" if has_rulers else "@@"
+            # An empty line of context is a blank in git's diff.
+            lines = ["" if line == " " else line for line in lines]
+            named.append((block, "\n".join([head, *lines, ""])))
     return named
 
 

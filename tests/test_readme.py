@@ -339,7 +339,7 @@ def test_diffs_are_fresh(path):
 
 def test_all_of_the_step_to_data_parallel_is_shown():
     """In two chapters, except the docstring."""
-    command = "git diff --no-index -U0 local/train_single.py distributed/train_ddp.py"
+    command = "git diff --no-index -U2 local/train_single.py distributed/train_ddp.py"
     both = "".join(CHAPTERS[number].read_text() for number in (2, 3))
     hidden = {block for block, hunk in hunks_by_block(command) if hunk not in both}
     assert hidden == {"docstring"}
