@@ -36,11 +36,12 @@ fi
 
 # --- CPUs for each rank: SLURM_JOB_CPUS_PER_NODE is 16(x4) on four nodes ---
 CPUS_PER_NODE=${SLURM_JOB_CPUS_PER_NODE%%[(,]*}
-# An exclusive node has more CPUs than the job asked for.
+# Only those that the job asked for, because an exclusive node lists all its CPUs.
 if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then
     CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks))
 fi
 CPUS_PER_RANK=$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))
+# torchrun would set 1.
 OMP_NUM_THREADS=$CPUS_PER_RANK
 
 # --- where the ranks meet: the first node, and a port above Linux's ephemeral ones ---
@@ -58,27 +59,28 @@ fi
 export NNODES NPROC_PER_NODE WORLD_SIZE CPUS_PER_NODE OMP_NUM_THREADS MASTER_ADDR MASTER_PORT
 
 # --- for srun and torchrun ---
-# sbatch inside another job passes on that job's variables, and srun would read them as options.
-# This unsets all whose names begin like these.
+# sbatch inside another job passes on that job's variables. This unsets those that srun or torchrun
+# would obey, by the beginnings of their names.
 unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER_@}" "${!TORCHELASTIC_@}"
 # After sbatch --export=... the ranks still inherit this shell's variables.
 export SLURM_EXPORT_ENV=ALL
 # srun's --mpi: the ranks need no MPI, and a site's default plugin may fail to load.
 export SLURM_MPI_TYPE=none
-# Seconds that torchrun gives the ranks to save after SIGTERM.
+# Seconds that torchrun gives the ranks to save after SIGTERM, from torch 2.12 on. Before, it is 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
-# Lines reach the log at once, a crash prints where it happened, and there is less noise.
+# Lines reach the log at once, a crash prints where it happened, NCCL prints warnings, and torch's
+# C++ only errors.
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}" TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
 # srun reads this as --gpus-per-node. In an exclusive job it gets no GPUs unless it asks for them.
 if ((gpus > 0)); then export SLURM_GPUS_PER_NODE="${SLURM_GPUS_PER_NODE:-$gpus}"; fi
-# Triton's cache of GPU kernels goes stale on a shared file system.
+# Triton's cache of GPU kernels can break on a shared file system.
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-/tmp/triton-$UID}"
 # No core files, because one per rank would fill a quota.
 ulimit -c 0
 
 # --- your cluster ---
-# source /etc/profile || true; module load cuda/12.8     # EDIT: what `import torch` needs
+# set +eu; source /etc/profile; set -eu; module load cuda/12.8    # EDIT: what `import torch` needs
 if [[ -d .venv ]]; then
     # shellcheck source=/dev/null
     source .venv/bin/activate # EDIT: your environment

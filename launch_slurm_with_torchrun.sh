@@ -15,7 +15,7 @@
 set -euo pipefail
 source ./env.sh
 
-# Slurm sends SIGTERM before it ends a job. This shell survives it, so that the ranks can save.
+# Slurm sends SIGTERM before it ends a job. This shell survives it, because some scripts save then.
 trap : TERM
 
 # The default script

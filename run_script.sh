@@ -27,7 +27,7 @@ export CONTAINER_MOUNTS=
 # EDIT: more variables: WANDB_API_KEY,HF_HOME
 export CONTAINER_ENV=
 
-# Slurm sends SIGTERM before it ends a job. This shell survives it, so that the ranks can save.
+# Slurm sends SIGTERM before it ends a job. This shell survives it, because some scripts save then.
 trap : TERM
 
 # The default script

@@ -8,7 +8,8 @@ set -euo pipefail
 
 if [[ -n "${NNODES:-}" ]]; then
     # srun starts this on each node. Node rank 0 is the first node, MASTER_ADDR. The id changes
-    # with a requeue, and the last node has 300 seconds to join.
+    # with a requeue, so that no torchrun of the earlier start joins. The last node has 300
+    # seconds to come.
     rendezvous=(
         --nnodes="$NNODES" --node-rank="$SLURM_NODEID"
         --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"
@@ -29,9 +30,9 @@ else
     fi
 fi
 
-# rendezvous+=(--numa-binding=node)    # EDIT: each rank on the CPUs next to its GPU (torch 2.13)
+# rendezvous+=(--numa-binding=node)    # EDIT: each rank on the CPUs next to its GPU
 
-# Ignore SIGTERM until torchrun has its own handler, because a job whose torchrun dies of SIGTERM
-# has failed, and Slurm does not requeue failed jobs. exec keeps the signal ignored.
+# torchrun passes SIGTERM on to the ranks once it has its handler. Until then the signal is ignored,
+# also after exec, or it would end torchrun before a rank could save and requeue the job.
 trap '' TERM
 exec torchrun "${rendezvous[@]}" --nproc-per-node="$NPROC_PER_NODE" "$@"
