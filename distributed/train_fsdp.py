@@ -88,7 +88,7 @@ if world_size > 1:
     shape, names = (world_size // copy, copy), ("replicate", "shard")
     if copy == world_size:
         shape, names = (world_size,), ("shard",)
-    with place.connecting(backend):
+    with place.connecting(backend, store):
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=wait
         )

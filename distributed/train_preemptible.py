@@ -80,7 +80,7 @@ if world_size > 1:
     backend = "nccl" if use_cuda else "gloo"
     wait = timedelta(seconds=args.init_timeout)
     place.beat.start()
-    with place.connecting(backend):
+    with place.connecting(backend, store):
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=wait
         )

@@ -37,15 +37,16 @@ class Place:
         self.beat = Heartbeat(ranks, timeout)
 
     @contextlib.contextmanager
-    def connecting(self, backend: str) -> Iterator[None]:
+    def connecting(self, backend: str, store: dist.Store) -> Iterator[None]:
         """Around the start of a process group and its first all-reduce, which makes connections.
 
         Ranks that cannot reach each other end with a sentence within the timeout. NCCL would hang
-        for ever, because its watchdog does not see its first collective.
+        for ever, because its watchdog does not see its first collective. If gloo refuses on one
+        rank, the others would wait for it: the first such rank, by `store`, says so and ends them.
         """
         within = datetime.timedelta(seconds=self.timeout)
         lost = f"their first all-reduce did not finish within {within}"
-        timer = threading.Timer(self.timeout, self.not_connected, (backend, lost))
+        timer = threading.Timer(self.timeout, self.not_connected, (backend, lost, 0))
         timer.daemon = True
         timer.start()
         # There is nothing to save yet, and Python could not run a handler in the middle of this.
@@ -55,7 +56,10 @@ class Place:
         except RuntimeError as error:
             if not any(part in str(error) for part in CANNOT_CONNECT):
                 raise
-            self.not_connected(backend, f"they cannot connect: {' '.join(str(error).split())}")
+            if store.add("not connected", 1) > 1:
+                os._exit(0)  # another rank says so
+            what = f"they cannot connect: {' '.join(str(error).split())}"
+            self.not_connected(backend, what, self.rank)
         signal.signal(signal.SIGTERM, before)
         timer.cancel()
         sys.excepthook = end_after(sys.excepthook)
@@ -67,12 +71,12 @@ class Place:
         for group in (None, *self.groups):
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
-    def not_connected(self, backend: str, what: str):
+    def not_connected(self, backend: str, what: str, speaker: int):
         name = f"{backend.upper()}_SOCKET_IFNAME"
         chosen = os.environ.get(name, f"{backend}'s own choice")
         hint = f"The interface is {chosen}: {name} in env.sh chooses one by which all nodes reach"
         hint += " each other; or a firewall is in between"
-        stop(f"all ranks joined, but {what}. {hint}", self.rank, speaker=0)
+        stop(f"all ranks joined, but {what}. {hint}", self.rank, speaker)
 
     def set_timeout(self, seconds: float):
         """From now on a collective fails if a rank has not joined it within that time.

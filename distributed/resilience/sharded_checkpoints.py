@@ -54,7 +54,7 @@ class ShardedCheckpoints(Checkpoints):
         if dist.is_initialized():
             # At the start, so that a fault shows now: gloo's interface need not be NCCL's.
             start = datetime.timedelta(seconds=args.init_timeout)
-            with place.connecting("gloo"):
+            with place.connecting("gloo", dist.distributed_c10d._get_default_store()):
                 self.group = dist.new_group(backend="gloo", timeout=start)
             save = datetime.timedelta(seconds=args.save_timeout)
             dist.distributed_c10d._set_pg_timeout(save, self.group)
