@@ -69,10 +69,10 @@ def main():
         suspects = {stuck["host"]: f"rank {stuck['rank']} is stuck here"}
     if not suspects:
         steps = [beat["step"] for beat in beats if beat["step"] is not None]
-        print(
-            f"All {len(beats)} ranks are alive, "
-            + (f"at step {max(steps)}." if steps else "before the first step.")
-        )
+        where = f"at step {max(steps)}." if steps else "before the first step."
+        seconds = min(beat["seconds_in_step"] + now - beat["time"] for beat in beats)
+        since = f" No step for {seconds:.0f} s." if seconds > args.after else ""
+        print(f"All {len(beats)} ranks are alive, {where}{since}")
         return
     for host, why in suspects.items():
         print(f"{host}: {why}")

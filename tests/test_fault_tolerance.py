@@ -549,8 +549,7 @@ def test_asked_to_stop_beside_a_stopped_rank(cluster, data, tmp_path):
 def test_ranks_that_do_not_find_each_other(cluster, data, tmp_path):
     """Rank 0 says in one sentence which rank never came, or which interface cannot be used."""
     never_came = r"1 of 4 ranks did not join within 0:00:20: rank 3 on node-\d+$"
-    # The one that others connect to waits. At --init-timeout gloo ends it, or the script itself.
-    cannot_connect = r"all ranks joined, but .* The interface is lo: "
+    cannot_connect = r"all ranks joined, but they cannot connect: .* The interface is lo: "
     cannot_connect += "GLOO_SOCKET_IFNAME in env.sh chooses one"
     cases = [(*TORCHRUN, {"MISSING": 3}, never_came)]
     cases += [(*cell, {"GLOO_SOCKET_IFNAME": "lo"}, cannot_connect) for cell in (SRUN, SPAWN)]
