@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import zlib
 from argparse import Namespace
@@ -290,19 +289,14 @@ def test_a_slow_save_lives_and_a_stuck_rank_does_not(script, tiny, text, tmp_pat
             stuck.kill()
     assert list((tmp_path / "out").glob("checkpoint_step_5*")) and line.startswith("step=8/"), said
     assert first.returncode == 1 and 5 < seconds - delay < 12, (seconds, said)
-    assert "First to look at: rank 1 on" in said and "(step 7), in" in said, said
+    looked_at = r"no step for \d s. First to look at: rank 1 on \S+ \(step 7\), in$"
+    assert re.search(looked_at, said, re.M), said
+    assert delay or said.count("no step for") == 1, "the save, which takes longer, is no step"
+    where = heartbeat.read_beat(tmp_path / "log/7/ranks-0/1")["frame"]  # not one of a library
+    assert where.startswith("wait_for_ever (") and f"\n    {where}\n" in said, (where, said)
 
 
 # --- heartbeats ---
-
-
-def test_the_frame_of_a_heartbeat_is_never_a_library_s():
-    seen = []
-    thread = threading.Timer(0.2, lambda: seen.append(heartbeat.main_stack()))
-    thread.start()
-    thread.join()  # the main thread waits in threading.py
-    [(stack, frame, waits)] = seen
-    assert "threading.py" in stack[-1] and "test_resilience.py" in frame and not waits
 
 
 @pytest.fixture
@@ -358,41 +352,6 @@ def test_not_all_ranks_write_in_the_same_second(beats, monkeypatch):
             beat.look()
     after = Counter(seconds[64:])
     assert 2500 < sum(after.values()) < 3100 and max(after.values()) <= 32, after
-
-
-def test_a_step_that_takes_long_is_written_at_once(beats, monkeypatch, capfd):
-    """A quarter of the timeout after it began; after a half, once, rank 0 names who is behind.
-    Rank 1 dies here."""
-    ranks = [beats(rank) for rank in range(3)]
-    monkeypatch.setattr(heartbeat, "main_stack", lambda: (["in a step"], "-", True))
-    for second in range(200):
-        beats.clock[0] += 1
-        for rank in (0, 1, 2):
-            ranks[rank].step = min(second, 99 if rank == 1 else 100)
-            if second < 110 or rank != 1:
-                ranks[rank].look()
-        if second in (129, 130):
-            assert ranks[2].beat_of(2)["stalled"] == (second == 130)
-    stuck, where, gone = capfd.readouterr().err.splitlines()
-    who = r"no step for 60 s. First to look at: rank 1 on \S+ \(step 99\), in"
-    assert re.fullmatch(rf"\[Rank 0 on \S+\] {who}", stuck) and where == "    in a step"
-    silent = r"rank 1 on \S+ has sent no heartbeat for \d\d s; its last step is 99"
-    assert re.fullmatch(rf"\[Rank 2 on \S+\] {silent}", gone)
-
-
-def test_a_save_is_no_step_that_takes_long(beats, capfd):
-    beat = beats(0, 3)
-    beat.step = 7
-    for seconds, timeout in ((30, 120.0), (300, 1800.0), (50, 120.0)):
-        beat.timeout = timeout
-        for _ in range(seconds):
-            beats.clock[0] += 1
-            beat.look()
-    assert capfd.readouterr().err == ""
-    for _ in range(20):
-        beats.clock[0] += 1
-        beat.look()
-    assert "no step for 60 s" in capfd.readouterr().err
 
 
 def test_asked_to_stop_beside_a_silent_rank(beats, monkeypatch, capfd):
@@ -468,28 +427,6 @@ def test_watch_job_excludes_the_node_of_the_stuck_rank(steps, waits, silent, exc
 
 
 # --- stopped and requeued ---
-
-
-def test_a_request_that_the_main_thread_does_not_notice():
-    """It waits in C, as in a collective, where Python runs no handler: another thread knows of
-    the signal."""
-    code = (
-        "import ctypes, os, signal, threading, time\n"
-        "from resilience import stop_request\n"
-        "stop_request.listen()\n"
-        "def watch():\n"
-        "    assert not stop_request.came()\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    while not stop_request.came():\n"
-        "        time.sleep(0.01)\n"
-        "    print(stop_request.received, stop_request.came(), flush=True)\n"
-        "    os._exit(0)\n"
-        "threading.Timer(0.5, watch).start()\n"
-        "lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)\n"
-        "lock(mutex) or lock(mutex)  # for ever: it is locked already\n"
-    )
-    done = run(sys.executable, "-c", code, cwd=REPOSITORY / "distributed", timeout=20)
-    assert done.stdout == "0 True\n", done.stderr
 
 
 REQUEUED = "Requeued: it resumes by itself"
