@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import shutil
 import sys
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import token_files
-from conftest import LAUNCHERS, cells, environment, run
+from conftest import LAUNCHERS, REPOSITORY, cells, environment, run
 from recipe import initialize
 from transformer import Transformer, attend
 
@@ -29,23 +28,10 @@ FLAGS += ["--checkpoint-every", "10", "--device", "cpu", "--learning-rate", "0.0
 
 def train(script: str, ranks: int, text: Path, folder: Path, *flags: object, timeout: float = 120):
     """A training on this machine, by hand. Returns the process; its metrics are in `folder`."""
-    command = [
-        "distributed/" + script,
-        *FLAGS,
-        "--data-dir",
-        text,
-        "--checkpoint-dir",
-        folder,
-        *flags,
-    ]
-    if ranks > 1:
-        command.insert(0, "distributed/spawn_ranks.py")
-    return run(
-        sys.executable,
-        *command,
-        env=environment(NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1),
-        timeout=timeout,
-    )
+    spawner = ["distributed/spawn_ranks.py"] if ranks > 1 else []
+    command = [sys.executable, *spawner, f"distributed/{script}", *FLAGS, "--data-dir", text]
+    env = environment(NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1)
+    return run(*command, "--checkpoint-dir", folder, *flags, env=env, timeout=timeout)
 
 
 def read_metrics(folder: Path, name: str = "loss") -> dict[int, float]:
@@ -212,32 +198,6 @@ def test_collectives_are_few(splits):
     assert count["tp 2, sequence"] == 8 * layers + 8 + 1 + 1
 
 
-def test_bytes_of_a_step(splits):
-    """FSDP sends weights, however large the batch; tensor parallelism activations, however many
-    the weights."""
-    layers, width, context = SIZES["layers"], SIZES["width"], SIZES["context"]
-    sent = {split: found.get("bytes", {}) for split, found in splits.items()}
-    # A number for each; the weights of one.
-    token, block = 4 * BATCH_SIZE * context, 4 * (12 * width**2 + 2 * width)
-    for ranks in (2, 4):
-        # The others' parts are filled up.
-        everything = ranks * splits[f"fsdp {ranks}"]["held"][0]["parameters"]
-        assert sent[f"fsdp {ranks}"]["_reduce_scatter_base_"] == everything
-        # Twice, but for the last.
-        assert sent[f"fsdp {ranks}"]["_allgather_base_"] == everything + (layers - 1) * block
-        activations = (4 * layers + 2) * width * token
-        assert sum(sent[f"by hand {ranks}"].values()) == activations + 3 * token
-        # The norm.
-        assert (
-            activations + 3 * token
-            < sum(sent[f"tp {ranks}"].values())
-            < activations + 3 * token + 100
-        )
-    sequence = sent["tp 2, sequence"]
-    assert sequence["reduce_scatter_tensor"] == activations
-    assert activations <= sequence["all_gather_into_tensor"] < 1.02 * activations
-
-
 @pytest.mark.parametrize("tokens", [16, 256])
 def test_attention_in_bfloat16_on_a_cpu(tokens):
     """Near float64's, no token sees a later one, and the whole share drops."""
@@ -263,17 +223,11 @@ def test_attention_in_bfloat16_on_a_cpu(tokens):
 def trained(text, tmp_path_factory) -> dict[str, Path]:
     """Uninterrupted runs: twenty steps, with checkpoints after 10 and 20."""
     folders = {}
-    for name, script, ranks, flags in (
-        ("fsdp 4", "train_fsdp.py", 4, ()),
-        (
-            "tp 2 x data 2",
-            "train_tp.py",
-            4,
-            ("--tensor-parallel", 2, "--sequence-parallel", "--deterministic"),
-        ),
-    ):
+    tp = ("--tensor-parallel", 2, "--sequence-parallel", "--deterministic")
+    splits = (("fsdp 4", "train_fsdp.py", ()), ("tp 2 x data 2", "train_tp.py", tp))
+    for name, script, flags in splits:
         folders[name] = tmp_path_factory.mktemp("trained")
-        done = train(script, ranks, text, folders[name], *flags)
+        done = train(script, 4, text, folders[name], *flags)
         assert done.returncode == 0, done.stderr
     return folders
 
@@ -313,26 +267,27 @@ def test_resume_under_another_split(trained, text, tmp_path, saved, script, rank
 
 
 def test_damaged_checkpoint_is_passed_over(trained, text, tmp_path):
-    for step in (10, 20):
-        shutil.copytree(
-            trained["fsdp 4"] / f"checkpoint_step_{step}", tmp_path / f"checkpoint_step_{step}"
-        )
-    (tmp_path / ".checkpoint_step_30.tmp").mkdir()  # of an attempt that was killed while it wrote
-    damaged = tmp_path / "checkpoint_step_20" / "__2_0.distcp"
+    """A flipped bit; and a manifest.json that would give the right weights a wrong place in the
+    data."""
+    folders = {step: tmp_path / f"checkpoint_step_{step}" for step in (10, 20, 30)}
+    for step, folder in folders.items():
+        shutil.copytree(trained["fsdp 4"] / f"checkpoint_step_{min(step, 20)}", folder)
+    (tmp_path / ".checkpoint_step_40.tmp").mkdir()  # of an attempt that was killed while it wrote
+    damaged = folders[20] / "__2_0.distcp"
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
+    manifest = folders[30] / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 20', '"step": 30'))
     done = train("train_fsdp.py", 1, text, tmp_path, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert re.search(
-        r"warning: checkpoint .*_20 is damaged and skipped: __2_0.distcp in it is not", done.stderr
-    )
-    assert "Resumed after step 10" in done.stdout
-    (tmp_path / "checkpoint_step_20" / "manifest.json").write_text("{")
-    (tmp_path / "checkpoint_step_10" / "__0_0.distcp").unlink()
+    assert done.returncode == 0 and "Resumed after step 10" in done.stdout, done.stderr
+    assert "_20 is damaged and skipped: __2_0.distcp in it" in done.stderr
+    assert "_30 is damaged and skipped: its manifest.json" in done.stderr
+
+    (folders[20] / "manifest.json").write_text("{")
+    (folders[10] / "__0_0.distcp").unlink()
     done = sample(tmp_path, 5)
-    assert done.returncode == 1
-    assert "has 1 damaged checkpoints and no whole one" in done.stderr
+    assert done.returncode == 1 and "damaged checkpoints and no whole one" in done.stderr
 
 
 def sample(folder: Path, length: int, *flags: object):
@@ -350,7 +305,6 @@ def test_sample_in_one_process(trained):
 
 BAD = [
     ("train_fsdp.py --heads 5", 1, "--width 32: 1, 2, 4, 8, 16 or 32 would do"),
-    ("train_fsdp.py --batch-size 0", 1, "'0' is not a whole number of at least 1"),
     ("train_fsdp.py --accumulation 3", 1, "1 ranks x --accumulation 3: 6 or 9 would do"),
     ("train_fsdp.py --batch-size 7", 2, "2 ranks x --accumulation 1: 6 or 8 would do"),
     ("train_fsdp.py --hybrid 3", 2, "--hybrid 3 does not divide the 2 ranks: 1 or 2 would do"),
@@ -419,26 +373,17 @@ def test_deterministic_is_set_before_cuda_can_start():
     """What the user has set stays."""
     code = """
 import os, sys
-sys.path.insert(0, "distributed")
 from resilience.arguments import ArgumentParser
 from recipe_arguments import add_recipe_arguments, parse_arguments
 parser = ArgumentParser()
 add_recipe_arguments(parser)
 parse_arguments(parser)
-assert "torch" not in sys.modules
 names = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE")
-print([os.environ.get(x) for x in names])
+print("torch" in sys.modules, [os.environ.get(x) for x in names])
 """
-    done = run(
-        sys.executable,
-        "-c",
-        code,
-        "--device",
-        "cpu",
-        "--deterministic",
-        env=environment(NCCL_PROTO="Tree"),
-    )
-    assert "[':4096:8', 'Ring', 'Tree', '0']" in done.stdout, done.stderr
+    env = environment(NCCL_PROTO="Tree", PYTHONPATH=REPOSITORY / "distributed")
+    done = run(sys.executable, "-c", code, "--deterministic", env=env)
+    assert done.stdout == "False [':4096:8', 'Ring', 'Tree', '0']\n", done.stderr
 
 
 COMPILED = [("train_fsdp.py", 1, ()), ("train_fsdp.py", 2, ()), ("train_tp.py", 2, ())]
@@ -461,58 +406,10 @@ def test_compiled_is_equal(script, ranks, flags, splits, text, tmp_path, monkeyp
 
 def test_it_learns(text, tmp_path):
     """A character is worth 3.3 nats by its frequency, 2.5 by the one before it."""
-    flags = (
-        "--steps",
-        300,
-        "--width",
-        64,
-        "--context",
-        32,
-        "--log-every",
-        100,
-        "--eval-every",
-        300,
-    )
-    done = train("train_fsdp.py", 1, text, tmp_path, *flags, "--learning-rate", 0.003)
+    flags = "--steps 300 --width 64 --context 32 --eval-every 300 --learning-rate 0.003"
+    done = train("train_fsdp.py", 1, text, tmp_path, *flags.split())
     assert done.returncode == 0, done.stderr
     assert read_metrics(tmp_path, "val_loss")[300] < 2.6
-
-
-@pytest.mark.skipif(
-    "SHAKESPEARE" not in os.environ,
-    reason="SHAKESPEARE=input.txt would name the real text: minutes",
-)
-def test_it_reaches_nanogpt(tmp_path):
-    """nanoGPT's README: 1.88 after 2,000 iterations of its CPU settings, which are the defaults
-    here."""
-    prepare = (
-        "aux/prepare_data.py",
-        "text",
-        "--input",
-        os.environ["SHAKESPEARE"],
-        "--data-dir",
-        tmp_path,
-    )
-    assert run(sys.executable, *prepare).returncode == 0
-    command = (
-        "distributed/train_fsdp.py",
-        "--data-dir",
-        tmp_path,
-        "--checkpoint-dir",
-        tmp_path,
-        "--eval-windows",
-        0,
-    )
-    command += ("--eval-every", 2000, "--device", "cpu")
-    done = run(sys.executable, *command, env=environment(OMP_NUM_THREADS=2), timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert read_metrics(tmp_path, "val_loss")[2000] <= 1.91
-    written = sample(tmp_path, 300).stdout
-    print(written)
-    text = Path(os.environ["SHAKESPEARE"]).read_text()
-    words = re.findall(r"\b[a-z]{3,}\b", written.partition("\n")[2])
-    known = [word for word in words if re.search(rf"\b{word}\b", text)]
-    assert len(words) > 20 and len(known) > len(words) / 2, written
 
 
 # --- on the cluster ---
@@ -544,23 +441,6 @@ def test_launchers_give_the_same_losses(script, launcher, cluster, alone, text, 
     if script != "train_fsdp.py":
         groups = re.findall(r"^\[Rank: \d .*(ranks \d to \d)", job.log, re.M)
         assert groups == ["ranks 0 to 1"] * 2 + ["ranks 2 to 3"] * 2, job.log
-
-
-@pytest.mark.parametrize("launcher", cells([(way,) for way in LAUNCHERS], ("srun",)))
-def test_bad_sizes_on_every_launcher(launcher, cluster, text, tmp_path):
-    bad = {
-        "train_fsdp.py": (("--batch-size", 7), "6 or 8 would do"),
-        "train_tp.py": (("--heads", 1), "1 would do"),
-    }
-    size = ["--nodes=1", f"--output={tmp_path}/%j"]
-    jobs = {}
-    for script, (flags, sentence) in bad.items():
-        command = [LAUNCHERS[launcher], f"distributed/{script}", *FLAGS, "--data-dir", text, *flags]
-        jobs[sentence] = cluster.submit(*size, *command)
-    for sentence, job in jobs.items():
-        job = cluster.wait(job)
-        assert job.state == "FAILED" and job.seconds < 60, "they did not wait for anything"
-        assert job.log.count(sentence) == 1, job.log
 
 
 @pytest.mark.matrix

@@ -5,7 +5,7 @@ that these ranks allow, one after another in one process group.
 
 Rank 0 writes OUT_DIR/results_RANKS.json: for each split the losses and gradient norms, the largest
 difference between the final weights and OUT_DIR/dense.pt, the bytes that each rank holds, the
-collectives of a step with their bytes, and the types between blocks.
+collectives of a step, and the types between blocks.
 """
 
 import json
@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
@@ -38,15 +37,11 @@ STEPS = 20
 
 
 class Collectives(TorchDispatchMode):
-    """Counts what goes through torch.distributed while it is entered, whoever calls it.
-
-    The bytes are those of the larger side: of what an all-gather gives, of what an all-reduce or
-    reduce-scatter takes.
-    """
+    """Counts what goes through torch.distributed while it is entered, whoever calls it."""
 
     def __init__(self):
         super().__init__()
-        self.counts, self.bytes = Counter(), Counter()
+        self.counts = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
@@ -55,15 +50,7 @@ class Collectives(TorchDispatchMode):
         namespace, name = function._schema.name.split("::")
         if "c10d" in namespace and not name.startswith(("wait", "_wrap")):
             self.counts[name] += 1
-            self.bytes[name] += max(size(tensors_in(part)) for part in (*args, result))
         return result
-
-    def found(self) -> dict:
-        return {"collectives": dict(self.counts), "bytes": dict(self.bytes)}
-
-
-def tensors_in(part) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(part) if isinstance(leaf, torch.Tensor)]
 
 
 def size(tensors) -> int:
@@ -125,7 +112,7 @@ def train(command: str, data_dir: str, folder: Path, dense: dict) -> dict:
         "drift": drift(model) if command.startswith("train_tp.py") else 0.0,
         "types": sorted(types),
         "held": gathered(held),
-        **collectives.found(),
+        "collectives": collectives.counts,
     }
 
 
@@ -206,7 +193,7 @@ def train_by_hand(data_dir: str, args, dense: dict) -> dict:
         "losses": losses,
         "norms": norms,
         "weights": max(gathered(difference)),
-        **collectives.found(),
+        "collectives": collectives.counts,
     }
 
 
