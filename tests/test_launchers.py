@@ -79,16 +79,14 @@ def assert_five_variables(ranks: list[dict], sizes: list[int]):
 
 
 def in_all_ways(
-    cluster, tmp_path, *script: object, size: dict | None = None, **options
+    cluster, tmp_path, *script: object, size: tuple | list = (), **options
 ) -> dict[str, Job]:
-    """A job of two nodes x two ranks by every launcher, all at once; `size` adds sbatch's
-    options for one of them."""
+    """A job by every launcher, all at once, of two nodes x two ranks unless `size` has other
+    options of sbatch."""
     submitted = {}
     for way, launcher in LAUNCHERS.items():
-        more = (size or {}).get(way, [])
-        submitted[way] = cluster.submit(
-            f"--output={tmp_path}/{way}-%j", *more, launcher, *script, **options
-        )
+        command = [f"--output={tmp_path}/{way}-%j", *size, launcher, *script]
+        submitted[way] = cluster.submit(*command, **options)
     return {way: cluster.wait(number) for way, number in submitted.items()}
 
 
@@ -98,13 +96,9 @@ def in_all_ways(
 def test_a_job_gets_what_its_header_asks_for(cluster, tmp_path):
     """And its ranks hostile arguments as they are, from an environment that is full of an outer
     job's."""
-    options = [f"--chdir={REPOSITORY}", f"--output={tmp_path}/%x"]
-    submitted = {}
-    for way, launcher in LAUNCHERS.items():
-        command = [*options, launcher, VARIABLES, *NASTY]
-        submitted[way] = cluster.submit(*command, env=STRAY, cwd=tmp_path)
-    for way, number in submitted.items():
-        job, shown, tasks = cluster.wait(number), cluster.show(number), 2 if way == "srun" else 1
+    here = {"size": [f"--chdir={REPOSITORY}"], "cwd": tmp_path}
+    for way, job in in_all_ways(cluster, tmp_path, VARIABLES, *NASTY, env=STRAY, **here).items():
+        shown, tasks = cluster.show(job.id), 2 if way == "srun" else 1
         assert job.state == "COMPLETED", job.log
         assert shown["NumNodes"] == "2" and shown["NumTasks"] == str(2 * tasks)
         assert shown["TimeLimit"] == "01:00:00" and shown["Requeue"] == "1"
@@ -141,8 +135,7 @@ def test_uneven_allocation(cluster, tmp_path):
 
 def test_ranks_on_the_cpu_are_the_tasks(cluster, tmp_path):
     size = ["--nodes=1", "--gpus-per-node=0", "--ntasks-per-node=3", "--cpus-per-task=2"]
-    jobs = in_all_ways(cluster, tmp_path, VARIABLES, size=dict.fromkeys(LAUNCHERS, size))
-    for job in jobs.values():
+    for job in in_all_ways(cluster, tmp_path, VARIABLES, size=size).values():
         assert job.state == "COMPLETED", job.log
         assert_five_variables(job.ranks(), [3])
         assert {(rank["threads"], rank["cuda"]) for rank in job.ranks()} == {("2", None)}
@@ -192,16 +185,6 @@ def source_env(cluster, cwd: Path = REPOSITORY, **variables) -> str:
         ({"SLURM_JOB_NODELIST": "node-[2,7]"}, "2 2 4 node-2 61089 4 2 WARN"),
         ({"SLURM_GPUS_ON_NODE": 8}, "2 8 16 node-1 61089 4 1 WARN"),
         ({"SLURM_GPUS_ON_NODE": 2, "SLURM_CPUS_PER_TASK": 16}, "2 2 4 node-1 61089 32 16 WARN"),
-        (
-            {
-                "SLURM_GPUS_ON_NODE": 4,
-                "SLURM_NTASKS_PER_NODE": 1,
-                "SLURM_TASKS_PER_NODE": "1(x2)",
-                "SLURM_NTASKS": 2,
-                "SLURM_CPUS_PER_TASK": 16,
-            },
-            "2 4 8 node-1 61089 16 4 WARN",
-        ),
         ({"SLURM_NTASKS_PER_NODE": None, "SLURM_NTASKS": None}, "2 1 2 node-1 61089 4 4 WARN"),
         ({"SLURM_JOB_CPUS_PER_NODE": "16,8"}, "2 2 4 node-1 61089 16 8 WARN"),
         # As asked for, before as granted: an exclusive node has all its GPUs, its steps only those
@@ -211,21 +194,7 @@ def source_env(cluster, cwd: Path = REPOSITORY, **variables) -> str:
         # salloc knows none on the node
         ({"SLURM_GPUS_PER_NODE": "a100:4"}, "2 4 8 node-1 61089 4 1 WARN"),
         ({"SLURM_GPUS_PER_NODE": 0, "SLURM_GPUS_ON_NODE": 8}, "2 2 4 node-1 61089 4 2 WARN"),
-        # Nothing but Slurm's variables is read, and what is for NCCL alone.
-        (
-            {
-                "NPROC_PER_NODE": 3,
-                "MASTER_ADDR": "10.0.0.7",
-                "MASTER_PORT": 5,
-                "OMP_NUM_THREADS": 7,
-            },
-            "2 2 4 node-1 61089 4 2 WARN",
-        ),
         ({"NCCL_DEBUG": "INFO"}, "2 2 4 node-1 61089 4 2 INFO"),
-        (
-            {"SLURM_TASKS_PER_NODE": "4,3", "SLURM_NTASKS": 7, "SLURM_NTASKS_PER_NODE": 4},
-            "status 1: env.sh: 7 tasks are not 4 on each node: use --ntasks-per-node",
-        ),
         (
             {"SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_NTASKS": 7, "SLURM_NTASKS_PER_NODE": 4},
             "status 1: env.sh: 7 tasks are not 4 on each node: use --ntasks-per-node",
@@ -234,11 +203,6 @@ def source_env(cluster, cwd: Path = REPOSITORY, **variables) -> str:
         (
             {"SLURM_GPUS": "a100:5", "SLURM_GPUS_ON_NODE": 2},
             "status 1: env.sh: --gpus=5 is not 2 on each node: use --gpus-per-node",
-        ),
-        (
-            {"SLURM_JOB_NODELIST": "gpu-a-007.rack-2,gpu-a-008.rack-2"},
-            "status 1: env.sh: the host name gpu-a-007.rack-2 does not resolve on node-1: "
-            "edit MASTER_ADDR",
         ),
     ],
 )
@@ -313,9 +277,8 @@ def test_three_files_and_a_strangers_script(cluster, tmp_path):
         for name in files:
             copy_file(name, tmp_path / way)
         shutil.copy(REPOSITORY / STRANGER, tmp_path / way / "theirs.py")
-        submitted[way] = cluster.submit(
-            "--output=log", LAUNCHERS[way], "theirs.py", cwd=tmp_path / way
-        )
+        command = ["--output=log", LAUNCHERS[way], "theirs.py"]
+        submitted[way] = cluster.submit(*command, cwd=tmp_path / way)
     for way, number in submitted.items():
         job = cluster.wait(number)
         assert job.state == "COMPLETED", job.log
@@ -324,16 +287,8 @@ def test_three_files_and_a_strangers_script(cluster, tmp_path):
         trained = re.findall(r"^trained: (\S+)$", job.log, re.M)
         assert len(trained) == 4, job.log
         weights.update(trained)
-        files = {
-            str(path.relative_to(tmp_path / way))
-            for path in (tmp_path / way).rglob("*")
-            if path.is_file()
-        }
-        assert {name for name in files if "__pycache__" not in name} == {
-            *THREE_FILES[way],
-            "theirs.py",
-            "log",
-        }
+        left = {path.name for path in (tmp_path / way).iterdir()} - {"__pycache__"}
+        assert left == {*(Path(name).parts[0] for name in THREE_FILES[way]), "theirs.py", "log"}
     assert len(weights) == 1 and 3 < float(weights.pop()) < 5
 
 
@@ -474,15 +429,6 @@ def test_two_ranks_on_one_device_are_named(cluster):
     assert done.stderr.count("ranks 0 and 1 are on one device, GPU uuid-0") == 1, done.stderr
 
 
-def test_granted_gpus_that_torch_does_not_see_stop_the_job(cluster, tmp_path):
-    """Pretended GPUs, and nobody said that the CPU is meant: one sentence, FAILED."""
-    options = ["--nodes=1", *one_rank_a_node("srun"), f"--output={tmp_path}/log"]
-    command = [LAUNCHERS["srun"], "aux/check_ranks.py", "--device", "auto"]
-    job = cluster.sbatch(*options, *command)
-    assert job.state == "FAILED", job.log
-    assert job.log.count("Slurm granted 1 GPUs on this node") == 1, job.log
-
-
 # --- failures ---
 
 # By the one who started the rank.
@@ -505,50 +451,6 @@ def test_a_failing_rank_ends_the_job(cluster, tmp_path):
         assert re.search(SAID[way], job.log, re.M), job.log
         assert job.log.count("these are my last words\n") == 1, job.log
         assert cluster.left_over(job.id) == []
-
-
-STEPS = """#!/bin/bash
-for ((i = 0; i < 50; i++)); do
-    echo "STEP"
-    if "./$1" tests/scripts/variables.py fail; then echo "it should have failed"; fi
-done
-"""
-
-
-LOST = "srun of Slurm 22.05 may end a step without what is on its way: docs/troubleshooting.md"
-WAYS = [pytest.param("srun", marks=pytest.mark.xfail(reason=LOST)), "torchrun", "spawn"]
-
-
-@pytest.fixture(scope="module")
-def failed_50_times(cluster, tmp_path_factory) -> dict[str, list[str]]:
-    """The logs of 50 steps of each launcher, one after the other, with one rank a node."""
-    folder = tmp_path_factory.mktemp("steps")
-    (folder / "steps.sh").write_text(STEPS)
-    submitted, logs = {}, {}
-    for way, launcher in LAUNCHERS.items():
-        size = ["--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=2"]
-        options = [*size, f"--output={folder}/{way}"]
-        submitted[way] = cluster.submit(*options, folder / "steps.sh", launcher)
-    for way, number in submitted.items():
-        job = cluster.wait(number, timeout=1800)
-        assert job.state == "COMPLETED" and "it should" not in job.log, job.log
-        logs[way] = job.log.split("STEP\n")[1:]
-        assert len(logs[way]) == 50, job.log
-    return logs
-
-
-@pytest.mark.matrix
-def test_a_failing_rank_is_named_50_times(failed_50_times):
-    for way, logs in failed_50_times.items():
-        for log in logs:
-            assert re.search(SAID[way], log, re.M), log
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("way", WAYS)
-def test_its_last_words_are_there_50_times(way, failed_50_times):
-    for log in failed_50_times[way]:
-        assert log.count("these are my last words\n") == 1, log
 
 
 def children_of_slurmstepd(job: int) -> Counter:

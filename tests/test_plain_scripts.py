@@ -1,11 +1,9 @@
 """train_single.py and train_ddp.py: the same losses, whoever starts the ranks."""
 
 import datetime
-import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -82,16 +80,6 @@ def test_one_process_without_torch_distributed(one_process, mnist, tmp_path):
     assert evaluations(alone.stdout)[0] == pytest.approx(evaluations(one_process)[0], rel=1e-5)
     last = alone.stdout.splitlines()[-1]
     assert last == f"Finished: epoch=1, checkpoints in {tmp_path / 'out'}"
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(("way", "ranks"), [("torchrun", 2), ("spawn", 4)])
-def test_equal_losses_by_hand(way, ranks, one_process, mnist, tmp_path):
-    options = ["--data-dir", mnist, *STEPS, "--checkpoint-dir", tmp_path / "out"]
-    done = local(way, ranks, "tests/scripts/digest.py", DDP, *options)
-    assert done.returncode == 0, done.stderr
-    assert_same_curve(done.stdout, one_process)
-    assert_same_weights(done.stdout, ranks)
 
 
 @pytest.mark.parametrize(("shape",), cells([("2x2",), ("1x2",), ("4x1",)], ("2x2",)))
@@ -225,32 +213,15 @@ def test_batch_that_the_ranks_cannot_share(tiny):
     assert bad.returncode == 1 and "must be divisible by 2 (ranks)" in bad.stderr, bad.stderr
 
 
-def test_granted_gpus_that_torch_does_not_see(tiny):
+@pytest.mark.parametrize("script", [DDP, "aux/check_ranks.py"])
+def test_granted_gpus_that_torch_does_not_see(script):
     """Jobs of the local cluster, whose GPUs are pretended, have TRAIN_DEVICE=cpu."""
-    bad = run(sys.executable, DDP, "--data-dir", tiny, env=environment(SLURM_GPUS_ON_NODE=2))
-    assert bad.returncode == 1 and len(bad.stderr.splitlines()) == 1, bad.stderr
-    assert "Slurm granted GPUs, but torch sees none" in bad.stderr
+    bad = run(sys.executable, script, env=environment(SLURM_GPUS_ON_NODE=2))
+    assert bad.returncode == 1 and "Traceback" not in bad.stderr, bad.stderr
+    assert (bad.stdout + bad.stderr).count("Slurm granted ") == 1, bad.stdout + bad.stderr
 
 
 # --- the end of a run ---
-
-
-@pytest.mark.matrix
-def test_the_end_of_two_local_ranks(tiny, tmp_path):
-    """On gloo: all of a hundred runs end with status 0."""
-    times = 100
-    port = 20000 + os.getpid() % 10000
-    place = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, "tests/scripts/again.py", times, "--data-dir", tiny, "--epochs", "1"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": REPOSITORY}
-    ranks = []
-    for rank in (0, 1):
-        env = environment(**place, RANK=rank, LOCAL_RANK=rank, OMP_NUM_THREADS=1, FOLDER=tmp_path)
-        ranks.append(subprocess.Popen([str(part) for part in command], env=env, **pipes))
-    for rank, process in enumerate(ranks):
-        out, err = process.communicate(timeout=60 + 10 * times)
-        assert out == f"rank {rank} ended with {{0: {times}}}\n", out + err
-    assert len(list(tmp_path.glob("*/checkpoint_epoch_1.pt"))) == times
 
 
 RAISED = {
@@ -261,8 +232,7 @@ RAISED = {
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("i", range(3))
-def test_an_exception_on_one_rank_ends_the_job(i, cluster, tiny, tmp_path):
+def test_an_exception_on_one_rank_ends_the_job(cluster, tiny, tmp_path):
     """In step 5, by all launchers at once: FAILED within seconds, and the rank is named."""
     submitted = {}
     for way, launcher in LAUNCHERS.items():
