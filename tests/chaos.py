@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 NAMESPACES = Path(__file__).resolve().parents[1] / "local/cluster/namespaces.sh"
@@ -25,18 +25,13 @@ ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED", "OUT_OF_MEM
 
 def slurm(*command: object) -> str:
     """A command of Slurm's on the cluster that CLUSTER names; its output."""
-    shown = subprocess.run(
-        [str(part) for part in (NAMESPACES, "exec", *command)], capture_output=True, text=True
-    )
-    return shown.stdout
+    command = [NAMESPACES, "exec", *map(str, command)]
+    return subprocess.run(command, capture_output=True, text=True).stdout
 
 
 def show(job: int) -> dict[str, str]:
-    return dict(
-        part.split("=", 1)
-        for part in slurm("scontrol", "show", "job", "-o", job).split()
-        if "=" in part
-    )
+    shown = slurm("scontrol", "show", "job", "-o", job)
+    return dict(part.split("=", 1) for part in shown.split() if "=" in part)
 
 
 def all_processes(job: int, node: str = "") -> Iterator[tuple[int, str]]:
@@ -60,22 +55,19 @@ def processes(job: int, name: str, node: str = "") -> Iterator[int]:
 
 def starters(job: int) -> set[int]:
     """What starts the ranks of each node: torchrun, or the spawner."""
-    return {
-        process for name in ("/torchrun\0", "spawn_ranks.py") for process in processes(job, name)
-    }
+    return {*processes(job, "/torchrun\0"), *processes(job, "spawn_ranks.py")}
 
 
 def ranks(job: int, name: str = "train_", node: str = "") -> list[int]:
     """The ranks of a script, of a job on one node or any. Those of the spawner have no script in
     their command line."""
-    found = [*processes(job, name, node), *processes(job, "spawn_main", node)]
-    others = starters(job)
-    return [process for process in found if process not in others]
+    found = {*processes(job, name, node), *processes(job, "spawn_main", node)}
+    return sorted(found - starters(job))
 
 
-def kill_one(moments: random.Random, found: list[int]):
+def kill_one(moments: random.Random, found: Collection[int]):
     if found:
-        os.kill(moments.choice(found), signal.SIGKILL)
+        os.kill(moments.choice(sorted(found)), signal.SIGKILL)
 
 
 def stop_a_rank_for_a_while(job: int, moments: random.Random):
@@ -98,36 +90,25 @@ def cut_a_link_for_a_while(job: int, moments: random.Random):
 
 
 FAULTS: dict[str, Callable[[int, random.Random], object]] = {
-    "SIGTERM": lambda job, moments: slurm("scancel", "--signal=TERM", job),
-    "SIGTERM to the batch shell as well": lambda job, moments: slurm(
-        "scancel", "--full", "--signal=TERM", job
-    ),
-    "scontrol requeue": lambda job, moments: slurm("scontrol", "requeue", job),
+    "SIGTERM": lambda job, _: slurm("scancel", "--signal=TERM", job),
+    "SIGTERM to the batch shell as well": lambda job, _: slurm("scancel", "-f", "-s", "TERM", job),
+    "scontrol requeue": lambda job, _: slurm("scontrol", "requeue", job),
     "kill -9 of a rank": lambda job, moments: kill_one(moments, ranks(job)),
-    "kill -9 of torchrun or the spawner on one node": lambda job, moments: kill_one(
-        moments, sorted(starters(job))
-    ),
+    "kill -9 of a torchrun or spawner": lambda job, moments: kill_one(moments, starters(job)),
     "a rank stopped for 2 s": stop_a_rank_for_a_while,
     "the link of a node down for 2 s": cut_a_link_for_a_while,
 }
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("job", type=int, metavar="JOBID")
-    parser.add_argument(
-        "--every",
-        type=float,
-        default=20,
-        metavar="SECONDS",
-        help="of running time between two faults",
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--faults", type=int, default=sys.maxsize, help="leave the job alone after so many"
-    )
+    text = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=text)
+    add = parser.add_argument
+    add("job", type=int, metavar="JOBID")
+    help = "of running time between two faults"
+    add("--every", type=float, default=20, metavar="SECONDS", help=help)
+    add("--seed", type=int, default=0)
+    add("--faults", type=int, default=sys.maxsize, help="leave the job alone after so many")
     args = parser.parse_args()
     moments, faults, running_since = random.Random(args.seed), 0, None
     while (shown := show(args.job)).get("JobState") not in ("COMPLETED", "CANCELLED"):

@@ -83,21 +83,8 @@ def one_rank_a_node(way: str) -> list[str]:
 def environment(**values: object) -> dict[str, str]:
     """This process's environment without what would lead a launcher astray, the virtual
     environment first in PATH."""
-    stray = (
-        "SLURM",
-        "SBATCH",
-        "MASTER_",
-        "NPROC",
-        "NNODES",
-        "OMP_",
-        "RANK",
-        "WORLD",
-        "LOCAL_",
-        "TRAIN_",
-        "VIRTUAL_ENV",
-        "ARGS",
-        "MAKE",
-    )
+    stray = ("SLURM", "SBATCH", "MASTER_", "NPROC", "NNODES", "OMP_", "RANK", "WORLD", "LOCAL_")
+    stray += ("TRAIN_", "VIRTUAL_ENV", "ARGS", "MAKE")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(stray)}
     clean["PATH"] = f"{Path(sys.executable).parent}:{clean['PATH']}"
     return clean | {name: str(value) for name, value in values.items()}
@@ -111,12 +98,8 @@ def run(*command: object, timeout: float = 120, **options) -> subprocess.Complet
         "env": environment(OMP_NUM_THREADS=1),
         "stdin": subprocess.DEVNULL,
     } | options
-    pipes = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "text": True,
-        "start_new_session": True,
-    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes["start_new_session"] = True
     with subprocess.Popen([str(part) for part in command], **pipes, **options) as process:
         try:
             out, err = process.communicate(timeout=timeout)
@@ -230,15 +213,9 @@ class Cluster:
         seconds = [int(x) for x in re.split("[-:]", shown["RunTime"])]
         return Job(job, shown["JobState"], status or signal, text, seconds[-1] + 60 * seconds[-2])
 
-    def sbatch(
-        self,
-        *command: object,
-        env: dict | None = None,
-        cwd: Path = REPOSITORY,
-        timeout: float = 120,
-    ) -> Job:
+    def sbatch(self, *command: object, timeout: float = 120, **options) -> Job:
         """submit, and wait."""
-        return self.wait(self.submit(*command, env=env, cwd=cwd), timeout)
+        return self.wait(self.submit(*command, **options), timeout)
 
     def left_over(self, job: int) -> list[str]:
         """The processes that belong to a job, on any node, as pid and command."""
@@ -277,11 +254,6 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def write_idx(path: Path, shape: tuple[int, ...], data: bytes):
-    header = bytes([0, 0, 8, len(shape)]) + b"".join(size.to_bytes(4, "big") for size in shape)
-    path.write_bytes(header + data)
-
-
 def once(tmp_path_factory, name: str, make: Callable[[Path], None]) -> Path:
     """A folder that `make` fills once for all processes of pytest-xdist."""
     shared = tmp_path_factory.getbasetemp()
@@ -310,13 +282,15 @@ def mnist_full(tmp_path_factory) -> Path:
 
 def first_images(full: Path, folder: Path, train: int, test: int) -> Path:
     """A folder with the first so many images of each split of the set in `full`."""
+    from prepare_data import idx  # and torch
+
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for split, count in (("train", train), ("t10k", test)):
         images = (full / f"MNIST/raw/{split}-images-idx3-ubyte").read_bytes()[16 : 16 + 784 * count]
         labels = (full / f"MNIST/raw/{split}-labels-idx1-ubyte").read_bytes()[8 : 8 + count]
-        write_idx(raw / f"{split}-images-idx3-ubyte", (count, 28, 28), images)
-        write_idx(raw / f"{split}-labels-idx1-ubyte", (count,), labels)
+        (raw / f"{split}-images-idx3-ubyte").write_bytes(idx(images, count, 28, 28))
+        (raw / f"{split}-labels-idx1-ubyte").write_bytes(idx(labels, count))
     return folder
 
 

@@ -101,7 +101,5 @@ def test_scaling(cluster, tiny):
     losses = [float(loss) for _, loss in rows]
     assert losses == pytest.approx([losses[0]] * 3, abs=1e-3)
     assert {path.name for path in (REPOSITORY / "checkpoints").glob("*")} == before
-    failed = cluster.exec(
-        *scaling, "--sizes", "1x2", "--", "tests/scripts/fail.py", "exit", timeout=200
-    )
+    failed = cluster.exec(*scaling, "--sizes", "1x2", "--", "tests/scripts/fail.py", timeout=200)
     assert failed.returncode == 1 and "scaling.py: the job on 1x2 has failed" in failed.stderr

@@ -12,7 +12,6 @@ import torchvision
 
 import prepare_data
 import token_files
-from conftest import write_idx
 from resilience import checksums
 
 SCRIPT = "aux/prepare_data.py"
@@ -26,11 +25,11 @@ def served(tmp_path, monkeypatch):
     folder.mkdir()
     resources = []
     for split, count in (("train", 30), ("t10k", 20)):
-        write_idx(folder / "images", (count, 28, 28), bytes(784 * count))
-        write_idx(folder / "labels", (count,), bytes(7 * i % 10 for i in range(count)))
-        for kind, dimensions in (("images", 3), ("labels", 1)):
-            path = folder / f"{split}-{kind}-idx{dimensions}-ubyte.gz"
-            path.write_bytes(gzip.compress((folder / kind).read_bytes()))
+        images = prepare_data.idx(bytes(784 * count), count, 28, 28)
+        labels = prepare_data.idx(bytes(7 * i % 10 for i in range(count)), count)
+        for kind, content in (("images-idx3", images), ("labels-idx1", labels)):
+            path = folder / f"{split}-{kind}-ubyte.gz"
+            path.write_bytes(gzip.compress(content))
             resources.append((path.name, hashlib.md5(path.read_bytes()).hexdigest()))
     (folder / "input.txt").write_bytes(TEXT.encode())
 
