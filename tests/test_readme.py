@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import time
 from pathlib import Path
 
@@ -17,22 +16,14 @@ from write_diffs import DIFF, hunks_by_block, with_diffs
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 # By number, and the appendices by name
 CHAPTERS = {int(path.name[:2]): path for path in DOCUMENTS if re.match(r"\d\d_", path.name)}
-CHAPTERS |= {
-    path.stem.removeprefix("appendix_"): path
-    for path in DOCUMENTS
-    if path.name.startswith("appendix_")
-}
-BLOCKS = re.findall(
-    r"^```bash\n(.*?)^```$", "\n".join(path.read_text() for path in DOCUMENTS), re.M | re.S
-)
+CHAPTERS |= {path.stem[9:]: path for path in DOCUMENTS if path.name.startswith("appendix_")}
+TEXT = "\n".join(path.read_text() for path in DOCUMENTS)
+BLOCKS = re.findall(r"^```bash\n(.*?)^```$", TEXT, re.M | re.S)
 
 
 def copy_of_repository(folder: Path) -> Path:
     """The files that git tracks."""
-    tracked = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True
-    ).stdout
-    for path in filter(None, tracked.split("\0")):
+    for path in filter(None, run("git", "ls-files", "-z").stdout.split("\0")):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(REPOSITORY / path, folder / path)
     return folder
@@ -48,17 +39,8 @@ def clone(tmp_path_factory, tiny) -> Path:
 
 
 def bash(script: str, clone: Path, prefix: tuple = (), **variables):
-    done = run(
-        *prefix,
-        "bash",
-        "-euo",
-        "pipefail",
-        "-c",
-        script,
-        cwd=clone,
-        env=environment(**variables),
-        timeout=300,
-    )
+    command = [*prefix, "bash", "-euo", "pipefail", "-c", script]
+    done = run(*command, cwd=clone, env=environment(**variables), timeout=300)
     assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -147,14 +129,11 @@ def try_block(
     if language == "bash":
         printed = bash(commands, clone, prefix, **variables)
     else:
-        command = ["bash", "-c", f"exec 2>&1; {commands}"]
-        printed = run(
-            *prefix, *command, cwd=clone, env=environment(**variables), timeout=120
-        ).stdout
+        command = [*prefix, "bash", "-c", f"exec 2>&1; {commands}"]
+        printed = run(*command, cwd=clone, env=environment(**variables)).stdout
     if shown:
-        assert_shown(
-            shown, printed.replace(str(clone), HOME).replace(in_a_name(clone), in_a_name(HOME))
-        )
+        here = printed.replace(str(clone), HOME).replace(in_a_name(clone), in_a_name(HOME))
+        assert_shown(shown, here)
     return printed
 
 
@@ -257,9 +236,8 @@ def test_chapters_of_language_models(clone):
     """The second takes the text of the first. Without internet, as here, that is the one that
     Python brings along."""
     shown = "".join(try_chapter(10, clone) + try_chapter(11, clone))
-    losses = [
-        float(loss) for loss in re.findall(r"^Finished: step=100 val_loss=(\S+)$", shown, re.M)
-    ]
+    found = re.findall(r"^Finished: step=100 val_loss=(\S+)$", shown, re.M)
+    losses = [float(loss) for loss in found]
     # FSDP, then FSDP on the reader's own text, then tensor parallel on the first text
     assert len(losses) == 3 and losses[0] < 3.2
     assert losses[0] == pytest.approx(losses[2], abs=0.02)
@@ -289,9 +267,8 @@ def test_chapter_of_the_proof(clone):
     """One process, two ranks and four: the columns are the same training, and not only of the
     same shape."""
     shown = try_chapter("agree", clone)[0]
-    rows = [
-        [float(loss) for loss in re.findall(r" loss=(\S+)", line)] for line in shown.splitlines()
-    ]
+    lines = [re.findall(r" loss=(\S+)", line) for line in shown.splitlines()]
+    rows = [[float(loss) for loss in line] for line in lines]
     assert len(rows) == 5 and rows[-1][0] < rows[0][0]
     assert all(row == pytest.approx([row[0]] * 3, abs=1e-4) for row in rows), shown
 
@@ -374,23 +351,13 @@ def test_links_and_paths_lead_somewhere(path):
 def habits() -> list[str]:
     """The commands in the middle column of docs/coming-from.md."""
     page = (REPOSITORY / "docs/coming-from.md").read_text()
-    cells = re.findall(r"^\| .+? \| (.+?) \| .+? \|$", page, re.M)
-    return list(
-        dict.fromkeys(
-            span for cell in cells for span in re.findall(r"`([^`]+)`", cell) if " " in span
-        )
-    )
+    cells = "\n".join(re.findall(r"^\| .+? \| (.+?) \| .+? \|$", page, re.M))
+    return list(dict.fromkeys(span for span in re.findall(r"`([^`\n]+)`", cells) if " " in span))
 
 
 # Containers, Docker and submission have tests of their own.
-ELSEWHERE = (
-    "docker ",
-    "sbatch run_script.sh",
-    "python distributed/train_task.py --submit",
-    "@task",
-    "sys.path",
-    "from ",
-)
+ELSEWHERE = ("docker ", "sbatch run_script.sh", "python distributed/train_task.py --submit")
+ELSEWHERE += ("@task", "sys.path", "from ")
 HERE = [command for command in habits() if not command.startswith(ELSEWHERE)]
 
 

@@ -9,27 +9,15 @@ import sys
 from conftest import REPOSITORY, environment, free_port, run
 
 
-def job(ranks: int = 2) -> dict[str, str]:
+def job() -> dict[str, str]:
     """The environment of the one node of a job, as env.sh and srun make it."""
-    place = {
-        "NNODES": 1,
-        "SLURM_NODEID": 0,
-        "NPROC_PER_NODE": ranks,
-        "SLURM_JOB_ID": 7,
-        "PYTHONUNBUFFERED": 1,
-    }
-    return environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), OMP_NUM_THREADS=2)
+    place = {"NNODES": 1, "SLURM_NODEID": 0, "NPROC_PER_NODE": 2, "SLURM_JOB_ID": 7}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    return environment(**place, OMP_NUM_THREADS=2, PYTHONUNBUFFERED=1)
 
 
-def in_a_job(script: object, *arguments: object, ranks: int = 2, timeout: float = 120):
-    return run(
-        sys.executable,
-        "distributed/spawn_ranks.py",
-        script,
-        *arguments,
-        env=job(ranks),
-        timeout=timeout,
-    )
+def in_a_job(script: object, *arguments: object):
+    return run(sys.executable, "distributed/spawn_ranks.py", script, *arguments, env=job())
 
 
 ENDS = """
@@ -72,7 +60,7 @@ def test_its_status_is_that_of_the_first_rank_to_fail(tmp_path):
         "time.sleep(100)\n"
     )
     for how, status, said in (("exit", 3, "exit code 3"), (9, 137, "signal SIGKILL")):
-        done = in_a_job(script, how, timeout=60)
+        done = in_a_job(script, how)
         assert done.returncode == status, done.stderr
         line = rf"^spawn_ranks.py: rank 1 on \S+: process 1 terminated with {said}$"
         assert len(re.findall(line, done.stderr, re.M)) == 1, done.stderr
