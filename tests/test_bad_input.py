@@ -5,16 +5,17 @@ runs as a process of its own, in an empty folder, with a secret in the environme
 would touch a canary file if a shell read them.
 """
 
+import itertools
 import os
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, REPOSITORY, cells, environment, run
+from conftest import REPOSITORY, cells, environment, run
+from test_launchers import in_all_ways
 
 SECRET = "canary-8b2e41"  # the value of a variable: no output may hold it
 VARIABLES = {"SECRET_TOKEN": SECRET, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -45,48 +46,31 @@ WORDS = [
     "x" * 5000,
 ]
 UNPRINTABLE = ["\n touch canary\n", "\x1b[2J\x07"]
+NO_NUMBER = r"DIR|FILE|PROMPT|INPUT|FOLDER|DEVICE|WORD|[{\[]|^$"  # a value of --help
 NO_NUMBERS = ["one", "nan", "1_", "½", "", "-1", "1e400", "9" * 5000, "$(touch canary)"]
 
 
-@dataclass
-class Option:
-    """An option of --help: its flag, and its value in capitals or braces."""
-
-    flag: str
-    value: str
-
-    @property
-    def is_number(self) -> bool:
-        text = r"DIR|FILE|PROMPT|INPUT|FOLDER|DEVICE|WORD|[{\[]|^$"
-        return not re.search(text, self.value)
-
-
-def read_options(script: str) -> list[Option]:
-    """None of a script without --help. torch checks two of the plain scripts' numbers."""
-    if script.endswith(".sh"):
-        return []
-    shown = run(sys.executable, script, "--help").stdout
-    found = re.findall(r"^  (--[\w-]+)(?:,? (\[?[A-Z_]+\]?|\{[\w,]+\}))?(?=  |$)", shown, re.M)
-    by_torch = ("--seed", "--learning-rate") if script in PLAIN else ()
-    return [Option(flag, value) for flag, value in found if flag not in by_torch]
-
-
 def bad_lines(script: str) -> list[list[str]]:
-    """Arguments that the script cannot accept, the most important ones first."""
+    """Arguments that the script cannot accept, by the flags of its --help and their values."""
     words = WORDS if script in PLAIN else [*WORDS, *UNPRINTABLE]
     if script == "aux/lint_sbatch.py":  # its arguments are files, and these are not there
         return [[word] for word in words]
-    options = read_options(script)
-    numbers = [option.flag for option in options if option.is_number]
-    lines = [[f"--unknown={word}"] for word in words]
-    for i, flag in enumerate(numbers):
-        lines.insert(2 * i + 1, [f"{flag}={NO_NUMBERS[i % len(NO_NUMBERS)]}"])
+    shown = "" if script.endswith(".sh") else run(sys.executable, script, "--help").stdout
+    option = r"^  (--[\w-]+)(?:,? (\[?[A-Z_]+\]?|\{[\w,]+\}))?(?=  |$)"
+    by_torch = ("--seed", "--learning-rate") if script in PLAIN else ()
+    found = re.findall(option, shown, re.M)
+    values = {flag: value for flag, value in found if flag not in by_torch}
+    numbers = [flag for flag, value in values.items() if not re.search(NO_NUMBER, value)]
+
+    lines = [["-q$(touch canary)"], ["word", "another"], *([f"--unknown={word}"] for word in words)]
+    wrong = itertools.cycle(NO_NUMBERS)
+    lines += [[f"{flag}={next(wrong)}"] for flag in numbers]
     lines += [[f"{flag}=1", f"{flag}=one"] for flag in numbers[:1]]
-    lines += [[option.flag] for option in options if option.value and "[" not in option.value][:1]
-    lines += [[option.flag, "word"] for option in options if "{" in option.value]
-    lines += [[f"{option.flag}=1"] for option in options if not option.value][:1]
-    lines += [[option.flag[:-1] + "_"] for option in options[:1]]
-    return [*lines, ["-q$(touch canary)"], ["word", "another"]]
+    lines += [[flag] for flag, value in values.items() if value and "[" not in value][:1]
+    lines += [[flag, "word"] for flag, value in values.items() if "{" in value]
+    lines += [[f"{flag}=1"] for flag, value in values.items() if not value][:1]
+    lines += [[flag[:-1] + "_"] for flag in list(values)[:1]]
+    return lines
 
 
 def fault_of(script: str, arguments: list[str], folder: Path) -> str | None:
@@ -126,13 +110,9 @@ def test_bad_command_lines_are_refused(script, part, tmp_path):
 def test_bad_command_lines_are_refused_in_jobs(cluster, tmp_path):
     """By every launcher: FAILED, one sentence of the script's, and nothing that bash adds."""
     arguments = [f"--unknown={word}" for word in [*WORDS, *UNPRINTABLE]]
-    submitted = {}
-    for way, launcher in LAUNCHERS.items():
-        size = ["--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1"]
-        command = [*size, f"--output={tmp_path}/{way}", launcher, SCRIPTS[2], *arguments]
-        submitted[way] = cluster.submit(*command, env=VARIABLES)
-    for way, number in submitted.items():
-        job = cluster.wait(number)
+    size = ["--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1"]
+    script = (SCRIPTS[2], *arguments)
+    for way, job in in_all_ways(cluster, tmp_path, *script, size=size, env=VARIABLES).items():
         said = [line for line in job.log.splitlines() if "--help lists" in line]
         assert job.state == "FAILED" and len(said) == 1 and said[0].isprintable(), job.log
         assert SECRET not in job.log, job.log
@@ -142,14 +122,7 @@ def test_bad_command_lines_are_refused_in_jobs(cluster, tmp_path):
 
 
 def test_every_script_is_tried():
-    scripts = [
-        path
-        for folder in ("aux", "distributed", "local")
-        for path in Path(REPOSITORY, folder).rglob("*.py")
-    ]
-    runs = {
-        str(path.relative_to(REPOSITORY))
-        for path in scripts
-        if 'if __name__ == "__main__"' in path.read_text()
-    }
-    assert runs - {"distributed/spawn_ranks.py"} <= set(SCRIPTS)
+    paths = [*REPOSITORY.glob("aux/**/*.py"), *REPOSITORY.glob("distributed/**/*.py")]
+    runs = [path for path in paths if 'if __name__ == "__main__"' in path.read_text()]
+    names = {str(path.relative_to(REPOSITORY)) for path in runs}
+    assert names - {"distributed/spawn_ranks.py"} <= set(SCRIPTS)

@@ -288,8 +288,7 @@ def test_stopped_requeued_and_cancelled(cluster, data, uninterrupted, tmp_path):
 
 @pytest.mark.matrix
 def test_term(cluster, data, uninterrupted, tmp_path):
-    """The other scripts, to their end. SIGUSR1 does the same for those who send it to srun's
-    tasks."""
+    """The other scripts, to their end. SIGUSR1 does the same, but under torchrun."""
 
     def scenario(way, script, name):
         trial = Trial(cluster, way, script, data, tmp_path / way)
@@ -298,7 +297,7 @@ def test_term(cluster, data, uninterrupted, tmp_path):
         assert trial.wait_for(REQUEUED) < 15
         trial.is_equal_after_a_restart(uninterrupted(script))
 
-    at_once(scenario, [(*TORCHRUN, "TERM"), (*SPAWN, "TERM"), ("srun", "train_fsdp.py", "USR1")])
+    at_once(scenario, [(*TORCHRUN, "TERM"), (*SPAWN, "USR1"), ("srun", "train_fsdp.py", "USR1")])
 
 
 @pytest.mark.matrix

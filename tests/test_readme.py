@@ -1,6 +1,7 @@
 """The commands of README and docs, run as they stand, block by block, in a copy of the
 repository; diffs, pictures. Blocks of bash and console are run, those of sh only shown."""
 
+import itertools
 import os
 import re
 import shutil
@@ -68,37 +69,26 @@ def steps(path: Path) -> list[tuple[str, str, str]]:
     return found
 
 
+# Whether srun had to wait, and what slurmstepd says of an end.
+BY_CHANCE = r"srun: (job \d+ (queued|has been allocated)|Job \d+ step creation|Step created)"
+BY_CHANCE += r"|slurmstepd-\S+: error: \*\*\*"
+
+
 def shapes(text: str) -> list[str]:
     """The lines of an output without what differs from run to run: numbers, blanks, the name of
-    a machine, the order of lines that ranks and tasks print at the same time, what a rank does
-    just then (watch_job.py), whether srun had to wait, and what slurmstepd says of an end. The
-    numbers of a rank stay."""
+    a machine, what a rank does just then (watch_job.py), and the order of lines that ranks and
+    tasks print at the same time. The numbers of a rank stay."""
     lines = []
     for line in text.splitlines():
-        if re.match(
-            r"srun: (job \d+ (queued|has been allocated)|Job \d+ step creation|Step created)", line
-        ):
-            continue
-        if re.match(r"slurmstepd-\S+: error: \*\*\*", line):
-            continue
         line = re.sub(r"^( +\d+  \S+ +)(?:\d+|-)( +\d+ s  ).+", r"\1 0\2 somewhere", line)
         line = re.sub(rf"\b(vm|{re.escape(socket.gethostname())})\b", "HOST", line)
         if re.match(r"\[Rank: |task \d+ of ", line):
             line = re.sub(r"node-\d+", "node-#", line)
-            # A rank that ends early may say why before another one says that it is there.
-            end = next(
-                (i for i in range(len(lines), 0, -1) if not lines[i - 1].startswith("[Rank # on ")),
-                0,
-            )
-            at = next(
-                (i for i in range(end, 0, -1) if not re.match(r"\[Rank: |task ", lines[i - 1])), 0
-            )
-            lines[at:end] = sorted(
-                [*lines[at:end], re.sub(r"CPUs: \d+ \| threads: \d+", "CPUs, threads", line)]
-            )
-        else:
+            lines.append(re.sub(r"CPUs: \d+ \| threads: \d+", "CPUs, threads", line))
+        elif not re.match(BY_CHANCE, line):
             lines.append(" ".join(re.sub(r"\d+([.:]\d+)*", "#", line).split()))
-    return lines
+    parts = itertools.groupby(lines, lambda line: line.startswith(("[Rank", "task ")))
+    return [line for at_once, part in parts for line in (sorted(part) if at_once else part)]
 
 
 def assert_shown(shown: str, fresh: str):

@@ -1,12 +1,9 @@
 """spawn_ranks.py as srun starts it: its ranks begin and end as those of torchrun do."""
 
-import os
 import re
-import signal
-import subprocess
 import sys
 
-from conftest import REPOSITORY, environment, free_port, run
+from conftest import environment, free_port, run
 
 
 def job() -> dict[str, str]:
@@ -64,36 +61,3 @@ def test_its_status_is_that_of_the_first_rank_to_fail(tmp_path):
         assert done.returncode == status, done.stderr
         line = rf"^spawn_ranks.py: rank 1 on \S+: process 1 terminated with {said}$"
         assert len(re.findall(line, done.stderr, re.M)) == 1, done.stderr
-
-
-LISTENS = """
-import os, signal, sys, time
-def end(number, frame):
-    os.write(1, f"RANK {os.environ['RANK']} got {signal.Signals(number).name}\\n".encode())
-    time.sleep(1)
-    if number == signal.SIGTERM:
-        sys.exit(0)
-signal.signal(signal.SIGTERM, end)
-signal.signal(signal.SIGUSR1, end)
-os.write(1, b"READY\\n")
-while True:
-    time.sleep(0.1)
-"""
-
-
-def test_signals_reach_the_ranks_once(tmp_path):
-    """Slurm signals the spawner. It stays until ranks that save have ended, and ends as well as
-    they do."""
-    script = tmp_path / "script.py"
-    script.write_text(LISTENS)
-    command = [sys.executable, "distributed/spawn_ranks.py", str(script)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=REPOSITORY, env=job(), **pipes) as process:
-        assert [process.stdout.readline() for _ in range(2)] == ["READY\n"] * 2
-        os.kill(process.pid, signal.SIGUSR1)
-        heard = [process.stdout.readline().strip() for _ in range(2)]
-        assert sorted(heard) == ["RANK 0 got SIGUSR1", "RANK 1 got SIGUSR1"]
-        os.kill(process.pid, signal.SIGTERM)
-        out, err = process.communicate(timeout=30)
-    assert sorted(out.splitlines()) == ["RANK 0 got SIGTERM", "RANK 1 got SIGTERM"], out + err
-    assert process.returncode == 0, err
