@@ -137,9 +137,7 @@ def test_a_group_drops_different_heads_and_otherwise_alike(splits):
         found = splits[f"{split}, dropped"]
         assert different(found["heads"]) == layers * heads * len(groups), split
         assert different(found["modules"]) == (1 + 2 * layers) * len(groups), split
-        assert all(
-            found["modules"][first] == found["modules"][second] for first, second in groups
-        ), split
+        assert all(found["modules"][i] == found["modules"][j] for i, j in groups), split
     found = splits["tp 2, sequence, dropped"]
     assert different(found["heads"] + found["modules"]) == layers * heads + 2 * (1 + 2 * layers)
 
@@ -159,14 +157,15 @@ def test_memory_falls_with_the_ranks(splits):
     width, context, layers = SIZES["width"], SIZES["context"], SIZES["layers"]
     everything = sum(part["parameters"] for part in splits["fsdp 2"]["held"])
     replicated = 4 * (2 * layers + 1 + context) * width
-    for split, parts in {
+    all_parts = {
         "fsdp 2": 2,
         "fsdp 4": 4,
         "hybrid 2x2": 2,
         "tp 2": 2,
         "tp 4": 4,
         "tp 2 x data 2": 4,
-    }.items():
+    }
+    for split, parts in all_parts.items():
         promised = everything / parts
         if split in ("tp 2", "tp 4"):
             promised = (everything - replicated) / parts + replicated
@@ -233,10 +232,8 @@ def trained(text, tmp_path_factory) -> dict[str, Path]:
 
 
 def test_scripts_agree(trained, splits):
-    for folder in trained.values():
-        assert list(read_metrics(folder).values()) == pytest.approx(
-            splits["dense"]["losses"], abs=3e-6
-        )
+    expected = pytest.approx(splits["dense"]["losses"], abs=3e-6)
+    assert all(list(read_metrics(folder).values()) == expected for folder in trained.values())
     first, second = (read_metrics(folder, "val_loss") for folder in trained.values())
     assert list(first) == [10, 20]
     assert first == pytest.approx(second, abs=3e-6)
@@ -358,9 +355,8 @@ def test_a_padded_vocabulary(text, tmp_path):
         assert done.returncode == 0, done.stderr
     split, alone = (read_metrics(tmp_path / script) for script in ("train_tp.py", "train_fsdp.py"))
     assert split == pytest.approx(alone, abs=3e-6)
-    whole = json.loads(
-        (tmp_path / "train_tp.py/checkpoint_step_10/manifest.json").read_text().splitlines()[0]
-    )
+    manifest = tmp_path / "train_tp.py/checkpoint_step_10/manifest.json"
+    whole = json.loads(manifest.read_text().splitlines()[0])
     assert whole["sizes"]["vocabulary"] % 64 == 0
     assert 0 < whole["sizes"]["vocabulary"] - whole["tokenizer"]["size"] < 64
     done = sample(tmp_path / "train_tp.py", 300)
@@ -386,22 +382,21 @@ print("torch" in sys.modules, [os.environ.get(x) for x in names])
     assert done.stdout == "False [':4096:8', 'Ring', 'Tree', '0']\n", done.stderr
 
 
-COMPILED = [("train_fsdp.py", 1, ()), ("train_fsdp.py", 2, ()), ("train_tp.py", 2, ())]
+COMPILED = [("train_fsdp.py", 1, ""), ("train_fsdp.py", 2, ""), ("train_tp.py", 2, "")]
 COMPILED += [
-    ("train_tp.py", 2, ("--sequence-parallel",)),
-    ("train_tp.py", 4, ("--activation-checkpointing",)),
+    ("train_tp.py", 2, "--sequence-parallel"),
+    ("train_tp.py", 4, "--activation-checkpointing"),
 ]
 
 
 @pytest.mark.parametrize(("script", "ranks", "flags"), cells(COMPILED))
 def test_compiled_is_equal(script, ranks, flags, splits, text, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    done = train(script, ranks, text, tmp_path, "--compile", *flags, timeout=300)
+    done = train(script, ranks, text, tmp_path, "--compile", *flags.split(), timeout=300)
     assert done.returncode == 0, done.stderr
     assert "Compiled: True" in done.stdout
-    assert list(read_metrics(tmp_path).values()) == pytest.approx(
-        splits["dense"]["losses"], abs=3e-6
-    )
+    expected = pytest.approx(splits["dense"]["losses"], abs=3e-6)
+    assert list(read_metrics(tmp_path).values()) == expected
 
 
 def test_it_learns(text, tmp_path):

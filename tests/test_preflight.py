@@ -20,11 +20,6 @@ FAULTS = {
         "mount -t tmpfs -o size=1m full FOLDER && ! head -c 2M /dev/zero >FOLDER/f",
         "has 0 MB free, and 1024 MB",
     ),
-    "full elsewhere": (
-        1,
-        "mount -t tmpfs -o size=64m full FOLDER",
-        r"has \d+ MB free, and 1024 MB are needed",
-    ),
     "read-only": (
         0,
         "mount -t tmpfs -o ro locked FOLDER",
@@ -118,7 +113,7 @@ def faulty_jobs(
                 )
                 environment = {"PYTHONPATH": here}
                 # Only the second node looks for it there.
-                text = XML.format(mig="N/A", reasons="event_reason", hot="Not Active", errors=2)
+                text = XML.format(mig="N/A", reasons="event_reason", hot="Not Active")
                 stand_in(here, f"cat <<'END'\n{text}\nEND")
             size = [f"--nodelist={first},{second}", *one_rank_a_node("srun"), "--cpus-per-task=2"]
             command = ["aux/check_ranks.py", "--checkpoint-dir", here / "checkpoints"]
@@ -192,7 +187,7 @@ XML = """<nvidia_smi_log><driver_version>580.95.05</driver_version>
     <clocks_{reasons}_hw_thermal_slowdown>{hot}</clocks_{reasons}_hw_thermal_slowdown>
   </clocks_{reasons}s>
   <ecc_errors><volatile>
-    <sram_uncorrectable>1</sram_uncorrectable><dram_uncorrectable>{errors}</dram_uncorrectable>
+    <sram_uncorrectable>1</sram_uncorrectable><dram_uncorrectable>2</dram_uncorrectable>
   </volatile></ecc_errors>
 </gpu>
 </nvidia_smi_log>"""
@@ -208,7 +203,7 @@ def stand_in(folder: Path, script: str):
 @pytest.mark.parametrize("reasons", ["throttle_reason", "event_reason"])
 def test_what_nvidia_smi_says(reasons, tmp_path, monkeypatch):
     """Its drivers before 535 and after have two names for a reason."""
-    text = XML.format(mig="Enabled", reasons=reasons, hot="Active", errors=2)
+    text = XML.format(mig="Enabled", reasons=reasons, hot="Active")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     stand_in(tmp_path, f"cat <<'END'\n{text}\nEND")
     bad, notes = check_ranks.ask_nvidia_smi()

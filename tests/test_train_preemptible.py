@@ -96,15 +96,6 @@ def test_metrics_and_final_lines(mnist, tmp_path):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_precision(precision, one_process, mnist, tmp_path):
-    done = train(mnist, tmp_path, *STEPS, "--max-steps", 4, "--precision", precision)
-    assert done.returncode == 0, done.stderr
-    assert losses(tmp_path) == pytest.approx(one_process[0][:4], rel=0.02)
-    assert losses(tmp_path) != pytest.approx(one_process[0][:4], rel=1e-6)
-
-
-@pytest.mark.matrix
 def test_loader_workers_change_nothing(one_process, mnist, tmp_path):
     done = train(mnist, tmp_path, *STEPS, "--max-steps", 4, "--num-workers", 2, ranks=2)
     assert done.returncode == 0, done.stderr

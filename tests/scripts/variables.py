@@ -21,7 +21,6 @@ given = {
     "process": os.getpid(),
     "job": env["SLURM_JOB_ID"],
     "threads": env.get("OMP_NUM_THREADS"),
-    "job_world_size": [env.get(name) for name in ("NNODES", "NPROC_PER_NODE", "WORLD_SIZE")],
     "cuda": env.get("CUDA_VISIBLE_DEVICES"),
     "cpus": sorted(os.sched_getaffinity(0)),
     "path": env["PATH"],
