@@ -157,15 +157,8 @@ def test_memory_falls_with_the_ranks(splits):
     width, context, layers = SIZES["width"], SIZES["context"], SIZES["layers"]
     everything = sum(part["parameters"] for part in splits["fsdp 2"]["held"])
     replicated = 4 * (2 * layers + 1 + context) * width
-    all_parts = {
-        "fsdp 2": 2,
-        "fsdp 4": 4,
-        "hybrid 2x2": 2,
-        "tp 2": 2,
-        "tp 4": 4,
-        "tp 2 x data 2": 4,
-    }
-    for split, parts in all_parts.items():
+    parts_of = {"fsdp 2": 2, "fsdp 4": 4, "hybrid 2x2": 2, "tp 2": 2, "tp 4": 4}
+    for split, parts in (parts_of | {"tp 2 x data 2": 4}).items():
         promised = everything / parts
         if split in ("tp 2", "tp 4"):
             promised = (everything - replicated) / parts + replicated
@@ -233,34 +226,32 @@ def trained(text, tmp_path_factory) -> dict[str, Path]:
 
 def test_scripts_agree(trained, splits):
     expected = pytest.approx(splits["dense"]["losses"], abs=3e-6)
-    assert all(list(read_metrics(folder).values()) == expected for folder in trained.values())
+    for folder in trained.values():
+        assert list(read_metrics(folder).values()) == expected
     first, second = (read_metrics(folder, "val_loss") for folder in trained.values())
     assert list(first) == [10, 20]
     assert first == pytest.approx(second, abs=3e-6)
 
 
 OTHER_SPLITS = [
-    ("fsdp 4", "train_fsdp.py", 2, ()),
-    ("fsdp 4", "train_fsdp.py", 1, ()),
-    ("fsdp 4", "train_tp.py", 2, ("--sequence-parallel",)),
-    ("tp 2 x data 2", "train_fsdp.py", 2, ()),
-    ("tp 2 x data 2", "train_tp.py", 1, ()),
+    ("fsdp 4", "train_fsdp.py", 2),
+    ("fsdp 4", "train_fsdp.py", 1),
+    ("fsdp 4", "train_tp.py --sequence-parallel", 2),
+    ("tp 2 x data 2", "train_fsdp.py", 2),
+    ("tp 2 x data 2", "train_tp.py", 1),
 ]
 
 
-@pytest.mark.parametrize(
-    ("saved", "script", "ranks", "flags"), cells(OTHER_SPLITS, *OTHER_SPLITS[2:4])
-)
-def test_resume_under_another_split(trained, text, tmp_path, saved, script, ranks, flags):
+@pytest.mark.parametrize(("saved", "command", "ranks"), cells(OTHER_SPLITS, *OTHER_SPLITS[2:4]))
+def test_resume_under_another_split(trained, text, tmp_path, saved, command, ranks):
     shutil.copytree(trained[saved] / "checkpoint_step_10", tmp_path / "checkpoint_step_10")
+    script, *flags = command.split()
     done = train(script, ranks, text, tmp_path, "--resume", *flags)
-    assert done.returncode == 0, done.stderr
-    assert "Resumed after step 10" in done.stdout
-    uninterrupted = {step: loss for step, loss in read_metrics(trained[saved]).items() if step > 10}
-    assert read_metrics(tmp_path) == pytest.approx(uninterrupted, abs=3e-6)
-    assert read_metrics(tmp_path, "val_loss")[20] == pytest.approx(
-        read_metrics(trained[saved], "val_loss")[20], abs=3e-6
-    )
+    assert done.returncode == 0 and "Resumed after step 10" in done.stdout, done.stderr
+    for name in ("loss", "val_loss"):
+        expected = read_metrics(trained[saved], name).items()
+        rest = {step: value for step, value in expected if step > 10}
+        assert read_metrics(tmp_path, name) == pytest.approx(rest, abs=3e-6)
 
 
 def test_damaged_checkpoint_is_passed_over(trained, text, tmp_path):
@@ -382,17 +373,15 @@ print("torch" in sys.modules, [os.environ.get(x) for x in names])
     assert done.stdout == "False [':4096:8', 'Ring', 'Tree', '0']\n", done.stderr
 
 
-COMPILED = [("train_fsdp.py", 1, ""), ("train_fsdp.py", 2, ""), ("train_tp.py", 2, "")]
-COMPILED += [
-    ("train_tp.py", 2, "--sequence-parallel"),
-    ("train_tp.py", 4, "--activation-checkpointing"),
-]
+COMPILED = [("train_fsdp.py", 1), ("train_fsdp.py", 2), ("train_tp.py", 2)]
+COMPILED += [("train_tp.py --sequence-parallel", 2), ("train_tp.py --activation-checkpointing", 4)]
 
 
-@pytest.mark.parametrize(("script", "ranks", "flags"), cells(COMPILED))
-def test_compiled_is_equal(script, ranks, flags, splits, text, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("command", "ranks"), cells(COMPILED))
+def test_compiled_is_equal(command, ranks, splits, text, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    done = train(script, ranks, text, tmp_path, "--compile", *flags.split(), timeout=300)
+    script, *flags = command.split()
+    done = train(script, ranks, text, tmp_path, "--compile", *flags, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "Compiled: True" in done.stdout
     expected = pytest.approx(splits["dense"]["losses"], abs=3e-6)
