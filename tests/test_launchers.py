@@ -292,13 +292,6 @@ def test_three_files_and_a_strangers_script(cluster, tmp_path):
     assert len(weights) == 1 and 3 < float(weights.pop()) < 5
 
 
-@pytest.mark.matrix
-def test_tensor_parallel_by_hand(cluster, tmp_path):
-    size = ["--nodes=1", f"--output={tmp_path}/log"]
-    job = cluster.sbatch(*size, LAUNCHERS["srun"], "distributed/tensor_parallel_by_hand.py")
-    assert job.state == "COMPLETED", job.log
-
-
 # --- CPUs, GPUs, memory, environment ---
 
 

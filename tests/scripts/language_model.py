@@ -23,9 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
-import recipe
 import resilience.step_zero
-import tensor_parallel_by_hand
 import token_files
 import transformer
 from resilience.place import Place
@@ -158,45 +156,6 @@ def drift(model: torch.nn.Module) -> float:
     return largest
 
 
-def train_by_hand(data_dir: str, args, dense: dict) -> dict:
-    """The same steps with the linears of tensor_parallel_by_hand.py, all ranks one group."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = transformer.Transformer(**recipe.metadata_of(args)["sizes"])
-    model = recipe.initialize(model, torch.device("cpu"), args.seed)
-    model = tensor_parallel_by_hand.split_by_hand(model, rank, world_size)
-    optimizer = recipe.make_optimizer(args, model)
-    windows = token_files.windows(data_dir, "train", args.context)
-    split = {name for name, x in model.named_parameters() if x.shape != dense[name].shape}
-    losses, norms = [], []
-    for step in range(STEPS):
-        batch = token_files.random_batch(args, windows, step, 0, 1, torch.device("cpu"))
-        with Collectives() as collectives:
-            loss = tensor_parallel_by_hand.split_loss(model, model(batch[:, :-1]), batch[:, 1:])
-            loss.backward()
-        squares = {name: x.grad.square().sum() for name, x in model.named_parameters()}
-        total = sum(squares[name] for name in split)
-        dist.all_reduce(total)
-        norm = (total + sum(squares[name] for name in squares.keys() - split)).sqrt()
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate(args, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        norms.append(norm.item())
-    difference = 0.0
-    for name, x in model.named_parameters():
-        dim = next((i for i in range(x.dim()) if x.size(i) != dense[name].size(i)), None)
-        part = dense[name] if dim is None else dense[name].chunk(world_size, dim)[rank]
-        difference = max(difference, (x.detach() - part).abs().max().item())
-    return {
-        "losses": losses,
-        "norms": norms,
-        "weights": max(gathered(difference)),
-        "collectives": collectives.counts,
-    }
-
-
 SPLITS = {
     2: {
         "fsdp 2": "train_fsdp.py",
@@ -249,10 +208,6 @@ def main(data_dir: str, out: str):
         results[name] = train(command, data_dir, Path(out, name), dense)
     for name, command in DROPPED[world_size].items():
         results[name] = dropped(command, data_dir, Path(out, name))
-    args = run_script("train_fsdp.py --steps 1", data_dir, Path(out, f"arguments {world_size}"))
-    args = args["args"]
-    args.steps = STEPS
-    results[f"by hand {world_size}"] = train_by_hand(data_dir, args, dense)
     if dist.get_rank() == 0:
         Path(out, f"results_{world_size}.json").write_text(json.dumps(results))
     dist.barrier()
