@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -57,12 +56,9 @@ def test_up_again_and_wrong_sizes(small):
 
 def test_what_never_fits_is_refused_at_once(small, tmp_path):
     """And what fits later, because a node is down just now, waits for it."""
-    for size in (
-        ["--nodes=4"],
-        ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=8"],
-        ["--nodes=1", "--gpus-per-node=2"],
-    ):
-        command = [*size, f"--output={tmp_path}/log", LAUNCHERS["torchrun"]]
+    too_much = ["--nodes=4", "--gpus-per-node=1 --cpus-per-task=8", "--nodes=1 --gpus-per-node=2"]
+    for size in too_much:
+        command = [*size.split(), f"--output={tmp_path}/log", LAUNCHERS["torchrun"]]
         refused = small.exec("sbatch", *command, timeout=10)
         said = "sbatch: error: Batch job submission failed: "
         assert refused.returncode != 0 and said in refused.stderr, refused
@@ -87,16 +83,12 @@ def test_signals_reach_the_direct_children_of_slurmstepd_alone(small, tmp_path):
     """As on a real site, with proctrack/cgroup: a shell between srun and a rank keeps a signal
     from it."""
     assert "proctrack/cgroup" in small.exec("scontrol", "show", "config").stdout
-    child = (
-        "import signal, time; signal.signal(signal.SIGUSR1, lambda *_: print('child', flush=True))"
-    )
-    child += "; open('started', 'w').close(); time.sleep(9)"
-    (tmp_path / "task.sh").write_text(
-        f"#!/bin/bash\ntrap 'echo task' USR1\npython3 -c \"{child}\" &\nwait\nkill $!\n"
-    )
-    job = small.submit(
-        "--nodes=1", f"--output={tmp_path}/log", "--wrap=srun --ntasks=1 bash task.sh", cwd=tmp_path
-    )
+    child = "import signal, time; signal.signal(signal.SIGUSR1, lambda *_: print('child')); "
+    child += "open('started', 'w').close(); time.sleep(9)"
+    task = f"trap 'echo task' USR1\npython3 -uc \"{child}\" &\nwait\nkill $!\n"
+    (tmp_path / "task.sh").write_text(task)
+    command = ["--nodes=1", f"--output={tmp_path}/log", "--wrap=srun --ntasks=1 bash task.sh"]
+    job = small.submit(*command, cwd=tmp_path)
     wait_for((tmp_path / "started").exists)
     assert small.exec("scancel", "--signal=USR1", job).returncode == 0
     assert small.wait(job).log.split() == ["task"]
@@ -111,9 +103,7 @@ def test_cleans_up_after_a_crash(small):
     state = Path(f"/run/slurm-cluster-{small.environment['CLUSTER']}")
     first = next_job_id(small)
     os.kill(int((state / "machine.pid").read_text()), signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while namespaces(small, "status").returncode == 0 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for(lambda: namespaces(small, "status").returncode != 0, 10)
     assert "not up" in namespaces(small, "status").stderr
     assert namespaces(small, "up", "--nodes", 2, "--cpus", 2, "--gpus", 0).returncode == 0
     # So that jobs find no checkpoints/JOB of other jobs.

@@ -150,18 +150,7 @@ def assert_same_run(out: Path, reference: Path, steps: int = STEPS):
 class Trial:
     """A slowed down job on two nodes, in a checkpoint folder of its own."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        way: str,
-        script: str,
-        data: dict,
-        folder: Path,
-        *options,
-        sbatch=(),
-        slow=0.4,
-        **env,
-    ):
+    def __init__(self, cluster, way, script, data, folder, *options, sbatch=(), slow=0.4, **env):
         folder.mkdir(exist_ok=True)
         self.cluster, self.way, self.script = cluster, way, script
         self.folder, self.out = folder, folder / "out"
@@ -187,10 +176,8 @@ class Trial:
         start = asked_at = time.monotonic()
         state = "not known"
         while not re.search(pattern, self.log, re.M):
-            ended = state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-            assert not ended and time.monotonic() - start < timeout, (
-                f"{state}, no {pattern!r} in:\n{self.log}"
-            )
+            waits = state not in chaos.ENDED and time.monotonic() - start < timeout
+            assert waits, f"{state}, no {pattern!r} in:\n{self.log}"
             time.sleep(0.1)
             # Before the log is read again: what has ended writes nothing after it.
             if time.monotonic() - asked_at > 1:
@@ -210,9 +197,8 @@ class Trial:
 
     def stopped(self) -> list[int]:
         """The steps after which it has stopped and saved."""
-        return [
-            int(step) for step in re.findall(r"^Stopped after step (\d+), saved$", self.log, re.M)
-        ]
+        steps = re.findall(r"^Stopped after step (\d+), saved$", self.log, re.M)
+        return [int(step) for step in steps]
 
     def rank(self, node: str) -> int:
         """The process id, on the host, of a rank on a node."""

@@ -33,11 +33,7 @@ def served(tmp_path, monkeypatch):
             resources.append((path.name, hashlib.md5(path.read_bytes()).hexdigest()))
     (folder / "input.txt").write_bytes(TEXT.encode())
 
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-    handler = functools.partial(Handler, directory=folder)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/"

@@ -31,9 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-FOLDERS = tuple(
-    str(Path(__file__).resolve().parents[2] / name) for name in ("distributed", "local", "aux")
-)
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDERS = tuple(str(REPOSITORY / name) for name in ("distributed", "local", "aux"))
 
 
 class AsSeveral(SourceFileLoader):
@@ -42,9 +41,8 @@ class AsSeveral(SourceFileLoader):
     def get_code(self, fullname: str):
         path = Path(self.get_filename(fullname))
         question = r"\b(?:\w+\.)*world_size (==|>) 1\b"
-        return compile(
-            re.sub(question, lambda found: str(found[1] == ">"), path.read_text()), path, "exec"
-        )
+        answered = re.sub(question, lambda found: str(found[1] == ">"), path.read_text())
+        return compile(answered, path, "exec")
 
 
 def find_ours(folder: str) -> FileFinder:
@@ -62,9 +60,8 @@ class Bytes(TorchDispatchMode):
         self.sizes, self.now, self.peak = WeakIdKeyDictionary(), 0, 0
         resize = torch.UntypedStorage.resize_
 
-        def resize_(
-            storage: torch.UntypedStorage, size: int
-        ):  # so fully_shard frees what it has gathered
+        def resize_(storage: torch.UntypedStorage, size: int):
+            """So fully_shard frees what it has gathered."""
             resize(storage, size)
             self.note(storage)
 
@@ -95,24 +92,15 @@ class Bytes(TorchDispatchMode):
 def report(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
-    now, peak = counted.now, counted.peak
+    line = {"device": local[0].device.type, "kind": type(weights[0]).__name__}
+    line["backend"] = dist.get_backend() if dist.is_initialized() else None
+    line["weights"] = sum(x.numel() * x.element_size() for x in local)
+    line |= {"now": counted.now, "peak": counted.peak}
     if local[0].is_cuda:
-        now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        contexts = [
-            number
-            for number in range(torch.cuda.device_count())
-            if torch._C._cuda_hasPrimaryContext(number)
-        ]
-    line = {
-        "backend": dist.get_backend() if dist.is_initialized() else None,
-        "device": local[0].device.type,
-    }
-    line |= {"contexts": contexts} if local[0].is_cuda else {}
-    line |= {
-        "kind": type(weights[0]).__name__,
-        "weights": sum(x.numel() * x.element_size() for x in local),
-    }
-    os.write(1, f"DEVICE {json.dumps(line | {'now': now, 'peak': peak})}\n".encode())
+        gpus = range(torch.cuda.device_count())
+        line["contexts"] = [gpu for gpu in gpus if torch._C._cuda_hasPrimaryContext(gpu)]
+        line["now"], line["peak"] = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    os.write(1, f"DEVICE {json.dumps(line)}\n".encode())
     time.sleep(float(os.environ.get("SLOW", 0)))
 
 
