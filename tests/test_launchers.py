@@ -5,12 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-import chaos
 from conftest import (
     LAUNCHERS,
     NAMESPACES,
@@ -213,9 +211,8 @@ def test_env_sh(variables, expected, cluster):
 def test_rank_under_srun_is_by_node():
     """If a topology plugin has put task 1 on the second of two nodes, its rank is 2."""
     given = {"SLURM_NODEID": 1, "SLURM_LOCALID": 0, "SLURM_PROCID": 1, "NPROC_PER_NODE": 2}
-    done = run(
-        "./aux/slurm_rank.sh", "bash", "-c", 'echo "$RANK $LOCAL_RANK"', env=environment(**given)
-    )
+    command = ["./aux/slurm_rank.sh", "bash", "-c", 'echo "$RANK $LOCAL_RANK"']
+    done = run(*command, env=environment(**given))
     assert done.stdout == "2 0\n", done.stderr
 
 
@@ -358,9 +355,7 @@ def test_an_environment_on_the_nodes_own_disks(cluster, tmp_path):
         return cluster.submit(*size, LAUNCHERS["srun"], "train.py", seconds, cwd=repository)
 
     def left() -> list[str]:
-        return [
-            name for node in nodes for name in cluster.exec("ls", local, node=node).stdout.split()
-        ]
+        return "".join(cluster.exec("ls", local, node=node).stdout for node in nodes).split()
 
     job = cluster.wait(submit("ends", 0))
     assert job.state == "COMPLETED" and left() == [], job.log
@@ -446,30 +441,14 @@ def test_a_failing_rank_ends_the_job(cluster, tmp_path):
         assert cluster.left_over(job.id) == []
 
 
-def children_of_slurmstepd(job: int) -> Counter:
-    """What srun has started in the job's first step, by the names of the programs."""
-    found = Counter()
-    for process, command in chaos.all_processes(job):
-        parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]
-        if f"[{job}.0]" in Path(f"/proc/{parent}/cmdline").read_text():
-            python, program = command.split("\0")[:2]
-            assert Path(python).name.startswith("python"), command
-            found[Path(program).name] += 1
-    return found
-
-
 def test_a_killed_rank_ends_the_job(cluster, tmp_path):
-    """Within seconds; what started the rank says which one it was. No shell stays between Slurm
-    and what it signals."""
-    becomes = {"srun": "variables.py", "torchrun": "torchrun", "spawn": "spawn_ranks.py"}
+    """Within seconds; what started the rank says which one it was."""
     submitted = {}
     for way, launcher in LAUNCHERS.items():
         submitted[way] = cluster.submit(f"--output={tmp_path}/{way}", launcher, VARIABLES, "wait")
     for way, number in submitted.items():
         log = tmp_path / way
         wait_for(lambda log=log: log.exists() and log.read_text().count("VARIABLES") == 4)
-        count = 4 if way == "srun" else 2
-        assert children_of_slurmstepd(number) == {becomes[way]: count}
         victim = Job(number, "RUNNING", 0, log.read_text(), 0).ranks()[1]
         killed = cluster.exec("kill", "-KILL", victim["process"], node=victim["host"])
         assert killed.returncode == 0, killed.stderr
