@@ -559,28 +559,20 @@ def test_cut_link(cluster, data, uninterrupted, tmp_path):
 # --- disks and files, on this machine ---
 
 
-def alone(script: str, data: dict, out: Path, *options, **env) -> subprocess.CompletedProcess:
-    """A whole run as one process."""
-    command = [sys.executable, "tests/scripts/slowly.py", 0, f"distributed/{script}"]
-    command += [*SCRIPTS[script], "--data-dir", data[script], "--checkpoint-dir", out]
-    return run(*command, "--device", "cpu", *options, env=environment(OMP_NUM_THREADS=1, **env))
+def alone(images: Path, out: Path, *options, **env) -> subprocess.CompletedProcess:
+    """A whole run of train_preemptible.py as one process."""
+    command = [sys.executable, "distributed/train_preemptible.py", *DDP, "--device", "cpu"]
+    command += ["--data-dir", images, "--checkpoint-dir", out, *options]
+    return run(*command, env=environment(OMP_NUM_THREADS=1, **env))
 
 
 @pytest.fixture(scope="module")
-def one_rank(data, tmp_path_factory):
-    """Copies a script's whole run as one process, with its checkpoints of steps 30 and 45, and
-    returns the original."""
-    folders = {}
-
-    def copied(script: str, to: Path) -> Path:
-        if script not in folders:
-            folders[script] = tmp_path_factory.mktemp(script)
-            done = alone(script, data, folders[script], "--checkpoint-every", 30)
-            assert done.returncode == 0, done.stderr
-        shutil.copytree(folders[script], to)
-        return folders[script]
-
-    return copied
+def one_rank(tiny, tmp_path_factory) -> Path:
+    """The folder of such a run, with its checkpoints of steps 30 and 45."""
+    out = tmp_path_factory.mktemp("one-rank")
+    done = alone(tiny, out, "--checkpoint-every", 30)
+    assert done.returncode == 0, done.stderr
+    return out
 
 
 def truncated(content: bytes) -> bytes:
@@ -601,11 +593,11 @@ def a_web_page(content: bytes) -> bytes:
     return b"<!DOCTYPE html><html><body>502 Bad Gateway</body></html>"
 
 
-def test_a_folder_with_damage_resumes(data, one_rank, tmp_path):
+def test_a_folder_with_damage_resumes(tiny, one_rank, tmp_path):
     """Checkpoints that cannot be read are quarantined and do not push out whole ones, holes in
     the metrics are dropped, and the end is the same."""
     out = tmp_path / "out"
-    reference = one_rank("train_preemptible.py", out)
+    shutil.copytree(one_rank, out)
     newest = out / "checkpoint_step_45.pt"
     content = newest.read_bytes()
     newest.write_bytes(truncated(content))
@@ -613,13 +605,13 @@ def test_a_folder_with_damage_resumes(data, one_rank, tmp_path):
         (out / f"checkpoint_step_{step}.pt").write_bytes(damage(content))
     with (out / "metrics.jsonl").open("ab") as file:
         file.write(b'\0\0\0"loss": 1.2}\n\xff\n[]\n{"st')
-    done = alone("train_preemptible.py", data, out, "--checkpoint-every", 5, "--resume")
+    done = alone(tiny, out, "--checkpoint-every", 5, "--resume")
     assert done.returncode == 0 and "Resumed after step 30" in done.stdout, done.stderr
     assert [step_of(path) for path in find_checkpoints(out)] == [45, 40]
     quarantined = {path.name for path in out.glob("damaged_*")}
     assert quarantined == {f"damaged_checkpoint_step_{step}.pt" for step in (45, 900, 901, 902)}
     assert done.stderr.count(" is damaged and skipped") == 4, done.stderr
-    assert_same_run(out, reference)
+    assert_same_run(out, one_rank)
 
 
 def damaged(out: Path):
@@ -662,18 +654,18 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("how", "options", "sentence"), REFUSED)
-def test_resume_is_refused(how, options, sentence, data, one_rank, tmp_path):
+def test_resume_is_refused(how, options, sentence, tiny, one_rank, tmp_path):
     """With one sentence, and what is in the folder stays. A new run would look like a resumed
     one."""
     out = tmp_path / "out"
-    reference = one_rank("train_preemptible.py", out)
+    shutil.copytree(one_rank, out)
     how(out)
     start = {"SLURM_JOB_ID": 7, "SLURM_RESTART_COUNT": 1}
-    done = alone("train_preemptible.py", data, out, "--resume", *options, **start)
+    done = alone(tiny, out, "--resume", *options, **start)
     assert done.returncode == 1 and sentence in done.stderr.splitlines()[-1], done.stderr
     assert "Traceback" not in done.stderr
     assert len(list(out.glob("damaged_*"))) == (2 if how is damaged else 0)
-    assert read_metrics(out) == read_metrics(reference)
+    assert read_metrics(out) == read_metrics(one_rank)
 
 
 @pytest.mark.matrix
