@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import LAUNCHERS, REPOSITORY, cells, environment, run, wait_for
+from test_launchers import SAID
 
 SINGLE, DDP = "local/train_single.py", "distributed/train_ddp.py"
 STEPS = ["--epochs", "1", "--log-every", "1", "--dropout", "0", "--seed", "7"]
@@ -224,13 +225,6 @@ def test_granted_gpus_that_torch_does_not_see(script):
 # --- the end of a run ---
 
 
-RAISED = {
-    "srun": r"^srun: error: node-\d+: task 1: Exited with exit code 1$",
-    "torchrun": r"^  host      : node-\d+\n  rank      : 1 \(local_rank: 0\)\n  exitcode  : 1 ",
-    "spawn": r"^spawn_ranks.py: rank 1 on node-\d+: process 0 terminated with exit code 1$",
-}
-
-
 @pytest.mark.matrix
 def test_an_exception_on_one_rank_ends_the_job(cluster, tiny, tmp_path):
     """In step 5, by all launchers at once: FAILED within seconds, and the rank is named."""
@@ -246,7 +240,7 @@ def test_an_exception_on_one_rank_ends_the_job(cluster, tiny, tmp_path):
         ended = datetime.datetime.fromisoformat(cluster.show(number)["EndTime"]).timestamp()
         assert ended - int(re.search(r"^raised at (\d+)$", job.log, re.M)[1]) < 15, job.log
         assert job.log.count("ValueError: boom on purpose") >= 1, job.log
-        assert re.search(RAISED[way], job.log, re.M), job.log
+        assert re.search(SAID[way].format(1), job.log, re.M), job.log
         assert cluster.left_over(number) == []
 
 
