@@ -114,7 +114,7 @@ def test_split_equals_dense(splits, split):
     assert found["weights"] < 3e-6
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks",), cells([(2,), (4,)], (2,)))
 def test_tensor_parallel_by_hand(ranks):
     """A hundred steps, beside the same ones of the whole model."""
     env = environment(NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1)
