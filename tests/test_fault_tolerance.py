@@ -539,7 +539,6 @@ def test_split_brain(cluster, data, uninterrupted, tmp_path):
     assert killed.returncode == 0
     trial.wait_for("^Resumed after step [1-9]")
     wait_for(lambda: not chaos.ranks(trial.job, "slowly.py", node), 20)
-    assert "now belongs to another attempt" in trial.log, trial.log
     trial.is_equal_after_a_restart(uninterrupted("train_preemptible.py"))
 
 
@@ -666,6 +665,23 @@ def test_resume_is_refused(how, options, sentence, tiny, one_rank, tmp_path):
     assert "Traceback" not in done.stderr
     assert len(list(out.glob("damaged_*"))) == (2 if how is damaged else 0)
     assert read_metrics(out) == read_metrics(one_rank)
+
+
+@pytest.mark.matrix
+def test_superseded_attempt(tiny, tmp_path):
+    """One process trains, another resumes in its folder: the first one ends, and writes no step
+    more."""
+    first = [sys.executable, "tests/scripts/slowly.py", 1, "distributed/train_preemptible.py", *DDP]
+    first += ["--data-dir", tiny, "--checkpoint-dir", tmp_path, "--device", "cpu"]
+    with started(*first, "--checkpoint-every", 5) as process:
+        wait_for(lambda: find_checkpoints(tmp_path), 60)
+        second = alone(tiny, tmp_path, "--resume")
+        assert second.returncode == 0 and "Resumed after step" in second.stdout, second.stderr
+        shown = process.communicate(timeout=30)[0]
+    assert process.returncode == 1 and "now belongs to another attempt" in shown, shown
+    steps = [event["step"] for event in read_metrics(tmp_path) if "loss" in event]
+    assert steps == list(range(1, STEPS + 1))
+    assert step_of(find_checkpoints(tmp_path)[0]) == STEPS
 
 
 @pytest.mark.matrix
