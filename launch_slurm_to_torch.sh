@@ -9,20 +9,20 @@
 #SBATCH --open-mode=append    # a requeued job appends to its log
 # srun starts every rank itself.
 #
-# Usage: sbatch [sbatch options] launch_slurm_to_torch.sh [SCRIPT [ARGUMENTS]]
+# Usage, in this folder: sbatch [sbatch options] launch_slurm_to_torch.sh [SCRIPT [ARGUMENTS]]
 #        sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=12 \
 #            launch_slurm_to_torch.sh distributed/train_ddp.py
 set -euo pipefail
 source ./env.sh
 
-# Slurm sends SIGTERM before it ends a job. This shell survives it, because some scripts save then.
+# Before Slurm ends a job it sends SIGTERM, on which some scripts save. This shell waits for them.
 trap : TERM
 
 # The default script
 if (($# == 0)); then set -- distributed/train_ddp.py; fi
 
 # --overlap lets this run inside an salloc that holds the CPUs. If a task fails, srun ends the
-# others. Once one has ended well, the others have 300 more seconds.
+# others. Once one has ended well, the others have 300 seconds to end, so that none waits for ever.
 srun --ntasks="$WORLD_SIZE" --ntasks-per-node="$NPROC_PER_NODE" --cpus-per-task="$CPUS_PER_RANK" \
     --distribution=block:block --overlap --kill-on-bad-exit=1 --wait=300 \
     ./aux/slurm_rank.sh python "$@"

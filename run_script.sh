@@ -9,7 +9,7 @@
 #SBATCH --open-mode=append    # a requeued job appends to its log
 # srun starts an Enroot container with torchrun on each node, and torchrun starts the ranks.
 #
-# Usage: sbatch [sbatch options] run_script.sh [SCRIPT [ARGUMENTS]]
+# Usage, in this folder: sbatch [sbatch options] run_script.sh [SCRIPT [ARGUMENTS]]
 #        sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 \
 #            run_script.sh distributed/train_ddp.py
 # Run ./aux/import_image.sh once on the login node first. For Pyxis see docs/containers.md.
@@ -27,7 +27,7 @@ export CONTAINER_MOUNTS=
 # EDIT: more variables: WANDB_API_KEY,HF_HOME
 export CONTAINER_ENV=
 
-# Slurm sends SIGTERM before it ends a job. This shell survives it, because some scripts save then.
+# Before Slurm ends a job it sends SIGTERM, on which some scripts save. This shell waits for them.
 trap : TERM
 
 # The default script
@@ -38,7 +38,7 @@ stopped=log/$SLURM_JOB_ID/requeue
 rm --force "$stopped"
 
 # --overlap lets this run inside an salloc that holds the CPUs. If a task fails, srun ends the
-# others. Once one has ended well, the others have 300 more seconds.
+# others. Once one has ended well, the others have 300 seconds to end, so that none waits for ever.
 status=0
 srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --overlap \
     --kill-on-bad-exit=1 --wait=300 ./aux/enroot.sh ./torchrun.sh "$@" || status=$?

@@ -8,8 +8,8 @@ set -euo pipefail
 
 if [[ -n "${NNODES:-}" ]]; then
     # srun starts this on each node. Node rank 0 is the first node, MASTER_ADDR. The id changes
-    # with a requeue, so that no torchrun of the earlier start joins. The last node has 300
-    # seconds to come.
+    # with a requeue, so that no torchrun of the earlier start joins. All torchruns have to join
+    # within 300 seconds.
     rendezvous=(
         --nnodes="$NNODES" --node-rank="$SLURM_NODEID"
         --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"

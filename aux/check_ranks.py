@@ -122,7 +122,7 @@ def open_store(timeout: float) -> dist.Store:
     for name in (socket.gethostname(), address) if nodes > 1 and local_rank == 0 else ():
         with contextlib.suppress(OSError):
             if (found := socket.gethostbyname(name)).startswith("127."):
-                stop(f"{name} is {found} here, where no other node is: look at /etc/hosts")
+                stop(f"{name} is {found} here, where no other node reaches it: check /etc/hosts")
     # torchrun's agent has opened the store, or rank 0 opens it and waits for nobody, so that it can
     # name missing ranks. The others wait longer, so that rank 0 speaks first.
     opens = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -164,12 +164,12 @@ def choose_device(asked: str) -> tuple[torch.device, list[str]]:
         return cpu, []
     if count == 0:
         what = f"Slurm granted {granted} GPUs on this node, but torch {torch.__version__} sees none"
-        return cpu, [f"{what}: look at nvidia-smi and the build of torch, or say --device cpu"]
+        return cpu, [f"{what}: look at nvidia-smi and the build of torch, or pass --device cpu"]
     # If Slurm hides the other ranks' GPUs, this rank's is number 0.
     number = local_rank if count > 1 else 0
     if number >= count:
         what = f"local rank {local_rank} has no GPU: torch sees {count}"
-        return cpu, [f"{what}; ask for as many GPUs a node as ranks"]
+        return cpu, [f"{what}; ask for as many GPUs per node as ranks"]
     torch.cuda.set_device(number)
     return torch.device("cuda", number), []
 
@@ -183,7 +183,7 @@ def limits() -> Iterator[str]:
     # A socket for each peer, two on rank 0, besides some hundred files of Python's and torch's.
     files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 512 + 2 * world_size
     if files != resource.RLIM_INFINITY and files < needed:
-        yield f"may have {files} files open, {needed} are needed: say ulimit -n {needed} in env.sh"
+        yield f"may have {files} files open, {needed} are needed: put ulimit -n {needed} in env.sh"
     # Loader workers and NCCL exchange data there. A container has 64 MB by default.
     if os.path.isdir("/dev/shm") and (free := shutil.disk_usage("/dev/shm").free // MB) < 256:
         yield f"/dev/shm has {free} MB free, 256 MB are needed: clear it, or --shm-size=1g"
@@ -210,7 +210,7 @@ def folder_faults(folder: Path, store: dist.Store) -> list[str]:
         store.set("mark", "." if fault else str(mark))
     elif not mark.exists():
         what = f"does not see what rank 0 writes in {mark.parent}"
-        fault = fault or f"{what}: take a folder that all nodes share"
+        fault = fault or f"{what}: use a folder that all nodes share"
     return [fault] if fault else []
 
 
@@ -307,9 +307,9 @@ def all_reduce(device: torch.device, store: dist.Store, mine: dict, timeout: flo
     """GB/s on the bus as nccl-tests define it, and whether the sum is right."""
     on_gpu, limit = device.type == "cuda", timedelta(seconds=timeout)
     backend, size, repeats = ("nccl", 256 * MB, 20) if on_gpu else ("gloo", 64 * MB, 3)
-    hint = f"{backend.upper()}_SOCKET_IFNAME in env.sh chooses the network"
+    hint = f"set {backend.upper()}_SOCKET_IFNAME in env.sh to the right network"
     # NCCL can wait for ever in its first collective. gloo gives up by itself.
-    late = f"the all-reduce has not ended within {timeout:g} s: a firewall, or {hint}"
+    late = f"the all-reduce has not ended within {timeout:g} s: look for a firewall, or {hint}"
     timer = threading.Timer(timeout + 5, stop, [late])
     timer.daemon = True
     if rank == 0:
@@ -326,7 +326,7 @@ def all_reduce(device: torch.device, store: dist.Store, mine: dict, timeout: flo
             times.append(time.perf_counter() - start)
             right &= bool((numbers == total).all())
     except RuntimeError as error:
-        mine["bad"].append(f"the all-reduce fails, {hint}: {str(error).splitlines()[0]}")
+        mine["bad"].append(f"the all-reduce fails ({str(error).splitlines()[0]}): {hint}")
         return
     finally:
         timer.cancel()

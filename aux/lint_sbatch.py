@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Find in job scripts the mistakes that cost a night: python aux/lint_sbatch.py my_job.sh
+"""Find the mistakes in job scripts that cost a night: python aux/lint_sbatch.py my_job.sh
 
 It prints a line for each finding, `FILE:LINE: what is wrong, why: what to do`, and ends with status
 1, or prints nothing and ends with 0; 2 means that a file cannot be read. Run it where you type
@@ -33,13 +33,11 @@ class Command:
     def name(self) -> str:
         """The first word that is neither an assignment nor a prefix of a command like `exec`,
         without its folder."""
-        lead = (
-            r"(?:(?:[!{]|if|then|elif|else|while|until|do|time|exec|nohup|timeout( -\S+)* \S+)\s+)*"
-        )
+        prefix = r"[!{]|if|then|elif|else|while|until|do|time|exec|nohup|timeout( -\S+)* \S+"
+        lead = rf"(?:(?:{prefix})\s+)*"
         value = r"""(?:"(?:\\.|[^"])*"|'[^']*'|\\.|[^\s"'])*"""
-        return re.match(rf"\s*{lead}(?:\w+={value}\s+)*{lead}(\S*)", self.text)[3].rpartition("/")[
-            2
-        ]
+        first = re.match(rf"\s*{lead}(?:\w+={value}\s+)*{lead}(\S*)", self.text)[3]
+        return first.rpartition("/")[2]
 
     @property
     def code(self) -> str:
@@ -49,23 +47,19 @@ class Command:
             return self.text
         sentence = re.compile(r"(?!.*\$\().*\s.*", re.S)
         strings = r"""(?<![\w=])"((?:\\.|[^"\\])*)\"|"(?:\\.|[^"\\])*\""""
-        return re.sub(
-            strings,
-            lambda found: '""' if sentence.fullmatch(found[1] or "") else found[0],
-            self.text,
-        )
+
+        def without_prose(found: re.Match) -> str:
+            return '""' if sentence.fullmatch(found[1] or "") else found[0]
+
+        return re.sub(strings, without_prose, self.text)
 
 
 def read_bash(text: str) -> tuple[list[Command], dict[int, str]]:
     """The commands of a script, and its comments by line. Here-documents are left out."""
     commands, comments, here_documents = [], {}, []
-    # nested: the closing characters of all that is open, the innermost last.
-    command, nested, i, line = (
-        Command(1),
-        [],
-        0,
-        1,
-    )
+    command, i, line = Command(1), 0, 1
+    # The closing characters of all that is open, the innermost last
+    nested = []
     token = re.compile(r"<<(-?)\s*(['\"\\]?)(\w+)\2|<<<|>&|<&|&>|&&|\|\||\|&|;;|[;|&()\n]")
     while i < len(text):
         piece, ends, live, quoted = text[i], False, True, nested[-1:] == ['"']
@@ -120,15 +114,8 @@ def read_bash(text: str) -> tuple[list[Command], dict[int, str]]:
 
 # --- what the script says ---
 
-SHORT = {
-    "-N": "nodes",
-    "-n": "ntasks",
-    "-c": "cpus-per-task",
-    "-G": "gpus",
-    "-o": "output",
-    "-e": "error",
-}
-SHORT |= {"-J": "job-name", "-D": "chdir", "-K": "kill-on-bad-exit"}
+SHORT = {"-N": "nodes", "-n": "ntasks", "-c": "cpus-per-task", "-G": "gpus", "-o": "output"}
+SHORT |= {"-e": "error", "-J": "job-name", "-D": "chdir", "-K": "kill-on-bad-exit"}
 # Their arguments may mention commands, but are not run.
 SPEAK = r"echo|printf|die|cat|logger|grep|sed|which|type|trap|pkill|pgrep"
 TORCHRUN = r"(?<![\w.])(?:torchrun|torch\.distributed\.(?:run|launch))(?![\w./-])"
@@ -163,14 +150,11 @@ class Script:
     variables."""
 
     def __init__(self, path: Path):
-        self.path, self.text = (
-            path,
-            path.read_bytes().decode(errors="replace").replace("\r\n", "\n"),
-        )
+        self.path = path
+        self.text = path.read_bytes().decode(errors="replace").replace("\r\n", "\n")
         self.commands, comments = read_bash(self.text)
-        self.comments = [
-            (i, line) for i, line in enumerate(self.text.split("\n"), 1) if i in comments
-        ]
+        lines = enumerate(self.text.split("\n"), 1)
+        self.comments = [(i, line) for i, line in lines if i in comments]
         self.directives = [(i, line) for i, line in self.comments if line.startswith("#SBATCH")]
         # Slurm reads directives only up to there.
         self.end = self.commands[0].line if self.commands else sys.maxsize
@@ -179,27 +163,20 @@ class Script:
             found = options(text.removeprefix("#SBATCH")) if line < self.end else {}
             self.asked |= found
             self.asked_at |= dict.fromkeys(found, line)
-        gpus = next(
-            (self.asked[name] for name in ("gpus-per-node", "gres", "gpus") if name in self.asked),
-            "",
-        )
-        self.nodes, self.gpus = (
-            first_number(self.asked.get("nodes")),
-            first_number(gpus.rpartition(":")[2]),
-        )
+        names = [name for name in ("gpus-per-node", "gres", "gpus") if name in self.asked]
+        gpus = self.asked[names[0]] if names else ""
+        self.gpus = first_number(gpus.rpartition(":")[2])
+        self.nodes = first_number(self.asked.get("nodes"))
         self.body = [command for command in self.commands if not re.fullmatch(SPEAK, command.name)]
         self.sruns = [
             command for command in self.body if re.search(r"(?<![\w.=\"'-])srun\s", command.code)
         ]
         self.values: dict[str, str] = {}
         value = r"(\"(?:\\.|[^\"])*\"|'[^']*'|\([^()]*\)|\$\([^()]*\)|\S+)"
-        for name, text in (
-            pair
-            for c in self.commands
-            for pair in re.findall(rf"(?<![\w-])(\w+)\+?={value}", c.text)
-        ):
-            more = re.sub(rf"\$\{{?{name}\b", "", text.strip("\"'()"))  # X="$X --more"
-            self.values[name] = f"{self.values.get(name, '')} {more}"
+        for command in self.commands:
+            for name, text in re.findall(rf"(?<![\w-])(\w+)\+?={value}", command.text):
+                more = re.sub(rf"\$\{{?{name}\b", "", text.strip("\"'()"))  # X="$X --more"
+                self.values[name] = f"{self.values.get(name, '')} {more}"
 
     def expanded(self, command: Command) -> str:
         """The command with the values of the variables that the script itself sets."""
@@ -213,12 +190,8 @@ class Script:
         return text
 
     def trainings(self) -> list[Command]:
-        found = [command for command in self.body if re.search(TRAINS, self.expanded(command))]
-        return [
-            command
-            for command in found
-            if re.fullmatch(r'srun|torchrun|python3?|"\$@"', command.name)
-        ]
+        starters = [c for c in self.body if re.fullmatch(r'srun|torchrun|python3?|"\$@"', c.name)]
+        return [command for command in starters if re.search(TRAINS, self.expanded(command))]
 
     def sources(self, text: str, suffix: str) -> list[str]:
         """The contents of the files that `text` names, from here or from the script's folder."""
@@ -310,10 +283,9 @@ def no_srun(script: Script) -> Findings:
     aside = (
         r"srun(\s+-\S+)*\s+(hostname|nvidia-smi|env|date|lscpu|free|df|ls|mkdir|cp|rsync|rm|tar)\b"
     )
-    if any(
-        re.search(started, re.sub(aside, "", script.expanded(command))) for command in script.body
-    ):
-        return
+    for command in script.body:
+        if re.search(started, re.sub(aside, "", script.expanded(command))):
+            return
     found = []
     for command in script.body:
         text = script.expanded(command)
@@ -327,13 +299,13 @@ def no_srun(script: Script) -> Findings:
         # It starts a process for each GPU, on its own node.
         if re.search(rf"{TORCHRUN}|\baccelerate\b", text):
             if script.nodes > 1 and not ALONE.search(text):
-                why = f"and so on one of {script.nodes} nodes"
+                why = f"so it runs on only one of {script.nodes} nodes"
                 found.append(
                     (command, f"{name} without srun, {why}: srun --ntasks-per-node=1 {name} ...")
                 )
         elif tasks > 1:
             asked = f"{tasks} {'tasks' if tasks > script.nodes else 'nodes'}"
-            why = f"and so one process, though the header asks for {asked}"
+            why = f"so one process starts, though the header asks for {asked}"
             found.append((command, f"{name} without srun, {why}: srun {name} ..."))
     found = [item for item in found if re.search(r"train|torch|main", item[0].text)] or found[-1:]
     for command, sentence in found[:1]:
@@ -405,7 +377,7 @@ def pipes(script: Script) -> Findings:
             how = "hosts=$(scontrol ...), then ${hosts%%$'\\n'*}"
             yield (
                 command.line,
-                "scontrol into head under pipefail, where SIGPIPE ends the job on a long list: "
+                "scontrol into head under pipefail, where SIGPIPE ends a job with a long list: "
                 f"{how}",
             )
         runs = command in script.sruns or re.search(
@@ -476,10 +448,8 @@ def signals(script: Script) -> Findings:
     asked = re.fullmatch(r"(?:([RB]*):)?(?:SIG)?(\w+)(?:@.*)?", script.asked.get("signal", ""))
     name, heard_here = (asked[2], "B" in (asked[1] or "")) if asked else ("", True)
     trap = re.compile(r"\s*trap\s+(?:--\s+)?(\S.*?)((?:\s+(?:SIG)?[A-Z]+[12]?)+)\s*$", re.S)
-    traps = [trap.match(command.text) for command in script.commands]
-    handled = " ".join(
-        found[2] for found in traps if found and found[1] not in ("''", '""', "-", ":")
-    )
+    traps = filter(None, [trap.match(command.text) for command in script.commands])
+    handled = " ".join(found[2] for found in traps if found[1] not in ("''", '""', "-", ":"))
     training = script.trainings()
     if re.search("USR|TERM" if script.directives else "USR", handled):
         for command in (command for command in training if command.end != "&"):
@@ -496,21 +466,14 @@ def signals(script: Script) -> Findings:
                 f"{name} reaches the ranks, not this shell's trap: {how}",
             )
     waits = any("wait" in command.name for command in script.commands)
-    if (
-        script.directives
-        and training
-        and not waits
-        and all(command.end == "&" for command in training)
-    ):
+    all_in_background = training and all(command.end == "&" for command in training)
+    if script.directives and all_in_background and not waits:
         yield (
             training[0].line,
             f"{training[0].name} in the background, and the job ends before it: add wait",
         )
-    once = (
-        training
-        and training[-1].end == "&"
-        and len(re.findall(r"^[^#\n]*\bwait\b", script.text, re.M)) == 1
-    )
+    background = training and training[-1].end == "&"
+    once = background and len(re.findall(r"^[^#\n]*\bwait\b", script.text, re.M)) == 1
     # A script that loops or requeues the job may leave the rest to the next start.
     again = re.search(r"^[^#\n]*(\b(while|until|for)\b|requeue)", script.text, re.M)
     if re.search("USR|TERM", handled) and once and not again:
@@ -537,18 +500,14 @@ def shell_in_between(script: Script) -> Findings:
     children."""
     for command in script.sruns:
         started = command.text.partition("srun")[2]
-        inner = [
-            found[2]
-            for found in re.finditer(r"sh\s+(?:-\w+\s+)*-\w*c\s+(['\"])(.*?)\1", started, re.S)
-        ]
+        strings = re.finditer(r"sh\s+(?:-\w+\s+)*-\w*c\s+(['\"])(.*?)\1", started, re.S)
+        inner = [found[2] for found in strings]
         # A single command takes the shell's place.
         inner = [text for text in inner if len(read_bash(text)[0]) > 1]
         for text in [*inner, *script.sources(started, ".sh")]:
-            trains = [
-                c
-                for c in read_bash(text)[0]
-                if re.fullmatch(r"torchrun|python[\d.]*|accelerate", c.name)
-            ]
+            commands = read_bash(text)[0]
+            starters = r"torchrun|python[\d.]*|accelerate"
+            trains = [command for command in commands if re.fullmatch(starters, command.name)]
             if trains and not re.match(r"\s*exec\s", trains[-1].text):
                 name = trains[-1].name
                 why = f"gets Slurm's SIGTERM, and {name} no time to save"

@@ -16,7 +16,7 @@ die() { echo "stage_environment.sh on $HOSTNAME: ${*//[[:cntrl:]]/ }" >&2; exit 
 
 (($# == 2)) ||
     die "takes a virtual environment and a folder on every node's local disk, not $# arguments"
-[[ -n "${SLURM_JOB_ID:-}" ]] || die "is for jobs: env.sh calls it"
+[[ -n "${SLURM_JOB_ID:-}" ]] || die "runs only in a job, where env.sh calls it"
 [[ "$2" == /* ]] || die "'$2' is not the absolute path of a folder on every node's local disk"
 [[ -e "$1/pyvenv.cfg" && -x "$1/bin/python" ]] || die "$1 is not a virtual environment (in $PWD)"
 venv=$(readlink --canonicalize "$1")

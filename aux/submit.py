@@ -102,7 +102,9 @@ def parse_verb(verb: str, arguments: list[str]) -> Namespace:
         "--env", metavar="NAME", help="which environment, if two have a job of this id"
     )
     if verb == "logs":
-        parser.add_argument("--follow", action="store_true", help="as it grows, until the job ends")
+        parser.add_argument(
+            "--follow", action="store_true", help="show the log as it grows, until the job ends"
+        )
     return parser.parse_args(arguments)
 
 

@@ -28,7 +28,7 @@ SIZED = {
     "layers": (whole_number(1), "blocks of attention and MLP"),
     "heads": (whole_number(1), "of attention, a divisor of --width"),
     "width": (whole_number(1), "channels between the layers"),
-    "context": (whole_number(1), "tokens that the model looks back on"),
+    "context": (whole_number(1), "tokens that the model sees at once"),
     "dropout": (number(0, below=1), "share of activations dropped"),
     "batch_size": (whole_number(1), "sequences per step, over all ranks"),
     "steps": (whole_number(1), "the learning rate falls until the last"),
@@ -40,7 +40,7 @@ SIZED = {
 
 def add_recipe_arguments(parser: ArgumentParser):
     add, count, positive = parser.add_argument, whole_number(0), whole_number(1)
-    add("--size", choices=SIZES, default="cpu", help="the defaults of the next ten")
+    add("--size", choices=SIZES, default="cpu", help="sets the defaults of the next ten options")
     for name, (kind, help) in SIZED.items():
         help += f" ({', '.join(str(size[name]) for size in SIZES.values())})"
         add(f"--{name.replace('_', '-')}", type=kind, help=help)
@@ -50,7 +50,7 @@ def add_recipe_arguments(parser: ArgumentParser):
     help += "but with FSDP a reduce-scatter for each"
     add("--accumulation", type=positive, default=1, help=help)
     add("--weight-decay", type=number(0), default=0.1, help="of matrices; vectors have none")
-    add("--clip", type=number(0), default=1.0, help="largest norm of the gradient; 0: any")
+    add("--clip", type=number(0), default=1.0, help="largest norm of the gradient; 0 for no limit")
     help = "less memory for a third more computation"
     add("--activation-checkpointing", action="store_true", help=help)
     help = "torch.compile (default: on CUDA with Triton and a C compiler)"
@@ -98,7 +98,7 @@ def sizes_of_gpt2(args: argparse.Namespace):
     """Takes the sizes from config.json. Raises OSError, ValueError or KeyError."""
     config = json.loads((args.init_from / "config.json").read_text())
     if config["model_type"] != "gpt2" or config["activation_function"] != "gelu_new":
-        raise ValueError("config.json describes another model")
+        raise ValueError("config.json describes a different model")
     if not importlib.util.find_spec("safetensors"):
         raise ValueError("it needs the package safetensors: pip install safetensors")
     if not (args.init_from / "model.safetensors").exists():

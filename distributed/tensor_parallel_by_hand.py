@@ -1,10 +1,10 @@
-"""Tensor parallelism by hand: what train_tp.py lets DTensor do, in plain torch, for readers.
+"""Tensor parallelism by hand: what train_tp.py leaves to DTensor, in plain torch, to be read.
 
     NPROC_PER_NODE=2 ./torchrun.sh distributed/tensor_parallel_by_hand.py
 
 Two autograd functions are all of it, Megatron-LM's f and g (Shoeybi et al. 2019,
 arxiv.org/abs/1909.08053, figure 3). Between them every rank computes a part of the channels, the
-heads or the vocabulary; outside them all ranks have the same. Collectives per step: 4 for a
+heads or the vocabulary; outside them all ranks have the same values. Collectives per step: 4 for a
 layer (f and g in attention and in MLP), and 4 more: g behind the embedding, f before the head,
 and the largest logit and g in the loss.
 """
@@ -61,26 +61,22 @@ def all_reduce(x: torch.Tensor, operation=dist.ReduceOp.SUM) -> torch.Tensor:
 
 class ColumnLinear(nn.Linear):
     """Rank r has rows r of weight (out, in): (..., in) to its part of (..., out). Its input has
-    come through f."""
+    come through EnterSplit."""
 
     def __init__(self, whole: nn.Linear, rank: int, world_size: int):
         nn.Module.__init__(self)
-        self.bias, self.weight = (
-            None,
-            nn.Parameter(whole.weight.detach().chunk(world_size)[rank].clone()),
-        )
+        part = whole.weight.detach().chunk(world_size)[rank]
+        self.weight, self.bias = nn.Parameter(part.clone()), None
 
 
 class RowLinear(nn.Linear):
-    """Rank r has columns r of weight (out, in): its part of (..., in) to (..., out), summed over
-    the ranks by g."""
+    """Rank r has columns r of weight (out, in). From its part of (..., in) it computes a term of
+    (..., out), and ReduceSplit adds up the terms of all ranks."""
 
     def __init__(self, whole: nn.Linear, rank: int, world_size: int):
         nn.Module.__init__(self)
-        self.bias, self.weight = (
-            None,
-            nn.Parameter(whole.weight.detach().chunk(world_size, dim=1)[rank].clone()),
-        )
+        part = whole.weight.detach().chunk(world_size, dim=1)[rank]
+        self.weight, self.bias = nn.Parameter(part.clone()), None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ReduceSplit.apply(super().forward(x))

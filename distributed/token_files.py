@@ -68,7 +68,7 @@ def missing_data(folder: Path, context: int, local_rank: int = 0) -> str | None:
         for split in ("train", "val"):
             path = folder / f"{split}.bin"
             if path.stat().st_size != vocabulary[f"{split}_tokens"] * itemsize:
-                what = f"{path} is not as long as in vocabulary.json beside it"
+                what = f"{path} is not as long as vocabulary.json beside it says"
                 return f"{what}; move the folder away and {remedy}"
     except OSError as error:
         return f"no prepared text at {error.filename} ({error.strerror}); {remedy}"

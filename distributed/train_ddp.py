@@ -5,7 +5,7 @@
     sbatch launch_slurm_with_torchrun.sh distributed/train_ddp.py --epochs 3
 
 EDIT marks the lines to change for your own data and model.
-Grown from local/train_single.py: process group, data, model, training.
+Grown from local/train_single.py: process group, data, model, checkpoint, training.
 """
 
 import argparse
@@ -32,8 +32,8 @@ parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD wi
 parser.add_argument("--dropout", type=float, default=0.25)
 parser.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout")
 parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-device = os.environ.get("TRAIN_DEVICE", "auto")
-parser.add_argument("--device", choices=["auto", "cpu"], default=device)
+default_device = os.environ.get("TRAIN_DEVICE", "auto")
+parser.add_argument("--device", choices=["auto", "cpu"], default=default_device)
 parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
 parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
 parser.add_argument(
@@ -99,7 +99,7 @@ try:
 except ValueError as error:
     stop(str(error))
 if args.batch_size > len(train_set):
-    stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
+    stop(f"--batch-size {args.batch_size} is more than the {len(train_set)} images")
 if args.batch_size % world_size != 0:
     stop(f"--batch-size {args.batch_size} must be divisible by {world_size} (ranks)")
 # Each rank gets an equal share of the shuffled images, and every world_size-th test image.
@@ -108,18 +108,21 @@ test_sampler = range(rank, len(test_set), world_size)
 options = {"collate_fn": mnist.collate, "pin_memory": use_cuda}  # EDIT
 batch_size = args.batch_size // world_size
 train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
-test_loader = DataLoader(test_set, 1000, sampler=test_sampler, **options)
+test_loader = DataLoader(test_set, batch_size=1000, sampler=test_sampler, **options)
 
 # --- model ---
 torch.manual_seed(args.seed)
 # EDIT: your model
-convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU()]
-linears = [nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10)]
-model = nn.Sequential(*convolutions, nn.Dropout(args.dropout), nn.Flatten(), *linears)
+model = nn.Sequential(
+    nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU(),
+    nn.Dropout(args.dropout), nn.Flatten(),
+    nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10),
+)  # fmt: skip
 # Convolutions are faster in this layout.
 model = model.to(device, memory_format=torch.channels_last)
 # ddp has the weights of model, and its backward() averages the gradients over all ranks.
 ddp = nn.parallel.DistributedDataParallel(model)
+# fused: one kernel updates all weights.
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=True)
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
@@ -133,9 +136,11 @@ if saved and not args.resume:
 if saved:
     checkpoint = torch.load(saved[epochs_done], map_location=device, weights_only=True)
     model.load_state_dict(checkpoint["model"])
+    # Its state includes the learning rate, so a new --learning-rate has no effect.
     optimizer.load_state_dict(checkpoint["optimizer"])
     log(f"Resumed after epoch {epochs_done}")
-folder.mkdir(parents=True, exist_ok=True)
+if rank == 0:
+    folder.mkdir(parents=True, exist_ok=True)
 log(f"Data: {source}. Checkpoints: {folder}")
 
 # --- training ---

@@ -48,7 +48,7 @@ from transformer import Transformer, peak_flops
 ranks = find_ranks()
 rank, local_rank, world_size = ranks.rank, ranks.local_rank, ranks.world_size
 
-# So many neighbouring ranks hold one copy of the model between them.
+# This many neighbouring ranks hold one copy of the model between them.
 copy = world_size
 if args.hybrid is not None:
     copy = args.hybrid or ranks.local_world_size
@@ -57,7 +57,7 @@ if world_size % copy:
     would_do = f"{divisors(world_size)} would do"
     fault = f"--hybrid {copy} does not divide the {world_size} ranks: {would_do}"
 elif args.hybrid is not None and local_rank < rank % copy:
-    remedy = "use as many ranks on every node"
+    remedy = "use the same number of ranks on every node"
     fault = f"--hybrid: {copy} neighbouring ranks are not all on this node; {remedy}"
 share = f"{world_size} ranks x --accumulation {args.accumulation}"
 columns = {"model sharded over": f"ranks {rank - rank % copy} to {rank - rank % copy + copy - 1}"}

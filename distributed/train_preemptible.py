@@ -1,4 +1,4 @@
-"""Train a ConvNet on MNIST in a queue that stops jobs: train_ddp.py with the package resilience.
+"""Train a ConvNet on MNIST in jobs that Slurm may stop: train_ddp.py with the package resilience.
 
     python aux/prepare_data.py mnist                              # once, before any job
     ./torchrun.sh distributed/train_preemptible.py --epochs 3     # one rank per GPU, or two
@@ -40,14 +40,16 @@ from resilience.step_zero import device_fault, step_zero
 parser = ArgumentParser(description=__doc__)
 count, positive = whole_number(0), whole_number(1)
 parser.add_argument("--epochs", type=positive, default=3, help="passes over the training images")
-parser.add_argument("--max-steps", type=positive, help="stop after so many steps (default: never)")
+parser.add_argument(
+    "--max-steps", type=positive, help="stop after this many steps (default: never)"
+)
 parser.add_argument("--batch-size", type=positive, default=64, help="per step, over all ranks")
 parser.add_argument("--learning-rate", type=number(0), default=0.02, help="of SGD, momentum 0.9")
 parser.add_argument("--dropout", type=number(0, below=1), default=0.25, help="share of activations")
 parser.add_argument("--seed", type=count, default=0, help="of weights, data order and dropout")
 parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="dtype")
-device = os.environ.get("TRAIN_DEVICE", "auto")
-parser.add_argument("--device", type=device_name, default=device, help="auto, cpu or cuda")
+default_device = os.environ.get("TRAIN_DEVICE", "auto")
+parser.add_argument("--device", type=device_name, default=default_device, help="auto, cpu or cuda")
 parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
 parser.add_argument("--num-workers", type=count, default=0, help="loader processes of each rank")
 parser.add_argument("--log-every", type=positive, default=100, help="steps between two log lines")
@@ -104,7 +106,7 @@ try:
     # EDIT: your data; two TensorDatasets of images (n, 1, 28, 28) float32 and labels (n,) int64
     train_set, test_set = mnist.load(args.data_dir)
     if args.batch_size > len(train_set):
-        fault = f"--batch-size {args.batch_size} is more than all {len(train_set)} images"
+        fault = f"--batch-size {args.batch_size} is more than the {len(train_set)} images"
 except ValueError as error:
     fault = fault or str(error)
 place.stop_if_any(fault)
@@ -132,13 +134,11 @@ test_loader = DataLoader(test_set, sampler=test_sampler, batch_size=None)
 # --- model ---
 torch.manual_seed(args.seed)
 # EDIT: your model
-convolutions = nn.Sequential(
-    nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU()
-)
-linears = nn.Sequential(
-    nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10)
-)
-model = nn.Sequential(convolutions, nn.Dropout(args.dropout), nn.Flatten(), linears)
+model = nn.Sequential(
+    nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU(),
+    nn.Dropout(args.dropout), nn.Flatten(),
+    nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10),
+)  # fmt: skip
 model = model.to(device, memory_format=torch.channels_last)
 # backward() averages the gradients over all ranks.
 ddp = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model

@@ -85,7 +85,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     except (OSError, ValueError) as error:
         stop(str(error), rank)
     if args.batch_size % world_size:
-        stop(f"--batch-size {args.batch_size} does not divide by {world_size} ranks", rank)
+        stop(f"--batch-size {args.batch_size} is not divisible by {world_size} ranks", rank)
     if args.batch_size > len(train_set):
         many = f"the {len(train_set)} training images"
         stop(f"--batch-size {args.batch_size} is more than {many}", rank)

@@ -29,7 +29,7 @@ help = "ranks that hold one model between them (default: 2, or 1 in one process)
 parser.add_argument("--tensor-parallel", type=whole_number(1), metavar="RANKS", help=help)
 help = "also split the tokens between the linears"
 parser.add_argument("--sequence-parallel", action="store_true", help=help)
-help = "let such a group span nodes, which is slow"
+help = "let a tensor-parallel group span nodes, which is slow"
 parser.add_argument("--across-nodes", action="store_true", help=help)
 args = parse_arguments(parser)
 stop_request.listen()  # before the slow imports: Slurm may ask at any time
@@ -57,7 +57,7 @@ from transformer import Transformer, peak_flops
 ranks = find_ranks()
 rank, local_rank, world_size = ranks.rank, ranks.local_rank, ranks.world_size
 
-# So many neighbouring ranks are a tensor-parallel group.
+# This many neighbouring ranks are a tensor-parallel group.
 size = args.tensor_parallel or min(world_size, 2)
 replicas, common = world_size // size, math.gcd(world_size, args.heads)
 group = f"ranks {rank - rank % size} to {rank - rank % size + size - 1}"

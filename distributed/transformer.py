@@ -3,7 +3,7 @@
 nanoGPT's architecture (github.com/karpathy/nanoGPT, model.py, there after GPT-2) without biases,
 as its train.py has it by default, with one difference: the rows of the fused linear for q, k and
 v are ordered (head, q k v, D), as in Megatron-LM, so that a part of them is whole heads. (The
-bias of k would have no gradient but rounding noise, which Adam blows up.) With `gpt2` it has the
+bias of k would have no gradient but rounding noise, which Adam amplifies.) With `gpt2` it has the
 biases and the GELU of OpenAI's weights, for training that goes on from them.
 
 The letters in the shapes: B sequences, T tokens each, C channels (the width), H heads, D = C / H,

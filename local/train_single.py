@@ -29,8 +29,8 @@ parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD wi
 parser.add_argument("--dropout", type=float, default=0.25)
 parser.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout")
 parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-device = os.environ.get("TRAIN_DEVICE", "auto")
-parser.add_argument("--device", choices=["auto", "cpu"], default=device)
+default_device = os.environ.get("TRAIN_DEVICE", "auto")
+parser.add_argument("--device", choices=["auto", "cpu"], default=default_device)
 parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
 parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
 parser.add_argument(
@@ -68,20 +68,23 @@ try:
 except ValueError as error:
     stop(str(error))
 if args.batch_size > len(train_set):
-    stop(f"--batch-size {args.batch_size} is more than all {len(train_set)} images")
+    stop(f"--batch-size {args.batch_size} is more than the {len(train_set)} images")
 sampler = RandomSampler(train_set, generator=torch.Generator())
 options = {"collate_fn": mnist.collate, "pin_memory": use_cuda}  # EDIT
 train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
-test_loader = DataLoader(test_set, 1000, **options)
+test_loader = DataLoader(test_set, batch_size=1000, **options)
 
 # --- model ---
 torch.manual_seed(args.seed)
 # EDIT: your model
-convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU()]
-linears = [nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10)]
-model = nn.Sequential(*convolutions, nn.Dropout(args.dropout), nn.Flatten(), *linears)
+model = nn.Sequential(
+    nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU(),
+    nn.Dropout(args.dropout), nn.Flatten(),
+    nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10),
+)  # fmt: skip
 # Convolutions are faster in this layout.
 model = model.to(device, memory_format=torch.channels_last)
+# fused: one kernel updates all weights.
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=True)
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
@@ -95,6 +98,7 @@ if saved and not args.resume:
 if saved:
     checkpoint = torch.load(saved[epochs_done], map_location=device, weights_only=True)
     model.load_state_dict(checkpoint["model"])
+    # Its state includes the learning rate, so a new --learning-rate has no effect.
     optimizer.load_state_dict(checkpoint["optimizer"])
     log(f"Resumed after epoch {epochs_done}")
 folder.mkdir(parents=True, exist_ok=True)

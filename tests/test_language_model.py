@@ -328,7 +328,7 @@ def test_bad_size_is_one_sentence(text, tmp_path, command, ranks, sentence):
 def test_other_run_is_not_overwritten(trained, text):
     done = train("train_tp.py", 1, text, trained["fsdp 4"])
     assert done.returncode == 1
-    assert "is of an earlier run: continue that one with --resume" in done.stderr
+    assert "is from an earlier run: continue that one with --resume" in done.stderr
     done = train("train_tp.py", 1, text, trained["fsdp 4"], "--resume", "--layers", 3)
     assert done.returncode == 1
     assert "layers was 2, not 3" in done.stderr

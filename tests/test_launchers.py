@@ -128,7 +128,7 @@ def test_uneven_allocation(cluster, tmp_path):
     size = ["--nodes=3", "--ntasks=11", "--ntasks-per-node=4", "--gpus-per-node=4"]
     job = cluster.sbatch(*size, f"--output={tmp_path}/log", LAUNCHERS["torchrun"], VARIABLES)
     assert job.state == "FAILED", job.log
-    assert job.log == "env.sh: 11 tasks are not 4 on each node: use --ntasks-per-node\n"
+    assert job.log == "env.sh: 11 tasks do not make 4 on each of 3 nodes: use --ntasks-per-node\n"
 
 
 def test_ranks_on_the_cpu_are_the_tasks(cluster, tmp_path):
@@ -195,12 +195,12 @@ def source_env(cluster, cwd: Path = REPOSITORY, **variables) -> str:
         ({"NCCL_DEBUG": "INFO"}, "2 2 4 node-1 61089 4 2 INFO"),
         (
             {"SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_NTASKS": 7, "SLURM_NTASKS_PER_NODE": 4},
-            "status 1: env.sh: 7 tasks are not 4 on each node: use --ntasks-per-node",
+            "status 1: env.sh: 7 tasks do not make 4 on each of 2 nodes: use --ntasks-per-node",
         ),
         ({"SLURM_GPUS": 4, "SLURM_GPUS_ON_NODE": 2}, "2 2 4 node-1 61089 4 2 WARN"),
         (
             {"SLURM_GPUS": "a100:5", "SLURM_GPUS_ON_NODE": 2},
-            "status 1: env.sh: --gpus=5 is not 2 on each node: use --gpus-per-node",
+            "status 1: env.sh: --gpus=5 does not give each node 2 GPUs: use --gpus-per-node",
         ),
     ],
 )

@@ -161,7 +161,7 @@ def test_ranks_that_cannot_connect(command, tmp_path):
     ):
         said = "".join(rank.communicate(timeout=60)[1] for rank in (first, second))
     sentence = r"\[Rank 0 on n1\] all ranks joined, but their first all-reduce did not finish "
-    sentence += r"within 0:00:05. The interface is lo: GLOO_SOCKET_IFNAME in env.sh chooses .*\n"
+    sentence += r"within 0:00:05. The interface is lo: set GLOO_SOCKET_IFNAME in env.sh to .*\n"
     assert len(re.findall(sentence, said)) == said.count("all ranks joined") == 1, said
     assert first.returncode == 1 and second.returncode == 0
     stuck = "no step for 2 s. First to look at: rank 0 on n1 (step None), rank 1 on n2"

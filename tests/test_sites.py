@@ -71,7 +71,7 @@ def test_gpus_that_slurm_has_spread_unevenly(without_sizes, cluster, tmp_path):
     options = [f"--output={tmp_path}/log", "--gpus=3", LAUNCHERS["torchrun"], VARIABLES]
     job = cluster.sbatch(*options, cwd=without_sizes)
     assert job.state == "FAILED", job.log
-    sentence = r"env.sh: --gpus=3 is not \d on each node: use --gpus-per-node\n"
+    sentence = r"env.sh: --gpus=3 does not give each node \d GPUs: use --gpus-per-node\n"
     assert re.fullmatch(sentence, job.log), job.log
 
 

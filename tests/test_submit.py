@@ -629,7 +629,7 @@ def test_a_requeued_task_resumes(laptop):
 
 
 CANNOT_TRAIN = [
-    (["--batch-size", 33], "--batch-size 33 does not divide by 2 ranks"),
+    (["--batch-size", 33], "--batch-size 33 is not divisible by 2 ranks"),
     (["--batch-size", 3000], "--batch-size 3000 is more than the 300 training images"),
     (["--data-dir", "nowhere"], "no MNIST data in nowhere"),
     (["--learning-rate", 1e6, "--log-every", 1], "the loss is "),

@@ -111,7 +111,7 @@ def test_another_processor_without_emulation(packed):
     failed = submit("-c", ON_ARM, *SUBMIT[1:], "run_script.sh")
     assert failed.returncode == 1 and "Traceback" not in failed.stderr
     last = failed.stderr.splitlines()[-1]
-    assert "programs are for another processor than this machine's, arm64" in last, failed.stderr
+    assert "programs are for a different CPU than this machine's, arm64" in last, failed.stderr
     assert "tonistiigi/binfmt" in last and " --platform linux/amd64 " in log.read_text()
     assert "\nexec /bin/sh: Exec format error\n" in failed.stderr, "the engine's log is kept"
 

@@ -172,7 +172,7 @@ def test_a_batch_that_does_not_divide(tiny):
         command = [*launch, SCRIPT, "--data-dir", tiny, "--batch-size", 7]
         bad = run(*command, env=environment(NPROC_PER_NODE=2))
         assert bad.returncode != 0
-        assert bad.stderr.count("--batch-size 7 does not divide by 2 ranks") == 1, bad.stderr
+        assert bad.stderr.count("--batch-size 7 is not divisible by 2 ranks") == 1, bad.stderr
 
 
 def test_a_line_is_one_write(tiny, tmp_path):

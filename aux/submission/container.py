@@ -85,9 +85,7 @@ def make(packaging: dict, root: Path, files: list[str], scratch: Path) -> dict[s
         print(f"+ {shlex.join(command)}", file=sys.stderr, flush=True)
         status, foreign = run(command)
         if foreign:
-            what = (
-                f"its programs are for another processor than this machine's, {platform.machine()}"
-            )
+            what = f"its programs are for a different CPU than this machine's, {platform.machine()}"
             how = (
                 "docker run --privileged --rm tonistiigi/binfmt --install all, or the package "
                 "qemu-user-static"

@@ -55,7 +55,7 @@ class ArgumentParser(argparse.ArgumentParser):
         help = "in steps, such as 500, or minutes, such as 10m; a run also saves at its end, and "
         help += "when asked to stop"
         add("--checkpoint-every", type=interval, default="10m", metavar="N|Nm", help=help)
-        help = "keep the newest N"
+        help = "keep the newest N checkpoints"
         add("--keep-checkpoints", type=whole_number(2), default=2, metavar="N", help=help)
         help = "resume from the newest checkpoint in --checkpoint-dir (a requeued job does)"
         add("--resume", action="store_true", default=RESTART_COUNT != "0", help=help)
@@ -137,9 +137,9 @@ def interval(text: str) -> tuple[float, str]:
 
 
 def indivisible(flag: str, value: int, parts: int, what: str) -> str | None:
-    """One sentence if `value` does not divide by `parts` (in words: `what`), or None."""
+    """One sentence if `value` is not divisible by `parts` (in words: `what`), or None."""
     if value % parts == 0:
         return None
     more = value - value % parts + parts
     near = f"{more - parts or more + parts} or {more} would do"
-    return f"{flag} {value} does not divide by {what}: {near}"
+    return f"{flag} {value} is not divisible by {what}: {near}"

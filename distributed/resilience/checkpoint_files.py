@@ -54,7 +54,7 @@ def folder_fault(folder: Path, resume: bool, suffix: str) -> str | None:
         if path.suffix != suffix:
             return f"{path} was written in another format: {other}"
     if found and not resume:
-        return f"{found[0]} is of an earlier run: continue that one with --resume, or {other}"
+        return f"{found[0]} is from an earlier run: continue that one with --resume, or {other}"
     return None
 
 
@@ -171,7 +171,7 @@ def newest(folder: Path, place: Place, check: Callable[[Path, int, int], None]) 
             if isinstance(error, OSError) and error.errno not in OF_DAMAGE:
                 fault = unreadable(path, error)
         if not fault and not os.path.exists(path):
-            here = f"{path} cannot be loaded here (it is not there), but by rank 0"
+            here = f"{path} does not exist on this node, but rank 0 sees it"
             fault = f"{here}: all nodes must share --checkpoint-dir"
         place.stop_if_any(fault)
         damages = list(filter(None, place.gathered(damage)))

@@ -157,6 +157,7 @@ class Checkpoints:
             for name, now in self.run.items()
             if run.get(name) != now
         ]
-        of = f"the checkpoints in {self.folder} are of another run: {', '.join(changed)}"
-        fault = f"{of}; or choose another --checkpoint-dir" if changed else None
+        of = f"the checkpoints in {self.folder} are of a different run ({', '.join(changed)})"
+        remedy = "use the arguments of that run, or choose another --checkpoint-dir"
+        fault = f"{of}: {remedy}" if changed else None
         self.place.stop_if_any(fault if self.place.rank == 0 else None)

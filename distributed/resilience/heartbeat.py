@@ -6,9 +6,10 @@ names the wrong ranks. So half-way to the timeout the log gets a sentence with t
 and what it is doing.
 
 A heartbeat is a line of JSON in log/JOB/ranks-START/RANK, which aux/watch_job.py shows. Each rank
-writes every two seconds, or every world_size / 30 in a job of more than 60 ranks, which is thirty
-writes a second in all. A rank whose step takes much longer than those before it writes at once,
-after a quarter of the timeout. After half of it, it reads its neighbour's, and rank 0 reads all.
+writes every two seconds, or every world_size / 30 seconds in a job of more than 60 ranks, which is
+thirty writes a second in all. A rank whose step takes much longer than those before it writes at
+once, after a quarter of the timeout. After half of it, it reads its neighbour's, and rank 0 reads
+all.
 
 A rank that has been asked to stop cannot save without the others, and NCCL does not always notice
 that a peer is gone. So it also reads those of its node, and ends if one is silent.

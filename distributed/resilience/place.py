@@ -74,8 +74,8 @@ class Place:
     def not_connected(self, backend: str, what: str, speaker: int):
         name = f"{backend.upper()}_SOCKET_IFNAME"
         chosen = os.environ.get(name, f"{backend}'s own choice")
-        hint = f"The interface is {chosen}: {name} in env.sh chooses one by which all nodes reach"
-        hint += " each other; or a firewall is in between"
+        hint = f"The interface is {chosen}: set {name} in env.sh to one over which all nodes reach"
+        hint += " each other, or look for a firewall between them"
         stop(f"all ranks joined, but {what}. {hint}", self.rank, speaker)
 
     def set_timeout(self, seconds: float):

@@ -42,9 +42,8 @@ class RunSampler(Sampler[torch.Tensor]):
             if epoch != permuted_epoch:
                 generator = torch.Generator().manual_seed(self.seed + epoch)
                 permutation, permuted_epoch = torch.randperm(self.size, generator=generator), epoch
-            yield permutation[i * self.batch_size : (i + 1) * self.batch_size][
-                self.rank :: self.world_size
-            ]
+            batch = permutation[i * self.batch_size : (i + 1) * self.batch_size]
+            yield batch[self.rank :: self.world_size]
 
     def __len__(self) -> int:
         return len(self.steps)

@@ -26,10 +26,10 @@ def device_fault(name: str, ranks: Ranks) -> str | None:
         who = f"Slurm granted {granted} GPUs on this node" if granted else "--device cuda was given"
         return (
             f"{who}, but torch {torch.__version__} sees none: look at nvidia-smi and the build of "
-            f"torch here, or say --device cpu (or TRAIN_DEVICE=cpu) if that is meant"
+            f"torch here, or pass --device cpu (or set TRAIN_DEVICE=cpu) to train on the CPU"
         )
     if count > 1 and ranks.local_rank >= count:
-        ask = "ask for as many GPUs a node as ranks"
+        ask = "ask for as many GPUs per node as ranks"
         return f"local rank {ranks.local_rank} has no GPU: torch sees {count}; {ask}"
     return None
 

@@ -1,4 +1,4 @@
-"""What usr1_broken.sh and usr1_fixed.sh start: steps until a signal comes, then a save."""
+"""Takes steps until a signal comes, then saves. signal_*.sh and usr1_*.sh start it."""
 
 import os
 import signal
