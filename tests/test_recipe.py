@@ -39,7 +39,7 @@ def test_sizes_are_compared_where_checksums_are_not(text, tiny, tmp_path):
     os.truncate(folder / "train.bin", 100)
     fault = token_files.missing_data(folder, 16, local_rank=1)
     assert fault.startswith(
-        f"{folder}/train.bin is not as long as in vocabulary.json beside it; "
+        f"{folder}/train.bin is not as long as vocabulary.json beside it says; "
     ), fault
 
     images = Path(shutil.copytree(tiny, tmp_path / "images"))
