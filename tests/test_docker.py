@@ -10,11 +10,13 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from conftest import LAUNCHERS, REPOSITORY, Cluster, environment, run, wait_for
+from mend_torchvision import DECLARATIONS
 from test_readme import copy_of_repository, steps, try_block
 
 pytestmark = pytest.mark.matrix  # an image is built
@@ -65,6 +67,16 @@ def engine_of_our_own():
         shutil.rmtree(folder)
 
 
+def mend(wheel: Path):
+    """torchvision's wheel as `make` mends the installed package, for an index that has torch for
+    the CPU and torchvision for CUDA."""
+    with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(f"{wheel}.new", "w") as target:
+        for name in source.namelist():
+            added = DECLARATIONS if name == "torchvision/extension.py" else ""
+            target.writestr(name, source.read(name) + added.encode())
+    os.replace(f"{wheel}.new", wheel)
+
+
 @pytest.fixture(scope="module")
 def base_image(engine, tmp_path_factory):
     """debian:bookworm-slim as far as it matters, made here: no registry is needed, and apt and
@@ -83,6 +95,7 @@ def base_image(engine, tmp_path_factory):
     download = [sys.executable, "-m", "pip", "download", *wheels, "--requirement=requirements.txt"]
     made = run(*download, timeout=300)
     assert made.returncode == 0, made.stderr
+    mend(*(root / "wheels").glob("torchvision-*"))
     (root / "etc/pip.conf").write_text("[global]\nno-index = true\nfind-links = /wheels\n")
     imports = f"tar --directory={root} --create . | docker import - {name}"
     made = run("bash", "-c", imports, env=environment(**engine))

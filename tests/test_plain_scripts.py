@@ -185,11 +185,11 @@ def test_full_disk(tiny, tmp_path):
 CANNOT_TRAIN = [
     (SINGLE, ["--data-dir", "/nowhere"], "no MNIST data in /nowhere"),
     (DDP, ["--data-dir", "/nowhere"], "no MNIST data in /nowhere"),
-    (SINGLE, ["--batch-size", "1000"], "--batch-size 1000 is more than all 300 images"),
-    (DDP, ["--batch-size", "1000"], "--batch-size 1000 is more than all 300 images"),
+    (SINGLE, ["--batch-size", "1000"], "--batch-size 1000 is more than the 300 images"),
+    (DDP, ["--batch-size", "1000"], "--batch-size 1000 is more than the 300 images"),
     (SINGLE, ["--learning-rate", "1e8"], "the loss is "),
     (DDP, ["--log-every", "0"], "--log-every must be 1 or more"),
-    (DDP, ["--dropout", "1"], "--dropout is below 1"),
+    (DDP, ["--dropout", "1"], "--dropout below 1"),
 ]
 
 

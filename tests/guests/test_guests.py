@@ -22,8 +22,9 @@ TABLE = {
 
 
 def trained_together(log: str) -> bool:
-    """Whether four ranks say that they are of four, and all have the same weights."""
-    said = re.findall(r"^rank (\d) of (\d+): weights (\S+)$", log, re.M)
+    """Whether four ranks say that they are of four, and all have the same weights. A progress bar
+    may stand before that on the line."""
+    said = re.findall(r"rank (\d) of (\d+): weights (\S+)$", log, re.M)
     ranks, sizes, weights = zip(*said, strict=True) if said else ((), (), ())
     return sorted(ranks) == list("0123") and set(sizes) == {"4"} and len(set(weights)) == 1
 
@@ -34,13 +35,14 @@ def test_the_table_has_every_guest():
 
 @pytest.mark.parametrize("guest", TABLE)
 def test_guest(guest, packages, cluster, tmp_path):
-    """What the table says, by all launchers at once."""
+    """What the table says, by all launchers at once. Ranks that do not find each other wait 300 s,
+    by torch's default."""
     script = f"tests/guests/with_{guest}.py"
     jobs = {}
     for way, launcher in LAUNCHERS.items():
         command = [f"--output={tmp_path}/%j", launcher, script, tmp_path / way, 2]
         jobs[way] = cluster.submit(*command, env=packages)
-    for way, ended in [(way, cluster.wait(job, timeout=300)) for way, job in jobs.items()]:
+    for way, ended in [(way, cluster.wait(job, timeout=400)) for way, job in jobs.items()]:
         right = ended.state == "COMPLETED" and trained_together(ended.log)
         assert right == (TABLE[guest][way] == "yes"), f"{way}: {ended.state}\n{ended.log}"
 
