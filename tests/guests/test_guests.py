@@ -35,14 +35,13 @@ def test_the_table_has_every_guest():
 
 @pytest.mark.parametrize("guest", TABLE)
 def test_guest(guest, packages, cluster, tmp_path):
-    """What the table says, by all launchers at once. Ranks that do not find each other wait 300 s,
-    by torch's default."""
+    """What the table says, by all launchers at once."""
     script = f"tests/guests/with_{guest}.py"
     jobs = {}
     for way, launcher in LAUNCHERS.items():
         command = [f"--output={tmp_path}/%j", launcher, script, tmp_path / way, 2]
         jobs[way] = cluster.submit(*command, env=packages)
-    for way, ended in [(way, cluster.wait(job, timeout=400)) for way, job in jobs.items()]:
+    for way, ended in [(way, cluster.wait(job, timeout=300)) for way, job in jobs.items()]:
         right = ended.state == "COMPLETED" and trained_together(ended.log)
         assert right == (TABLE[guest][way] == "yes"), f"{way}: {ended.state}\n{ended.log}"
 

@@ -1,6 +1,7 @@
 """A script that starts its ranks itself, as PyTorch's DDP tutorial has it: mp.spawn()."""
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 def train(local_rank: int, node_rank: int, nnodes: int, nproc_per_node: int):
     rank, world_size = node_rank * nproc_per_node + local_rank, nnodes * nproc_per_node
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(minutes=1))
 
     model = DistributedDataParallel(torch.nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
