@@ -2,8 +2,8 @@
 # The sizes, address and port of this job, and your cluster's settings. Every launcher sources this.
 # The sizes come only from Slurm's variables, so sbatch's options decide what a job gets.
 #
-# bash: ${A:-B} is A, or B if A is unset or empty; ${A##*:} is A after its last colon; ${A%%[(,]*} is
-# A before its first ( or comma.
+# bash: ${A:-B} is A, or B if A is unset or empty; ${A##*:} is A after its last colon; ${A%%[(,]*}
+# is A before its first ( or comma.
 
 # Outside a job, in a rank or in an interactive shell, only say what this file is for.
 if [[ -z "${SLURM_JOB_ID:-}" || "${SLURM_PROCID:-0}" != 0 || "$-" == *i* ]]; then
@@ -23,7 +23,8 @@ WORLD_SIZE=$((NNODES * NPROC_PER_NODE))
 # SLURM_TASKS_PER_NODE is 2(x3) on three nodes, and 2(x2),1 if one of them has fewer.
 job_tasks=${SLURM_NTASKS:-$((NNODES * tasks))}
 if [[ "${SLURM_TASKS_PER_NODE:-}" == *,* ]] || ((job_tasks != NNODES * tasks)); then
-    echo "env.sh: $job_tasks tasks do not make $tasks on each of $NNODES nodes: use --ntasks-per-node" >&2
+    echo "env.sh: $job_tasks tasks do not make $tasks on each of $NNODES nodes:" \
+        "use --ntasks-per-node" >&2
     return 1
 fi
 
