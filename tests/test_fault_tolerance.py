@@ -829,7 +829,7 @@ def test_node_without_the_shared_folder(cluster, data, uninterrupted, tmp_path):
         said = rf"^\[Rank {RANKS[script] // 2} on {lacking}\] {newest} does not exist on this "
         said += "node, but rank 0 sees it: all nodes must share"
         assert len(re.findall(said, job.log, re.M)) == 1, job.log
-        assert "damaged" not in job.log, job.log
+        assert job.log.count("rank 0 sees it") == 1 and "damaged" not in job.log, job.log
         assert "step=" not in job.log and not tracebacks(job.log), job.log
 
     at_once(scenario, [(*SRUN, 3), (*TORCHRUN, 5)])

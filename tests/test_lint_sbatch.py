@@ -61,7 +61,8 @@ CASES = {
         f'launcher=(torchrun --nnodes=1:2)\nsrun {FLAGS} \\\n  "${{launcher[@]}}" train.py',
     ),
     "no srun": (
-        "python without srun, so one process starts, though the header asks for 8 tasks: srun ",
+        "python without srun, so one process starts, though the header asks for 8 tasks: "
+        "srun python",
         "python prepare.py\npython -u train.py --epochs 3  # MISTAKE",
         f"python prepare.py\nsrun {FLAGS} python -u train.py --epochs 3",
     ),
@@ -72,7 +73,8 @@ CASES = {
         "-e\nmpirun python train.py",
     ),
     "no srun before torchrun": (
-        "torchrun without srun, so it runs on only one of 2 nodes: srun --ntasks-per-node=1 ",
+        "torchrun without srun, so it runs on only one of 2 nodes: "
+        "srun --ntasks-per-node=1 torchrun",
         'torchrun --nnodes="$SLURM_NNODES" --rdzv-endpoint="$host:$port" train.py  # MISTAKE',
         "#SBATCH --nodes=1\ntorchrun --nproc-per-node=gpu train.py",
     ),

@@ -231,8 +231,7 @@ def table(run: dict, rows: list[Row]) -> str:
     where = (
         f"{run['cpus']} CPUs of {run['cpu']} with {', '.join(run['extensions']) or 'no bfloat16'}"
     )
-    first = f"{run['date']}, commit {run['commit']}: {where}; torch {run['torch']}; "
-    first += f"load average {run['load_before']} before\n\n"
+    first = f"Measured on {where}, with torch {run['torch']}:\n\n"
     return first + HEAD + "".join(f"{row.line()}\n" for row in rows)
 
 

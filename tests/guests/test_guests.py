@@ -22,9 +22,8 @@ TABLE = {
 
 
 def trained_together(log: str) -> bool:
-    """Whether four ranks say that they are of four, and all have the same weights. A progress bar
-    may stand before that on the line."""
-    said = re.findall(r"rank (\d) of (\d+): weights (\S+)$", log, re.M)
+    """Whether four ranks say that they are of four, and all have the same weights."""
+    said = re.findall(r"^rank (\d) of (\d+): weights (\S+)$", log, re.M)
     ranks, sizes, weights = zip(*said, strict=True) if said else ((), (), ())
     return sorted(ranks) == list("0123") and set(sizes) == {"4"} and len(set(weights)) == 1
 

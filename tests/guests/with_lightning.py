@@ -36,6 +36,7 @@ trainer = L.Trainer(
     default_root_dir=sys.argv[1],
     callbacks=[ModelCheckpoint(dirpath=sys.argv[1], save_last=True)],
     max_epochs=int(sys.argv[2]),
+    enable_progress_bar=False,  # in a log it would write over the other ranks' lines
 )
 trainer.fit(model, loader, ckpt_path="last")
 
