@@ -2,7 +2,8 @@
 #SBATCH --nodes=2             # EDIT
 #SBATCH --ntasks-per-node=2   # EDIT: one task per GPU, because srun starts every rank
 #SBATCH --gpus-per-node=2     # EDIT
-#SBATCH --cpus-per-task=1     # EDIT: for one rank
+#SBATCH --cpus-per-task=1     # EDIT: for one rank; with a GPU it needs some 8
+##SBATCH --mem=0              # EDIT: all memory of each node, if the default is too little
 #SBATCH --time=01:00:00       # EDIT
 #SBATCH --output=%x_%j.out    # the log: this file's name and the job id
 #SBATCH --requeue             # after a preemption or a lost node Slurm starts the job again
@@ -18,11 +19,7 @@ source ./env.sh
 # Before Slurm ends a job it sends SIGTERM, on which some scripts save. This shell waits for them.
 trap : TERM
 
-# The default script
-if (($# == 0)); then set -- distributed/train_ddp.py; fi
-
-# --overlap lets this run inside an salloc that holds the CPUs. If a task fails, srun ends the
-# others. Once one has ended well, the others have 300 seconds to end, so that none waits for ever.
+# --overlap: also in an salloc whose own step holds the CPUs.
 srun --ntasks="$WORLD_SIZE" --ntasks-per-node="$NPROC_PER_NODE" --cpus-per-task="$CPUS_PER_RANK" \
-    --distribution=block:block --overlap --kill-on-bad-exit=1 --wait=300 \
-    ./aux/slurm_rank.sh python "$@"
+    --distribution=block:block --overlap --kill-on-bad-exit=1 \
+    ./aux/slurm_rank.sh python "${@:-distributed/train_ddp.py}"

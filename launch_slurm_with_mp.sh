@@ -2,7 +2,8 @@
 #SBATCH --nodes=2             # EDIT
 #SBATCH --ntasks-per-node=1   # one task per node: spawn_ranks.py starts its ranks
 #SBATCH --gpus-per-node=2     # EDIT
-#SBATCH --cpus-per-task=2     # EDIT: for all ranks of a node together
+#SBATCH --cpus-per-task=2     # EDIT: for all ranks of a node together; a GPU needs some 8
+##SBATCH --mem=0              # EDIT: all memory of each node, if the default is too little
 #SBATCH --time=01:00:00       # EDIT
 #SBATCH --output=%x_%j.out    # the log: this file's name and the job id
 #SBATCH --requeue             # after a preemption or a lost node Slurm starts the job again
@@ -18,10 +19,6 @@ source ./env.sh
 # Before Slurm ends a job it sends SIGTERM, on which some scripts save. This shell waits for them.
 trap : TERM
 
-# The default script
-if (($# == 0)); then set -- distributed/train_ddp.py; fi
-
-# --overlap lets this run inside an salloc that holds the CPUs. If a task fails, srun ends the
-# others. Once one has ended well, the others have 300 seconds to end, so that none waits for ever.
+# --overlap: also in an salloc whose own step holds the CPUs.
 srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --overlap \
-    --kill-on-bad-exit=1 --wait=300 python distributed/spawn_ranks.py "$@"
+    --kill-on-bad-exit=1 python distributed/spawn_ranks.py "${@:-distributed/train_ddp.py}"

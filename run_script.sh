@@ -2,7 +2,8 @@
 #SBATCH --nodes=2             # EDIT
 #SBATCH --ntasks-per-node=1   # one task per node: torchrun starts its ranks
 #SBATCH --gpus-per-node=2     # EDIT
-#SBATCH --cpus-per-task=2     # EDIT: for all ranks of a node together
+#SBATCH --cpus-per-task=2     # EDIT: for all ranks of a node together; a GPU needs some 8
+##SBATCH --mem=0              # EDIT: all memory of each node, if the default is too little
 #SBATCH --time=01:00:00       # EDIT
 #SBATCH --output=%x_%j.out    # the log: this file's name and the job id
 #SBATCH --requeue             # after a preemption or a lost node Slurm starts the job again
@@ -30,26 +31,18 @@ export CONTAINER_ENV=
 # Before Slurm ends a job it sends SIGTERM, on which some scripts save. This shell waits for them.
 trap : TERM
 
-# The default script
-if (($# == 0)); then set -- distributed/train_ddp.py; fi
-
 # A container has no scontrol: rank 0 of a stopped run leaves this file, and this shell requeues.
 stopped=log/$SLURM_JOB_ID/requeue
 rm --force "$stopped"
 
-# --overlap lets this run inside an salloc that holds the CPUs. If a task fails, srun ends the
-# others. Once one has ended well, the others have 300 seconds to end, so that none waits for ever.
+# --overlap: also in an salloc whose own step holds the CPUs.
 status=0
 srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --overlap \
-    --kill-on-bad-exit=1 --wait=300 ./aux/enroot.sh ./torchrun.sh "$@" || status=$?
+    --kill-on-bad-exit=1 ./aux/enroot.sh ./torchrun.sh "${@:-distributed/train_ddp.py}" ||
+    status=$?
 
 if [[ -e "$stopped" ]]; then
-    # It holds the command that resumes the run, and is empty if the run is done.
-    if outcome=$(./distributed/resilience/requeue.sh); then
-        echo "$outcome"
-    elif [[ -s "$stopped" ]]; then
-        echo "Not requeued: $outcome. To resume it:"$'\n'"    $(<"$stopped")" >&2
-        status=1
-    fi
+    # It holds the arguments that resume the run.
+    python3 distributed/preemption.py "$(<"$stopped")" || status=$?
 fi
 exit "$status"

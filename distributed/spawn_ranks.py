@@ -12,23 +12,31 @@ import runpy
 import signal
 import socket
 import sys
+from typing import Any
+
+REQUESTS = [signal.SIGTERM, signal.SIGUSR1]
 
 if __name__ == "__main__":
+    # While torch is imported these signals wait. They would end the job as failed, and Slurm does
+    # not requeue a job that has failed.
+    signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         sys.exit(__doc__)
-    # Checked before every rank imports torch for nothing.
     if not os.path.exists(sys.argv[1]):
         sys.exit(f"spawn_ranks.py: {sys.argv[1]}: No such file or directory")
-    # Ignore SIGTERM while torch is imported: if it ended this process, the job would have failed,
-    # and Slurm does not requeue failed jobs.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+else:
+    # In a rank, which imports this file again and has inherited that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
 
 import torch
 import torch.multiprocessing as mp
 
+asked = 0
 
-def run_rank(local_rank: int, node_rank: int, nnodes: int, nproc_per_node: int, command: list[str]):
-    """One rank, in a process of its own."""
+
+def run_rank(local_rank: int, ready: Any, node_rank: int, nnodes: int, command: list[str]):
+    """One rank, in a process of its own. `ready` is a semaphore, released once torch is there."""
+    nproc_per_node = int(os.environ["NPROC_PER_NODE"])
     variables = {
         "RANK": node_rank * nproc_per_node + local_rank,
         "LOCAL_RANK": local_rank,
@@ -36,19 +44,21 @@ def run_rank(local_rank: int, node_rank: int, nnodes: int, nproc_per_node: int, 
         "LOCAL_WORLD_SIZE": nproc_per_node,
         "GROUP_RANK": node_rank,
         "GROUP_WORLD_SIZE": nnodes,
-        # Lightning takes RANK instead of Slurm's task number if it finds this.
+        # Lightning looks for it before it takes RANK.
         "TORCHELASTIC_RUN_ID": os.environ.get("SLURM_JOB_ID", "none"),
     }
     os.environ.update({name: str(value) for name, value in variables.items()})
     sys.argv = command
     sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
-    # The script's loader workers start as under plain python. Spawned ones would each run the
-    # script again.
+    # The script's loader workers start as under plain python.
     mp.set_start_method(None, force=True)
+    ready.release()
     try:
         runpy.run_path(command[0], run_name="__main__")
+    except KeyboardInterrupt:
+        sys.exit(130)
     except Exception:
-        # End as python ends a script, because the hook may be the script's own.
+        # As python does. mp.spawn would hand the error to the parent, which prints it later.
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
 
@@ -56,6 +66,11 @@ def run_rank(local_rank: int, node_rank: int, nnodes: int, nproc_per_node: int, 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+def ask(number: int, frame: object):
+    global asked
+    asked = number
 
 
 def main(command: list[str]) -> int:
@@ -66,34 +81,28 @@ def main(command: list[str]) -> int:
     else:
         nnodes, node_rank = 1, 0
         nproc_per_node = int(os.environ.get("NPROC_PER_NODE") or torch.cuda.device_count() or 2)
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free_port())
-        os.environ.setdefault(
-            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc_per_node))
-        )
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        os.environ["NPROC_PER_NODE"] = str(nproc_per_node)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-    processes = []
-
-    def forward(number: int, frame: object):
-        """Slurm signals only this process. Ctrl-C at a terminal reaches the ranks by itself."""
-        for process in processes:
-            if number != signal.SIGINT and process.is_alive():
-                os.kill(process.pid, number)
-
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, forward)
-    arguments = (node_rank, nnodes, nproc_per_node, command)
+    ready = mp.get_context("spawn").Semaphore(0)
+    arguments = (ready, node_rank, nnodes, command)
     ranks = mp.spawn(run_rank, arguments, nprocs=nproc_per_node, join=False)
-    processes += ranks.processes
+    # Slurm signals only this process, but Ctrl-C at a terminal reaches the ranks as well.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in REQUESTS:
+        signal.signal(number, ask)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
     try:
-        while not ranks.join():
-            pass
+        while not ranks.join(timeout=1):
+            # Each second again, because a script may not listen at once.
+            if asked and ready.get_value() == nproc_per_node:
+                for process in ranks.processes:
+                    if process.is_alive():
+                        os.kill(process.pid, asked)
     except mp.ProcessExitedException as error:
         rank = node_rank * nproc_per_node + error.error_index
-        print(
-            f"spawn_ranks.py: rank {rank} on {socket.gethostname()}: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"spawn_ranks.py: rank {rank} on {socket.gethostname()}: {error}", file=sys.stderr)
         return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
     return 0
 

@@ -19,7 +19,7 @@
 # calling user; for a Python of your own, sudo env PATH="$PATH" ./local/cluster/namespaces.sh exec.
 # A node may have more CPUs than the machine: Slurm then binds no task to CPUs.
 # GPUs are simulated: Slurm grants them and sets CUDA_VISIBLE_DEVICES, but torch sees none of them,
-# so tasks get TRAIN_DEVICE=cpu unless the job sets it.
+# so task_prolog.sh tells the tasks that there are none, and they train on the CPU.
 # Each node has cgroups of its own (v1 or v2), in which Slurm tracks processes and limits CPUs and
 # memory, as on a site. PROCTRACK=linuxproc does without them, as does a machine that has none.
 #

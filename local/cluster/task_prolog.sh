@@ -1,6 +1,9 @@
-#!/bin/bash -p
-# Slurm runs this before every task; a line that begins with "export" becomes part of the task's
-# environment. Configured only if the GPUs are simulated: Slurm grants them, but torch sees none of
-# them, and the train scripts would stop instead of training on the CPU unasked. So this asks for
-# the CPU.
-[[ -v TRAIN_DEVICE ]] || echo "export TRAIN_DEVICE=cpu"
+#!/bin/bash
+# Slurm runs this before every task, and a line of its output that begins with "export" becomes
+# part of the task's environment. The GPUs here are simulated: Slurm grants them, but torch sees
+# none, and a train script would stop. So the tasks are told that there are none. Slurm also runs
+# this before the batch script, whose env.sh must count them. Only a step has a small step id.
+step=${SLURM_STEP_ID:--1}
+if ((0 <= step && step < 2 ** 31)); then
+    echo "export SLURM_GPUS_ON_NODE=0"
+fi
