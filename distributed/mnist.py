@@ -1,6 +1,7 @@
 """MNIST as tensors: read by torchvision, normalised once, fetched a batch at a time."""
 
 import hashlib
+import sys
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ def load(folder: str | Path) -> tuple[BatchDataset, BatchDataset]:
     """The training and the test set, of images (N, 1, 28, 28) float32 and labels (N,) int64.
 
     The images have mean 0 and standard deviation 1. `folder` is the root of
-    torchvision.datasets.MNIST. Raises ValueError with one sentence for people.
+    torchvision.datasets.MNIST. If it has no such files, SystemExit with one sentence.
     """
     return read(folder, train=True), read(folder, train=False)
 
@@ -35,16 +36,16 @@ def read(folder: str | Path, train: bool) -> BatchDataset:
     raw = Path(folder, "MNIST/raw")
     if not raw.is_dir():
         prepare = "prepare it once, before the job: python aux/prepare_data.py mnist"
-        raise ValueError(f"no MNIST data in {folder}: {prepare}")
+        sys.exit(f"no MNIST data in {folder}: {prepare}")
 
     again = "move it away and prepare it again: python aux/prepare_data.py mnist"
     try:
         digits = torchvision.datasets.MNIST(folder, train=train)
     except (RuntimeError, ValueError, TypeError, AssertionError, LookupError, OSError) as error:
-        raise ValueError(f"{raw} is incomplete or damaged ({error!r}): {again}") from None
+        sys.exit(f"{raw} is incomplete or damaged ({error!r}): {again}")
     images, labels = digits.data, digits.targets
     if len(images) != len(labels) or images.shape[1:] != (28, 28) or labels.max() > 9:
-        raise ValueError(f"{raw} does not hold a label from 0 to 9 for each image: {again}")
+        sys.exit(f"{raw} does not hold a label from 0 to 9 for each image: {again}")
 
     images = images.unsqueeze(1).float().div_(255).sub_(0.1307).div_(0.3081)
     return BatchDataset(images, labels)

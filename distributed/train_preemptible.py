@@ -1,94 +1,89 @@
-"""Train a ConvNet on MNIST in jobs that Slurm may stop: train_ddp.py with the package resilience.
+"""Train a ConvNet on MNIST in jobs that Slurm may stop: train_ddp.py, with preemption.py.
 
     python aux/prepare_data.py mnist                              # once, before any job
     ./torchrun.sh distributed/train_preemptible.py --epochs 3     # one rank per GPU, or two
     sbatch launch_slurm_with_torchrun.sh distributed/train_preemptible.py --epochs 3
     scancel --signal=TERM JOB     # a rehearsal: it saves, is requeued and resumes
 
-Asked to stop by SIGTERM or SIGUSR1, it saves after the current step. A run that was stopped and
-resumed has the losses and weights of one that was not, on a CPU bit for bit.
-Grown from distributed/train_ddp.py: arguments, process group, data, model, checkpoint, training.
+A run that was stopped and resumed has the losses of one that was not, up to rounding: DDP sums the
+gradients of a process's first step in another order than those of the next ones.
+Grown from distributed/train_ddp.py: arguments, data, checkpoint, training.
 """
 
+import preemption
+
+preemption.listen()  # before the slow imports: Slurm may ask at any time
+
+import argparse
+import faulthandler
+import itertools
 import math
 import os
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
-
-from resilience import stop_request
-
-stop_request.listen()  # before the slow imports: Slurm may ask at any time
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler
 
 import mnist  # EDIT: your data
-from resilience import checksums
-from resilience.arguments import ArgumentParser, device_name, indivisible, number, whole_number
-from resilience.checkpoint_files import folder_fault
-from resilience.checkpoints import Checkpoints
-from resilience.place import Place
-from resilience.progress import Progress
-from resilience.ranks import find_ranks
-from resilience.samplers import RunSampler, seed_from
-from resilience.step_zero import device_fault, step_zero
 
 # --- arguments ---
-parser = ArgumentParser(description=__doc__)
-count, positive = whole_number(0), whole_number(1)
-parser.add_argument("--epochs", type=positive, default=3, help="passes over the training images")
-parser.add_argument(
-    "--max-steps", type=positive, help="stop after this many steps (default: never)"
-)
-parser.add_argument("--batch-size", type=positive, default=64, help="per step, over all ranks")
-parser.add_argument("--learning-rate", type=number(0), default=0.02, help="of SGD, momentum 0.9")
-parser.add_argument("--dropout", type=number(0, below=1), default=0.25, help="share of activations")
-parser.add_argument("--seed", type=count, default=0, help="of weights, data order and dropout")
-parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="dtype")
-default_device = os.environ.get("TRAIN_DEVICE", "auto")
-parser.add_argument("--device", type=device_name, default=default_device, help="auto, cpu or cuda")
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--batch-size", type=int, default=64, help="images per step, over all ranks")
+parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
+parser.add_argument("--seed", type=int, default=0, help="of the weights and of the images' order")
+parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
 parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
-parser.add_argument("--num-workers", type=count, default=0, help="loader processes of each rank")
-parser.add_argument("--log-every", type=positive, default=100, help="steps between two log lines")
-parser.add_checkpoint_arguments()
-parser.add_timeout_arguments()
+parser.add_argument("--log-every", type=int, default=100, metavar="STEPS")
+parser.add_argument("--save-every", type=int, default=1000, metavar="STEPS")
+parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/, job id or time")
+# A requeued job runs the same command again, so it resumes without being told.
+requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+parser.add_argument("--resume", action="store_true", default=requeued)
 args = parser.parse_args()
+if min(args.epochs, args.batch_size, args.log_every, args.save_every) < 1:
+    parser.error("--epochs, --batch-size, --log-every and --save-every must be 1 or more")
 
 # --- process group ---
-# RANK, LOCAL_RANK and WORLD_SIZE, which the launcher sets. A script that srun starts without a
-# launcher finds Slurm's own numbers.
-ranks = find_ranks()
-rank, local_rank, world_size = ranks.rank, ranks.local_rank, ranks.world_size
+# A launcher sets RANK, LOCAL_RANK and WORLD_SIZE. In a step of srun without a launcher there are
+# Slurm's own numbers. Any other process is the only one, also in a batch script, whose step id is
+# negative or large.
+slurm = os.environ if 0 <= int(os.environ.get("SLURM_STEP_ID", -1)) < 2**31 else {}
+rank = int(os.environ.get("RANK", slurm.get("SLURM_PROCID", 0)))
+local_rank = int(os.environ.get("LOCAL_RANK", slurm.get("SLURM_LOCALID", 0)))
+world_size = int(os.environ.get("WORLD_SIZE", slurm.get("SLURM_NTASKS", 1)))
 
-fault = (
-    device_fault(args.device, ranks)
-    or indivisible("--batch-size", args.batch_size, world_size, f"{world_size} ranks")
-    or folder_fault(args.checkpoint_dir, args.resume, ".pt")
-)
-use_cuda = args.device != "cpu" and torch.cuda.is_available() and not fault
 device = torch.device("cpu")
-if use_cuda:
-    # GPU number local_rank, but number 0 if Slurm shows this rank a single GPU.
+if args.device == "auto" and torch.cuda.is_available():
+    # GPU number local_rank. If Slurm shows each rank only its own, that is number 0.
     device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
     torch.cuda.set_device(device)
+elif args.device == "auto" and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
+    sys.exit("Slurm granted GPUs, but torch sees none: check nvidia-smi, or pass --device cpu")
 
-# Step 0: the ranks compare what they know. A fault on any rank ends all of them.
-store = step_zero(args, ranks, device, fault)
-place = Place(ranks, device, args.init_timeout)
-if world_size > 1:
-    backend = "nccl" if use_cuda else "gloo"
-    wait = timedelta(seconds=args.init_timeout)
-    place.beat.start()
-    with place.connecting(backend, store):
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=wait
-        )
-        place.all_reduced([1])  # NCCL connects in its first collective
-if args.deterministic:
-    torch.use_deterministic_algorithms(True)
+if world_size == 1:
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "0")
+# A rank that does not reach the others within 300 seconds prints where it waits, and ends.
+faulthandler.dump_traceback_later(300, exit=True)
+# The ranks meet at MASTER_ADDR:MASTER_PORT. NCCL communicates between GPUs, gloo between CPUs.
+backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=gpu)
+# A first sum over all ranks shows whether their connections work. .item() waits for it.
+total = torch.ones(1, device=device)
+dist.all_reduce(total)
+total.item()
+faulthandler.cancel_dump_traceback_later()
+place = f"world size: {world_size} | local rank: {local_rank} | device: {device}"
+# One write with its line break, so that the lines of two ranks do not mix.
+print(f"[Rank: {rank} | {os.uname().nodename} | {place}]\n", end="", flush=True)
 
 
 def log(text: str):
@@ -97,116 +92,144 @@ def log(text: str):
 
 
 # --- data ---
-files = Path(args.data_dir, "MNIST/raw")
-# Once per node, because it reads every file whole.
-fault = checksums.damaged(files) if local_rank == 0 else None
-if fault:
-    fault += "; move it away and prepare it again: python aux/prepare_data.py mnist"
-try:
-    # EDIT: your data; two TensorDatasets of images (n, 1, 28, 28) float32 and labels (n,) int64
-    train_set, test_set = mnist.load(args.data_dir)
-    if args.batch_size > len(train_set):
-        fault = f"--batch-size {args.batch_size} is more than the {len(train_set)} images"
-except ValueError as error:
-    fault = fault or str(error)
-place.stop_if_any(fault)
-# With different data it would be another run, which rank 0 notices.
-trained_on = sorted(files.glob("train-*-ubyte")) if rank == 0 else []
-identity = [checksums.of(path)[:12] for path in trained_on]
+class ResumableSampler(DistributedSampler):
+    """Leaves out this rank's first `start` samples of the epoch, which an earlier job has seen."""
 
-steps_per_epoch = len(train_set) // args.batch_size
-total_steps = min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
-steps = range(total_steps)
-sampler = RunSampler(len(train_set), args.batch_size, steps, args.seed, rank, world_size)
-test_sampler = BatchSampler(range(rank, len(test_set), world_size), 1000, drop_last=False)
-# Workers are forked, because spawned ones would run this script again. They ignore signals, which
-# are for the rank.
-workers = {"num_workers": args.num_workers, "worker_init_fn": stop_request.ignore}
-if args.num_workers:
-    workers["multiprocessing_context"] = "fork"
-# A TensorDataset takes a batch of indices at once. EDIT: other datasets need DataLoader(train_set,
-# batch_sampler=sampler, **workers).
-train_loader = DataLoader(
-    train_set, sampler=sampler, batch_size=None, pin_memory=use_cuda, **workers
-)
-test_loader = DataLoader(test_set, sampler=test_sampler, batch_size=None)
+    start = 0
+
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), self.start, None)
+
+
+# EDIT: your two data sets. collate_fn is only for those of mnist.py, which return whole batches.
+train_set, test_set = mnist.load(args.data_dir)
+options = {"collate_fn": mnist.collate, "pin_memory": device.type == "cuda"}
+if args.batch_size % world_size != 0 or args.batch_size > len(train_set):
+    sys.exit(f"--batch-size must be a multiple of {world_size} (ranks), up to {len(train_set)}")
+# Each rank gets an equal part of the shuffled images, and every world_size-th test image.
+sampler = ResumableSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
+test_sampler = range(rank, len(test_set), world_size)
+batch_size = args.batch_size // world_size
+train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
+test_loader = DataLoader(test_set, batch_size=1000, sampler=test_sampler, **options)
 
 # --- model ---
 torch.manual_seed(args.seed)
-# EDIT: your model
+# EDIT: your model. If it has dropout, put torch.manual_seed(rank) below it, so that ranks differ.
 model = nn.Sequential(
     nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU(),
-    nn.Dropout(args.dropout), nn.Flatten(),
-    nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10),
+    nn.Flatten(), nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Linear(128, 10),
 )  # fmt: skip
+# Convolutions are faster in this layout.
 model = model.to(device, memory_format=torch.channels_last)
-# backward() averages the gradients over all ranks.
-ddp = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
-# DDP rebuilds its buckets after the first pass, which changes the order of its sums. This pass is
-# discarded, so that a resumed run rounds like one that was not stopped.
-images, labels = next(iter(train_loader))
-ddp.eval()
-ddp(images.to(device)).sum().backward()
-model.zero_grad()
-# A fused optimizer would be wrong if fp16 skips the first step.
-fused = args.precision != "fp16"
-optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=fused)
-dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
-autocast = torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
-# With fp16 it keeps small gradients from becoming 0.
-scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+# ddp takes rank 0's weights, and its backward() averages the gradients over all ranks.
+ddp = nn.parallel.DistributedDataParallel(model)
+# fused: one kernel updates all weights.
+optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=True)
+autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
 # --- checkpoint ---
-log(f"Data: {mnist.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}")
-state = {"model": model, "optimizer": optimizer, "scaler": scaler}
-# A resumed run must be equal in these.
-names = ("batch_size", "learning_rate", "dropout", "seed", "precision")
-run = {name: vars(args)[name] for name in names} | {"data": identity}
-checkpoints = Checkpoints(args, place, run, total_steps)
-first = checkpoints.resume(state)
-sampler.steps = range(first, total_steps)
-test_loss = checkpoints.values.get("test_loss", math.nan)
-accuracy = checkpoints.values.get("test_accuracy", math.nan)
+run = os.environ.get("SLURM_JOB_ID", time.strftime("%Y-%m-%d_%H-%M-%S"))
+# Another srun in the same allocation is another run: job 7, then 7.1.
+srun_step = int(os.environ.get("SLURM_STEP_ID", 0))
+if 0 < srun_step < 2**31:
+    run += f".{srun_step}"
+folder = args.checkpoint_dir or Path("checkpoints", run)
+path, steps_done = folder / "checkpoint.pt", 0
+if path.exists():
+    if not args.resume:
+        sys.exit(f"{path} exists: pass --resume, or choose another --checkpoint-dir")
+    checkpoint = torch.load(path, map_location=device, weights_only=True)
+    model.load_state_dict(checkpoint["model"])
+    # Its state includes the learning rate, so a new --learning-rate has no effect.
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    steps_done = checkpoint["steps_done"]
+    log(f"Resumed after step {steps_done}")
+# If a folder is not on all nodes, the ranks find different checkpoints.
+found = torch.tensor([steps_done, -steps_done], device=device)
+dist.all_reduce(found, dist.ReduceOp.MAX)
+if found.sum() != 0:
+    sys.exit(f"rank {rank} resumes after step {steps_done}, others do not: share {folder}")
+if rank == 0:
+    folder.mkdir(parents=True, exist_ok=True)
+log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")
+
+
+def save(steps_done: int):
+    if rank == 0:
+        # Written under another name, then renamed: a job that ends here leaves the old file whole.
+        checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(checkpoint | {"steps_done": steps_done}, folder / "part")
+        os.replace(folder / "part", path)
+
 
 # --- training ---
-progress = Progress(args, place, "images", args.batch_size, first, total_steps)
-model.train()
-for step, (images, labels) in enumerate(train_loader, start=first + 1):
-    # Seeds dropout, the same after a resume in the middle of an epoch.
-    torch.manual_seed(seed_from(args.seed, step, rank))
-    images = images.to(device, non_blocking=True)
-    labels = labels.to(device, non_blocking=True)
-    with autocast:
-        loss = nn.functional.cross_entropy(ddp(images).float(), labels)
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)  # optimizer.step(), which fp16 skips if a gradient is inf or nan
-    scaler.update()
-    epoch = math.ceil(step / steps_per_epoch)
-    if progress.add(step, loss):
-        progress.log(step, epoch)
-    save, stop = checkpoints.due(step)
+# A run that was stopped at the end of an epoch resumes there, and evaluates.
+first_epoch, stopped = max(1, math.ceil(steps_done / len(train_loader))), False
+for epoch in range(first_epoch, args.epochs + 1):
+    model.train()
+    # A new order in every epoch, the same after a resume.
+    sampler.set_epoch(epoch)
+    before = (epoch - 1) * len(train_loader)
+    step = skipped = max(0, steps_done - before)
+    sampler.start = skipped * batch_size
+    losses, start = [], time.perf_counter()
+    for step, (images, labels) in enumerate(train_loader, start=skipped + 1):
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with autocast:
+            loss = cross_entropy(ddp(images).float(), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        # .item() here would make the CPU wait for the GPU at every step.
+        losses.append(loss.detach())
 
-    if step % steps_per_epoch == 0 or step == total_steps:
-        model.eval()
-        # The sum of the losses, and the number of correct predictions.
-        sums = torch.zeros(2, device=device)
-        with torch.inference_mode(), autocast, place.longer_timeout(args.save_timeout):
-            for images, labels in test_loader:
-                logits, labels = model(images.to(device)).float(), labels.to(device)
-                sums[0] += nn.functional.cross_entropy(logits, labels, reduction="sum")
-                sums[1] += (logits.argmax(1) == labels).sum()
-        test_loss, accuracy = place.all_reduced(sums / len(test_set))
-        progress.log_evaluation(step, epoch, test_loss=test_loss, test_accuracy=accuracy)
-        model.train()
-        save = True
+        if step % args.log_every == 0 or step == len(train_loader):
+            # The mean over all ranks: the sum of each one's mean over world_size.
+            mean_loss = torch.stack(losses).mean() / world_size
+            dist.all_reduce(mean_loss)
+            mean_loss = mean_loss.item()
+            if not math.isfinite(mean_loss):
+                sys.exit(f"the loss is {mean_loss}: try a lower --learning-rate")
+            seconds = (time.perf_counter() - start) / len(losses)
+            steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
+            line = f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss:.6f}"
+            line += f" images_per_second={args.batch_size / seconds:.0f}"
+            log(f"{line} time_left={timedelta(seconds=round(seconds * steps_left))}")
+            losses, start = [], time.perf_counter()
+        if step % args.save_every == 0:
+            save(before + step)
+        # Not after every step, because each answer is an all-reduce, and a wait for the GPU.
+        if (step % 10 == 0 or step == len(train_loader)) and preemption.asked(device):
+            stopped = True
+            break
 
-    if save:
-        progress.check_loss(step)  # weights that are not finite must not replace good ones
-        checkpoints.save(step, state, test_loss=test_loss, test_accuracy=accuracy)
-    if stop:
+    # Before the evaluation, because Slurm may not leave time for both.
+    save(before + step)
+    if stopped:
+        log(f"Stopped after step {before + step}, saved")
         break
+    model.eval()
+    # The sum of the losses, and the number of correct predictions. Not by ddp, which may wait for
+    # the other ranks in each batch, because a rank may have fewer batches.
+    sums = torch.zeros(2, device=device)
+    with torch.inference_mode(), autocast:
+        for images, labels in test_loader:
+            logits, labels = model(images.to(device)).float(), labels.to(device)
+            sums[0] += cross_entropy(logits, labels, reduction="sum")
+            sums[1] += (logits.argmax(1) == labels).sum()
+    dist.all_reduce(sums)
+    test_loss, accuracy = (sums / len(test_set)).tolist()
+    log(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}")
 
-epoch = math.ceil(checkpoints.step / steps_per_epoch)
-checkpoints.finish(f"epoch={epoch} average_loss={test_loss:.4f} accuracy={accuracy:.4f}")
-place.shutdown()
+failed = False
+if not stopped:
+    log(f"Finished: epoch={args.epochs}, checkpoint in {path}")
+elif rank == 0:
+    failed = not preemption.requeue(f"--resume --checkpoint-dir {folder}")
+dist.destroy_process_group()
+if device.type == "cpu":
+    # A thread of gloo can outlive the group and crash Python's shutdown, which this skips.
+    os._exit(failed)
+sys.exit(failed)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, RandomSampler
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))
@@ -24,53 +25,41 @@ import mnist  # EDIT: your data
 # --- arguments ---
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--batch-size", type=int, default=64, help="images per step over all ranks")
+parser.add_argument("--batch-size", type=int, default=64, help="images per step, over all ranks")
 parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
-parser.add_argument("--dropout", type=float, default=0.25)
-parser.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout")
+parser.add_argument("--seed", type=int, default=0, help="of the weights and of the images' order")
 parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-default_device = os.environ.get("TRAIN_DEVICE", "auto")
-parser.add_argument("--device", choices=["auto", "cpu"], default=default_device)
+parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
 parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
-parser.add_argument("--log-every", type=int, default=100, help="steps between two log lines")
-parser.add_argument(
-    "--checkpoint-dir", type=Path, help="default: checkpoints/ and the job id or time"
-)
+parser.add_argument("--log-every", type=int, default=100, metavar="STEPS")
+parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/, job id or time")
 # A requeued job runs the same command again, so it resumes without being told.
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 parser.add_argument("--resume", action="store_true", default=requeued)
 args = parser.parse_args()
-if min(args.epochs, args.batch_size, args.log_every) < 1 or not 0 <= args.dropout < 1:
-    parser.error("--epochs, --batch-size and --log-every must be 1 or more, --dropout below 1")
+if min(args.epochs, args.batch_size, args.log_every) < 1:
+    parser.error("--epochs, --batch-size and --log-every must be 1 or more")
 
 # --- process group ---
 # One process needs none.
-use_cuda = args.device != "cpu" and torch.cuda.is_available()
+device = torch.device("cpu")
+if args.device == "auto" and torch.cuda.is_available():
+    device = torch.device("cuda")
+elif args.device == "auto" and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
+    sys.exit("Slurm granted GPUs, but torch sees none: check nvidia-smi, or pass --device cpu")
 
 
 def log(text: str):
     print(text, flush=True)
 
 
-def stop(sentence: str):
-    sys.exit(sentence)
-
-
-if args.device != "cpu" and not use_cuda and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
-    stop("Slurm granted GPUs, but torch sees none: check nvidia-smi, or pass --device cpu")
-device = torch.device("cuda" if use_cuda else "cpu")
-
 # --- data ---
 # EDIT: your two data sets. collate_fn is only for those of mnist.py, which return whole batches.
-try:
-    train_set, test_set = mnist.load(args.data_dir)
-    source = mnist.describe(args.data_dir)
-except ValueError as error:
-    stop(str(error))
+train_set, test_set = mnist.load(args.data_dir)
+options = {"collate_fn": mnist.collate, "pin_memory": device.type == "cuda"}
 if args.batch_size > len(train_set):
-    stop(f"--batch-size {args.batch_size} is more than the {len(train_set)} images")
+    sys.exit(f"--batch-size {args.batch_size} is more than the {len(train_set)} images")
 sampler = RandomSampler(train_set, generator=torch.Generator())
-options = {"collate_fn": mnist.collate, "pin_memory": use_cuda}  # EDIT
 train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
 test_loader = DataLoader(test_set, batch_size=1000, **options)
 
@@ -79,8 +68,7 @@ torch.manual_seed(args.seed)
 # EDIT: your model
 model = nn.Sequential(
     nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU(),
-    nn.Dropout(args.dropout), nn.Flatten(),
-    nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(128, 10),
+    nn.Flatten(), nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Linear(128, 10),
 )  # fmt: skip
 # Convolutions are faster in this layout.
 model = model.to(device, memory_format=torch.channels_last)
@@ -90,32 +78,35 @@ autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision ==
 
 # --- checkpoint ---
 run = os.environ.get("SLURM_JOB_ID", time.strftime("%Y-%m-%d_%H-%M-%S"))
+# Another srun in the same allocation is another run: job 7, then 7.1.
+srun_step = int(os.environ.get("SLURM_STEP_ID", 0))
+if 0 < srun_step < 2**31:
+    run += f".{srun_step}"
 folder = args.checkpoint_dir or Path("checkpoints", run)
-saved = {int(path.stem.split("_")[-1]): path for path in folder.glob("checkpoint_epoch_*.pt")}
-epochs_done = max(saved, default=0)
-if saved and not args.resume:
-    stop(f"{folder} has checkpoints: pass --resume, or choose another --checkpoint-dir")
-if saved:
-    checkpoint = torch.load(saved[epochs_done], map_location=device, weights_only=True)
+path, epochs_done = folder / "checkpoint.pt", 0
+if path.exists():
+    if not args.resume:
+        sys.exit(f"{path} exists: pass --resume, or choose another --checkpoint-dir")
+    checkpoint = torch.load(path, map_location=device, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     # Its state includes the learning rate, so a new --learning-rate has no effect.
     optimizer.load_state_dict(checkpoint["optimizer"])
+    epochs_done = checkpoint["epochs_done"]
     log(f"Resumed after epoch {epochs_done}")
 folder.mkdir(parents=True, exist_ok=True)
-log(f"Data: {source}. Checkpoints: {folder}")
+log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")
 
 # --- training ---
 for epoch in range(epochs_done + 1, args.epochs + 1):
     model.train()
     # A new order in every epoch, the same after a resume.
     sampler.generator.manual_seed(args.seed + epoch)
-    torch.manual_seed(args.seed + epoch)
     losses, start = [], time.perf_counter()
     for step, (images, labels) in enumerate(train_loader, start=1):
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         with autocast:
-            loss = nn.functional.cross_entropy(model(images).float(), labels)
+            loss = cross_entropy(model(images).float(), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -125,13 +116,12 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
         if step % args.log_every == 0 or step == len(train_loader):
             mean_loss = torch.stack(losses).mean().item()
             if not math.isfinite(mean_loss):
-                stop(f"the loss is {mean_loss}: try a lower --learning-rate")
-            seconds_per_step = (time.perf_counter() - start) / len(losses)
+                sys.exit(f"the loss is {mean_loss}: try a lower --learning-rate")
+            seconds = (time.perf_counter() - start) / len(losses)
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
             line = f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss:.6f}"
-            line += f" images_per_second={args.batch_size / seconds_per_step:.0f}"
-            line += f" time_left={timedelta(seconds=round(seconds_per_step * steps_left))}"
-            log(line)
+            line += f" images_per_second={args.batch_size / seconds:.0f}"
+            log(f"{line} time_left={timedelta(seconds=round(seconds * steps_left))}")
             losses, start = [], time.perf_counter()
 
     model.eval()
@@ -140,14 +130,14 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     with torch.inference_mode(), autocast:
         for images, labels in test_loader:
             logits, labels = model(images.to(device)).float(), labels.to(device)
-            sums[0] += nn.functional.cross_entropy(logits, labels, reduction="sum")
+            sums[0] += cross_entropy(logits, labels, reduction="sum")
             sums[1] += (logits.argmax(1) == labels).sum()
     test_loss, accuracy = (sums / len(test_set)).tolist()
     log(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}")
 
-    # Written to a temporary name, then renamed: a job that ends here leaves no partial file.
+    # Written under another name, then renamed: a job that ends here leaves the old file whole.
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(checkpoint, folder / "part")
-    os.replace(folder / "part", folder / f"checkpoint_epoch_{epoch}.pt")
+    torch.save(checkpoint | {"epochs_done": epoch}, folder / "part")
+    os.replace(folder / "part", path)
 
-log(f"Finished: epoch={args.epochs}, checkpoints in {folder}")
+log(f"Finished: epoch={args.epochs}, checkpoint in {path}")

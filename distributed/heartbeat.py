@@ -1,0 +1,170 @@
+"""Heartbeats: every rank says where it is, so that the one for which all wait can be named.
+
+    import heartbeat
+    heartbeat.start()              # on every rank, after init_process_group
+    ...
+        heartbeat.step = step      # after every step: a number that rises through all epochs
+
+A rank that fails ends the job by itself. But if one hangs, the others wait in a collective until it
+times out, and that error names the wrong rank. With these lines `python aux/watch_job.py JOB` shows
+what each rank is doing, and if ranks wait for another one for 60 seconds, which may also be a long
+evaluation or save, the log has
+
+    no step for 60 s. First to look at: rank 2 on node-2 (step 49), in ...
+
+A heartbeat is a line of JSON in log/JOB/ranks-START/RANK, or by hand in log/local/ranks-PORT/RANK.
+Each rank writes one every two seconds; in a job of more than 60 ranks less often, so that all
+together write 30 times a second.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+
+step: int | None = None
+
+HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+SIZE = 4096  # bytes, so that a heartbeat replaces a longer one
+# The files in which a rank waits for others: DDP broadcasts a model's buffers in torch/nn/parallel,
+# and gloo's collectives of a backward pass are in torch/autograd. With NCCL a rank waits where it
+# reads a result: of ours in the last two, and elsewhere in any file, see holds_up.
+WAITING = ("torch/distributed/", "torch/nn/parallel/", "torch/autograd/")
+WAITING += ("/preemption.py", "/resilience/group.py")
+LIBRARIES = (os.path.dirname(os.__file__), "/site-packages/", "/dist-packages/", "<frozen")
+
+
+def start(after: float = 60):
+    """Starts the thread that writes, and after `after` seconds without a step reports."""
+    threading.Thread(target=Heart(after).beat, daemon=True).start()
+
+
+class Heart:
+    def __init__(self, after: float):
+        env = os.environ
+        slurm = env if 0 <= int(env.get("SLURM_STEP_ID", -1)) < 2**31 else {}
+        self.rank = int(env.get("RANK", slurm.get("SLURM_PROCID", 0)))
+        self.world_size = int(env.get("WORLD_SIZE", slurm.get("SLURM_NTASKS", 1)))
+        self.after, self.interval = after, max(2, self.world_size / 30)
+        self.folder = Path("log/local", f"ranks-{env.get('MASTER_PORT', 0)}")
+        if "SLURM_JOB_ID" in env:
+            restarts = env.get("SLURM_RESTART_COUNT", 0)
+            self.folder = Path("log", env["SLURM_JOB_ID"], f"ranks-{restarts}")
+
+    def beat(self):
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # Without O_DSYNC an NFS client would keep the writes to itself for half a minute.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_DSYNC
+            self.file = os.open(self.folder / str(self.rank), flags, 0o666)
+        except OSError as error:
+            return self.say(f"warning: no heartbeats: {error}")
+
+        last, since = step, time.monotonic()
+        next_write, late, reported = since, False, False
+        while True:
+            now = time.monotonic()
+            if step != last:
+                last, since, late, reported = step, now, False, False
+            seconds = now - since
+            # Late is a rank when half of the time is over. It writes that at once, so that a report
+            # at the end of the time tells it from one that hangs as a whole.
+            if now >= next_write or (seconds > self.after / 2 and not late):
+                late = seconds > self.after / 2
+                self.write(seconds, late)
+                next_write = now + self.interval
+            if seconds > self.after and not reported:
+                reported = True
+                self.report(seconds)
+            time.sleep(0.5)
+
+    def write(self, seconds: float, late: bool):
+        stack, frame, waits = main_stack()
+        beat = {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "host": HOST,
+            "time": time.time(),
+            "interval": self.interval,
+            "step": step,
+            "seconds_in_step": seconds,
+            "late": late,
+            "waits": waits,
+            "frame": frame,
+            "stack": stack,
+        }
+        with contextlib.suppress(OSError):  # a full disk
+            os.pwrite(self.file, json.dumps(beat).encode().ljust(SIZE), 0)
+
+    def report(self, seconds: float):
+        """Rank 0 says who keeps the others waiting, or rank 1 if rank 0 is silent."""
+        if self.rank > 1:
+            return
+        beats = [beat for beat in read_beats(self.folder) if beat["rank"] < self.world_size]
+        missing = sorted(set(range(self.world_size)) - {beat["rank"] for beat in beats})
+        silent = [beat for beat in beats if not beat["late"]]
+        if self.rank == 1 and 0 not in [*missing, *(beat["rank"] for beat in silent)]:
+            return
+        no_step = f"no step for {seconds:.0f} s"
+        if missing:
+            none = f"{len(missing)} of {self.world_size} ranks have sent no heartbeat"
+            return self.say(f"{no_step}: {none}, the first is rank {missing[0]}")
+        first = silent or holds_up(beats)
+        if not first and all(beat["waits"] for beat in beats):
+            self.say(f"{no_step}: all ranks wait in {beats[0]['frame']}")
+        if not first:
+            return
+        names = [f"rank {beat['rank']} on {beat['host']} (step {beat['step']})" for beat in first]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        what = "which sends no heartbeat, last seen" if silent else "which is"
+        sentence = f"{no_step}. First to look at: {', '.join(names[:4])}{more}, {what} in"
+        self.say("\n    ".join([sentence, *first[0]["stack"]]))
+
+    def say(self, sentence: str):
+        print(f"[Rank {self.rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)
+
+
+def main_stack() -> tuple[list[str], str, bool]:
+    """What the main thread is doing: its calls, the innermost one last; the innermost that is not a
+    library's, or "-"; and whether it waits for other ranks."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    waits = any(part in frame.f_code.co_filename for part in WAITING)
+    calls, own = [], "-"
+    while frame:
+        path = frame.f_code.co_filename
+        call = f"{frame.f_code.co_name} ({path}:{frame.f_lineno})"
+        if own == "-" and not any(part in path for part in LIBRARIES):
+            own = call
+        calls.insert(0, call)
+        frame = frame.f_back
+    return calls[-12:], own, waits
+
+
+def read_beats(folder: Path) -> list[dict]:
+    """The last heartbeat of each rank, by rank, but for those that are being written."""
+    beats = []
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            beats.append(json.loads(path.read_text()))
+    return sorted(beats, key=lambda beat: beat["rank"])
+
+
+def holds_up(beats: list[dict]) -> list[dict]:
+    """The heartbeats of the ranks for which the others wait: those at the lowest step, of these
+    those that wait for nobody, of these the fewest at one place. None if all are at one place.
+
+    The step comes first, because with NCCL the others get some steps further before they wait, and
+    then not always inside torch.
+    """
+    places = defaultdict(list)
+    for beat in beats:
+        place = (-1 if beat["step"] is None else beat["step"], beat["waits"])
+        places[place, tuple(beat["stack"])].append(beat)
+    if len(places) < 2:
+        return []
+    return min(places.items(), key=lambda place: (place[0][0], len(place[1])))[1]

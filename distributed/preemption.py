@@ -1,0 +1,114 @@
+"""Stop together, save, requeue: with this one file any script survives the end of its job.
+
+    import preemption
+    preemption.listen()                # before the slow imports: Slurm may ask at any time
+    ...
+    stopped = False
+    for step, batch in ...:            # with loader workers: worker_init_fn=preemption.ignore
+        ...
+        if step % 10 == 0 and preemption.asked(device):
+            stopped = True
+            break
+    ...
+    save(step)
+    if stopped and rank == 0:          # once the checkpoint is whole
+        preemption.requeue()
+
+Slurm sends SIGTERM at the time limit and at a preemption, and kills what is left after KillWait (30
+seconds by default) or the partition's GraceTime. `sbatch --signal=TERM@300` asks for it earlier.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+received = False
+
+
+def listen():
+    """From now on SIGTERM, SIGUSR1 and the first Ctrl-C are requests to stop."""
+    for number in REQUESTS:
+        signal.signal(number, set_flag)
+
+
+def set_flag(number: int, frame: object):
+    # No more than that, because a handler may run in the middle of anything.
+    global received
+    received = True
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def ignore(worker: int):
+    """A DataLoader's worker_init_fn: a signal may reach the workers, but it is for the rank."""
+    for number in REQUESTS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def asked(device) -> bool:
+    """Whether any rank was asked to stop. All ranks call it, and all get the same answer.
+
+    A signal may reach one rank only, and each rank in another step.
+    """
+    import torch
+    import torch.distributed as dist
+
+    flag = torch.tensor(float(received), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(flag)
+    return flag.item() > 0
+
+
+def requeue(arguments: str = "") -> bool:
+    """Puts this job back into the queue. Only on rank 0, once all is saved.
+
+    A job that scancel ends stays cancelled. Returns False if Slurm refuses, and prints what to
+    type: this script with its own arguments and the given ones. In a container run_script.sh does
+    that later. Without a job there is nothing to do.
+    """
+    command = f"{shlex.join(sys.argv)} {arguments}"
+    if "SLURM_JOB_ID" not in os.environ:
+        return True
+    if shutil.which("scontrol"):
+        return requeue_job(command)
+    # A container has no scontrol: run_script.sh looks for this file.
+    folder = Path("log", os.environ["SLURM_JOB_ID"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "requeue").write_text(command)
+    return True
+
+
+def requeue_job(command: str) -> bool:
+    env = os.environ
+    job = env["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_TASK_ID" in env:
+        # Only this task, because the array's id alone can mean all of them.
+        job = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    shown = scontrol("show", "job", job)
+    reason, state = shown.stderr.strip(), shown.stdout
+    # With more restarts than this start knows of, Slurm has requeued the job by itself. In other
+    # states than these two, scancel is ending it.
+    if f"Restarts={env.get('SLURM_RESTART_COUNT', 0)} " in state:
+        reason = "Slurm is ending it"
+        if re.search("JobState=(RUNNING|COMPLETING Reason=TimeLimit) ", state):
+            reason = scontrol("requeue", job).stderr.strip()
+    if not reason:
+        print("Requeued: it resumes by itself", flush=True)
+        return True
+    launcher = re.search(r"Command=(\S+)|$", state)[1] or "LAUNCHER"
+    print(f"Not requeued: {reason}. To resume it:\n    sbatch {launcher} {command}", flush=True)
+    return False
+
+
+def scontrol(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["scontrol", *arguments], capture_output=True, text=True)
+
+
+# run_script.sh calls it like this, outside the container.
+if __name__ == "__main__":
+    sys.exit(not requeue_job(sys.argv[1]))
