@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import gpt2
 import token_files
-from resilience.samplers import seed_from
+from resilience.seeds import seed_from
+from resilience.torch_private import compute_local_shape_and_global_offset
 from transformer import Transformer
 
 
@@ -27,6 +27,18 @@ def can_compile(device: torch.device) -> bool:
     # Triton compiles C against Python's headers.
     headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
     return bool(importlib.util.find_spec("triton") and compiler and headers.exists())
+
+
+def be_deterministic():
+    """Before the first use of CUDA or NCCL. What the user has set stays."""
+    torch.use_deterministic_algorithms(True)
+    # Otherwise cuBLAS chooses among algorithms that sum in different orders
+    # (docs.pytorch.org/docs/stable/notes/randomness.html), and so does NCCL
+    # (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NCCL_PROTO", "Simple")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 
 def metadata_of(args: Namespace) -> dict:

@@ -5,10 +5,9 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 from pathlib import Path
 
-from resilience.arguments import ArgumentParser, device_name, number, whole_number
+from resilience.arguments import ArgumentParser, number, whole_number
 
 # nanoGPT's, except the small model's learning rate: with 2e-3 instead of 1e-3 it learns more.
 CPU = {"layers": 4, "heads": 4, "width": 128, "context": 64, "dropout": 0.0}
@@ -60,8 +59,8 @@ def add_recipe_arguments(parser: ArgumentParser):
     help = "dtype of the matmuls (default: bf16 on CUDA, fp32 on a CPU)"
     add("--precision", choices=["fp32", "bf16"], help=help)
     add("--seed", type=count, default=0, help="of weights, windows and dropout")
-    device = os.environ.get("TRAIN_DEVICE", "auto")
-    add("--device", type=device_name, default=device, help="auto, cpu or cuda; or TRAIN_DEVICE")
+    help = "auto: CUDA if there is a GPU"
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help=help)
     help = "written by aux/prepare_data.py"
     add("--data-dir", type=Path, default="data/shakespeare", help=help)
     steps = {"type": positive, "metavar": "STEPS"}

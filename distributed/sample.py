@@ -10,7 +10,7 @@ repository's names, and model.safetensors with config.json, which transformers r
 
 from pathlib import Path
 
-from resilience.arguments import ArgumentParser, device_name, number, whole_number
+from resilience.arguments import ArgumentParser, number, whole_number
 
 parser = ArgumentParser(description=__doc__)
 parser.add_argument("checkpoint_dir", type=Path, help="a run's folder; its newest is read")
@@ -21,7 +21,8 @@ help = "the data's tokenizer.json, if they use a Hugging Face tokenizer"
 parser.add_argument("--tokenizer", type=Path, metavar="FILE", help=help)
 parser.add_argument("--export", type=Path, metavar="FOLDER", help="write the model there")
 parser.add_argument("--seed", type=whole_number(0), default=0, help="of what is drawn")
-parser.add_argument("--device", type=device_name, default="auto", help="auto, cpu or cuda")
+help = "auto: CUDA if there is a GPU"
+parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=help)
 args = parser.parse_args()
 
 import torch
@@ -29,10 +30,10 @@ import torch
 import gpt2
 import token_files
 from recipe import initialize
-from resilience import sharded_checkpoints
-from resilience.place import Place
+from resilience.checkpoint_files import newest, read_manifest
+from resilience.checkpoints import load_folder
+from resilience.group import Group, device_fault
 from resilience.ranks import find_ranks
-from resilience.step_zero import device_fault
 from transformer import Transformer
 
 ranks = find_ranks()
@@ -43,14 +44,14 @@ if fault := device_fault(args.device, ranks):
 use_cuda = args.device != "cpu" and torch.cuda.is_available()
 device = torch.device("cuda" if use_cuda else "cpu")
 
-found = sharded_checkpoints.newest_folder(args.checkpoint_dir, Place(ranks, device, timeout=60))
-if found is None:
+path = newest(args.checkpoint_dir, Group(ranks, device, timeout=60))
+if path is None:
     parser.error(f"no whole checkpoint in {args.checkpoint_dir}")
-path, metadata = found
+metadata = read_manifest(path)
 with torch.device("meta"):
     model = Transformer(**metadata["sizes"])
 initialize(model, device, args.seed)
-sharded_checkpoints.load_folder(path, model)
+load_folder(path, model)
 
 if args.export:
     args.export.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from resilience import checksums
-from resilience.samplers import seed_from
+from resilience.seeds import seed_from
 
 IGNORED = -100  # cross_entropy's ignore_index
 # torch can index int32 but not uint32, and no vocabulary needs the sign bit.

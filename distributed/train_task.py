@@ -19,19 +19,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "aux"))
 
-from resilience.arguments import ArgumentParser, device_name, number, whole_number
+from resilience.arguments import ArgumentParser, number, whole_number
 from slurm_task import JobContext, task
 
 
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__)
     add, positive = parser.add_argument, whole_number(1)
-    device = os.environ.get("TRAIN_DEVICE", "auto")
     add("--epochs", type=positive, default=3, help="passes over the images")
     add("--batch-size", type=positive, default=64, help="images per step, over all ranks")
     add("--learning-rate", type=number(0), default=0.02, help="of SGD with momentum")
-    add("--seed", type=whole_number(0), default=0, help="of weights, order and dropout")
-    add("--device", type=device_name, default=device, help="auto, cpu or cuda; or TRAIN_DEVICE")
+    add("--seed", type=whole_number(0), default=0, help="of the weights and of the images' order")
+    add("--device", choices=["auto", "cpu"], default="auto")
     add("--data-dir", type=Path, default="data/mnist", help="of aux/prepare_data.py")
     add("--log-every", type=positive, default=100, help="steps between two log lines")
     return parser.parse_args()
@@ -46,24 +45,26 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     from torch.utils.data import DataLoader, DistributedSampler
 
     import mnist
-    from resilience.ranks import find_ranks
-    from resilience.step_zero import device_fault
 
     # --- process group ---
     if job:
         # Without a job, torchrun has set them, or nobody.
         os.environ.update(job.torch_distributed_env())
-    ranks = find_ranks()
-    rank, local_rank, world_size = ranks.rank, ranks.local_rank, ranks.world_size
-    if fault := device_fault(args.device, ranks):
-        stop(fault, rank)
+    # A launcher sets RANK, LOCAL_RANK and WORLD_SIZE. In a step of srun without a launcher there
+    # are Slurm's own numbers. Any other process is the only one.
+    slurm = os.environ if 0 <= int(os.environ.get("SLURM_STEP_ID", -1)) < 2**31 else {}
+    rank = int(os.environ.get("RANK", slurm.get("SLURM_PROCID", 0)))
+    local_rank = int(os.environ.get("LOCAL_RANK", slurm.get("SLURM_LOCALID", 0)))
+    world_size = int(os.environ.get("WORLD_SIZE", slurm.get("SLURM_NTASKS", 1)))
     device = torch.device("cpu")
-    if args.device != "cpu" and torch.cuda.is_available():
-        # GPU number local_rank, but number 0 if Slurm shows this rank a single GPU.
+    if args.device == "auto" and torch.cuda.is_available():
+        # GPU number local_rank. If Slurm shows each rank only its own, that is number 0.
         device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
-    # A launcher has started this, perhaps as a single rank.
-    distributed = "RANK" in os.environ
+    elif args.device == "auto" and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
+        hint = "check nvidia-smi, or pass --device cpu"
+        stop(f"Slurm granted GPUs, but torch sees none: {hint}", rank)
+    distributed = world_size > 1
     if distributed:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         # Waits for all ranks, so that none is still connecting when another stops.
@@ -80,10 +81,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
         return values.tolist()
 
     # --- data ---
-    try:
-        train_set, test_set = mnist.load(args.data_dir)
-    except (OSError, ValueError) as error:
-        stop(str(error), rank)
+    train_set, test_set = mnist.load(args.data_dir)
     if args.batch_size % world_size:
         stop(f"--batch-size {args.batch_size} is not divisible by {world_size} ranks", rank)
     if args.batch_size > len(train_set):
@@ -97,10 +95,11 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     test_loader = DataLoader(test_set, 1000, sampler=test_sampler, **options)
 
     # --- model ---
-    torch.manual_seed(args.seed)  # the same weights on every rank
-    convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2)]
-    linears = [nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(0.25), nn.Linear(128, 10)]
-    model = nn.Sequential(*convolutions, nn.ReLU(), nn.Flatten(), *linears).to(device)
+    torch.manual_seed(args.seed)
+    model = nn.Sequential(
+        nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU(),
+        nn.Flatten(), nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Linear(128, 10),
+    ).to(device)  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9)
     ddp = nn.parallel.DistributedDataParallel(model) if distributed else model
 
@@ -123,8 +122,6 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
     log(f"Data: {mnist.describe(args.data_dir)}. World size {world_size}, {device.type}")
     while epoch < args.epochs:
         sampler.set_epoch(epoch)
-        # Different dropout on every rank and in every epoch.
-        torch.manual_seed((args.seed * 1_000_003 + epoch) * 65_536 + rank)
         ddp.train()
         start = time.monotonic()
         for step, (images, labels) in enumerate(loader, 1):
@@ -159,6 +156,7 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
             # The whole checkpoint or none
             torch.save(state, job.output_dir / "part")
             os.replace(job.output_dir / "part", job.output_dir / f"checkpoint_epoch_{epoch}.pt")
+    log(f"Finished: average_loss={loss:.4f} accuracy={accuracy:.4f}")
     return {"test_loss": loss, "test_accuracy": accuracy, "world_size": world_size}
 
 
@@ -189,8 +187,5 @@ def shutdown():
 
 
 if __name__ == "__main__":
-    result = train(parse_arguments())
-    if os.environ.get("RANK", "0") == "0":
-        loss, accuracy = result["test_loss"], result["test_accuracy"]
-        print(f"Finished: average_loss={loss:.4f} accuracy={accuracy:.4f}", flush=True)
+    train(parse_arguments())
     shutdown()

@@ -15,11 +15,13 @@ Grown from distributed/train_fsdp.py: arguments, process group, data, model, tra
     git diff --no-index distributed/train_fsdp.py distributed/train_tp.py
 """
 
+import faulthandler
 import math
 from datetime import timedelta
 
+import heartbeat
+import preemption
 from recipe_arguments import add_recipe_arguments, divisors, parse_arguments
-from resilience import stop_request
 from resilience.arguments import ArgumentParser, indivisible, whole_number
 
 # --- arguments ---
@@ -32,7 +34,7 @@ parser.add_argument("--sequence-parallel", action="store_true", help=help)
 help = "let a tensor-parallel group span nodes, which is slow"
 parser.add_argument("--across-nodes", action="store_true", help=help)
 args = parse_arguments(parser)
-stop_request.listen()  # before the slow imports: Slurm may ask at any time
+preemption.listen()  # before the slow imports: Slurm may ask at any time
 
 import torch
 import torch.distributed as dist
@@ -44,23 +46,23 @@ import recipe
 import token_files
 from parallel_plan import parallel_plan, sum_partial_gradients, whole, with_own_dropout
 from resilience.checkpoint_files import folder_fault
-from resilience.place import Place
+from resilience.checkpoints import Checkpoints
+from resilience.group import Group, device_fault
 from resilience.progress import Progress
 from resilience.ranks import find_ranks
-from resilience.samplers import seed_from
-from resilience.sharded_checkpoints import ShardedCheckpoints
-from resilience.step_zero import device_fault, step_zero
+from resilience.seeds import seed_from
+from resilience.torch_private import flattened
 from transformer import Transformer, peak_flops
 
 # --- process group ---
-# RANK, LOCAL_RANK and WORLD_SIZE, which the launcher sets, or Slurm's own numbers
+# RANK, LOCAL_RANK and WORLD_SIZE, which the launcher sets, or Slurm's own numbers.
 ranks = find_ranks()
 rank, local_rank, world_size = ranks.rank, ranks.local_rank, ranks.world_size
 
 # This many neighbouring ranks are a tensor-parallel group.
 size = args.tensor_parallel or min(world_size, 2)
 replicas, common = world_size // size, math.gcd(world_size, args.heads)
-group = f"ranks {rank - rank % size} to {rank - rank % size + size - 1}"
+neighbours = f"ranks {rank - rank % size} to {rank - rank % size + size - 1}"
 fault = None
 if common % size:
     parts = f"{world_size} ranks and --heads {args.heads}"
@@ -71,53 +73,54 @@ elif args.sequence_parallel and args.context % size:
 elif local_rank < rank % size and not args.across_nodes:
     remedy = "choose a divisor of every node's number of ranks, or accept slow steps with "
     remedy += "--across-nodes"
-    fault = f"--tensor-parallel {size}: {group} are not all on this node; {remedy}"
+    fault = f"--tensor-parallel {size}: {neighbours} are not all on this node; {remedy}"
 share = f"{replicas} replicas x --accumulation {args.accumulation}"
 where = "may span nodes" if args.across_nodes else "inside this node"
-columns = {"tensor-parallel group": f"{group}, {where}", "replica": rank // size}
+columns = {"tensor-parallel group": f"{neighbours}, {where}", "replica": rank // size}
 fault = (
     device_fault(args.device, ranks)
     or token_files.missing_data(args.data_dir, args.context, local_rank)
     or fault
     or indivisible("--batch-size", args.batch_size, replicas * args.accumulation, share)
-    or folder_fault(args.checkpoint_dir, args.resume, "")
+    or folder_fault(args.checkpoint_dir, args.resume)
 )
 use_cuda = args.device != "cpu" and torch.cuda.is_available() and not fault
 device = torch.device("cpu")
 if use_cuda:
-    # GPU number local_rank, but number 0 if Slurm shows this rank a single GPU.
+    # GPU number local_rank. If Slurm shows each rank only its own, that is number 0.
     device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")  # TF32, if the GPU has it
 
-# Step 0: the ranks compare what they know. A fault on any rank ends all of them.
-store = step_zero(args, ranks, device, fault, **columns)
-place = Place(ranks, device, args.init_timeout)
-mesh = None
-if world_size > 1:
-    backend = "nccl" if use_cuda else "gloo"
-    wait = timedelta(seconds=args.init_timeout)
-    place.beat.start()
-    with place.connecting(backend, store):
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=wait
-        )
-        # A row is a tensor-parallel group, a column has the same part of every replica.
-        mesh = init_device_mesh(device.type, (replicas, size), mesh_dim_names=("data", "tensor"))
-        meshes = [mesh]
-        if 1 < size < world_size:
-            # DTensor then sums the gradient's norm over both dimensions at once.
-            meshes.append(mesh._flatten("all"))
-        place.connect(*meshes)
-    # Else the mesh's collectives would keep a timeout of their own.
-    place.set_timeout(place.timeout)
 if args.deterministic:
-    torch.use_deterministic_algorithms(True)
+    recipe.be_deterministic()
+
+group, mesh = Group(ranks, device, args.init_timeout), None
+# A rank that does not reach the others prints where it waits, and ends. A little later than torch's
+# own errors, which say more.
+faulthandler.dump_traceback_later(args.init_timeout + 10, exit=True)
+if world_size > 1:
+    # The ranks meet at MASTER_ADDR:MASTER_PORT. NCCL communicates between GPUs, gloo between CPUs.
+    backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
+    wait = timedelta(seconds=args.init_timeout)
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=wait)
+# A fault on any rank ends all of them.
+group.compare(fault, **columns)
+if world_size > 1:
+    # A row is a tensor-parallel group, a column has the same part of every replica.
+    mesh = init_device_mesh(device.type, (replicas, size), mesh_dim_names=("data", "tensor"))
+    meshes = [mesh]
+    if 1 < size < world_size:
+        # DTensor then sums the gradient's norm over both dimensions at once.
+        meshes.append(flattened(mesh, "all"))
+    group.connect(*meshes)
+    heartbeat.start(after=min(60, args.timeout / 2))
+faulthandler.cancel_dump_traceback_later()
 if args.precision is None:
     args.precision = "bf16" if use_cuda else "fp32"
 if args.compile is None:
-    # All ranks or none: a node may lack the compiler.
-    args.compile = place.all_reduced([recipe.can_compile(device)]) == [world_size]
+    # All ranks or none, because a node may lack the compiler.
+    args.compile = group.all_reduced([recipe.can_compile(device)]) == [world_size]
 
 
 def log(text: str):
@@ -167,15 +170,35 @@ optimizer = recipe.make_optimizer(args, model)
 # --- checkpoint ---
 log(f"Data: {token_files.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}")
 log(f"Precision: {args.precision}. Compiled: {args.compile}. Device mesh: {mesh}")
-state = {"model": model, "optimizer": optimizer}
-checkpoints = ShardedCheckpoints(args, place, recipe.run_of(args), args.steps)
-first = checkpoints.resume(state)
-val_loss = checkpoints.values.get("val_loss", math.nan)
+checkpoints = Checkpoints(args, group, recipe.run_of(args), args.steps)
+first = checkpoints.resume(model, optimizer)
 
 # --- training ---
 tokens_per_step = args.batch_size * args.context
 flops = flops_per_token / (peak_flops(device) * world_size)
-progress = Progress(args, place, "tokens", tokens_per_step, first, args.steps, flops)
+progress = Progress(args, group, "tokens", tokens_per_step, first, args.steps, flops)
+
+
+def evaluate(step: int) -> float:
+    """The mean loss over the validation windows after that step, which is also logged."""
+    model.eval()
+    sums = torch.zeros(2, device=device)  # loss, tokens
+    with torch.no_grad(), group.longer_timeout(args.save_timeout):
+        for tokens, targets in token_files.fixed_batches(args, data_rank, data_ranks, device):
+            with loss_parallel(), autocast:
+                loss = cross_entropy(model(tokens), targets, reduction="sum")
+            sums += torch.stack((whole(loss), (targets >= 0).sum()))
+        loss, count = group.all_reduced(sums)
+    epoch = step * tokens_per_step // len(train_windows)
+    progress.log_evaluation(step, epoch, val_loss=loss / count)
+    model.train()
+    return loss / count
+
+
+val_loss = math.nan
+# What the start before had no time for.
+if first and (first % args.eval_every == 0 or first == args.steps):
+    val_loss = evaluate(first)
 model.train()
 for step in range(first + 1, args.steps + 1):
     torch.manual_seed(seed_from(args.seed, step - 1, dropout_rank))
@@ -190,33 +213,23 @@ for step in range(first + 1, args.steps + 1):
     sum_partial_gradients(model)
     # The ranks' shares are equally large, so their average is the mean over all tokens.
     norm = recipe.clip_gradients(args, model)
-    for group in optimizer.param_groups:
-        group["lr"] = recipe.learning_rate(args, step - 1)
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = recipe.learning_rate(args, step - 1)
     optimizer.step()
     optimizer.zero_grad()
     epoch = step * tokens_per_step // len(train_windows)
     if progress.add(step, loss_sum):
         progress.log(step, epoch, **recipe.log_values(optimizer, norm))
 
-    if step % args.eval_every == 0 or step == args.steps:
-        model.eval()
-        sums = torch.zeros(2, device=device)  # loss, tokens
-        with torch.no_grad(), place.longer_timeout(args.save_timeout):
-            for tokens, targets in token_files.fixed_batches(args, data_rank, data_ranks, device):
-                with loss_parallel(), autocast:
-                    loss = cross_entropy(model(tokens), targets, reduction="sum")
-                sums += torch.stack((whole(loss), (targets >= 0).sum()))
-            loss, count = place.all_reduced(sums)
-        val_loss = loss / count
-        progress.log_evaluation(step, epoch, val_loss=val_loss)
-        model.train()
-
     save, stop = checkpoints.due(step)
     if save:
         progress.check_loss(step)  # weights that are not finite must not replace good ones
-        checkpoints.save(step, state, val_loss=val_loss, **metadata)
-    if stop:
+        checkpoints.save(step, model, optimizer, **metadata)
+    # Before the evaluation, because Slurm may not leave time for both.
+    if stop and step < args.steps:
         break
+    if step % args.eval_every == 0 or step == args.steps:
+        val_loss = evaluate(step)
 
 checkpoints.finish(f"step={checkpoints.step} val_loss={val_loss:.4f}")
-place.shutdown()
+group.shutdown()

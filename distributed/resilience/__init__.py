@@ -1,5 +1,5 @@
-"""Fault tolerance for training scripts. `cp -r` copies all of it. See train_preemptible.py.
+"""What training a large model needs on top of preemption.py and heartbeat.py.
 
-The package itself imports no torch, and neither do arguments, ranks, stop_request, heartbeat,
-checksums and job.
+See train_fsdp.py. The package imports no torch, and neither do its modules arguments, checksums and
+ranks.
 """

@@ -3,25 +3,13 @@
 import argparse
 import contextlib
 import datetime
-import importlib.util
 import math
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from .job import RESTART_COUNT
-from .ranks import find_ranks
-
-# Otherwise cuBLAS and NCCL choose among algorithms that sum in different orders, depending on free
-# memory and the network.
-DETERMINISTIC = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_ALGO": "Ring",
-    "NCCL_PROTO": "Simple",
-    "NCCL_NVLS_ENABLE": "0",
-}
+from .ranks import RESTART_COUNT, find_ranks
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -39,9 +27,10 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
 
     def error(self, message: str):
-        if find_ranks().rank != 0:  # rank 0 has the same arguments: it fails the job
+        # Rank 0 has the same arguments, and fails the job.
+        if find_ranks().rank != 0:
             raise SystemExit(0)
-        # No control characters
+        # No control characters.
         shown = "".join(character if character.isprintable() else " " for character in message)
         sentence = f"{self.prog}: {shown} (--help lists the arguments)"
         print(sentence, file=sys.stderr, flush=True)
@@ -75,40 +64,30 @@ class ArgumentParser(argparse.ArgumentParser):
         self.add_argument("--save-timeout", default=1800, help=help, **seconds)
 
     def parse_args(self, arguments: list[str] | None = None) -> argparse.Namespace:
-        """Fills in the folder for checkpoints, and sets what --deterministic needs."""
+        """Fills in the folder for checkpoints."""
         args = super().parse_args(arguments)
-        given = vars(args)
         if "checkpoint_dir" in args and args.checkpoint_dir is None:
             if args.resume and "SLURM_JOB_ID" not in os.environ:
                 self.error("--resume needs the --checkpoint-dir of an earlier run")
             now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-            args.checkpoint_dir = Path("checkpoints", os.environ.get("SLURM_JOB_ID", now))
-        if given.get("tensorboard") and importlib.util.find_spec("tensorboard") is None:
-            self.error("--tensorboard needs tensorboard: python -m pip install tensorboard")
-        if given.get("deterministic"):
-            for name, value in DETERMINISTIC.items():
-                os.environ.setdefault(name, value)
+            run = os.environ.get("SLURM_JOB_ID", now)
+            # Another srun in the same allocation is another run: job 7, then 7.1.
+            srun_step = int(os.environ.get("SLURM_STEP_ID", 0))
+            if 0 < srun_step < 2**31:
+                run += f".{srun_step}"
+            args.checkpoint_dir = Path("checkpoints", run)
         return args
-
-
-def device_name(text: str) -> str:
-    """An argparse type. Unlike choices, it also checks a default, which may be TRAIN_DEVICE's."""
-    if text not in ("auto", "cpu", "cuda"):
-        which = "auto, cpu or cuda (default: TRAIN_DEVICE, or auto)"
-        raise argparse.ArgumentTypeError(f"{text!r} is not {which}")
-    return text
 
 
 def whole_number(minimum: int) -> Callable[[str], int]:
     """An argparse type: at least `minimum`, and not more than torch takes for a seed or a size."""
 
     def parse(text: str) -> int:
-        if not re.fullmatch(r"[+-]?[0-9]{1,20}", text.strip()) or int(text) < minimum:
-            which = f"a whole number of at least {minimum}"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {which}")
-        if int(text) >= 2**31:
-            raise argparse.ArgumentTypeError(f"{text!r} is too large a number")
-        return int(text)
+        with contextlib.suppress(ValueError):
+            if minimum <= int(text) < 2**31:
+                return int(text)
+        which = f"a whole number of at least {minimum} and less than 2**31"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {which}")
 
     return parse
 

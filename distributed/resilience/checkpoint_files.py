@@ -1,46 +1,45 @@
-"""Files and folders of checkpoints: written whole or not at all, found again, and whose they are.
+"""Folders of checkpoints: written whole or not at all, found again, and whose they are.
 
-A checkpoint folder belongs to one start of one job, whose name is in the file `owner` in it. Slurm
-requeues a job whose node it has lost sight of, and on that node the old ranks may still be alive.
-They find another owner, and end.
+A checkpoint is a folder checkpoint_step_N with the files of all ranks, and manifest.json with the
+length and checksum of each file, so that damage is noticed before it is read.
+
+The folder of all checkpoints belongs to one start of one job, whose name is in the file `owner` in
+it. Slurm requeues a job whose node it has lost sight of, and on that node the old ranks may still
+be alive. They find another owner, and end.
 """
 
 import contextlib
 import errno
+import json
 import os
 import re
 import shutil
 import sys
-import zipfile
-from collections.abc import Callable
+import zlib
 from pathlib import Path
 
-import torch
+from .group import Group
+from .ranks import HOST, JOB, RESTART_COUNT, end, say
 
-from .job import HOST, JOB, RESTART_COUNT, write_atomically
-from .place import Place
-from .ranks import stop
-
-# Zip archives point to places in a file, and parts of a folder may be missing. Other errors of a
-# file system are not damage.
+# Parts of a folder may be missing. Other errors of a file system are not damage.
 OF_DAMAGE = (errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENOTDIR)
 
 # --- the folder ---
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
-    """Files checkpoint_step_N.pt, or sharded folders checkpoint_step_N: the highest N first."""
-    pattern = r"checkpoint_step_\d+(\.pt)?"
-    paths = [path for path in folder.glob("checkpoint_*") if re.fullmatch(pattern, path.name)]
+    """The folders checkpoint_step_N in `folder`, the highest N first."""
+    name = r"checkpoint_step_\d+"
+    paths = [path for path in folder.glob("checkpoint_*") if re.fullmatch(name, path.name)]
     return sorted(paths, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
-    return int(path.name.removesuffix(".pt").removeprefix("checkpoint_step_"))
+    return int(path.name.removeprefix("checkpoint_step_"))
 
 
-def folder_fault(folder: Path, resume: bool, suffix: str) -> str | None:
-    """One sentence if checkpoints of that suffix cannot be saved in `folder`, or None."""
+def folder_fault(folder: Path, resume: bool) -> str | None:
+    """One sentence if checkpoints cannot be saved in `folder`, or None."""
     other = "choose another --checkpoint-dir"
     above = (folder.absolute(), *folder.absolute().parents)
     try:
@@ -50,9 +49,6 @@ def folder_fault(folder: Path, resume: bool, suffix: str) -> str | None:
         return f"--checkpoint-dir cannot be used: {error.strerror}"
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         return f"{nearest} cannot be written: {other}"
-    for path in found:
-        if path.suffix != suffix:
-            return f"{path} was written in another format: {other}"
     if found and not resume:
         return f"{found[0]} is from an earlier run: continue that one with --resume, or {other}"
     return None
@@ -61,13 +57,7 @@ def folder_fault(folder: Path, resume: bool, suffix: str) -> str | None:
 def prune(folder: Path, step: int, keep: int):
     """Removes all but the newest `keep` up to this step. Later ones may be of an abandoned run."""
     for old in [path for path in find_checkpoints(folder) if step_of(path) <= step][keep:]:
-        remove(old)
-
-
-def remove(path: Path):
-    """Removes a file or folder. One that cannot be removed is no reason to end a run."""
-    with contextlib.suppress(OSError):
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 # --- owner ---
@@ -100,7 +90,7 @@ def claim(folder: Path) -> str | None:
         return f"{folder} cannot be written ({error.strerror}): nothing could be saved"
     # Left by starts that were killed while they saved.
     for path in folder.glob(".checkpoint_step_*.tmp"):
-        remove(path)
+        shutil.rmtree(path, ignore_errors=True)
     return None
 
 
@@ -115,30 +105,29 @@ def owner_fault(folder: Path) -> str | None:
 # --- to write ---
 
 
-def write_file(state: dict, path: Path) -> bool:
-    """Writes a checkpoint file, whole or not at all. Only on rank 0.
-
-    Returns False, after a warning, if it cannot be written, as on a full disk.
-    """
+def write_atomically(path: Path, text: str):
+    """A reader finds the whole text, or what was there before. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        publish(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-        not_saved(temporary, path, first_line(error))
-        return False
-    return True
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def write_manifest(folder: Path, metadata: dict):
+    text = json.dumps(metadata)
+    with (folder / "manifest.json").open("w") as file:
+        file.write(f"{text}\n{zlib.crc32(text.encode())}\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def publish(temporary: Path, path: Path):
-    """Gives a whole file or folder its name, or ends this process if another start owns `path`."""
+    """Gives a whole folder its name, or ends this process, rank 0, if another start owns `path`."""
     if fault := owner_fault(path.parent):
-        stop(fault, 0)
-    if path.is_dir():  # os.replace replaces files, but not full folders
-        remove(path)
+        say(fault, 0)
+        end()
+    # os.replace does not replace full folders.
+    shutil.rmtree(path, ignore_errors=True)
     os.replace(temporary, path)
     # The new name must also survive a power cut.
     folder = os.open(path.parent, os.O_RDONLY)
@@ -146,54 +135,77 @@ def publish(temporary: Path, path: Path):
     os.close(folder)
 
 
-def not_saved(temporary: Path, path: Path, reason: str):
-    remove(temporary)
-    sentence = f"warning: {path} could not be saved, older ones are kept: {reason}"
-    print(sentence, file=sys.stderr, flush=True)
-
-
 # --- to read ---
 
 
-def newest(folder: Path, place: Place, check: Callable[[Path, int, int], None]) -> Path | None:
+def newest(folder: Path, group: Group) -> Path | None:
     """The newest whole checkpoint, the same one on all ranks. Damaged ones are quarantined.
 
-    check(path, rank, world_size) reads this rank's share of one, and raises an error if it is
-    damaged. Other errors, such as those of a hanging file system, end the run, because the next
-    start may well read the file.
+    Each rank checks its share of the files. Errors that are no damage, such as those of a hanging
+    file system, end the run, because the next start may well read the files.
     """
-    for path in place.gathered(find_checkpoints(folder) if place.rank == 0 else [])[0]:
+    for path in group.gathered(find_checkpoints(folder) if group.rank == 0 else [])[0]:
         damage = fault = None
         try:
-            check(path, place.rank, place.world_size)
+            check_folder(path, group.rank, group.world_size)
         except Exception as error:
             damage = first_line(error)
             if isinstance(error, OSError) and error.errno not in OF_DAMAGE:
-                fault = unreadable(path, error)
+                fault = f"{path} is not damaged, but cannot be loaded: {damage}"
         if not fault and not os.path.exists(path):
             here = f"{path} does not exist on this node, but rank 0 sees it"
             fault = f"{here}: all nodes must share --checkpoint-dir"
-        place.stop_if_any(fault)
-        damages = list(filter(None, place.gathered(damage)))
+        group.stop_if_any(fault)
+        damages = list(filter(None, group.gathered(damage)))
         if not damages:
             return path
-        if place.rank == 0:
+        if group.rank == 0:
             quarantine(path, damages[0])
 
-    fault, damaged = None, list(folder.glob("damaged_*")) if place.rank == 0 else []
+    fault, damaged = None, list(folder.glob("damaged_*")) if group.rank == 0 else []
     if damaged:
         what = f"{folder} has {len(damaged)} damaged checkpoints and no whole one"
         fault = f"{what}: choose another --checkpoint-dir"
-    place.stop_if_any(fault)
+    group.stop_if_any(fault)
     return None
 
 
-def check_file(path: Path, rank: int, world_size: int):
-    """Rank 0 reads it for all, because torch.load does not look at the checksums."""
-    if rank == 0:
-        with zipfile.ZipFile(path) as archive:
-            if damaged := archive.testzip():
-                raise ValueError(f"{damaged} in it fails its checksum")
+def read_manifest(folder: Path) -> dict:
+    """Raises ValueError if it is not what was written."""
+    text, _, checksum = (folder / "manifest.json").read_text(errors="replace").partition("\n")
+    if checksum.strip() == str(zlib.crc32(text.encode())):
+        metadata = json.loads(text)
+        if metadata["step"] == step_of(folder):
+            return metadata
+    raise ValueError("its manifest.json is not the file that was written")
+
+
+def check_folder(folder: Path, rank: int, world_size: int):
+    """Raises ValueError if a file of this rank's share is not what was written."""
+    found = measure_files(folder, rank, world_size)
+    for name, measured in read_manifest(folder)["files"].items():
+        if is_in_share(name, rank, world_size) and found.get(name) != measured:
+            raise ValueError(f"{name} in it is not the file that was written")
+
+
+def measure_files(folder: Path, rank: int, world_size: int) -> dict[str, list[int]]:
+    """Length and CRC-32 of this rank's share of all files but manifest.json."""
+    measured = {}
+    for path in folder.iterdir():
+        if path.name == "manifest.json" or not is_in_share(path.name, rank, world_size):
+            continue
+        length = checksum = 0
+        with path.open("rb") as file:
+            while part := file.read(1 << 24):
+                length, checksum = length + len(part), zlib.crc32(part, checksum)
+        measured[path.name] = [length, checksum]
+    return measured
+
+
+def is_in_share(name: str, rank: int, world_size: int) -> bool:
+    """Each rank reads the files that it has just written or needs to load, __RANK_NUMBER.distcp."""
+    writer = re.match(r"__(\d+)_", name)
+    return (int(writer[1]) if writer else 0) % world_size == rank
 
 
 def quarantine(path: Path, reason: str):
@@ -205,12 +217,8 @@ def quarantine(path: Path, reason: str):
             os.replace(path, path.with_name(f"damaged_{path.name}"))
 
 
-def unreadable(path: Path, error: Exception) -> str:
-    return f"{path} is not damaged, but cannot be loaded: {first_line(error)}"
-
-
 def first_line(error: BaseException) -> str:
-    """The first cause of an error, because torch.save's own does not mention a full disk."""
+    """The first cause of an error, because torch's own does not mention a full disk."""
     for _, (failure, _) in getattr(error, "failures", {}).items():  # dcp's CheckpointException
         return first_line(failure)
     while cause := error.__cause__ or error.__context__:

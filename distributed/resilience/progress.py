@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from .job import write_atomically
-from .place import Place
+from .checkpoint_files import write_atomically
+from .group import Group
 
 
 class Progress:
-    """Loss, throughput and time left: live on a terminal, as plain lines in a log, as JSON lines.
+    """Loss, throughput and time left: as plain lines and as JSON lines.
 
     `unit` is what a step consumes (images, tokens), `per_step` how many of them over all ranks. The
     run begins after step `first_step` and ends after `total_steps`. `flops_per_unit` is a unit's
@@ -27,18 +27,17 @@ class Progress:
     def __init__(
         self,
         args: Namespace,
-        place: Place,
+        group: Group,
         unit: str,
         per_step: int,
         first_step: int,
         total_steps: int,
         flops_per_unit: float = math.nan,
     ):
-        self.place, self.log_every, self.total_steps = place, args.log_every, total_steps
+        self.group, self.log_every, self.total_steps = group, args.log_every, total_steps
         self.unit, self.per_step, self.flops_per_unit = unit, per_step, flops_per_unit
-        self.live = sys.stdout.isatty()
         self.file = self.board = None
-        if place.rank == 0:
+        if group.rank == 0:
             args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
             self.file = open_metrics(args.checkpoint_dir / "metrics.jsonl", first_step)
             if args.tensorboard:
@@ -46,14 +45,14 @@ class Progress:
 
                 folder = args.checkpoint_dir / "tensorboard"
                 self.board = SummaryWriter(folder, purge_step=first_step + 1)
-        # Since the last log line; read only there
-        self.loss_sum = torch.zeros((), device=place.device)
+        # Since the last log line, and read only there, because that waits for the GPU.
+        self.loss_sum = torch.zeros((), device=group.device)
         self.last_step = first_step
         self.start_timing(first_step)
 
     def start_timing(self, step: int):
         """Throughput counts the steps after this one. A GPU must have finished all work before."""
-        self.timed_step, self.timed_from = step, time.perf_counter() - self.place.seconds_saving
+        self.timed_step, self.timed_from = step, time.perf_counter() - self.group.seconds_saving
 
     def add(self, step: int, loss: torch.Tensor) -> bool:
         """Counts a step with this rank's average loss. Returns whether log() is to be called."""
@@ -66,14 +65,14 @@ class Progress:
         All ranks call it together. A loss that is not finite ends the run.
         """
         loss = self.check_loss(step)
-        seconds = time.perf_counter() - self.place.seconds_saving - self.timed_from
+        seconds = time.perf_counter() - self.group.seconds_saving - self.timed_from
         rate = (step - self.timed_step) * self.per_step / seconds
         left = datetime.timedelta(seconds=round((self.total_steps - step) * self.per_step / rate))
         event = {"step": step, "epoch": epoch, "loss": loss, **values}
         event[f"{self.unit}_per_second"] = rate
         if not math.isnan(self.flops_per_unit):
             event["mfu"] = self.flops_per_unit * rate
-        self.write_event(event, f" time_left={left}", self.live)
+        self.write_event(event, f" time_left={left}")
         self.loss_sum.zero_()
         self.last_step = step
         self.start_timing(step)
@@ -83,19 +82,19 @@ class Progress:
 
         The ranks' shares of a batch are equally large, so the mean of their means is the mean.
         """
-        [total] = self.place.all_reduced(self.loss_sum.reshape(1).clone())
-        loss = total / self.place.world_size / max(1, step - self.last_step)
+        [total] = self.group.all_reduced(self.loss_sum.reshape(1).clone())
+        loss = total / self.group.world_size / max(1, step - self.last_step)
         if not math.isfinite(loss):
             remedy = "try a lower --learning-rate or another --precision"
-            self.place.stop(f"the loss is {loss} at step {step}: {remedy}")
+            self.group.stop_if_any(f"the loss is {loss} at step {step}: {remedy}")
         return loss
 
     def log_evaluation(self, step: int, epoch: int, **values: float):
-        """Logs a line that stays on a terminal. Its time does not count as training."""
-        self.write_event({"step": step, "epoch": epoch, **values}, "", live=False)
+        """Logs `values`. The time that the evaluation took does not count as training."""
+        self.write_event({"step": step, "epoch": epoch, **values})
         self.start_timing(step)
 
-    def write_event(self, event: dict[str, float], end: str, live: bool):
+    def write_event(self, event: dict[str, float], end: str = ""):
         if self.file is None:
             return
         try:
@@ -111,18 +110,19 @@ class Progress:
         words = [f"step={event.pop('step')}/{self.total_steps}"]
         for name, value in event.items():
             words.append(f"{name}={value:.5g}" if isinstance(value, float) else f"{name}={value}")
-        start = "\r\x1b[K" if self.live else ""  # over the line before
-        print(start + " ".join(words) + end, end="" if live else "\n", flush=True)
+        print(" ".join(words) + end, flush=True)
 
 
 def open_metrics(path: Path, first_step: int):
-    """Drops the lines beyond the step that a run is resumed from: no step appears twice."""
+    """Drops the lines that a run which is resumed after `first_step` writes again: those of later
+    steps, and an evaluation after that step."""
     if path.exists():
         kept = []
         for line in path.read_text(errors="replace").splitlines():
             # A node's crash may have left half a line, or a hole.
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                if json.loads(line)["step"] <= first_step:
+                event = json.loads(line)
+                if event["step"] < first_step + ("loss" in event):
                     kept.append(line + "\n")
         write_atomically(path, "".join(kept))
     return path.open("a", buffering=1)
