@@ -7,8 +7,7 @@
 
 The last line says that all is well (exit status 0, even with warnings), or which nodes to leave out
 (exit status 1). All ranks compute at once, as in training. A rank that is slower than 0.8 of the
-median is bad (0.5 for copies in a CPU's memory). This file needs only torch, so it can be copied
-by itself.
+median is bad, or on CPUs than 0.5. This file needs only torch, so it can be copied by itself.
 """
 
 import argparse
@@ -40,10 +39,11 @@ HOST = env.get("SLURMD_NODENAME") or socket.gethostname()
 INFINIBAND = Path("/sys/class/infiniband")
 # A power cap is not among them, because a GPU under constant load reaches it.
 SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
-MB = 2**20
+MIB = 2**20
 
-# Only steps of srun have ranks, and a small step id. The batch shell also has SLURM_PROCID.
-slurm = env if int(env.get("SLURM_STEP_ID", 2**32)) < 2**31 else {}
+# A launcher sets RANK, LOCAL_RANK and WORLD_SIZE. In a step of srun without a launcher there are
+# Slurm's own numbers. Any other process is the only one.
+slurm = env if 0 <= int(env.get("SLURM_STEP_ID", -1)) < 2**31 else {}
 rank = int(env.get("RANK", slurm.get("SLURM_PROCID", 0)))
 local_rank = int(env.get("LOCAL_RANK", slurm.get("SLURM_LOCALID", 0)))
 world_size = int(env.get("WORLD_SIZE", slurm.get("SLURM_NTASKS", 1)))
@@ -57,8 +57,7 @@ if "TORCHELASTIC_RUN_ID" in env:  # set by torchrun and by spawn_ranks.py
 def parse_arguments() -> argparse.Namespace:
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=text, allow_abbrev=False)
-    device = env.get("TRAIN_DEVICE", "auto")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default=device)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     help = "the folder that all nodes must see"
     parser.add_argument("--checkpoint-dir", type=Path, default="checkpoints", help=help)
     help = "seconds to wait for a rank (default: 300)"
@@ -163,7 +162,8 @@ def choose_device(asked: str) -> tuple[torch.device, list[str]]:
     if asked == "cpu" or (asked == "auto" and count == granted == 0):
         return cpu, []
     if count == 0:
-        what = f"Slurm granted {granted} GPUs on this node, but torch {torch.__version__} sees none"
+        who = f"Slurm granted {granted} GPUs on this node" if granted else "--device cuda was given"
+        what = f"{who}, but torch {torch.__version__} sees none"
         return cpu, [f"{what}: look at nvidia-smi and the build of torch, or pass --device cpu"]
     # If Slurm hides the other ranks' GPUs, this rank's is number 0.
     number = local_rank if count > 1 else 0
@@ -184,9 +184,9 @@ def limits() -> Iterator[str]:
     files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 512 + 2 * world_size
     if files != resource.RLIM_INFINITY and files < needed:
         yield f"may have {files} files open, {needed} are needed: put ulimit -n {needed} in env.sh"
-    # Loader workers and NCCL exchange data there. A container has 64 MB by default.
-    if os.path.isdir("/dev/shm") and (free := shutil.disk_usage("/dev/shm").free // MB) < 256:
-        yield f"/dev/shm has {free} MB free, 256 MB are needed: clear it, or --shm-size=1g"
+    # Loader workers and NCCL exchange data there. A container has 64 MiB by default.
+    if os.path.isdir("/dev/shm") and (free := shutil.disk_usage("/dev/shm").free // MIB) < 256:
+        yield f"/dev/shm has {free} MiB free, 256 MiB are needed: clear it, or --shm-size=1g"
 
 
 def folder_faults(folder: Path, store: dist.Store) -> list[str]:
@@ -199,8 +199,9 @@ def folder_faults(folder: Path, store: dist.Store) -> list[str]:
         mark = Path(store.get("mark").decode())
     fault = None
     space = os.statvfs(mark.parent) if mark.parent.is_dir() else None
-    if space and (free := space.f_bavail * space.f_frsize // MB) < 1024:
-        fault = f"{mark.parent} has {free} MB free, and 1024 MB are needed: delete old checkpoints"
+    if space and (free := space.f_bavail * space.f_frsize // MIB) < 1024:
+        what = f"{mark.parent} has {free} MiB free, and 1024 MiB are needed"
+        fault = f"{what}: delete old checkpoints"
     if rank == 0:
         try:
             mark.touch()
@@ -224,7 +225,7 @@ def warnings(device: torch.device) -> Iterator[str]:
         yield f"{what}: {why}; ask with --gpus-per-node instead"
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if INFINIBAND.is_dir() and any(INFINIBAND.iterdir()) and locked != resource.RLIM_INFINITY:
-        what = f"may lock {locked // 1024} KB of memory, and InfiniBand needs more"
+        what = f"may lock {locked // 1024} KiB of memory, and InfiniBand needs more"
         yield f"{what}: ulimit -l unlimited in env.sh, or LimitMEMLOCK=infinity for slurmd"
 
 
@@ -280,8 +281,9 @@ def measure(device: torch.device, mine: dict):
     on_gpu = device.type == "cuda"
     if on_gpu:
         free, total = torch.cuda.mem_get_info()
-        mine["GPU memory in use"] = f"{(total - free) / 2**30:.1f} GB"
-        if total - free > 2048 * MB:  # half a gigabyte or so is CUDA's own
+        mine["GPU memory in use"] = f"{(total - free) / 2**30:.1f} GiB"
+        # Half a gigabyte or so is CUDA's own.
+        if total - free > 2048 * MIB:
             mine["bad"].append("other programs use its GPU's memory: nvidia-smi names them")
 
     size, dtype = (8192, torch.bfloat16) if on_gpu else (256, torch.float32)
@@ -289,11 +291,11 @@ def measure(device: torch.device, mine: dict):
     mine["TFLOP/s"] = rate(device, 2 * size**3 / 1e12, lambda: torch.mm(a, b, out=c))
 
     # From piece to piece, so that none is in a cache
-    total, piece = (2048 * MB, 1024 * MB) if on_gpu else (128 * MB, 4 * MB)
+    total, piece = (2048 * MIB, 1024 * MIB) if on_gpu else (128 * MIB, 4 * MIB)
     pieces = itertools.cycle(torch.ones(total, device=device, dtype=torch.uint8).split(piece))
     with ThreadPoolExecutor(1) as pool:
         # One rank of a node asks, while all its GPUs are at work.
-        asks = local_rank == 0 and (on_gpu or env.get("SLURM_GPUS_ON_NODE"))
+        asks = local_rank == 0 and (on_gpu or "SLURM_GPUS_ON_NODE" in env)
         asked = pool.submit(ask_nvidia_smi) if asks else None
         amount = 2 * piece / 1e9  # read and written
         mine["GB/s"] = rate(device, amount, lambda: next(pieces).copy_(next(pieces)))
@@ -306,7 +308,7 @@ def measure(device: torch.device, mine: dict):
 def all_reduce(device: torch.device, store: dist.Store, mine: dict, timeout: float):
     """GB/s on the bus as nccl-tests define it, and whether the sum is right."""
     on_gpu, limit = device.type == "cuda", timedelta(seconds=timeout)
-    backend, size, repeats = ("nccl", 256 * MB, 20) if on_gpu else ("gloo", 64 * MB, 3)
+    backend, size, repeats = ("nccl", 256 * MIB, 20) if on_gpu else ("gloo", 64 * MIB, 3)
     hint = f"set {backend.upper()}_SOCKET_IFNAME in env.sh to the right network"
     # NCCL can wait for ever in its first collective. gloo gives up by itself.
     late = f"the all-reduce has not ended within {timeout:g} s: look for a firewall, or {hint}"
@@ -335,7 +337,7 @@ def all_reduce(device: torch.device, store: dist.Store, mine: dict, timeout: flo
     # The first one connects.
     speed = 2 * (world_size - 1) / world_size * size / statistics.median(times[1:]) / 1e9
     mine["right"] = right
-    mine["all-reduce"] = f"all-reduce of {size // MB} MB: {speed:.2f} GB/s on the bus"
+    mine["all-reduce"] = f"all-reduce of {size // MIB} MiB: {speed:.2f} GB/s on the bus"
 
 
 def try_signal(store: dist.Store, mine: dict, timeout: float):
@@ -370,8 +372,11 @@ def compare(found: list[dict]):
     for name in ("TFLOP/s", "GB/s"):
         median = statistics.median(its.get(name, 0) for its in found)
         for its in found:
-            # All programs of a node share its CPUs' memory, so copies there vary by themselves.
-            share = 0.5 if its["device"] == "cpu" and name == "GB/s" else 0.8
+            # GPUs of one model differ by some 8 %, and bad ones have two thirds of the median's
+            # speed (Sinha et al. 2022, arxiv.org/abs/2208.11035), so 0.8 tells them apart. All
+            # programs of a node share its CPUs, so their speed varies more by itself: a healthy
+            # one had 0.79 of the median's.
+            share = 0.5 if its["device"] == "cpu" else 0.8
             if its.get(name, 0) < share * median:
                 its["bad"].append(f"{its[name]:.3f} {name}, and the median is {median:.3f}")
 

@@ -122,6 +122,9 @@ TORCHRUN = r"(?<![\w.])(?:torchrun|torch\.distributed\.(?:run|launch))(?![\w./-]
 ALONE = re.compile(r"--standalone|--nnodes[ =]+1(?![\w:.])")
 PROGRAMS = r"(?<![\w=.:-])(?:python3?|accelerate|deepspeed|apptainer|singularity|bash)\b"
 TRAINS = rf"{TORCHRUN}|{PROGRAMS}|\.(?:py|sh)\b|\$@"
+# They prepare a training run, or show something.
+ASIDE = r"hostname|nvidia-smi|date|lscpu|free|df|ls|mkdir|cp|rsync|rm|tar"
+ASIDE_IN_SHELL = rf"{ASIDE}|mv|ln|chmod|touch|unzip|gunzip|find|cd|export|set|echo|sleep|:|true"
 
 
 def first_number(text: str | None) -> int:
@@ -143,6 +146,19 @@ def options(text: str) -> dict[str, str]:
         elif word[:2] in SHORT:
             found[SHORT[word[:2]]] = word[2:] or value
     return found
+
+
+def shell_strings(text: str) -> list[str]:
+    """The strings that a shell in `text` runs: of `bash -c 'cd a && ls'` the one `cd a && ls`."""
+    strings = re.finditer(r"sh\s+(?:-\w+\s+)*-\w*c\s+(['\"])(.*?)\1", text, re.S)
+    return [found[2] for found in strings]
+
+
+def only_prepares(command: Command) -> bool:
+    """Whether it is an srun of a shell that trains nothing: srun bash -c 'mkdir a && cp b a'."""
+    strings = shell_strings(command.text.partition("srun")[2])
+    inner = [each for text in strings for each in read_bash(text)[0]]
+    return bool(inner) and all(re.fullmatch(ASIDE_IN_SHELL, each.name) for each in inner)
 
 
 class Script:
@@ -280,10 +296,10 @@ def no_srun(script: Script) -> Findings:
     tasks = max(script.nodes, 1) * max(first_number(script.asked.get("ntasks-per-node")), 1)
     tasks = first_number(script.asked.get("ntasks")) or tasks
     started = r"\b(srun|mpirun|mpiexec|ibrun|jsrun|aprun|prun|ssh|pdsh|clush|parallel)\b(?![.=-])"
-    aside = (
-        r"srun(\s+-\S+)*\s+(hostname|nvidia-smi|env|date|lscpu|free|df|ls|mkdir|cp|rsync|rm|tar)\b"
-    )
+    aside = rf"srun(\s+-\S+)*\s+({ASIDE}|env)\b"
     for command in script.body:
+        if only_prepares(command):
+            continue
         if re.search(started, re.sub(aside, "", script.expanded(command))):
             return
     found = []
@@ -414,6 +430,8 @@ def exit_status_masked(script: Script) -> Findings:
 
 def srun_options(script: Script) -> Findings:
     for command in script.sruns:
+        if only_prepares(command):
+            continue
         line, environment = re.split(TRAINS, script.expanded(command)), " ".join(script.values)
         # The options may be set in another file.
         if len(line) == 1 or re.search(r"\$\{?\w*(srun|opt|arg|flag)\w*", line[0], re.I):
@@ -500,10 +518,8 @@ def shell_in_between(script: Script) -> Findings:
     children."""
     for command in script.sruns:
         started = command.text.partition("srun")[2]
-        strings = re.finditer(r"sh\s+(?:-\w+\s+)*-\w*c\s+(['\"])(.*?)\1", started, re.S)
-        inner = [found[2] for found in strings]
         # A single command takes the shell's place.
-        inner = [text for text in inner if len(read_bash(text)[0]) > 1]
+        inner = [text for text in shell_strings(started) if len(read_bash(text)[0]) > 1]
         for text in [*inner, *script.sources(started, ".sh")]:
             commands = read_bash(text)[0]
             starters = r"torchrun|python[\d.]*|accelerate"

@@ -4,7 +4,7 @@
     python aux/plot_runs.py checkpoints/28120876 checkpoints/28120877 --out comparison
     python aux/plot_runs.py checkpoints/28120876 --watch     # draws again, until ctrl-C
 
-train_preemptible.py, train_fsdp.py and train_tp.py write metrics.jsonl into --checkpoint-dir.
+train_fsdp.py and train_tp.py write metrics.jsonl into --checkpoint-dir.
 """
 
 import argparse

@@ -92,10 +92,7 @@ def prepare_mnist(folder: Path, synthetic: bool) -> str:
     elif not synthetic:
         download_mnist(folder, raw)
 
-    try:
-        train_set, test_set = mnist.load(folder)
-    except ValueError as error:
-        sys.exit(str(error))
+    train_set, test_set = mnist.load(folder)
     counts = f"{len(train_set):,} training and {len(test_set):,} test images"
     return f"{counts}: {mnist.describe(folder)}"
 

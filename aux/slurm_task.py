@@ -65,8 +65,8 @@ def find_job() -> JobContext | None:
     would run alone.
     """
     env = os.environ
-    # Batch and interactive shells have a number near 2**32.
-    in_step = int(env.get("SLURM_STEP_ID", 2**32)) < 2**31
+    # Batch and interactive shells have a number near 2**32, or with Slurm 26.05 below 0.
+    in_step = 0 <= int(env.get("SLURM_STEP_ID", -1)) < 2**31
     if in_step and "RANK" not in env and int(env.get("SLURM_NTASKS", 1)) > 1:
         tasks = (
             f"srun started {env['SLURM_NTASKS']} tasks without a launcher, and each would train "

@@ -14,6 +14,12 @@
 set -euo pipefail
 die() { echo "stage_environment.sh on $HOSTNAME: ${*//[[:cntrl:]]/ }" >&2; exit 1; }
 
+# The comment above is the help.
+if [[ "${1:-}" == "--help" || "${1:-}" == "-h" ]]; then
+    sed --quiet '2,/^[^#]/s/^# \?//p' "$0"
+    exit
+fi
+
 (($# == 2)) ||
     die "takes a virtual environment and a folder on every node's local disk, not $# arguments"
 [[ -n "${SLURM_JOB_ID:-}" ]] || die "runs only in a job, where env.sh calls it"

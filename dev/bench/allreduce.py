@@ -31,16 +31,22 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace):
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    # A launcher sets RANK, LOCAL_RANK and WORLD_SIZE. In a step of srun without a launcher there
+    # are Slurm's own numbers. Any other process is the only one.
+    slurm = os.environ if 0 <= int(os.environ.get("SLURM_STEP_ID", -1)) < 2**31 else {}
+    rank = int(os.environ.get("RANK", slurm.get("SLURM_PROCID", 0)))
+    local_rank = int(os.environ.get("LOCAL_RANK", slurm.get("SLURM_LOCALID", 0)))
+    world_size = int(os.environ.get("WORLD_SIZE", slurm.get("SLURM_NTASKS", 1)))
+    if world_size == 1:
         sys.exit(
             "allreduce.py: one rank has nobody to reduce with: use a launcher or ./torchrun.sh"
         )
     device = torch.device("cpu")
     if args.device == "auto" and torch.cuda.is_available():
-        local_rank = int(os.environ["LOCAL_RANK"])
         device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=world_size)
 
     hosts = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, os.uname().nodename)

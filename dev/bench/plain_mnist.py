@@ -1,5 +1,7 @@
 """MNIST in the style of pytorch/examples, on one CPU or GPU: the other side of compare.py.
 
+Without the example's dropout, because train_ddp.py has none.
+
 python dev/bench/plain_mnist.py --loader images      # transforms image by image
 python dev/bench/plain_mnist.py --loader tensors     # batches are slices, to time the steps
 python dev/bench/plain_mnist.py --only-load          # no training: the loader by itself
@@ -55,8 +57,8 @@ def batches():
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 torch.manual_seed(0)
 layers = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)]
-layers += [nn.Dropout(0.25), nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5)]
-model = nn.Sequential(*layers, nn.Linear(128, 10), nn.LogSoftmax(1)).to(device)
+layers += [nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10), nn.LogSoftmax(1)]
+model = nn.Sequential(*layers).to(device)
 optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
 
 start, images_seen, loss = time.perf_counter(), 0, torch.zeros(())

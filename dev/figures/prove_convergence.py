@@ -5,9 +5,9 @@
     python dev/figures/prove_convergence.py --draw     # table and figure of the last time
 
 The cluster needs nodes of four CPUs; a login node will do as well. It trains on CPUs, in float32
-and without dropout, a ConvNet on images and a transformer on text. Exit status 1 if the
-losses of any two runs differ by more than rounding explains, or if a run whose learning rate is
-1 % higher is not told from the others.
+and without dropout, a ConvNet on images and a transformer on text. Exit status 1 if the losses of
+any two runs differ by more than rounding explains, or if a run whose learning rate is 1 % higher is
+not told from the others.
 """
 
 import argparse
@@ -164,13 +164,13 @@ def place(nodes: int, ranks: int) -> str:
 
 def arguments_of(training: str, data: Path) -> list[str]:
     """The arguments that all runs of a training share."""
-    shared = ["--device", "cpu", "--dropout", "0", "--precision", "fp32", "--seed", "7"]
+    shared = ["--device", "cpu", "--precision", "fp32", "--seed", "7"]
     shared += ["--log-every", "1", "--batch-size", str(BATCH[training]), "--data-dir", str(data)]
     shared += ["--learning-rate", "0.001"]
     if training == "images":
         return [*shared, "--epochs", "2"]
     evaluation = ["--eval-every", str(STEPS // 2), "--eval-windows", "100"]
-    return [*shared, "--steps", str(STEPS), "--warmup-steps", "20", *evaluation]
+    return [*shared, "--dropout", "0", "--steps", str(STEPS), "--warmup-steps", "20", *evaluation]
 
 
 # --- the runs ---
@@ -270,12 +270,12 @@ def submit(run: Run, arguments: list[str], folder: Path) -> str:
     if submitted.returncode != 0:
         fail(f"{run.name}: {submitted.stderr.strip()}")
     job = submitted.stdout.strip().partition(";")[0]
+    log = folder / f"log-{job}"
     try:
-        wait(job, folder / "out/metrics.jsonl" if run.stop else None)
+        wait(job, log if run.stop else None)
     except BaseException:
         subprocess.run(["scancel", job])
         raise
-    log = folder / f"log-{job}"
     text = log.read_text() if log.exists() else ""
     expected = "Stopped after step" if ends_early else "Finished: "
     if not re.search(f"^{expected}", text, re.M):
@@ -284,10 +284,10 @@ def submit(run: Run, arguments: list[str], folder: Path) -> str:
     return text
 
 
-def wait(job: str, metrics: Path | None):
+def wait(job: str, log: Path | None):
     """Waits until the job has ended; `sbatch --wait` looks only every 32 s.
 
-    If `metrics` is given, the job is told to stop once ten lines are in that file.
+    If `log` is given, the job is told to stop once ten losses are in that file.
     """
     deadline, told = time.monotonic() + SECONDS, False
     squeue = ["squeue", "--noheader", "--format=%T", f"--jobs={job}"]
@@ -296,7 +296,7 @@ def wait(job: str, metrics: Path | None):
         state = shown.stdout.strip()
         if (shown.returncode == 0 and not state) or "Invalid job id" in shown.stderr:
             return
-        if metrics and not told and metrics.exists() and metrics.read_text().count("\n") >= 10:
+        if log and not told and log.exists() and log.read_text().count(" loss=") >= 10:
             subprocess.run(["scancel", "--signal=TERM", job])
             told = True
         if told and state == "PENDING":
@@ -308,15 +308,14 @@ def wait(job: str, metrics: Path | None):
 
 
 def read_metrics(path: Path) -> tuple[dict[int, float], dict[int, float]]:
-    """Losses, and test or validation losses, by step."""
+    """Losses, and validation losses, by step, of a language model."""
     events = [json.loads(line) for line in path.read_text().splitlines()]
-    losses = {event["step"]: round(event["loss"], 7) for event in events if "loss" in event}
-    found = {event["step"]: event.get("test_loss", event.get("val_loss")) for event in events}
-    return losses, {step: round(loss, 7) for step, loss in found.items() if loss is not None}
+    kinds = ("loss", "val_loss")
+    return tuple({e["step"]: round(e[kind], 7) for e in events if kind in e} for kind in kinds)
 
 
 def read_log(log: str) -> tuple[dict[int, float], dict[int, float]]:
-    """The same of a plain script, from its log."""
+    """Losses, and test losses, by step, of a script that trains on images."""
     found = re.findall(r"^epoch=(\d+) step=(\d+)/(\d+) loss=(\S+) ", log, re.M)
     per_epoch = int(found[0][2]) if found else 0
     losses = {(int(e) - 1) * per_epoch + int(step): float(loss) for e, step, _, loss in found}

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import runpy
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,16 +21,11 @@ RANKS, EPOCHS, TEST_IMAGES, BATCH = 4, 3, 11, 8
 # The last 2 of 26 images are no whole batch.
 IMAGES, STEPS = 26, 3
 TINY = ["--layers", "1", "--heads", "2", "--width", "8", "--context", "8", "--eval-every", "3"]
-TINY += ["--steps", "3", "--checkpoint-every", "2", "--keep-checkpoints", "9"]
-# The arguments of each script, and the checkpoint from which its second run resumes.
+# The arguments of each script, and those of the shorter run that is resumed.
 SCRIPTS = {
-    "train_ddp.py": (["--epochs", "3"], "checkpoint_epoch_1.pt"),
-    "train_preemptible.py": (
-        ["--epochs", "3", "--checkpoint-every", "5", "--keep-checkpoints", "9"],
-        "checkpoint_step_5.pt",
-    ),
-    "train_fsdp.py": (TINY, "checkpoint_step_2"),
-    "train_tp.py": (TINY, "checkpoint_step_2"),
+    "train_ddp.py": (["--epochs", "3"], ["--epochs", "1"]),
+    "train_fsdp.py": ([*TINY, "--steps", "3"], [*TINY, "--steps", "2"]),
+    "train_tp.py": ([*TINY, "--steps", "3"], [*TINY, "--steps", "2"]),
 }
 
 
@@ -70,6 +64,7 @@ def record_reads(folder: Path, command: list[str]):
     import torch
     from torch.utils.data import TensorDataset
 
+    # By torchrun. launch() removes Slurm's variables, so without it this is the only process.
     rank = os.environ.get("RANK", "0")
     # Line by line, because the scripts end by os._exit.
     file = (folder / f"{rank}.jsonl").open("w", buffering=1)
@@ -121,21 +116,15 @@ def run_all(folder: Path) -> dict[str, dict]:
     """Each script on four ranks, resumed, and as one process: the reads of each rank."""
     data = {"images": write_images(folder / "images"), "text": write_text(folder)}
     runs = {}
-    for script, (arguments, checkpoint) in SCRIPTS.items():
+    for script, (arguments, shorter) in SCRIPTS.items():
         kind = "images" if "--epochs" in arguments else "text"
-        command = [f"distributed/{script}", *arguments, "--device", "cpu", "--dropout", "0"]
+        command = [f"distributed/{script}", "--device", "cpu"]
         command += ["--batch-size", str(BATCH), "--data-dir", str(data[kind])]
         whole, resumed, alone = (folder / f"{script}-{n}" for n in ("whole", "resumed", "alone"))
-        runs[script] = {"whole": launch(whole, RANKS, command)}
-        (resumed / "out").mkdir(parents=True)
-        saved = whole / "out" / checkpoint
-        copy = shutil.copytree if saved.is_dir() else shutil.copy2
-        copy(saved, resumed / "out" / checkpoint)
-        runs[script]["resumed"] = launch(resumed, RANKS, [*command, "--resume"])
-        runs[script]["alone"] = launch(alone, 1, command)
-        if script == "train_preemptible.py":
-            # Its first batch is read once more, for a pass that is discarded.
-            runs[script] = {name: [r[1:] for r in ranks] for name, ranks in runs[script].items()}
+        runs[script] = {"whole": launch(whole, RANKS, [*command, *arguments])}
+        launch(resumed, RANKS, [*command, *shorter])
+        runs[script]["resumed"] = launch(resumed, RANKS, [*command, *arguments, "--resume"])
+        runs[script]["alone"] = launch(alone, 1, [*command, *arguments])
     return runs
 
 
@@ -202,7 +191,7 @@ def check(runs: dict[str, dict]) -> dict[str, bool]:
     for script, run in runs.items():
         steps, tests = batches(run["whole"], "train"), batches(run["whole"], "test")
         resumed, alone = batches(run["resumed"], "train"), batches(run["alone"], "train")
-        if script in ("train_ddp.py", "train_preemptible.py"):
+        if script == "train_ddp.py":
             holds |= check_epochs(script, steps, tests)
         else:
             holds |= check_groups(script, steps, tests, batches(run["alone"], "test"))
@@ -260,11 +249,10 @@ def draw(runs: dict[str, dict], path: Path):
     """A panel for each script: images by epoch, or places in the batch by rank."""
     import style
 
-    heights = (6, 5, 4, 4)[: len(runs)]
+    heights = (6, 4, 4)[: len(runs)]
     figure, axes = style.subplots(len(runs), 1, 8, 0.44 * sum(heights), height_ratios=heights)
     titles = {
         "train_ddp.py": "DistributedSampler: the rank (0 to 3) that reads an image",
-        "train_preemptible.py": "RunSampler: the rank (0 to 3) that reads an image",
         "train_fsdp.py": "where in the text a rank's sequences begin, by place in the batch",
         "train_tp.py": "the same; ranks 0 and 1 are a tensor-parallel group, and ranks 2 and 3",
     }
@@ -273,8 +261,7 @@ def draw(runs: dict[str, dict], path: Path):
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)
         axis.set_title(f"{script}, {titles[script]}")
-        epochs = script in ("train_ddp.py", "train_preemptible.py")
-        draw_panel = draw_epochs if epochs else draw_places
+        draw_panel = draw_epochs if script == "train_ddp.py" else draw_places
         draw_panel(style, axis, run)
     style.save(figure, path)
 
@@ -295,8 +282,7 @@ def draw_epochs(style, axis, run: dict):
         if end > after:
             again = resumed[max(0, begin - after) : end - after]
             rows.append((f"epoch {i + 1}, resumed after step {after}", again))
-    if after == STEPS:
-        rows.append(("test images", batches(run["whole"], "test")[:1]))
+    rows.append(("test images", batches(run["whole"], "test")[:1]))
     for y, (_, epoch) in enumerate(rows):
         for step in epoch:
             for rank, (indices, _) in enumerate(step):
