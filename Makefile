@@ -9,14 +9,16 @@ ARGS ?=
 NODES ?= 2
 # The oldest that the large models support, the newest, and those between that changed checkpoints
 TORCH ?= 2.9.1 2.11.0 2.12.1 2.14.1
+# Debian's releases, which have Slurm 22.05, 24.11 and 26.05
+SLURM ?= bookworm trixie forky
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-torch test-scale test-gpu bench lint docs clean
+.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-torch test-slurm test-scale test-gpu bench lint docs clean
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand --tabs=28
 
 train: .venv/ready data  ## set everything up and run train_ddp.py on local ranks (DATA_DIR=data/mnist ARGS="--epochs 3")
-	./torchrun.sh distributed/train_ddp.py --data-dir $(DATA_DIR) $(ARGS)
+	source .venv/bin/activate; ./torchrun.sh distributed/train_ddp.py --data-dir $(DATA_DIR) $(ARGS)
 
 cluster: .venv/ready data slurm  ## start a two-node Slurm cluster on this machine (root), and say what to type next
 	./local/cluster/namespaces.sh up
@@ -63,6 +65,14 @@ test-torch:     ## every script under other versions of torch, each in its own e
 	        touch $$venv/ready; \
 	    fi; \
 	    $$venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2 --dist load; \
+	done
+
+test-slurm: .venv/tests docker  ## the launchers and signals under other versions of Slurm, each in a root of its own (root; SLURM="bookworm trixie forky")
+	for release in $(SLURM); do \
+	    ./dev/slurm_root.sh $$release slurmd -V; \
+	    ./dev/slurm_root.sh $$release .venv/bin/python -m pytest --numprocesses 2 \
+	        tests/test_launchers.py tests/test_sites.py tests/test_cluster.py tests/test_preflight.py \
+	        tests/test_preemption.py tests/test_heartbeat.py tests/test_fault_tolerance.py $(ARGS); \
 	done
 
 test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 10 GB of memory, four minutes)

@@ -1,0 +1,51 @@
+#!/bin/bash
+# Runs a command in a Debian of another release, whose packages have another version of Slurm, with
+# this repository and this machine's Python at the same paths. As root.
+#
+# Usage: ./dev/slurm_root.sh RELEASE COMMAND [ARGUMENTS]
+#        ./dev/slurm_root.sh trixie slurmd -V
+#
+# bookworm has Slurm 22.05, trixie 24.11, sid and forky 26.05. The first call makes the root, half a
+# GiB in /var/lib/slurm-roots/RELEASE.
+set -euo pipefail
+release=$1
+shift
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=/var/lib/slurm-roots/$release
+
+if [[ ! -e "$root/ready" ]]; then
+    rm -rf "$root"
+    mkdir -p "$root"
+    # shellcheck disable=SC2016
+    mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' | sed -n 1p)
+    # What namespaces.sh and the tests call.
+    packages=slurm-wlm,munge,iproute2,procps,make,git,openssh-client,patch,squashfs-tools
+    debootstrap --variant=minbase --include="$packages" "$release" "$root" "$mirror" >&2
+    # Without localhost, torchrun by hand waits for ever.
+    cp /etc/hosts "$root/etc/hosts"
+    touch "$root/ready"
+fi
+
+# By pivot_root, because nsenter would leave a chroot.
+export root here
+# shellcheck disable=SC2016
+exec unshare --mount --propagation private bash -euo pipefail -c '
+    mount --bind "$root" "$root"
+    cd "$root"
+    mount -t proc proc proc
+    mount --rbind /sys sys
+    mount --rbind /dev dev
+    mount -t tmpfs run run
+    mount --rbind /tmp tmp
+    python=$(cd "$here" && .venv/bin/python -c "import sys; print(sys.base_prefix)")
+    for folder in "$here" "$python"; do
+        if [[ "$folder" != /usr ]]; then
+            mkdir -p "./$folder"
+            mount --rbind "$folder" "./$folder"
+        fi
+    done
+    mkdir -p .old
+    pivot_root . .old
+    cd "$here"
+    umount --lazy /.old
+    exec "$@"' bash "$@"
