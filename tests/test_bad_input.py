@@ -37,7 +37,8 @@ SCRIPTS = [
 ]
 # argparse as it is: its usage comes before the sentence, and repeats what cannot be printed.
 # These import torch, or what is as large, first.
-PLAIN = [*SCRIPTS[:2], "aux/check_ranks.py", "aux/plot_runs.py", "aux/prepare_data.py"]
+PLAIN = [*SCRIPTS[:3], "aux/check_ranks.py", "aux/plot_runs.py", "aux/prepare_data.py"]
+PLAIN += ["aux/watch_job.py"]
 WORDS = [
     "$(touch canary)",
     "'; touch canary; '",
@@ -111,7 +112,7 @@ def test_bad_command_lines_are_refused_in_jobs(cluster, tmp_path):
     """By every launcher: FAILED, one sentence of the script's, and nothing that bash adds."""
     arguments = [f"--unknown={word}" for word in [*WORDS, *UNPRINTABLE]]
     size = ["--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1"]
-    script = (SCRIPTS[2], *arguments)
+    script = (SCRIPTS[3], *arguments)
     for way, job in in_all_ways(cluster, tmp_path, *script, size=size, env=VARIABLES).items():
         said = [line for line in job.log.splitlines() if "--help lists" in line]
         assert job.state == "FAILED" and len(said) == 1 and said[0].isprintable(), job.log
@@ -125,4 +126,5 @@ def test_every_script_is_tried():
     paths = [*REPOSITORY.glob("aux/**/*.py"), *REPOSITORY.glob("distributed/**/*.py")]
     runs = [path for path in paths if 'if __name__ == "__main__"' in path.read_text()]
     names = {str(path.relative_to(REPOSITORY)) for path in runs}
-    assert names - {"distributed/spawn_ranks.py"} <= set(SCRIPTS)
+    starters = {"distributed/spawn_ranks.py", "distributed/preemption.py"}
+    assert names - starters <= set(SCRIPTS)

@@ -92,7 +92,7 @@ def test_scaling(cluster, tiny):
     """The same losses on 1, 2 and 4 ranks; nothing is left behind; a failed job is one sentence."""
     scaling = [sys.executable, "dev/bench/scaling.py", "--rounds", 1, "--out", tiny / "scaling"]
     script = ["--", "distributed/train_ddp.py", "--data-dir", tiny, "--batch-size", "60"]
-    script += ["--dropout", "0", "--epochs", "3", "--log-every", "1"]
+    script += ["--epochs", "3", "--log-every", "1"]
     before = {path.name for path in (REPOSITORY / "checkpoints").glob("*")}
     done = cluster.exec(*scaling, "--sizes", "1x1", "1x2", "2x2", *script, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr

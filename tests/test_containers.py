@@ -20,7 +20,6 @@ from conftest import (
     Cluster,
     Job,
     environment,
-    read_metrics,
     run,
     wait_for,
 )
@@ -345,8 +344,11 @@ def test_what_is_mounted(cluster, site):
         assert f":/workspace/mnt{below}/data" in log
 
 
+STEP = r"^epoch=(\d) step=(\d+)/15 loss="
+
+
 class Training:
-    """train_preemptible.py in containers on two nodes, slowly: 30 steps, a line of metrics for
+    """train_preemptible.py in containers on two nodes, slowly: 30 steps, a line in the log for
     each."""
 
     def __init__(
@@ -371,14 +373,14 @@ class Training:
     def log(self) -> str:
         return (self.clone / f"run_script.sh_{self.job}.out").read_text()
 
-    def folders(self) -> list[Path]:
-        return [path.parent for path in self.clone.glob("checkpoints/*/metrics.jsonl")]
+    def wait_for_steps(self, steps: int, jobs: int = 1):
+        """As many jobs: the tasks of an array have a log each."""
 
-    def wait_for_steps(self, steps: int, folders: int = 1):
-        """As many trainings: the tasks of an array have a folder each."""
-        wait_for(
-            lambda: sum(len(read_metrics(folder)) >= steps for folder in self.folders()) == folders
-        )
+        def have_taken_them() -> int:
+            logs = [path.read_text() for path in self.clone.glob("run_script.sh_*.out")]
+            return sum(len(re.findall(STEP, log, re.M)) >= steps for log in logs)
+
+        wait_for(lambda: have_taken_them() == jobs)
 
     def signal(self, *options: str, job: object = None):
         assert self.cluster.exec("scancel", *options, job or self.job).returncode == 0
@@ -392,14 +394,13 @@ def test_stopped_requeued_and_cancelled(cluster, site, tiny):
     training.signal("--signal=TERM")
     wait_for(lambda: "\nResumed after step" in training.log)
     assert "\nRequeued: it resumes by itself\n" in training.log
-    [folder] = training.folders()
-    training.wait_for_steps(len(read_metrics(folder)) + 3)
+    training.wait_for_steps(len(re.findall(STEP, training.log, re.M)) + 3)
     training.signal()
     job = cluster.wait(training.job)
     assert job.state == "CANCELLED" and cluster.show(job.id)["Restarts"] == "1", job.log
     stopped = re.findall(r"^Stopped after step (\d+), saved$", job.log, re.M)
     assert len(stopped) == 2 and job.log.count("\nRequeued") == 1, job.log
-    steps = [event["step"] for event in read_metrics(folder) if "loss" in event]
+    steps = [15 * int(epoch) - 15 + int(step) for epoch, step in re.findall(STEP, job.log, re.M)]
     assert steps == list(range(1, int(stopped[1]) + 1))
     assert cluster.left_over(job.id) == []
 
@@ -413,7 +414,7 @@ def test_not_requeued(cluster, site, tiny):
     job = cluster.wait(training.job)
     assert job.state == "FAILED" and job.exit_code == 1 and "\nRequeued" not in job.log, job.log
     said = r"^Not requeued: Requested operation is presently disabled.* To resume it:\n"
-    said += "    sbatch run_script.sh .* --resume .*$"
+    said += r"    sbatch \S+/run_script.sh .* --resume .*$"
     assert re.search(said, job.log, re.M), job.log
 
 
@@ -421,7 +422,7 @@ def test_not_requeued(cluster, site, tiny):
 def test_requeued_task_of_an_array(cluster, site, tiny):
     """That task alone."""
     training = Training(cluster, site, tiny, "array", "--array=0-1", nodes="node-[1-2]")
-    training.wait_for_steps(7, folders=2)
+    training.wait_for_steps(7, jobs=2)
     training.signal("--signal=TERM", job=f"{training.job}_1")
     left, stopped = (cluster.wait(f"{training.job}_{task}") for task in (0, 1))
     assert left.state == stopped.state == "COMPLETED", left.log + stopped.log

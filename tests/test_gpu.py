@@ -22,17 +22,16 @@ from conftest import REPOSITORY, environment, free_port, once, read_metrics, run
 SINGLE, DDP, TASK = "local/train_single.py", "distributed/train_ddp.py", "distributed/train_task.py"
 PREEMPTIBLE, FSDP, TP = (f"distributed/train_{name}.py" for name in ("preemptible", "fsdp", "tp"))
 STEPS = 15
-TASK_ARGUMENTS = "--epochs 1 --batch-size 20 --log-every 1"  # 300 images
-IMAGES = f"{TASK_ARGUMENTS} --dropout 0"
+IMAGES = "--epochs 1 --batch-size 20 --log-every 1"  # 300 images
 TEXT = f"--layers 2 --heads 4 --width 64 --context 32 --batch-size 8 --dropout 0 --steps {STEPS}"
 TEXT += " --learning-rate 0.01 --warmup-steps 5 --log-every 1 --eval-windows 20"
 ARGUMENTS = {SINGLE: IMAGES, DDP: IMAGES, PREEMPTIBLE: IMAGES, FSDP: TEXT, TP: TEXT}
-ARGUMENTS |= {TASK: TASK_ARGUMENTS}
+ARGUMENTS |= {TASK: IMAGES}
 # Whose losses on the CPU are a script's own.
 REFERENCE = {SINGLE: SINGLE, DDP: SINGLE, PREEMPTIBLE: SINGLE, TASK: TASK, FSDP: FSDP, TP: FSDP}
 # How far a loss may be from the CPU's in float32, as a share of it. Float32 is meant:
 # NVIDIA_TF32_OVERRIDE=0.
-TOLERANCE = {"fp32": 1e-3, "bf16": 0.03, "fp16": 0.03}
+TOLERANCE = {"fp32": 1e-3, "bf16": 0.03}
 FORMS = {
     "none": [sys.executable],
     "torchrun": ["./torchrun.sh"],
@@ -64,7 +63,8 @@ def command_of(script: str, data: Path, folder: Path, device: str, form: str, *f
     """The command line, and the variables that the form of its start needs for one rank."""
     command = [*FORMS[form], "tests/scripts/one_rank.py", script, *ARGUMENTS[script].split()]
     command += ["--data-dir", data, *([] if script == TASK else ["--checkpoint-dir", folder])]
-    command += ["--device", device, *flags]
+    # The plain scripts know only auto and cpu.
+    command += ["--device", "auto" if device == "cuda" else device, *flags]
     variables = {
         "NVIDIA_TF32_OVERRIDE": 0,
         "OMP_NUM_THREADS": 1,
@@ -147,7 +147,7 @@ def assert_equal_losses(log: str, expected: tuple[list[float], float], precision
 # --- one process ---
 
 PRECISIONS = [(SINGLE, "fp32"), (SINGLE, "bf16"), (DDP, "bf16"), (FSDP, "fp32"), (TP, "bf16")]
-PRECISIONS += [(PREEMPTIBLE, "bf16"), (PREEMPTIBLE, "fp16"), (FSDP, None)]
+PRECISIONS += [(PREEMPTIBLE, "bf16"), (FSDP, None)]
 
 
 @pytest.mark.gpu
@@ -155,8 +155,8 @@ PRECISIONS += [(PREEMPTIBLE, "bf16"), (PREEMPTIBLE, "fp16"), (FSDP, None)]
 def test_precision(device, train, on_cpu, script, precision):
     log = train(script, device, *(["--precision", precision] if precision else []))
     [said] = devices(log, device)
-    # train_ddp.py has a process group of one rank.
-    assert (said["backend"] is None) == (script != DDP)
+    # Two have a process group of one rank.
+    assert (said["backend"] is None) == (script not in (DDP, PREEMPTIBLE))
     if precision is None:
         [precision] = re.findall(r"^Precision: (\w+)\.", log, re.M)
         assert precision == ("bf16" if device == "cuda" else "fp32"), log
@@ -167,15 +167,10 @@ def test_precision(device, train, on_cpu, script, precision):
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["none", "torchrun", "spawn"])
 def test_task(device, train, on_cpu, form):
-    """Its dropout is fixed, and a GPU draws another one than the CPU: near are only the first
-    loss and the last."""
     log = train(TASK, device, form=form)
     [said] = devices(log, device)
     assert (said["backend"] is None) == (form == "none")
-    expected, last = on_cpu(TASK)
-    assert len(losses(log)) == STEPS
-    assert losses(log)[0] == pytest.approx(expected[0], abs=0.1)
-    assert last_loss(log) == pytest.approx(last, abs=0.2)
+    assert_equal_losses(log, on_cpu(TASK))
 
 
 @pytest.mark.gpu
@@ -205,7 +200,7 @@ def test_process_group(device, train, on_cpu, script, form, ranks):
     log = train(script, device, "--precision", "fp32", *flags, form=form, ranks=ranks)
     assert ("replicate" in log) == (flags != [] and ranks == 2), log
     for said in devices(log, device, ranks):
-        assert said["backend"] == {"cuda": "nccl", "cpu": "gloo"}[device]
+        assert {"cuda": "nccl", "cpu": "gloo"}[device] in said["backend"]
         assert said["kind"] == ("DTensor" if script in (FSDP, TP) else "Parameter")
     assert_equal_losses(log, on_cpu(script))
 
@@ -218,7 +213,7 @@ def test_process_group_in_bfloat16(device, train, on_cpu, script, ranks):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("script", [PREEMPTIBLE, FSDP, TP], ids=stem)
+@pytest.mark.parametrize("script", [FSDP, TP], ids=stem)
 def test_deterministic(device, train, script):
     """Twice the same losses, to the last digit that is printed."""
     flags = ["--precision", "fp32", "--deterministic"]
@@ -280,19 +275,20 @@ def test_stop_save_and_resume(device, train, on_cpu, data_of, tmp_path, script):
     """Asked to stop in its midst, resumed under another launcher: the losses of a run that was
     not stopped."""
     folder = tmp_path / "checkpoints"
-    flags = ["--precision", "fp32", "--checkpoint-every", 1000]
+    flags = ["--precision", "fp32"]
     printed = ""
     with start(script, data_of(script), folder, device, *flags) as process:
         for line in process.stdout:
             printed += line
-            if line.startswith("step=2/"):
+            if re.match(r"(epoch=1 )?step=2/", line):
                 process.send_signal(signal.SIGTERM)
     assert process.returncode == 0, printed
     [stopped] = re.findall(r"^Stopped after step (\d+), saved$", printed, re.M)
     assert 2 <= int(stopped) < STEPS
     log = train(script, device, *flags, "--resume", form="torchrun", folder=folder)
     assert f"Resumed after step {stopped}\n" in log
-    assert_same_as_uninterrupted(folder, on_cpu(script)[0])
+    expected = pytest.approx(on_cpu(script)[0], rel=TOLERANCE["fp32"])
+    assert losses(printed) + losses(log) == expected
     if script == FSDP:
         command = ["distributed/sample.py", folder, "--length", 40, "--prompt", "The "]
         written = run(sys.executable, *command, "--device", device).stdout

@@ -47,14 +47,18 @@ STRAY = {
     "MASTER_ADDR": "$(touch canary)",
     "MASTER_PORT": "1",
     "OMP_NUM_THREADS": "7",
-    "TORCHELASTIC_RUN_ID": "1",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
     "SLURM_CPU_BIND": "quiet,mask_cpu:0x00000001",
     "SLURM_CPU_BIND_TYPE": "mask_cpu:",
     "SLURM_CPU_BIND_LIST": "0x00000001",
     "SLURM_CPU_BIND_VERBOSE": "quiet",
     "SLURM_MEM_PER_NODE": "1000",
     "SLURM_MEM_PER_CPU": "100",
+    "SLURM_GPUS": "1",
+    "SLURM_GPUS_PER_NODE": "1",
+    "SLURM_GPUS_PER_TASK": "1",
+    "SLURM_CPUS_PER_GPU": "3",
+    "SLURM_NTASKS_PER_GPU": "1",
+    "SLURM_TRES_PER_TASK": "cpu:1",
 }
 
 
@@ -100,12 +104,15 @@ def test_a_job_gets_what_its_header_asks_for(cluster, tmp_path):
         assert job.state == "COMPLETED", job.log
         assert shown["NumNodes"] == "2" and shown["NumTasks"] == str(2 * tasks)
         assert shown["TimeLimit"] == "01:00:00" and shown["Requeue"] == "1"
-        assert "gres:gpu:2" in shown["TresPerNode"] and shown["CPUs/Task"] == str(2 // tasks)
+        assert re.search("gres.gpu:2", shown["TresPerNode"]) and shown["CPUs/Task"] == str(
+            2 // tasks
+        )
         assert_five_variables(job.ranks(), [2, 2])
         assert all(rank["arguments"] == NASTY for rank in job.ranks())
         assert {rank["threads"] for rank in job.ranks()} == {"1"}
         assert {len(rank["cuda"].split(",")) for rank in job.ranks()} == {2}
-        first = rf"{LAUNCHERS[way]}: 4 ranks on node-\S+, 1 CPUs each, at node-\d+:\d+"
+        first = rf"{LAUNCHERS[way]}: 4 ranks on node-\S+, rank 0 at node-\d+:\d+\. "
+        first += "Each node: ranks 2, GPUs 2 of 2, CPUs 2"
         assert re.fullmatch(first, job.log.splitlines()[0]), job.log
     assert not (REPOSITORY / "canary").exists()
 
@@ -128,7 +135,7 @@ def test_uneven_allocation(cluster, tmp_path):
     size = ["--nodes=3", "--ntasks=11", "--ntasks-per-node=4", "--gpus-per-node=4"]
     job = cluster.sbatch(*size, f"--output={tmp_path}/log", LAUNCHERS["torchrun"], VARIABLES)
     assert job.state == "FAILED", job.log
-    assert job.log == "env.sh: 11 tasks do not make 4 on each of 3 nodes: use --ntasks-per-node\n"
+    assert job.log == "env.sh: 11 tasks on 3 nodes: use --ntasks-per-node\n"
 
 
 def test_ranks_on_the_cpu_are_the_tasks(cluster, tmp_path):
@@ -151,9 +158,20 @@ def test_default_script_is_train_ddp(cluster, tmp_path):
 # --- env.sh ---
 
 
-def source_env(cluster, cwd: Path = REPOSITORY, **variables) -> str:
-    """What env.sh makes of Slurm's variables, on a node, with the real scontrol."""
+SCONTROL = """#!/bin/bash
+if [[ $1 == show && $2 == job ]]; then printf 'JobId=%s\\n   %s\\n' "$3" "$RECORD"; exit; fi
+exec {real} "$@"
+"""
+
+
+def source_env(cluster, folder: Path, record: str = "", cwd: Path = REPOSITORY, **variables) -> str:
+    """What env.sh makes of Slurm's variables, on a node, and of its record of the job."""
+    scontrol = folder / "scontrol"
+    scontrol.write_text(SCONTROL.format(real=shutil.which("scontrol")))
+    scontrol.chmod(0o755)
     slurm = {
+        "PATH": f"{folder}:{environment()['PATH']}",
+        "RECORD": record,
         "HOSTNAME": "node-1",
         "SLURM_JOB_ID": 89,
         "SLURM_JOB_NAME": "name",
@@ -174,46 +192,55 @@ def source_env(cluster, cwd: Path = REPOSITORY, **variables) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, "2 2 4 node-1 61089 4 2 WARN"),
-        ({"SLURM_JOB_ID": "0089"}, "2 2 4 node-1 61089 4 2 WARN"),
-        ({"SLURM_JOB_ID": "4537"}, "2 2 4 node-1 61001 4 2 WARN"),
-        ({"SLURM_JOB_NODELIST": "node-[2,7]"}, "2 2 4 node-2 61089 4 2 WARN"),
-        ({"SLURM_GPUS_ON_NODE": 8}, "2 8 16 node-1 61089 4 1 WARN"),
-        ({"SLURM_GPUS_ON_NODE": 2, "SLURM_CPUS_PER_TASK": 16}, "2 2 4 node-1 61089 32 16 WARN"),
-        ({"SLURM_NTASKS_PER_NODE": None, "SLURM_NTASKS": None}, "2 1 2 node-1 61089 4 4 WARN"),
-        ({"SLURM_JOB_CPUS_PER_NODE": "16,8"}, "2 2 4 node-1 61089 16 8 WARN"),
-        # As asked for, before as granted: an exclusive node has all its GPUs, its steps only those
-        # asked for.
-        ({"SLURM_GPUS_PER_NODE": 2, "SLURM_GPUS_ON_NODE": 8}, "2 2 4 node-1 61089 4 2 WARN"),
-        ({"SLURM_GPUS_PER_NODE": "a100:4", "SLURM_GPUS_ON_NODE": 8}, "2 4 8 node-1 61089 4 1 WARN"),
-        # salloc knows none on the node
-        ({"SLURM_GPUS_PER_NODE": "a100:4"}, "2 4 8 node-1 61089 4 1 WARN"),
-        ({"SLURM_GPUS_PER_NODE": 0, "SLURM_GPUS_ON_NODE": 8}, "2 2 4 node-1 61089 4 2 WARN"),
-        ({"NCCL_DEBUG": "INFO"}, "2 2 4 node-1 61089 4 2 INFO"),
-        (
-            {"SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_NTASKS": 7, "SLURM_NTASKS_PER_NODE": 4},
-            "status 1: env.sh: 7 tasks do not make 4 on each of 2 nodes: use --ntasks-per-node",
-        ),
-        ({"SLURM_GPUS": 4, "SLURM_GPUS_ON_NODE": 2}, "2 2 4 node-1 61089 4 2 WARN"),
-        (
-            {"SLURM_GPUS": "a100:5", "SLURM_GPUS_ON_NODE": 2},
-            "status 1: env.sh: --gpus=5 does not give each node 2 GPUs: use --gpus-per-node",
-        ),
-    ],
-)
-def test_env_sh(variables, expected, cluster):
-    assert source_env(cluster, **variables) == expected
+GPUS = "TresPerNode=gres"
+SIZES = [
+    ({}, "", "2 2 4 node-1 61089 4 2 WARN"),
+    ({"SLURM_JOB_ID": "4537"}, "", "2 2 4 node-1 61001 4 2 WARN"),
+    ({"SLURM_JOB_NODELIST": "node-[2,7]"}, "", "2 2 4 node-2 61089 4 2 WARN"),
+    ({"SLURM_GPUS_ON_NODE": 8}, "", "2 8 16 node-1 61089 4 1 WARN"),
+    ({"SLURM_GPUS_ON_NODE": 2, "SLURM_CPUS_PER_TASK": 16}, "", "2 2 4 node-1 61089 32 16 WARN"),
+    ({"SLURM_NTASKS_PER_NODE": None, "SLURM_NTASKS": None}, "", "2 1 2 node-1 61089 4 4 WARN"),
+    # As asked for, before as granted: an exclusive node has all its GPUs, its steps only those
+    # asked for.
+    ({"SLURM_GPUS_ON_NODE": 8}, f"{GPUS}:gpu:2", "2 2 4 node-1 61089 4 2 WARN"),
+    ({"SLURM_GPUS_ON_NODE": 8}, f"{GPUS}/gpu:a100:4", "2 4 8 node-1 61089 4 1 WARN"),
+    ({"SLURM_GPUS_ON_NODE": 8}, f"{GPUS}:gpu:0", "2 2 4 node-1 61089 4 2 WARN"),
+    # Those of the shell in which sbatch was typed do not count.
+    ({"SLURM_GPUS_PER_NODE": 1}, f"{GPUS}:gpu:4", "2 4 8 node-1 61089 4 1 WARN"),
+    ({"SLURM_GPUS_PER_NODE": 1, "SLURM_GPUS_ON_NODE": 4}, "", "2 4 8 node-1 61089 4 1 WARN"),
+    # Two types on a node, and a type without a number: as granted.
+    (
+        {"SLURM_GPUS_ON_NODE": 3},
+        f"{GPUS}:gpu:a100:2,gres:gpu:v100:1",
+        "2 3 6 node-1 61089 4 1 WARN",
+    ),
+    ({"SLURM_GPUS_ON_NODE": 1}, f"{GPUS}:gpu:a100", "2 1 2 node-1 61089 4 4 WARN"),
+    ({"NCCL_DEBUG": "INFO"}, "", "2 2 4 node-1 61089 4 2 INFO"),
+    (
+        {"SLURM_NTASKS": 7, "SLURM_NTASKS_PER_NODE": 4},
+        "",
+        "status 1: env.sh: 7 tasks on 2 nodes: use --ntasks-per-node",
+    ),
+    ({"SLURM_GPUS_ON_NODE": 2}, "TresPerJob=gres:gpu:4", "2 2 4 node-1 61089 4 2 WARN"),
+    (
+        {"SLURM_GPUS_ON_NODE": 2},
+        "TresPerJob=gres/gpu:a100:5",
+        "status 1: env.sh: --gpus=5 on 2 nodes: use --gpus-per-node",
+    ),
+]
+
+
+@pytest.mark.parametrize(("variables", "record", "expected"), SIZES)
+def test_env_sh(variables, record, expected, cluster, tmp_path):
+    assert source_env(cluster, tmp_path, record, **variables) == expected
 
 
 def test_rank_under_srun_is_by_node():
     """If a topology plugin has put task 1 on the second of two nodes, its rank is 2."""
     given = {"SLURM_NODEID": 1, "SLURM_LOCALID": 0, "SLURM_PROCID": 1, "NPROC_PER_NODE": 2}
-    command = ["./aux/slurm_rank.sh", "bash", "-c", 'echo "$RANK $LOCAL_RANK"']
-    done = run(*command, env=environment(**given))
-    assert done.stdout == "2 0\n", done.stderr
+    command = ["./aux/slurm_rank.sh", "bash", "-c", 'echo "$RANK $LOCAL_RANK $WORLD_SIZE"']
+    done = run(*command, env=environment(NNODES=2, **given))
+    assert done.stdout == "2 0 4\n", done.stderr
 
 
 BY_HAND = """
@@ -249,7 +276,7 @@ def test_name_of_the_fast_network(cluster, tmp_path):
     assert count == 1
     (tmp_path / "env.sh").write_text(text)
     said = "status 1: env.sh: the host name node-1i does not resolve on node-1: edit MASTER_ADDR"
-    assert source_env(cluster, cwd=tmp_path) == said
+    assert source_env(cluster, tmp_path, cwd=tmp_path) == said
 
 
 # --- the files to copy ---
@@ -295,13 +322,26 @@ def test_three_files_and_a_strangers_script(cluster, tmp_path):
 @pytest.mark.parametrize("way", cells([(way,) for way in LAUNCHERS], ("srun",)))
 def test_in_salloc(way, cluster):
     """A launcher typed in an allocation runs in it, as it would in a job."""
-    size = ["--nodes=2", "--gpus-per-node=2", "--cpus-per-task=2"]
+    size = ["--nodes=2", "--gres=gpu:2", "--cpus-per-task=2"]
     size += [f"--ntasks-per-node={2 if way == 'srun' else 1}"]
     done = cluster.exec("salloc", *size, f"./{LAUNCHERS[way]}", VARIABLES)
     assert done.returncode == 0, done.stderr
     ranks = Job(0, "COMPLETED", 0, done.stdout, 0).ranks()
     assert_five_variables(ranks, [2, 2])
     assert {rank["threads"] for rank in ranks} == {"2" if way == "srun" else "1"}
+
+
+def test_twice_in_an_allocation(cluster, tiny, tmp_path):
+    """Each run has a folder of its own for its checkpoint."""
+    for name in (*THREE_FILES["srun"], "distributed/train_ddp.py", "distributed/mnist.py"):
+        copy_file(name, tmp_path)
+    train = f"./{LAUNCHERS['srun']} distributed/train_ddp.py --data-dir {tiny} --epochs 1"
+    size = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2"]
+    done = cluster.exec("salloc", *size, "bash", "-c", f"{train} && {train}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    [job] = re.findall(r"^salloc: Granted job allocation (\d+)$", done.stderr, re.M)
+    saved = {path.parent.name for path in tmp_path.glob("checkpoints/*/checkpoint.pt")}
+    assert saved == {job, f"{job}.1"}, done.stdout
 
 
 def test_sbatch_export(cluster, tmp_path):
@@ -328,17 +368,14 @@ time.sleep(float(sys.argv[1]))
 
 @pytest.mark.matrix
 def test_an_environment_on_the_nodes_own_disks(cluster, tmp_path):
-    """env.sh's line for it: ranks and programs run from there. Gone once the job has ended, not
+    """With a line in env.sh: ranks and programs run from there. Gone once the job has ended, not
     before its ranks."""
     repository, local, nodes = tmp_path / "repository", tmp_path / "local", ("node-61", "node-62")
     local.mkdir()
     for name in (*THREE_FILES["srun"], "aux/stage_environment.sh"):
         copy_file(name, repository)
-    edit = r"^# (PATH=.*) /tmp(\).*)$"
-    text = (repository / "env.sh").read_text()
-    text, count = re.subn(edit, rf"\1 {local}\2", text, flags=re.M)
-    assert count == 1
-    (repository / "env.sh").write_text(text)
+    with (repository / "env.sh").open("a") as file:
+        file.write(f"PATH=$(./aux/stage_environment.sh .venv {local})/bin:$PATH\n")
     (repository / "train.py").write_text(SAVING)
     venv = repository / ".venv"
     assert run(sys.executable, "-m", "venv", "--without-pip", venv).returncode == 0
@@ -400,7 +437,7 @@ def test_gpu_binding(size, tasks, cluster):
     """The script's own device function with Slurm's variables and a device count that follows
     CUDA_VISIBLE_DEVICES."""
     command = ["srun", "--nodes=1", *size, "--label", "python", "tests/scripts/binding.py"]
-    done = cluster.exec(*command, env={"TRAIN_DEVICE": "auto"})
+    done = cluster.exec(*command)
     lines = sorted(done.stdout.splitlines())
     assert len(lines) == len(tasks), done.stderr
     for number, (line, expected) in enumerate(zip(lines, tasks, strict=True)):
@@ -412,7 +449,7 @@ def test_two_ranks_on_one_device_are_named(cluster):
     NCCL would hang."""
     size = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=1"]
     command = ["srun", *size, "python", "tests/scripts/binding.py", "join"]
-    done = cluster.exec(*command, env={"TRAIN_DEVICE": "auto"})
+    done = cluster.exec(*command)
     assert done.returncode != 0
     assert done.stderr.count("ranks 0 and 1 are on one device, GPU uuid-0") == 1, done.stderr
 

@@ -116,6 +116,17 @@ CASES = {
         f'#SBATCH --cpus-per-task=8\nsrun {FLAGS} ${{X:+--cpus-per-task="$X"}} python a.py\nsrun '
         "-K -c 8 python a.py",
     ),
+    "cpus, behind a shell": (
+        "do not hand it on",
+        "#SBATCH --cpus-per-task=8\nsrun -K bash -c 'mkdir -p a && exec python a.py'  # MISTAKE",
+        f"#SBATCH --cpus-per-task=8\nsrun --ntasks=2 bash -c \\\n  'mkdir -p $TMP/a && cp "
+        f"/b.tar.gz $TMP/a'\nsrun {FLAGS} -c 8 python a.py",
+    ),
+    "no srun, but one that copies": (
+        "python without srun, so one process starts",
+        "srun bash -c 'mkdir -p /tmp/a && cp b /tmp/a'\npython train.py  # MISTAKE",
+        f"srun bash -c 'mkdir -p /tmp/a && cp b /tmp/a'\nsrun {FLAGS} python train.py",
+    ),
     "kill on bad exit": (
         "--kill-on-bad-exit=1",
         'srun python train.py "$@"  # MISTAKE',

@@ -3,13 +3,14 @@ sentence from it."""
 
 import re
 import resource
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import check_ranks
-from conftest import LAUNCHERS, Cluster, Job, cells, one_rank_a_node
+from conftest import LAUNCHERS, Cluster, Job, cells, environment, one_rank_a_node, run
 
 # On which of the job's two nodes the fault is, how it is made, and the sentence. FOLDER is where
 # checkpoints go, HOSTS a copy of /etc/hosts in which the name of that node (OWN) or of the first
@@ -18,7 +19,7 @@ FAULTS = {
     "full": (
         0,
         "mount -t tmpfs -o size=1m full FOLDER && ! head -c 2M /dev/zero >FOLDER/f",
-        "has 0 MB free, and 1024 MB",
+        "has 0 MiB free, and 1024 MiB",
     ),
     "read-only": (
         0,
@@ -33,7 +34,7 @@ FAULTS = {
     "shared memory": (
         1,
         "mount -t tmpfs -o size=64m small /dev/shm",
-        "/dev/shm has 64 MB free, 256 MB are needed",
+        "/dev/shm has 64 MiB free, 256 MiB are needed",
     ),
     "own name": (
         0,
@@ -235,11 +236,21 @@ def test_warnings(tmp_path, monkeypatch):
     assert "sees 1 of this node's 4 GPUs" in hidden and "--gpus-per-node" in hidden
     (tmp_path / "mlx5_0").mkdir()
     [locked] = check_ranks.warnings(torch.device("cpu"))
-    assert "may lock 64 KB" in locked and "ulimit -l unlimited" in locked
+    assert "may lock 64 KiB" in locked and "ulimit -l unlimited" in locked
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     infinity = resource.RLIM_INFINITY
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (infinity, infinity))
     assert list(check_ranks.warnings(gpu)) == []
+
+
+@pytest.mark.parametrize("step", [-5, 2**32 - 5])
+def test_a_batch_shell_is_one_rank(step, tmp_path):
+    """It has the variables of a task, and this step id: -5 in Slurm 26.05, else 4294967291."""
+    batch = {"SLURM_JOB_ID": 7, "SLURM_STEP_ID": step, "SLURM_NTASKS": 4, "SLURM_PROCID": 0}
+    command = [sys.executable, "aux/check_ranks.py", "--checkpoint-dir", tmp_path]
+    done = run(*command, env=environment(**batch))
+    assert "VERDICT: all well, 1 ranks started by hand" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stderr == ""
 
 
 # --- in the long run ---

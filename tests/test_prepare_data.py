@@ -1,4 +1,5 @@
-"""aux/prepare_data.py: data from a web server on this machine, synthetic, and brought by hand."""
+"""aux/prepare_data.py: data from a web server on this machine, synthetic, and brought by hand.
+And the help of the two shell scripts that prepare something."""
 
 import functools
 import gzip
@@ -12,6 +13,7 @@ import torchvision
 
 import prepare_data
 import token_files
+from conftest import run
 from resilience import checksums
 
 SCRIPT = "aux/prepare_data.py"
@@ -193,3 +195,10 @@ def test_bad_command_line_and_folder(arguments, sentence, tmp_path, monkeypatch,
     with pytest.raises(SystemExit) as ended:
         prepare(monkeypatch, *arguments)
     assert sentence in f"{ended.value.code}{capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("script", ["import_image.sh", "stage_environment.sh"])
+def test_help_is_the_comment_at_the_top(script):
+    done = run(f"aux/{script}", "--help")
+    assert (done.returncode, done.stderr) == (0, "") and "#!/bin/bash" not in done.stdout
+    assert f"./aux/{script}" in done.stdout and "set -euo" not in done.stdout

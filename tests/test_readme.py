@@ -265,12 +265,10 @@ def test_chapter_of_the_proof(clone):
 
 @pytest.mark.matrix
 def test_chapter_of_surviving(clone, cluster):
-    """A job that is stopped, requeued and resumed; what is then asked for with another batch
-    size is refused."""
+    """A job that is stopped, requeued and resumed; its checkpoint is not written over by chance."""
     shown = try_chapter(8, clone, prefix=(NAMESPACES, "exec"), **cluster.environment)
-    assert re.search(r"^All 4 ranks are alive, at step \d+\.$", shown[0], re.M), shown
-    [stopped] = re.findall(r"^Stopped after step (\d+), saved$", shown[1], re.M)
-    assert re.findall(r"^Resumed after step (\d+)$", shown[1], re.M) == [stopped]
+    [stopped] = re.findall(r"^Stopped after step (\d+), saved$", shown[0], re.M)
+    assert re.findall(r"^Resumed after step (\d+)$", shown[0], re.M) == [stopped]
 
 
 def test_files_of_a_copy(clone):
@@ -349,14 +347,6 @@ def habits() -> list[str]:
 ELSEWHERE = ("docker ", "sbatch run_script.sh", "python distributed/train_task.py --submit")
 ELSEWHERE += ("@task", "sys.path", "from ")
 HERE = [command for command in habits() if not command.startswith(ELSEWHERE)]
-
-
-def test_the_table_of_faults_names_tests_that_exist():
-    named = re.findall(
-        r"\b(test_\w+)\b(?!\.py)", (REPOSITORY / "docs/fault_tolerance.md").read_text()
-    )
-    tests = "".join(path.read_text() for path in (REPOSITORY / "tests").glob("test_*.py"))
-    assert named and not [name for name in named if f"def {name}(" not in tests]
 
 
 def test_habits_of_tasks():

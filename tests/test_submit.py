@@ -22,7 +22,6 @@ from conftest import (
     REPOSITORY,
     cells,
     environment,
-    read_metrics,
     run,
     wait_for,
 )
@@ -458,10 +457,6 @@ def write_tools(folder: Path, tools: dict[str, str]) -> Path:
 # --- connections ---
 
 
-def losses(folder: Path) -> list[float]:
-    return [event.get("loss", event.get("test_loss")) for event in read_metrics(folder)]
-
-
 def printed_losses(log: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"\b(?:test_|average_)?loss=(\S+)", log)]
 
@@ -470,9 +465,8 @@ def printed_losses(log: str) -> list[float]:
 def test_training_over_connections_that_break(laptop):
     """The three launchers and the task, submitted in the same second; all connections are cut,
     no job is affected: each has the losses of two ranks of the laptop itself."""
-    script, options = "distributed/train_preemptible.py", ["--epochs", 2, "--log-every", 1]
-    by_hand = [*options, "--checkpoint-dir", "checkpoints/by-hand"]
-    assert laptop.run("./torchrun.sh", script, *by_hand, NPROC_PER_NODE=2).returncode == 0
+    script, options = "distributed/train_ddp.py", ["--epochs", 2, "--log-every", 1]
+    by_hand = laptop.run("./torchrun.sh", script, *options, NPROC_PER_NODE=2).stdout
     task_by_hand = laptop.run("./torchrun.sh", TASK, *options, NPROC_PER_NODE=2).stdout
     looks = ["--env=plain", "--follow", "--fetch"]
     commands = {
@@ -504,13 +498,11 @@ def test_training_over_connections_that_break(laptop):
         assert laptop.submit("logs", job).stdout in out
         results = laptop.clone / f"slurm-jobs/plain-{job}/checkpoints/{job}"
         assert list(results.glob("*.pt"))
+        expected = printed_losses(task_by_hand if name == "task" else by_hand)
+        assert len(expected) > 5
+        assert printed_losses(laptop.log(job)) == pytest.approx(expected, abs=2e-4)
         if name == "task":
-            same = pytest.approx(printed_losses(task_by_hand), abs=2e-4)
-            assert printed_losses(laptop.log(job)) == same
             assert laptop.result(job)["world_size"] == 2
-        else:
-            same = pytest.approx(losses(laptop.clone / "checkpoints/by-hand"))
-            assert losses(results) == same
 
 
 def test_host_keys(laptop):
@@ -633,7 +625,6 @@ CANNOT_TRAIN = [
     (["--batch-size", 3000], "--batch-size 3000 is more than the 300 training images"),
     (["--data-dir", "nowhere"], "no MNIST data in nowhere"),
     (["--learning-rate", 1e6, "--log-every", 1], "the loss is "),
-    (["--device", "cuda"], "sees none: look at nvidia-smi"),
 ]
 
 
@@ -643,8 +634,8 @@ def test_a_task_that_cannot_train(arguments, sentence, tiny):
     data = [] if "--data-dir" in arguments else ["--data-dir", tiny]
     done = run("./torchrun.sh", TASK, *data, *arguments, env=environment(NPROC_PER_NODE=2))
     assert done.returncode == 1
-    said = re.findall(r"^train_task.py: rank \d: (.*)$", done.stderr, re.M)
-    assert said and all(sentence in one for one in said), done.stderr
+    said = re.findall(rf"^(?:train_task.py: rank \d: )?{sentence}.*$", done.stderr, re.M)
+    assert said, done.stderr
     assert 'File "distributed' not in done.stderr
 
 
@@ -653,8 +644,9 @@ def test_granted_gpus_that_torch_does_not_see(tiny):
     command = [sys.executable, TASK, "--data-dir", tiny, "--epochs", 1]
     done = run(*command, env=environment(SLURM_GPUS_ON_NODE=2))
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "Slurm granted 2 GPUs on this node, but torch " in done.stderr
-    assert run(*command, env=environment(SLURM_GPUS_ON_NODE=2, TRAIN_DEVICE="cpu")).returncode == 0
+    assert "Slurm granted GPUs, but torch sees none: " in done.stderr
+    command += ["--device", "cpu"]
+    assert run(*command, env=environment(SLURM_GPUS_ON_NODE=2)).returncode == 0
 
 
 @pytest.mark.matrix

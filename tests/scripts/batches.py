@@ -1,30 +1,42 @@
 """Runs a plain train script (argv[1]) with its arguments as it stands, but for the batches that
-its loader gives.
+its loaders give.
 
 The variable SLOW says how many seconds later each comes; a requeued job is as fast as it can.
-The variable RAISE says in which step an exception comes instead, on rank 1.
+RAISE says in which step of an epoch an exception comes instead, on rank 1. TERM_AT says in which
+step rank 1, and no other, gets SIGTERM. With KILL=1 an evaluation kills its process.
 """
 
 import os
 import runpy
+import signal
 import sys
 import time
 from pathlib import Path
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "distributed"))
+
+import preemption
+
+if "preemptible" in sys.argv[1]:
+    preemption.listen()  # as the script itself does, before torch
+
 from torch.utils.data import DataLoader
 
-seconds = (
-    float(os.environ.get("SLOW", 0)) if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else 0
-)
+env = os.environ
+seconds = float(env.get("SLOW", 0)) if env.get("SLURM_RESTART_COUNT", "0") == "0" else 0
 batches = DataLoader.__iter__
 
 
 def hooked(self):
+    if env.get("KILL") == "1" and self.batch_size == 1000:
+        os.kill(os.getpid(), signal.SIGKILL)
     for step, batch in enumerate(batches(self), start=1):
         time.sleep(seconds)
-        if str(step) == os.environ.get("RAISE") and os.environ["RANK"] == "1":
+        if str(step) == env.get("RAISE") and env["RANK"] == "1":
             print(f"raised at {time.time():.0f}", flush=True)
             raise ValueError("boom on purpose")
+        if str(step) == env.get("TERM_AT") and env["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
         yield batch
 
 

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 import torch
+import torch.distributed as dist
 
+from resilience.group import Group, device_fault
 from resilience.ranks import find_ranks
-from resilience.step_zero import device_fault, step_zero
 
 visible = os.environ.get("CUDA_VISIBLE_DEVICES")
 granted = visible.split(",") if visible else []
@@ -26,6 +27,8 @@ fault, device = device_fault("auto", ranks), torch.device("cpu")
 if torch.cuda.is_available() and not fault:
     device = torch.device("cuda", ranks.local_rank if torch.cuda.device_count() > 1 else 0)
 if "join" in sys.argv:
-    step_zero(SimpleNamespace(init_timeout=300), ranks, device, fault)
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    dist.init_process_group("gloo", rank=ranks.rank, world_size=ranks.world_size)
+    Group(ranks, device, timeout=60).compare(fault)
 else:
     print(visible, device, fault)

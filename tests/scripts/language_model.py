@@ -18,15 +18,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
-import resilience.step_zero
 import token_files
 import transformer
-from resilience.place import Place
+from resilience.group import Group
 from resilience.progress import Progress
 
 FLAGS = "--layers 2 --heads 4 --width 32 --context 16 --batch-size 8 --steps 20 --warmup-steps 5 "
@@ -103,6 +103,9 @@ def train(command: str, data_dir: str, folder: Path, dense: dict) -> dict:
 
     model, states = its["model"], its["optimizer"].state.values()
     moments = [value for state in states for name, value in state.items() if name != "step"]
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # an evaluation leaves its last part whole
     weights = {name: whole(x) for name, x in model.named_parameters()}
     held = {"parameters": size(model.parameters()), "optimizer": size(moments)}
     return {
@@ -199,8 +202,7 @@ def main(data_dir: str, out: str):
     world_size = dist.get_world_size()
     # The scripts run in this group, and leave it as it is.
     dist.init_process_group = lambda *_, **__: None
-    resilience.step_zero.step_zero = lambda *_, **__: None
-    Place.shutdown = lambda self: None
+    Group.shutdown = lambda self: None
 
     dense = torch.load(Path(out, "dense.pt"), weights_only=True)
     results = {}
@@ -215,4 +217,4 @@ def main(data_dir: str, out: str):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    os._exit(0)  # see Place.shutdown
+    os._exit(0)  # see Group.shutdown

@@ -1,13 +1,17 @@
 """Runs a train script (argv[2]) with its arguments as it stands, argv[1] seconds slower at each
 step.
 
-The hook is Checkpoints.due, which train_preemptible.py, train_fsdp.py and train_tp.py ask after
-every step. A requeued job is as fast as it can, unless the variable ALWAYS is set: what was to
-happen has happened. The variable LATE says how many seconds the ranks sleep once they listen for
-signals, and MISSING which one never comes. With SLOW_SAVE a checkpoint takes so many seconds more
-to write, and with LONG_STEP step number N takes five. With HOLD the checkpoint of step N of
+In train_fsdp.py and train_tp.py a step is a call of Checkpoints.due. In a script that does not use
+the package, such as train_preemptible.py, it is a batch of the DataLoader that has a
+DistributedSampler, and the delay comes before the batch. Steps are counted over the whole run, so a
+resumed script goes on where it stopped.
+
+A requeued job is as fast as it can, unless the variable ALWAYS is set, because what was to happen
+has happened. LATE says how many seconds the ranks sleep once they listen for signals. With
+SLOW_SAVE rank 0 takes so many seconds more for each checkpoint, and with LONG_STEP step number N
+takes five, and every rank prints "In step N" before. With HOLD the checkpoint of step N of
 train_fsdp.py or train_tp.py is not written as long as there is a file HOLD/N. The rank that STUCK
-names stays for ever in step 8; the one that HUNGRY names takes memory without end.
+names stays for ever in step 8. The one that HUNGRY names takes memory without end from there on.
 """
 
 import os
@@ -20,60 +24,88 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "distributed"))
 
-from resilience import stop_request
-from resilience.job import RESTART_COUNT
+import preemption
+from resilience.ranks import find_ranks
+
+env, memory = os.environ, []
+first_start = env.get("SLURM_RESTART_COUNT", "0") == "0"
+seconds = float(sys.argv[1]) if first_start or "ALWAYS" in env else 0
 
 
 def wait_for_ever():
     threading.Event().wait()
 
 
-if os.environ.get("MISSING") == os.environ.get("RANK", ""):
-    wait_for_ever()
-stop_request.listen()  # as the script itself does, before torch
-if "LATE" in os.environ and RESTART_COUNT == "0":
-    print("Listening\n", end="", flush=True)
-    time.sleep(float(os.environ["LATE"]))
-
-from resilience.checkpoints import Checkpoints
-
-seconds = float(sys.argv[1]) if RESTART_COUNT == "0" or "ALWAYS" in os.environ else 0
-due, memory = Checkpoints.due, []
-
-
-def slower(self, step):
-    if str(step) == os.environ.get("LONG_STEP") and RESTART_COUNT == "0":
+def delay(step: int):
+    rank = str(find_ranks().rank)
+    if str(step) == env.get("LONG_STEP") and first_start:
         print(f"In step {step}\n", end="", flush=True)
         time.sleep(5)
     time.sleep(seconds)
-    if step == 8 and str(self.place.rank) == os.environ.get("STUCK"):
+    if step == 8 and rank == env.get("STUCK"):
         wait_for_ever()
-    if step >= 8 and str(self.place.rank) == os.environ.get("HUNGRY"):
+    if step >= 8 and rank == env.get("HUNGRY"):
         memory.append(b"\1" * 500_000_000)
-    return due(self, step)
 
 
-Checkpoints.due = slower
-if "SLOW_SAVE" in os.environ and RESTART_COUNT == "0":
-    write = Checkpoints.save_files
+def slow_save(save):
+    def saved(*arguments, **options):
+        if find_ranks().rank == 0:
+            time.sleep(float(env["SLOW_SAVE"]))
+        return save(*arguments, **options)
 
-    def slow_write(self, *arguments):
-        if self.place.rank == 0:
-            time.sleep(float(os.environ["SLOW_SAVE"]))
-        return write(self, *arguments)
+    return saved if "SLOW_SAVE" in env and first_start else save
 
-    Checkpoints.save_files = slow_write
-if "HOLD" in os.environ:
+
+def slow_down_the_package():
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    write_data = FileSystemWriter.write_data
+    from resilience.checkpoints import Checkpoints
+
+    due, write_data = Checkpoints.due, FileSystemWriter.write_data
+
+    def slow_due(self, step: int):
+        delay(step)
+        return due(self, step)
 
     def held(self, *arguments):
-        while Path(os.environ["HOLD"], re.search(r"_step_(\d+)", str(self.path))[1]).is_file():
+        while Path(env["HOLD"], re.search(r"_step_(\d+)", str(self.path))[1]).is_file():
             time.sleep(0.05)
         return write_data(self, *arguments)
 
-    FileSystemWriter.write_data = held
+    Checkpoints.due, Checkpoints.begin_writing = slow_due, slow_save(Checkpoints.begin_writing)
+    if "HOLD" in env:
+        FileSystemWriter.write_data = held
+
+
+def slow_down_any_script():
+    import torch
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    load = DataLoader.__iter__
+
+    def batches(self):
+        done = 0
+        if trains := isinstance(self.sampler, DistributedSampler):
+            skipped = getattr(self.sampler, "start", 0) // self.batch_size
+            done = (self.sampler.epoch - 1) * len(self) + skipped
+        for step, batch in enumerate(load(self), start=done + 1):
+            if trains:
+                delay(step)
+            yield batch
+
+    DataLoader.__iter__, torch.save = batches, slow_save(torch.save)
+
+
+# As the script itself does, before torch.
+preemption.listen()
+if "LATE" in env and first_start:
+    print("Listening\n", end="", flush=True)
+    time.sleep(float(env["LATE"]))
+if "from resilience" in Path(sys.argv[2]).read_text():
+    slow_down_the_package()
+else:
+    slow_down_any_script()
 del sys.argv[:2]
 sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
 runpy.run_path(sys.argv[0], run_name="__main__")

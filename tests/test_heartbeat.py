@@ -1,0 +1,121 @@
+"""heartbeat.py and watch_job.py: the rank that hangs is named, whoever wrote the script."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import REPOSITORY, environment, run, wait_for
+from test_preemption import copies, submit
+
+WATCH = REPOSITORY / "aux/watch_job.py"
+
+
+def test_a_rank_that_hangs_is_named(cluster, tmp_path):
+    """In a model with BatchNorm, whose buffers DDP broadcasts from rank 0: there rank 0 waits for
+    the others outside torch.distributed."""
+    number = submit(cluster, "torchrun", tmp_path, STUCK="1", AFTER="8")
+    log = tmp_path / "log.out"
+    said = (
+        r"^\[Rank 0 on (\S+)\] no step for \d+ s\. First to look at: rank 1 on (\S+) \(step 7\), "
+    )
+    said += r"which is in\n(    .*\n)*    <module> \(\S+train\.py:\d+\)$"
+    wait_for(lambda: log.exists() and re.search(said, log.read_text(), re.M), 120)
+    found = re.search(said, log.read_text(), re.M)
+    assert found[1] != found[2]
+    watched = run(sys.executable, WATCH, number, "--after", 5, cwd=tmp_path)
+    assert watched.returncode == 1, watched.stdout
+    assert re.search(rf"^   1  {found[2]} +7 +\d s  <module> \(\S+train\.py:", watched.stdout, re.M)
+    assert f"\n{found[2]}: rank 1 keeps the others waiting\n" in watched.stdout, watched.stdout
+    assert watched.stdout.endswith(f"sbatch --exclude={found[2]}\n"), watched.stdout
+    cluster.exec("scancel", number)
+    job = cluster.wait(number)
+    assert job.log.count("(step 7), which is in") == 1, job.log
+
+
+def rank_processes(folder: Path) -> dict[int, int]:
+    """The process of each rank in that working directory. Its loader workers are newer."""
+    found: dict[int, int] = {}
+    for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: -int(path.name)):
+        with contextlib.suppress(OSError):
+            variables = (process / "environ").read_text().split("\0")
+            if Path(os.readlink(process / "cwd")) == folder:
+                for variable in variables:
+                    if variable.startswith("RANK="):
+                        found[int(variable.removeprefix("RANK="))] = int(process.name)
+    return found
+
+
+def test_by_hand(tmp_path):
+    """Without Slurm. A rank that is stopped sends no heartbeat; of rank 0, rank 1 says it."""
+    copies(tmp_path, "torchrun")
+    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, AFTER=6, SLOW=0.2)
+    options = {"cwd": tmp_path, "env": env, "text": True, "start_new_session": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    shown, ranks, line = "", {}, ""
+    with subprocess.Popen(["./torchrun.sh", "train.py"], **options) as process:
+        timer = threading.Timer(120, os.killpg, (process.pid, signal.SIGKILL))
+        timer.start()
+        try:
+            for line in process.stdout:
+                shown += line
+                if line.startswith("step 5: "):
+                    ranks = rank_processes(tmp_path)
+                    os.kill(ranks[0], signal.SIGSTOP)
+                if "First to look at" in line:
+                    break
+            watched = run(sys.executable, WATCH, "local", "--after", 4, cwd=tmp_path)
+        finally:
+            timer.cancel()
+            for victim in (process.pid, *ranks.values()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
+    said = r"\[Rank 1 on \S+\] no step for \d+ s\. First to look at: rank 0 on \S+ \(step \d\), "
+    assert re.match(said + "which sends no heartbeat, last seen in$", line), shown
+    assert watched.returncode == 1 and ": rank 0 is silent\n" in watched.stdout, watched
+
+
+STUCK = [
+    # NCCL: the others wait for a GPU, outside torch.distributed.
+    ([9, 9, 9, 8, 9, 9], [False] * 6, [], "n1"),
+    ([9, 9, 9, 8, 9, 9], [False] * 2 + [True] * 4, [], "n1"),
+    # gloo: all are at one step, one of them waits for nobody.
+    ([9] * 6, [True] * 3 + [False] + [True] * 2, [], "n1"),
+    ([9] * 6, [True] * 6, [], None),
+    ([9, 8, 9, 9, 9, 9], [False] * 6, [4], "n2"),
+    ([9] * 6, [True] * 6, [0, 5], "n0,n2"),
+]
+
+
+@pytest.mark.parametrize(("steps", "waits", "silent", "exclude"), STUCK)
+def test_watch_job_excludes_the_node_of_the_rank_that_hangs(
+    steps, waits, silent, exclude, tmp_path
+):
+    """All have stood still for two minutes."""
+    folder = tmp_path / "log/7/ranks-0"
+    folder.mkdir(parents=True)
+    for rank in range(6):
+        beat = {"rank": rank, "host": f"n{rank // 2}", "world_size": 6, "step": steps[rank]}
+        beat |= {"time": time.time() - (100 if rank in silent else 0), "interval": 2}
+        beat |= {"stack": ["f"], "frame": "f", "waits": waits[rank]}
+        beat |= {"seconds_in_step": 120.0, "late": True}
+        (folder / str(rank)).write_text(json.dumps(beat))
+    done = run(sys.executable, WATCH, 7, cwd=tmp_path)
+    assert done.returncode == (exclude is not None), done.stdout + done.stderr
+    end = r"All 6 ranks are alive, at step 9\. No step for 12\d s\."
+    end = rf".* sbatch --exclude={exclude}" if exclude else end
+    assert re.fullmatch(end, done.stdout.splitlines()[-1]), done.stdout
+
+
+def test_a_job_without_heartbeats(tmp_path):
+    done = run(sys.executable, WATCH, 7, cwd=tmp_path)
+    assert done.returncode == 1 and "does the script call heartbeat.start()?" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

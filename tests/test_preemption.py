@@ -1,0 +1,185 @@
+"""preemption.py in train_preemptible.py and in a script that is not ours: the ranks stop together,
+save, and the job goes back into the queue. The rows on the cluster with every launcher are in
+test_fault_tolerance.py."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import LAUNCHERS, REPOSITORY, cells, environment, run, wait_for
+from test_launchers import THREE_FILES, copy_file
+from test_plain_scripts import (
+    BY_HAND,
+    PREEMPTIBLE,
+    assert_same_curve,
+    evaluations,
+    local,
+    losses,
+    one_process,  # noqa: F401
+)
+
+ONE_EPOCH = ["--epochs", "1", "--log-every", "1", "--seed", "7"]  # as test_plain_scripts.STEPS
+
+
+# --- in the middle of an epoch, and at its end ---
+
+
+@pytest.mark.parametrize(("at", "stopped"), [(3, 10), (12, 15)])
+def test_one_rank_is_asked(at, stopped, one_process, mnist, tmp_path):  # noqa: F811
+    """Both stop after the same step, save and do not evaluate, for which there may be no time. The
+    resumed run takes the steps that are left, and has the losses of one that was not stopped."""
+    train = ["--data-dir", mnist, *ONE_EPOCH, "--checkpoint-dir", tmp_path]
+    hooked = ["tests/scripts/batches.py", PREEMPTIBLE, *train]
+    first = local("torchrun", 2, *hooked, TERM_AT=at, KILL=1)
+    assert first.returncode == 0, first.stderr
+    assert f"\nStopped after step {stopped}, saved\n" in first.stdout
+    assert list(losses(first.stdout)) == [(1, step) for step in range(1, stopped + 1)]
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["steps_done"] == stopped
+
+    second = local("torchrun", 2, PREEMPTIBLE, *train, "--resume")
+    assert second.returncode == 0, second.stderr
+    assert f"\nResumed after step {stopped}\n" in second.stdout
+    assert list(losses(second.stdout)) == [(1, step) for step in range(stopped + 1, 16)]
+    assert_same_curve(first.stdout + second.stdout, one_process)
+
+
+@pytest.mark.matrix
+def test_saved_within_an_epoch(mnist, tmp_path):
+    """Killed in its evaluation, a run goes on after its last checkpoint, and evaluates."""
+    train = ["--data-dir", mnist, "--epochs", 2, "--log-every", 1, "--save-every", 8]
+    train += ["--checkpoint-dir", tmp_path]
+    killed = local("torchrun", 2, "tests/scripts/batches.py", PREEMPTIBLE, *train, KILL=1)
+    assert killed.returncode != 0 and len(losses(killed.stdout)) == 15
+    resumed = local("torchrun", 2, PREEMPTIBLE, *train, "--resume")
+    assert resumed.returncode == 0 and "\nResumed after step 15\n" in resumed.stdout
+    assert len(evaluations(resumed.stdout)) == 2 and len(losses(resumed.stdout)) == 15
+
+
+@pytest.mark.parametrize("way", ["none", *BY_HAND])
+def test_control_c_at_a_terminal(way, mnist, tmp_path):
+    """It saves."""
+    command = [*BY_HAND.get(way, [sys.executable]), "tests/scripts/batches.py", PREEMPTIBLE]
+    command += ["--data-dir", str(mnist), "--log-every", "1", "--checkpoint-dir", str(tmp_path)]
+    options = {"cwd": REPOSITORY, "text": True, "start_new_session": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, SLOW=0.1)
+    shown = ""
+    with subprocess.Popen(command, env=env, **options) as process:
+        for line in process.stdout:
+            shown += line
+            if line.startswith("epoch=1 step=3/"):
+                os.killpg(process.pid, signal.SIGINT)
+    assert "Traceback" not in shown or way == "torchrun", shown
+    assert "\nStopped after step 10, saved\n" in shown, shown
+    assert (tmp_path / "checkpoint.pt").exists()
+
+
+# --- the queue ---
+
+DISABLED = "Requested operation is presently disabled"
+REQUEUED = "Requeued: it resumes by itself\n"
+STATES = {
+    "JobState=RUNNING Reason=None Restarts=2 BatchFlag=1": "",
+    "JobState=COMPLETING Reason=TimeLimit Restarts=2 BatchFlag=1": "",
+    # scancel
+    "JobState=COMPLETING Reason=None Restarts=2 BatchFlag=1": "Slurm is ending it",
+    # --no-requeue
+    "JobState=RUNNING Reason=Disabled Restarts=2 BatchFlag=1": DISABLED,
+    # Slurm has requeued it by itself: one start more.
+    "JobState=PENDING Reason=BeginTime Restarts=3 BatchFlag=1": "",
+    # slurmctld does not answer
+    "": "Unable to contact slurm controller",
+}
+SCONTROL = """#!/bin/bash
+echo "$@" >>calls
+if [[ $1 == show && -z "$STATE" ]]; then echo "Unable to contact slurm controller" >&2; exit 1; fi
+if [[ $1 == show ]]; then echo "$STATE Command=/home/me/launch.sh train.py"; fi
+if [[ $1 == requeue && $STATE == *Disabled* ]]; then echo "{}" >&2; exit 1; fi
+"""
+CALL = "import sys, preemption; sys.exit(not preemption.requeue('--resume'))"
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_what_is_requeued(state, tmp_path):
+    """Of an array this task alone. Otherwise it says what to type."""
+    (tmp_path / "scontrol").write_text(SCONTROL.format(DISABLED))
+    (tmp_path / "scontrol").chmod(0o755)
+    array = {"SLURM_JOB_ID": 9, "SLURM_ARRAY_JOB_ID": 8, "SLURM_ARRAY_TASK_ID": 1}
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    path["PYTHONPATH"] = REPOSITORY / "distributed"
+    env = environment(**array, **path, SLURM_RESTART_COUNT=2, STATE=state)
+    done = run(sys.executable, "-c", CALL, "--data dir", cwd=tmp_path, env=env)
+    reason = STATES[state]
+    launcher = "/home/me/launch.sh" if state else "LAUNCHER"
+    typed = (
+        f"Not requeued: {reason}. To resume it:\n    sbatch {launcher} -c '--data dir' --resume\n"
+    )
+    assert done.stdout == (typed if reason else REQUEUED), done.stderr
+    assert done.returncode == bool(reason)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    requeues = "RUNNING" in state or "TimeLimit" in state
+    assert calls == ["show job 8_1", *["requeue 8_1"] * requeues]
+
+
+def test_in_a_container(tmp_path):
+    """It has no scontrol, so run_script.sh finds what to type in a file."""
+    env = environment(SLURM_JOB_ID=9, PATH=tmp_path, PYTHONPATH=REPOSITORY / "distributed")
+    done = run(sys.executable, "-c", CALL, "train.py", cwd=tmp_path, env=env)
+    assert done.returncode == 0 and done.stdout == "", done.stderr
+    assert (tmp_path / "log/9/requeue").read_text() == "-c train.py --resume"
+
+
+# --- a script that is not ours ---
+
+
+def copies(folder: Path, way: str):
+    """What a copier has: a launcher's three files, two files from here, and a script."""
+    for name in THREE_FILES[way]:
+        copy_file(name, folder)
+    for name in ("distributed/preemption.py", "distributed/heartbeat.py"):
+        shutil.copy(REPOSITORY / name, folder)
+    shutil.copy(REPOSITORY / "tests/scripts/resnet.py", folder / "train.py")
+
+
+ONE_NODE = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2", "--output=log.out"]
+
+
+def submit(cluster, way: str, folder: Path, **env) -> int:
+    copies(folder, way)
+    command = [*ONE_NODE, "--ntasks-per-node=1", LAUNCHERS[way], "train.py"]
+    # One thread a rank, so that sums are rounded alike.
+    edited = (folder / "env.sh").read_text() + "export OMP_NUM_THREADS=1\n"
+    (folder / "env.sh").write_text(edited)
+    return cluster.submit(*command, cwd=folder, env=env)
+
+
+@pytest.mark.parametrize(("ways",), cells([(["torchrun"],), (["srun", "spawn"],)], (["torchrun"],)))
+def test_a_strangers_script(ways, cluster, tmp_path):
+    """resnet18, AdamW, a schedule, best.pt, random flips in workers: stopped within an epoch and
+    requeued, its losses are bit for bit those of a run that was not."""
+    (tmp_path / "reference").mkdir()
+    reference, submitted = submit(cluster, "srun", tmp_path / "reference"), {}
+    for way in ways:
+        (tmp_path / way).mkdir()
+        submitted[way] = submit(cluster, way, tmp_path / way, SLOW="0.4")
+    for way, number in submitted.items():
+        log = tmp_path / way / "log.out"
+        wait_for(lambda log=log: log.exists() and "\nstep 6: " in log.read_text())
+        assert cluster.exec("scancel", "--signal=TERM", number).returncode == 0
+    uninterrupted = cluster.wait(reference, 240)
+    curve = re.findall(r"^step \d+: loss .*$", uninterrupted.log, re.M)
+    assert uninterrupted.state == "COMPLETED" and len(curve) == 24, uninterrupted.log
+    for way, number in submitted.items():
+        job = cluster.wait(number, 240)
+        assert job.state == "COMPLETED" and cluster.show(number)["Restarts"] == "1", job.log
+        [stopped] = re.findall(r"^stopped after step (\d+)$", job.log, re.M)
+        assert int(stopped) in (10, 15) and f"resumed after step {stopped}" in job.log
+        assert re.findall(r"^step \d+: loss .*$", job.log, re.M) == curve, job.log
+        assert (tmp_path / way / "best.pt").exists()
