@@ -115,9 +115,9 @@ class Heart:
             none = f"{len(missing)} of {self.world_size} ranks have sent no heartbeat"
             return self.say(f"{no_step}: {none}, the first is rank {missing[0]}")
         first = silent or holds_up(beats)
-        if not first and all(beat["waits"] for beat in beats):
-            self.say(f"{no_step}: all ranks wait in {beats[0]['frame']}")
         if not first:
+            if all(beat["waits"] for beat in beats):
+                self.say(f"{no_step}: all ranks wait in {beats[0]['frame']}")
             return
         names = [f"rank {beat['rank']} on {beat['host']} (step {beat['step']})" for beat in first]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""

@@ -11,8 +11,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def set_timeout(seconds: float, group: dist.ProcessGroup | None = None):
-    """The timeout of a process group's collectives from now on. Tried on torch 2.9 to 2.14."""
-    # Newer versions have a public function.
+    """The timeout of a process group's collectives from now on."""
+    # torch 2.14 and newer have a public function. The private one was tried on 2.9 to 2.13.
     public = getattr(dist, "set_timeout", None)
     function = public or dist.distributed_c10d._set_pg_timeout
     function(timedelta(seconds=seconds), group)
