@@ -68,12 +68,13 @@ test-torch:     ## every script under other versions of torch, each in its own e
 	done
 
 test-slurm: .venv/tests docker  ## the launchers and signals under other versions of Slurm, each in a root of its own (root; SLURM="bookworm trixie forky")
-	for release in $(SLURM); do \
-	    ./dev/slurm_root.sh $$release slurmd -V; \
+	failed=; for release in $(SLURM); do \
+	    ./dev/slurm_root.sh $$release slurmd -V && \
 	    ./dev/slurm_root.sh $$release .venv/bin/python -m pytest --numprocesses 2 \
 	        tests/test_launchers.py tests/test_sites.py tests/test_cluster.py tests/test_preflight.py \
-	        tests/test_preemption.py tests/test_heartbeat.py tests/test_fault_tolerance.py $(ARGS); \
-	done
+	        tests/test_preemption.py tests/test_heartbeat.py tests/test_fault_tolerance.py $(ARGS) || \
+	    failed+=" $$release"; \
+	done; [[ -z $$failed ]] || { echo "Not reached or not passed:$$failed" >&2; exit 1; }
 
 test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 10 GB of memory, four minutes)
 	.venv/bin/python -m pytest tests -m scale $(ARGS)

@@ -8,15 +8,15 @@ fi
 die() { echo "env.sh: $1" >&2 && exit 1; }
 
 # --- ranks: one for each GPU, or without GPUs one for each task ---
+job=$(scontrol show job "$SLURM_JOB_ID") # Slurm's record of it
+[[ "$job" =~ HetJobId= ]] && die "a heterogeneous job (sbatch A : B) has nodes that srun leaves out"
 NNODES=$SLURM_JOB_NUM_NODES
 tasks=${SLURM_NTASKS_PER_NODE:-1}
-job_tasks=${SLURM_NTASKS:-$((NNODES * tasks))}
-((job_tasks != NNODES * tasks)) && die "$job_tasks tasks on $NNODES nodes: use --ntasks-per-node"
-granted=${SLURM_GPUS_ON_NODE:-0}
-gpus=$granted
-# An exclusive node grants all its GPUs, but those asked for decide: gres:gpu:2 or gres/gpu:a100:2
-# in Slurm's record. SLURM_GPUS_PER_NODE may be left from another job, in which sbatch was typed.
-job=$(scontrol show job "$SLURM_JOB_ID")
+((${SLURM_NTASKS:-NNODES * tasks} != NNODES * tasks)) &&
+    die "$SLURM_NTASKS tasks on $NNODES nodes: use --ntasks-per-node"
+gpus=${SLURM_GPUS_ON_NODE:-0}
+# An --exclusive job is granted all GPUs of a node, but uses those that it asked for: gres:gpu:2 or
+# gres/gpu:a100:2 in the record. SLURM_GPUS_PER_NODE may be that of a job in which sbatch was typed.
 number='[:/]gpu[^,[:space:]]*:([0-9]+)([[:space:]]|$)'
 if [[ "$job" =~ TresPerNode=gres$number ]]; then gpus=${BASH_REMATCH[1]}; fi
 [[ "$job" =~ TresPerJob=gres$number ]] && ((BASH_REMATCH[1] != NNODES * gpus)) &&
@@ -24,30 +24,30 @@ if [[ "$job" =~ TresPerNode=gres$number ]]; then gpus=${BASH_REMATCH[1]}; fi
 NPROC_PER_NODE=$((gpus > 0 ? gpus : tasks))
 WORLD_SIZE=$((NNODES * NPROC_PER_NODE))
 
-# --- CPUs: those asked for, or else the node's share of the job, which is 16(x4) on four nodes ---
+# --- CPUs of a node: --cpus-per-task x tasks, or what Slurm granted: 16(x4) is 16 on 4 nodes ---
 CPUS_PER_NODE=${SLURM_JOB_CPUS_PER_NODE%%[(,]*}
+[[ "$job" =~ CpusPerTres= ]] && unset SLURM_CPUS_PER_TASK # stale beside --cpus-per-gpu
 if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks)); fi
 CPUS_PER_RANK=$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))
-OMP_NUM_THREADS=$CPUS_PER_RANK
 
 # --- where the ranks meet: the first node, at a port that Linux does not give to other programs ---
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST") # one per line
 MASTER_ADDR=${hosts%%$'\n'*}
 MASTER_PORT=$((61000 + SLURM_JOB_ID % 4536))
-export NNODES NPROC_PER_NODE CPUS_PER_NODE OMP_NUM_THREADS MASTER_ADDR MASTER_PORT
+export NNODES NPROC_PER_NODE CPUS_PER_NODE OMP_NUM_THREADS=$CPUS_PER_RANK MASTER_ADDR MASTER_PORT
 
-# --- srun: it obeys these variables, which may be left from another job as well ---
+# --- srun would obey these variables of a job in which sbatch was typed ---
 unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER_@}" "${!SLURM_GPUS_PER_@}" SLURM_GPUS
 unset SLURM_CPUS_PER_GPU SLURM_NTASKS_PER_GPU SLURM_TRES_PER_TASK
 if ((gpus > 0)); then export SLURM_GPUS_PER_NODE=$gpus; fi
-# The ranks get this shell's variables, also after sbatch --export=NONE, and no MPI.
+# srun passes on all variables, even after sbatch --export=NONE. torch needs no MPI.
 export SLURM_EXPORT_ENV=ALL SLURM_MPI_TYPE=none
 
-# --- your cluster ---
-# set +eu; source /etc/profile; set -eu; module load cuda/12.8    # EDIT: what `import torch` needs
+# --- your cluster: most need the first two lines only ---
+# set +eu; source /etc/profile; module load cuda/12.8; set -eu    # EDIT: what `import torch` needs
 if [[ -d .venv ]]; then source .venv/bin/activate; fi             # EDIT: your environment
 # MASTER_ADDR=${MASTER_ADDR}i                            # EDIT: if the fast network has node-1i
-# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # EDIT: if ranks pick the wrong one
+# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # EDIT: if they pick a slow one
 # export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=INFO    # EDIT: to see where it hangs
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 
@@ -56,5 +56,5 @@ getent hosts "$MASTER_ADDR" >/dev/null ||
 ((gpus > 0 && CPUS_PER_RANK < 2)) && [[ -e /dev/nvidiactl ]] &&
     echo "env.sh: a GPU rank needs 2 CPUs or more, better 8: use --cpus-per-task" >&2
 echo "$SLURM_JOB_NAME: $WORLD_SIZE ranks on $SLURM_JOB_NODELIST, rank 0 at" \
-    "$MASTER_ADDR:$MASTER_PORT. Each node: ranks $NPROC_PER_NODE, GPUs $gpus of $granted," \
-    "CPUs $CPUS_PER_NODE"
+    "$MASTER_ADDR:$MASTER_PORT. Each node: ranks $NPROC_PER_NODE," \
+    "GPUs $gpus of ${SLURM_GPUS_ON_NODE:-0}, CPUs $CPUS_PER_NODE"

@@ -2,8 +2,8 @@
 #SBATCH --nodes=2             # EDIT
 #SBATCH --ntasks-per-node=1   # one task per node: spawn_ranks.py starts its ranks
 #SBATCH --gpus-per-node=2     # EDIT
-#SBATCH --cpus-per-task=2     # EDIT: for all ranks of a node together; a GPU needs some 8
-##SBATCH --mem=0              # EDIT: all memory of each node, if the default is too little
+#SBATCH --cpus-per-task=2     # EDIT: for all ranks of a node; 8 for each GPU are a good start
+##SBATCH --mem=0              # EDIT: without the second # it asks for all memory of each node
 #SBATCH --time=01:00:00       # EDIT
 #SBATCH --output=%x_%j.out    # the log: this file's name and the job id
 #SBATCH --requeue             # after a preemption or a lost node Slurm starts the job again
@@ -16,9 +16,10 @@
 set -euo pipefail
 source ./env.sh
 
-# Before Slurm ends a job it sends SIGTERM, on which some scripts save. This shell waits for them.
+# Slurm sends SIGTERM before it kills a job. Some scripts then save, and this shell waits for them.
 trap : TERM
 
 # --overlap: also in an salloc whose own step holds the CPUs.
+# --kill-on-bad-exit: a task that fails ends the others, instead of leaving them waiting.
 srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --overlap \
     --kill-on-bad-exit=1 python distributed/spawn_ranks.py "${@:-distributed/train_ddp.py}"

@@ -2,8 +2,8 @@
 #SBATCH --nodes=2             # EDIT
 #SBATCH --ntasks-per-node=1   # one task per node: torchrun starts its ranks
 #SBATCH --gpus-per-node=2     # EDIT
-#SBATCH --cpus-per-task=2     # EDIT: for all ranks of a node together; a GPU needs some 8
-##SBATCH --mem=0              # EDIT: all memory of each node, if the default is too little
+#SBATCH --cpus-per-task=2     # EDIT: for all ranks of a node; 8 for each GPU are a good start
+##SBATCH --mem=0              # EDIT: without the second # it asks for all memory of each node
 #SBATCH --time=01:00:00       # EDIT
 #SBATCH --output=%x_%j.out    # the log: this file's name and the job id
 #SBATCH --requeue             # after a preemption or a lost node Slurm starts the job again
@@ -28,7 +28,7 @@ export CONTAINER_MOUNTS=
 # EDIT: more variables: WANDB_API_KEY,HF_HOME
 export CONTAINER_ENV=
 
-# Before Slurm ends a job it sends SIGTERM, on which some scripts save. This shell waits for them.
+# Slurm sends SIGTERM before it kills a job. Some scripts then save, and this shell waits for them.
 trap : TERM
 
 # A container has no scontrol: rank 0 of a stopped run leaves this file, and this shell requeues.
@@ -36,6 +36,7 @@ stopped=log/$SLURM_JOB_ID/requeue
 rm --force "$stopped"
 
 # --overlap: also in an salloc whose own step holds the CPUs.
+# --kill-on-bad-exit: a task that fails ends the others, instead of leaving them waiting.
 status=0
 srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --overlap \
     --kill-on-bad-exit=1 ./aux/enroot.sh ./torchrun.sh "${@:-distributed/train_ddp.py}" ||

@@ -5,6 +5,7 @@
 #        NPROC_PER_NODE=4 ./torchrun.sh distributed/train_ddp.py
 set -euo pipefail
 
+# By hand: env.sh has set no sizes.
 if [[ -z "${NNODES:-}" ]]; then
     ranks=2
     if [[ -e /dev/nvidiactl ]]; then ranks=gpu; fi
@@ -12,14 +13,15 @@ if [[ -z "${NNODES:-}" ]]; then
     exec torchrun --standalone --nproc-per-node="${NPROC_PER_NODE:-$ranks}" "$@"
 fi
 
-# torchrun passes SIGTERM on to its ranks once it has started them. Before, the signal is ignored,
-# or the job would have failed, and failed jobs are not requeued. After it, torchrun gives the ranks
-# 600 seconds to save (30 before torch 2.12).
+# Ignored until torchrun is up, because a job that SIGTERM kills is FAILED, and is not requeued.
+# Then torchrun passes it on, and waits 600 seconds for ranks that save (30 before torch 2.12).
+# Slurm may kill them earlier, after KillWait, which is often 30 seconds.
 trap '' TERM
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 
-# The id changes with a requeue, so that no torchrun of the earlier start joins.
-# EDIT: add --numa-binding=node if a node has two sockets, to keep ranks on the CPUs of their GPU.
+# rdzv is the rendezvous, where all nodes' torchruns meet, up to 300 seconds late. Its id changes
+# with a requeue, so that none of the earlier start joins.
+# EDIT: add --numa-binding=node if nodes have two CPU sockets: ranks stay near their GPU.
 exec torchrun \
     --nnodes="$NNODES" --node-rank="$SLURM_NODEID" --nproc-per-node="$NPROC_PER_NODE" \
     --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \

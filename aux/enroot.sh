@@ -16,6 +16,9 @@ if ! command -v enroot >/dev/null; then
     die "no enroot on this node: ask for nodes that have it, or see docs/containers.md"
 fi
 
+# sbatch passes on the login node's /run/user/UID, in which a node without it fails.
+if [[ ! -w "${XDG_RUNTIME_DIR:-/}" ]]; then unset XDG_RUNTIME_DIR; fi
+
 # --- the container ---
 name=$CONTAINER_NAME
 if [[ -z "$name" ]]; then
@@ -41,7 +44,7 @@ if [[ -z "$name" ]]; then
         echo "Creating container $name in $ENROOT_DATA_PATH on $host"
         if ! enroot create --force --name "$half" "$CONTAINER_IMAGE"; then
             enroot remove --force "$half" || true
-            die "no container from $CONTAINER_IMAGE in $ENROOT_DATA_PATH"
+            die "no container from $CONTAINER_IMAGE in $ENROOT_DATA_PATH, see Enroot's words above"
         fi
         mv --no-target-directory "$ENROOT_DATA_PATH/$half" "$ENROOT_DATA_PATH/$name"
     fi
@@ -79,10 +82,12 @@ names+=(MASTER_ADDR MASTER_PORT NNODES NPROC_PER_NODE CPUS_PER_NODE OMP_NUM_THRE
 names+=(PYTHONUNBUFFERED PYTHONFAULTHANDLER LOGLEVEL)
 names+=(CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING "${!CUDA_DEVICE_@}")
 names+=("${!SLURM@}" "${!NCCL_@}" "${!GLOO_@}" "${!TORCH_@}" "${!PYTORCH_@}")
-names+=("${!FI_@}" TRITON_CACHE_DIR)
+names+=("${!FI_@}" "${!NVIDIA_@}" "${!MELLANOX_@}" TRITON_CACHE_DIR)
 for variable in "${names[@]}"; do
     if [[ -v "$variable" ]]; then options+=(--env "$variable"); fi
 done
 
+# With this job's umask, because a login shell may take one from the image.
 # shellcheck disable=SC2016  # expanded by the shell in the container, which becomes the command
-exec enroot start "${options[@]}" "$name" bash -c 'cd "$0" && exec "$@"' "$inside" "$@"
+enter='umask "$0" && cd "$1" && shift && exec "$@"'
+exec enroot start "${options[@]}" "$name" bash -c "$enter" "$(umask)" "$inside" "$@"

@@ -339,6 +339,9 @@ def rank_variables(script: Script) -> Findings:
 
 
 def devices(script: Script) -> Findings:
+    if "gpus-per-node" in script.asked and script.asked.get("gres", "").startswith("gpu"):
+        line = script.asked_at["gres"]
+        yield line, "--gres=gpu beside --gpus-per-node, which Slurm 26.05 refuses: one of the two"
     for command in script.body:
         if re.search(r"\bCUDA_VISIBLE_DEVICES=[\"']?\d", command.text):
             yield (

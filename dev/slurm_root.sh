@@ -1,12 +1,14 @@
 #!/bin/bash
-# Runs a command in a Debian of another release, whose packages have another version of Slurm, with
-# this repository and this machine's Python at the same paths. As root.
+# Runs a command in a Debian or Ubuntu of another release, whose packages have another version of
+# Slurm, with this repository and this machine's Python at the same paths. As root.
 #
 # Usage: ./dev/slurm_root.sh RELEASE COMMAND [ARGUMENTS]
 #        ./dev/slurm_root.sh trixie slurmd -V
+#        MIRROR=http://... ./dev/slurm_root.sh noble slurmd -V
 #
-# bookworm has Slurm 22.05, trixie 24.11, sid and forky 26.05. The first call makes the root, half a
-# GiB in /var/lib/slurm-roots/RELEASE.
+# Debian's bookworm has Slurm 22.05, trixie 24.11, forky and sid 26.05. Ubuntu's noble has 23.11,
+# resolute 25.11. The first call makes the root, half a GiB in /var/lib/slurm-roots/RELEASE, from
+# MIRROR, or from apt's mirror of Debian, or from the archive of Ubuntu.
 set -euo pipefail
 release=$1
 shift
@@ -16,11 +18,27 @@ root=/var/lib/slurm-roots/$release
 if [[ ! -e "$root/ready" ]]; then
     rm -rf "$root"
     mkdir -p "$root"
-    # shellcheck disable=SC2016
-    mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' | sed -n 1p)
     # What namespaces.sh and the tests call.
     packages=slurm-wlm,munge,iproute2,procps,make,git,openssh-client,patch,squashfs-tools
-    debootstrap --variant=minbase --include="$packages" "$release" "$root" "$mirror" >&2
+    options=(--variant=minbase --include="$packages")
+    case "$release" in
+        bookworm | trixie | forky | sid)
+            # shellcheck disable=SC2016
+            mirrors=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages')
+            mirror=${MIRROR:-$(grep --max-count=1 '/debian/*$' <<<"$mirrors" || true)}
+            script=sid
+            ;;
+        *)
+            mirror=${MIRROR:-}
+            script=gutsy
+            options+=("--components=main,universe")
+            # Debian 12 has no package with Ubuntu's keys.
+            if [[ ! -e /usr/share/keyrings/ubuntu-archive-keyring.gpg ]]; then
+                options+=(--no-check-gpg)
+            fi
+            ;;
+    esac
+    debootstrap "${options[@]}" "$release" "$root" "$mirror" "$script" >&2
     # Without localhost, torchrun by hand waits for ever.
     cp /etc/hosts "$root/etc/hosts"
     touch "$root/ready"

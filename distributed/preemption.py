@@ -11,7 +11,8 @@
             break
     ...
     save(step)
-    if stopped and rank == 0:          # once the checkpoint is whole
+    dist.barrier()                     # no rank leaves while another one saves
+    if stopped and rank == 0:
         preemption.requeue()
 
 Slurm sends SIGTERM at the time limit and at a preemption, and kills what is left after KillWait (30

@@ -14,24 +14,26 @@ import socket
 import sys
 from typing import Any
 
-REQUESTS = [signal.SIGTERM, signal.SIGUSR1]
+asked = 0
+
+
+def ask(number: int, frame: object):
+    global asked
+    asked = number
+
 
 if __name__ == "__main__":
-    # While torch is imported these signals wait. They would end the job as failed, and Slurm does
+    # Before torch is imported, because these signals would end the job as failed, and Slurm does
     # not requeue a job that has failed.
-    signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
+    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGUSR1, ask)
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         sys.exit(__doc__)
     if not os.path.exists(sys.argv[1]):
         sys.exit(f"spawn_ranks.py: {sys.argv[1]}: No such file or directory")
-else:
-    # In a rank, which imports this file again and has inherited that.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
 
 import torch
 import torch.multiprocessing as mp
-
-asked = 0
 
 
 def run_rank(local_rank: int, ready: Any, node_rank: int, nnodes: int, command: list[str]):
@@ -68,11 +70,6 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def ask(number: int, frame: object):
-    global asked
-    asked = number
-
-
 def main(command: list[str]) -> int:
     """Returns 0 when all ranks have ended well, or the status of the first one that has not."""
     if "NNODES" in os.environ:
@@ -90,13 +87,13 @@ def main(command: list[str]) -> int:
     ranks = mp.spawn(run_rank, arguments, nprocs=nproc_per_node, join=False)
     # Slurm signals only this process, but Ctrl-C at a terminal reaches the ranks as well.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in REQUESTS:
-        signal.signal(number, ask)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
+    seconds = 0
     try:
         while not ranks.join(timeout=1):
-            # Each second again, because a script may not listen at once.
-            if asked and ready.get_value() == nproc_per_node:
+            # A script that listens for signals does so in its first seconds. Each second again, in
+            # case that it takes longer.
+            seconds += ready.get_value() == nproc_per_node
+            if asked and seconds > 3:
                 for process in ranks.processes:
                     if process.is_alive():
                         os.kill(process.pid, asked)

@@ -46,15 +46,14 @@ parser.add_argument("--save-every", type=int, default=1000, metavar="STEPS")
 parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/, job id or time")
 # A requeued job runs the same command again, so it resumes without being told.
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-parser.add_argument("--resume", action="store_true", default=requeued)
+parser.add_argument("--resume", action="store_true", default=requeued, help="--checkpoint-dir")
 args = parser.parse_args()
 if min(args.epochs, args.batch_size, args.log_every, args.save_every) < 1:
     parser.error("--epochs, --batch-size, --log-every and --save-every must be 1 or more")
 
 # --- process group ---
-# A launcher sets RANK, LOCAL_RANK and WORLD_SIZE. In a step of srun without a launcher there are
-# Slurm's own numbers. Any other process is the only one, also in a batch script, whose step id is
-# negative or large.
+# A launcher sets RANK, LOCAL_RANK (the number on this node) and WORLD_SIZE, a bare srun its own.
+# Any other process is alone, also in a batch script, whose step id is negative or large.
 slurm = os.environ if 0 <= int(os.environ.get("SLURM_STEP_ID", -1)) < 2**31 else {}
 rank = int(os.environ.get("RANK", slurm.get("SLURM_PROCID", 0)))
 local_rank = int(os.environ.get("LOCAL_RANK", slurm.get("SLURM_LOCALID", 0)))
@@ -70,7 +69,7 @@ elif args.device == "auto" and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
 
 if world_size == 1:
     os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "0")
+    os.environ.setdefault("MASTER_PORT", "0")  # any free port
 # A rank that does not reach the others within 300 seconds prints where it waits, and ends.
 faulthandler.dump_traceback_later(300, exit=True)
 # The ranks meet at MASTER_ADDR:MASTER_PORT. NCCL communicates between GPUs, gloo between CPUs.
@@ -101,7 +100,8 @@ class ResumableSampler(DistributedSampler):
         return itertools.islice(super().__iter__(), self.start, None)
 
 
-# EDIT: your two data sets. collate_fn is only for those of mnist.py, which return whole batches.
+# EDIT: your two data sets. Without collate_fn, which is for mnist.py's whole batches, and with
+# num_workers, processes that load the samples: about as many as a rank has CPUs, less two.
 train_set, test_set = mnist.load(args.data_dir)
 options = {"collate_fn": mnist.collate, "pin_memory": device.type == "cuda"}
 if args.batch_size % world_size != 0 or args.batch_size > len(train_set):
@@ -145,14 +145,15 @@ if path.exists():
     optimizer.load_state_dict(checkpoint["optimizer"])
     steps_done = checkpoint["steps_done"]
     log(f"Resumed after step {steps_done}")
-# If a folder is not on all nodes, the ranks find different checkpoints.
+# If a folder is not on all nodes, the ranks find different checkpoints. The largest n and the
+# largest -n add up to 0 only if n is the same on all ranks.
 found = torch.tensor([steps_done, -steps_done], device=device)
 dist.all_reduce(found, dist.ReduceOp.MAX)
 if found.sum() != 0:
     sys.exit(f"rank {rank} resumes after step {steps_done}, others do not: share {folder}")
 if rank == 0:
     folder.mkdir(parents=True, exist_ok=True)
-log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")
+log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")  # EDIT
 
 
 def save(steps_done: int):
@@ -161,6 +162,8 @@ def save(steps_done: int):
         checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(checkpoint | {"steps_done": steps_done}, folder / "part")
         os.replace(folder / "part", path)
+    # The others wait, because once one rank has left, srun or torchrun ends those that still save.
+    dist.barrier()
 
 
 # --- training ---
@@ -177,6 +180,7 @@ for epoch in range(first_epoch, args.epochs + 1):
     for step, (images, labels) in enumerate(train_loader, start=skipped + 1):
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
+        # EDIT: your loss
         with autocast:
             loss = cross_entropy(ddp(images).float(), labels)
         optimizer.zero_grad()
@@ -186,7 +190,7 @@ for epoch in range(first_epoch, args.epochs + 1):
         losses.append(loss.detach())
 
         if step % args.log_every == 0 or step == len(train_loader):
-            # The mean over all ranks: the sum of each one's mean over world_size.
+            # The mean over all ranks is the sum of their means, each divided by world_size.
             mean_loss = torch.stack(losses).mean() / world_size
             dist.all_reduce(mean_loss)
             mean_loss = mean_loss.item()
@@ -211,8 +215,8 @@ for epoch in range(first_epoch, args.epochs + 1):
         log(f"Stopped after step {before + step}, saved")
         break
     model.eval()
-    # The sum of the losses, and the number of correct predictions. Not by ddp, which may wait for
-    # the other ranks in each batch, because a rank may have fewer batches.
+    # EDIT: your metrics. Sum of the losses, number of correct predictions. With model, because ddp
+    # may wait for all ranks in each batch, and a rank may have one batch less.
     sums = torch.zeros(2, device=device)
     with torch.inference_mode(), autocast:
         for images, labels in test_loader:

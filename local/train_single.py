@@ -94,7 +94,7 @@ if path.exists():
     epochs_done = checkpoint["epochs_done"]
     log(f"Resumed after epoch {epochs_done}")
 folder.mkdir(parents=True, exist_ok=True)
-log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")
+log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")  # EDIT
 
 # --- training ---
 for epoch in range(epochs_done + 1, args.epochs + 1):
@@ -105,6 +105,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     for step, (images, labels) in enumerate(train_loader, start=1):
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
+        # EDIT: your loss
         with autocast:
             loss = cross_entropy(model(images).float(), labels)
         optimizer.zero_grad()
@@ -125,7 +126,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             losses, start = [], time.perf_counter()
 
     model.eval()
-    # The sum of the losses, and the number of correct predictions.
+    # EDIT: your metrics. The sum of the losses, and the number of correct predictions.
     sums = torch.zeros(2, device=device)
     with torch.inference_mode(), autocast:
         for images, labels in test_loader:

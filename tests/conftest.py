@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -169,7 +170,11 @@ class Cluster:
     def __init__(self, name: str, nodes: int, cpus: int, gpus: int):
         self.environment, self.jobs = {"CLUSTER": name}, []
         size = ["--nodes", nodes, "--cpus", cpus, "--gpus", gpus]
-        up = run(NAMESPACES, "up", *size, env=environment(**self.environment))
+        try:
+            up = run(NAMESPACES, "up", *size, env=environment(**self.environment))
+        except subprocess.TimeoutExpired:
+            self.down()
+            raise
         assert up.returncode == 0, f"the Slurm cluster does not start: {up.stdout}{up.stderr}"
 
     def down(self):
@@ -326,16 +331,26 @@ def read_metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+# Where this machine's Python, and a Debian's that debootstrap has made, look for packages.
+DIST_PACKAGES = f"/usr/local/lib/python3.{sys.version_info.minor}/dist-packages"
+
+
+def debootstrap(release: str, folder: Path, *options: str):
+    """A Debian or Ubuntu in a folder, from this machine's apt mirror."""
+    indexes = run("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages")
+    mirror = [uri for uri in indexes.stdout.split() if re.search("/(debian|ubuntu)/?$", uri)][:1]
+    path = environment(PATH=f"{os.environ['PATH']}:/usr/sbin")
+    command = ["debootstrap", "--variant=minbase", *options, release, folder, *mirror]
+    made = run(*command, env=path, timeout=300)
+    assert made.returncode == 0, made.stdout[-2000:] + made.stderr
+
+
 @pytest.fixture(scope="session")
 def debian(tmp_path_factory) -> Path:
-    """The folder of a Debian 12 with Python, from this machine's apt mirror, for images."""
-    only = ["Created-By: Packages", "Codename: bookworm", "Component: main"]
-    mirror = run("apt-get", "indextargets", "--format", "$(REPO_URI)", *only).stdout.split()[:1]
+    """The folder of this machine's own Debian or Ubuntu with Python, for images."""
+    release = platform.freedesktop_os_release()["VERSION_CODENAME"]
 
     def make(folder: Path):
-        command = ["debootstrap", "--variant=minbase", "--include=python3", "bookworm", folder]
-        path = environment(PATH=f"{os.environ['PATH']}:/usr/sbin")
-        made = run(*command, *mirror, env=path, timeout=300)
-        assert made.returncode == 0, made.stdout[-2000:] + made.stderr
+        debootstrap(release, folder, "--include=python3")
 
     return once(tmp_path_factory, "debian", make)

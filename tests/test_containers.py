@@ -2,6 +2,7 @@
 a Debian image."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from conftest import (
+    DIST_PACKAGES,
     LAUNCHERS,
     NAMESPACES,
     REPOSITORY,
@@ -89,18 +91,17 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(memory):
-    """The image has Python; torch is mounted from this virtual environment, so its Python has to
-    be Debian 12's."""
-    assert sys.version_info[:2] == (3, 11), (
-        "the image has Python 3.11, and so must the virtual environment"
-    )
+    """The image has this machine's Python; torch is mounted from this virtual environment, whose
+    Python has to be of the same version."""
+    machine = run("/usr/bin/python3", "-c", "import sys; print(sys.version_info.minor)").stdout
+    assert int(machine) == sys.version_info.minor, "the virtual environment is not of python3"
     folder = memory / "site"
     (folder / "registry").mkdir(parents=True)
     (folder / "torchrun").write_text(
         "#!/usr/bin/python3\nfrom torch.distributed.run import main\n\nmain()\n"
     )
     (folder / "torchrun").chmod(0o755)
-    packages = f"{sysconfig.get_path('purelib')}:/usr/local/lib/python3.11/dist-packages"
+    packages = f"{sysconfig.get_path('purelib')}:{DIST_PACKAGES}"
     torch = f"{packages},{folder}/torchrun:/usr/local/bin/torchrun"
     site = Site(folder, small_debian(folder / "root"), folder / "image.sqsh", torch)
     make_image(site.root, site.image, "first")
@@ -194,11 +195,16 @@ def test_what_is_inside(cluster, site):
     clone = site.clone("inside", env="OWN,OWN_TOO")
     settings = ("NAME", "IMAGE", "MOUNTS", "FOLDER", "ENV")
     stray = {f"CONTAINER_{name}": "stray" for name in settings}
+    # A login node's, which the node lacks.
+    stray |= {"XDG_RUNTIME_DIR": "/proc/user/0"}
     stray |= {"LEAK": "leak", "CUDA_HOME": "/usr/local/cuda-of-the-node", "OWN_": "not named"}
     named = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "TORCH_NCCL_TIMEOUT": "9"}
     named |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_LAUNCH_BLOCKING": "1"}
-    named |= {"OWN": "a b", "OWN_TOO": ""}
-    job = sbatch(cluster, site, clone, INSIDE, *NASTY, **named, **stray)
+    named |= {"OWN": "a b", "OWN_TOO": "", "NVIDIA_VISIBLE_DEVICES": "void"}
+    before = os.umask(0o007)
+    job = submit(cluster, site, clone, INSIDE, *NASTY, **named, **stray)
+    os.umask(before)
+    job = cluster.wait(job)
     assert job.state == "COMPLETED", job.log
     # env.sh's.
     sizes = {"NNODES": "2", "NPROC_PER_NODE": "1", "CPUS_PER_NODE": "2", "OMP_NUM_THREADS": "2"}
@@ -214,6 +220,8 @@ def test_what_is_inside(cluster, site):
         assert {name: inside.get(name) for name in named | sizes} == named | sizes
         assert not {*stray, "VIRTUAL_ENV", "ENROOT_STAND_IN"} & set(inside)
         assert str(STAND_INS) not in inside["PATH"]
+    # Of the umask in which sbatch was typed, and not of the image's.
+    assert (clone / f"seen-{job.id}-0.json").stat().st_mode & 0o777 == 0o660
     assert not (clone / "canary").exists()
 
 

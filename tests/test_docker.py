@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, REPOSITORY, Cluster, environment, run, wait_for
+from conftest import LAUNCHERS, REPOSITORY, Cluster, debootstrap, environment, run, wait_for
 from mend_torchvision import DECLARATIONS
 from test_readme import copy_of_repository, steps, try_block
 
@@ -83,10 +83,7 @@ def base_image(engine, tmp_path_factory):
     pip have the packages that this machine has."""
     name = f"tests-{os.getpid()}-base"
     root = tmp_path_factory.mktemp("base")
-    suite = ["--format", "$(REPO_URI)", "Identifier: Packages", "Codename: bookworm"]
-    mirror = run("apt-get", "indextargets", *suite).stdout.split()[:1]
-    made = run("debootstrap", "--variant=minbase", "bookworm", root, *mirror, timeout=300)
-    assert made.returncode == 0, made.stdout[-3000:]
+    debootstrap("bookworm", root)
     for path in ("/etc/apt", "/usr/share/keyrings"):
         shutil.copytree(path, f"{root}{path}", dirs_exist_ok=True)
     (root / "etc/apt/sources.list").unlink() if not Path("/etc/apt/sources.list").exists() else None

@@ -48,6 +48,11 @@ CASES = {
         "#SBATCH --job-name=a/b\n#SBATCH --output=%x.out  MISTAKE",
         "#SBATCH --job-name=a/b\n#SBATCH --output=%j.out",
     ),
+    "GPUs twice": (
+        "--gres=gpu beside --gpus-per-node",
+        "#SBATCH --gres=gpu:4  MISTAKE",
+        "#SBATCH --gres=nvme:100",
+    ),
     "standalone": (
         "--standalone on 2 nodes",
         f"srun {FLAGS} torchrun --standalone train.py  # MISTAKE",

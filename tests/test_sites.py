@@ -76,6 +76,14 @@ def test_gpus_that_slurm_has_spread_unevenly(without_sizes, cluster, tmp_path):
     assert re.fullmatch(sentence, job.log), job.log
 
 
+def test_a_heterogeneous_job(cluster, tmp_path):
+    """Its first part would train alone, and the second idle."""
+    parts = ["--nodes=1", f"--output={tmp_path}/log", ":", "--nodes=1"]
+    job = cluster.sbatch(*parts, LAUNCHERS["srun"], VARIABLES)
+    assert job.state == "FAILED", job.log
+    assert job.log == "env.sh: a heterogeneous job (sbatch A : B) has nodes that srun leaves out\n"
+
+
 def test_a_node_name_that_does_not_resolve(cluster, tmp_path):
     """As with NodeName=cn-[1-2] and another NodeHostname. It needs no job."""
     said = "status 1: env.sh: the host name cn-1 does not resolve on node-1: edit MASTER_ADDR"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import REPOSITORY, environment, run
+from conftest import DIST_PACKAGES, REPOSITORY, environment, run
 from test_docker import engine  # noqa: F401  a fixture
 from test_readme import copy_of_repository
 from test_submit import laptop, one_sentence, write_tools  # noqa: F401  the first is a fixture
@@ -152,7 +152,7 @@ def succeed(*command: object, **options):
 def base_image(engine, debian, tmp_path_factory):  # noqa: F811
     """Debian with Python, pip and uv, and a package that uv finds without a network."""
     root, variables = tmp_path_factory.mktemp("base"), environment(**engine)
-    packages = root / "usr/local/lib/python3.11/dist-packages"
+    packages = root / DIST_PACKAGES[1:]
     packages.mkdir(parents=True)
     packages.with_name("site-packages").symlink_to("dist-packages")
     pip = [sys.executable, "-m", "pip"]
@@ -189,7 +189,7 @@ def boxed(laptop, engine, base_image, tmp_path_factory):  # noqa: F811
     mounts = ",".join(
         [
             f"{sysconfig.get_path('purelib')}:/opt/torch",
-            f"{site}/torch.pth:/usr/local/lib/python3.11/dist-packages/torch.pth",
+            f"{site}/torch.pth:{DIST_PACKAGES}/torch.pth",
             f"{tools}/python:/usr/local/bin/python",
             f"{tools}/torchrun:/usr/local/bin/torchrun",
         ]

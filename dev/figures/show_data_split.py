@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,11 +22,13 @@ RANKS, EPOCHS, TEST_IMAGES, BATCH = 4, 3, 11, 8
 # The last 2 of 26 images are no whole batch.
 IMAGES, STEPS = 26, 3
 TINY = ["--layers", "1", "--heads", "2", "--width", "8", "--context", "8", "--eval-every", "3"]
-# The arguments of each script, and those of the shorter run that is resumed.
+TINY += ["--steps", "3"]
+# The arguments of each script, and those of the run that is resumed, from its first epoch, or from
+# the checkpoint of step 2.
 SCRIPTS = {
     "train_ddp.py": (["--epochs", "3"], ["--epochs", "1"]),
-    "train_fsdp.py": ([*TINY, "--steps", "3"], [*TINY, "--steps", "2"]),
-    "train_tp.py": ([*TINY, "--steps", "3"], [*TINY, "--steps", "2"]),
+    "train_fsdp.py": (TINY, [*TINY, "--checkpoint-every", "2"]),
+    "train_tp.py": (TINY, [*TINY, "--checkpoint-every", "2"]),
 }
 
 
@@ -123,6 +126,8 @@ def run_all(folder: Path) -> dict[str, dict]:
         whole, resumed, alone = (folder / f"{script}-{n}" for n in ("whole", "resumed", "alone"))
         runs[script] = {"whole": launch(whole, RANKS, [*command, *arguments])}
         launch(resumed, RANKS, [*command, *shorter])
+        for last in (resumed / "out").glob("checkpoint_step_3"):
+            shutil.rmtree(last)
         runs[script]["resumed"] = launch(resumed, RANKS, [*command, *arguments, "--resume"])
         runs[script]["alone"] = launch(alone, 1, [*command, *arguments])
     return runs
@@ -142,7 +147,7 @@ def launch(folder: Path, ranks: int, command: list[str]) -> list[list]:
         command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=600
     )
     if done.returncode != 0:
-        sys.exit(f"show_data_split.py: a script has failed: {done.stderr.strip()[-1000:]}")
+        sys.exit(f"show_data_split.py: a script has failed: {done.stderr.strip()[:1000]}")
     files = [folder / f"{rank}.jsonl" for rank in range(ranks)]
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 

@@ -36,6 +36,9 @@ cgroup_name="${state##*/}"                          # of the cgroup that holds t
 v1_controllers=(cpuset cpuacct memory devices freezer) # those that Slurm uses
 v2_controllers="+cpuset +cpu +memory +pids" # pids, as Slurm 22.05 cannot read the last one
 
+me="$0"
+[[ "$CLUSTER" == default ]] || me="CLUSTER=$CLUSTER $0"
+
 fail() {
   echo "namespaces.sh: ${*//[[:cntrl:]]/ }" >&2
   exit 1
@@ -71,7 +74,7 @@ up() {
   local size="--nodes $nodes --cpus $cpus --gpus $gpus" cgroups
   if is_up; then
     [[ "$(<"$state/size")" == "$size" ]] ||
-      fail "cluster $CLUSTER is up with $(<"$state/size"): run '$0 down' first"
+      fail "cluster $CLUSTER is up with $(<"$state/size"): run '$me down' first"
     echo "Cluster $CLUSTER is already up: $size."
     return
   fi
@@ -211,7 +214,7 @@ down() {
 
 status() {
   require_root
-  is_up || fail "cluster $CLUSTER is not up: run '$0 up'"
+  is_up || fail "cluster $CLUSTER is not up: run '$me up'"
   local nodes
   nodes="$(enter node-1 sinfo --Node --long)"
   echo "Cluster $CLUSTER is up: $(<"$state/size")."
@@ -228,7 +231,7 @@ exec_on_node() {
   esac
   (($#)) || fail "exec needs a command: $0 exec sinfo"
   require_root
-  is_up || fail "cluster $CLUSTER is not up: run '$0 up'"
+  is_up || fail "cluster $CLUSTER is not up: run '$me up'"
   [[ "$node" =~ ^node-[0-9]+$ && -e "$state/$node.pid" ]] ||
     fail "no node '$node' in cluster $CLUSTER, which is up with $(<"$state/size")"
   # Inside a job of another cluster, srun would take these for its own.
@@ -261,7 +264,7 @@ machine() {
   local nodes="$1" cpus="$2" gpus="$3" cgroups="$4" node
   # Not /run's own tmpfs, which is often noexec, because jobs run from here.
   mount -t tmpfs -o mode=755 slurm-cluster "$inside"
-  mkdir "$inside"/{key,spool,state,munge}
+  mkdir "$inside"/{key,spool,state,munge,cgroup}
   write_host_pid machine
   head --bytes=1024 /dev/urandom >"$inside/key/munge.key"
   chmod 400 "$inside/key/munge.key"
@@ -271,6 +274,7 @@ machine() {
   for ((node = 1; node <= nodes; node++)); do
     printf '%s\n' "$(address "$node") node-$node" "::ffff:$(address "$node") node-$node"
   done >>"$inside/hosts"
+  [[ -e /etc/hosts ]] || touch /etc/hosts # a minimal system has none
   mount --bind "$inside/hosts" /etc/hosts
   touch "$inside/router"
   mount --bind /proc/self/ns/net "$inside/router"
@@ -316,9 +320,12 @@ enter_cgroups() {
   local node="node-$1" version="$2" controller become=()
   case "$version" in
     v1)
+      # In place of the machine's, not on top of them, because Enroot takes the first that it finds.
       for controller in "${v1_controllers[@]}"; do
         mkdir "$cgroup_root/$controller/$cgroup_name/$node"
-        mount --bind "$cgroup_root/$controller/$cgroup_name/$node" "$cgroup_root/$controller"
+        mount --bind "$cgroup_root/$controller/$cgroup_name/$node" "$inside/cgroup"
+        umount "$cgroup_root/$controller"
+        mount --move "$inside/cgroup" "$cgroup_root/$controller"
       done
       ;;
     v2)
@@ -389,7 +396,7 @@ main() {
     fail "CLUSTER takes up to 32 letters, digits, '-' and '_', not '$CLUSTER'"
   if [[ "${1-}" =~ ^(up|down|status|exec)$ && -e "$inside/slurm.conf" ]]; then
     fail "this shell is on a node of cluster $CLUSTER:" \
-      "type the command without '$0 exec', or 'exit' before '$0 $1'"
+      "type the command without '$me exec', or 'exit' before '$me $1'"
   fi
   case "${1---help}" in
     up) "$@" ;;

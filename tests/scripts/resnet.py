@@ -90,6 +90,7 @@ def save(name: str):
         state |= {"schedule": schedule.state_dict(), "steps_done": steps_done, "best": best}
         torch.save(state, "part")
         os.replace("part", name)
+    dist.barrier()
 
 
 stopped = False

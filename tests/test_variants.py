@@ -1,0 +1,167 @@
+"""The launchers on clusters that are set up in other ways than the local one: with accounting,
+sockets, other names, nodes that differ. A variant is a few changes of Slurm's configuration."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from conftest import LAUNCHERS, REPOSITORY, Cluster, at_once, wait_for
+from test_launchers import VARIABLES, assert_five_variables
+
+pytestmark = pytest.mark.matrix
+
+NODES = ("node-1", "node-2")
+STOP = "pkill -x 'slurmctld|slurmd'; while pgrep -x 'slurmctld|slurmd'; do sleep 0.1; done"
+CHANGE = 'cd "$(dirname "$SLURM_CONF")"; sed -E -i "$@" slurm.conf generated.conf gres.conf'
+
+
+@pytest.fixture
+def cluster():
+    cluster = Cluster(f"variant-{os.getpid()}", nodes=2, cpus=2, gpus=2)
+    yield cluster
+    cluster.down()
+
+
+def bash(cluster, command: str, *arguments: str, node: str = "node-1"):
+    done = cluster.exec("bash", "-euc", command, "bash", *arguments, node=node)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def start(cluster, node: str, arguments: str):
+    """slurmd, which then registers."""
+    bash(cluster, f"slurmd {arguments}", node=node)
+    name = re.search(r"-N (\S+)", arguments)[1]
+    state = ["sinfo", "--noheader", "--Node", "--format=%T", "--nodes", name]
+    wait_for(lambda: cluster.exec(*state).stdout.strip() == "idle", 30)
+
+
+def restart(cluster, *changes: str, slurmd: dict[str, str] | None = None):
+    """Slurm's daemons with a changed configuration: expressions of sed, and for each node the
+    arguments of slurmd, in the order in which the nodes are to register."""
+    if changes:
+        bash(cluster, CHANGE, *(part for change in changes for part in ("-e", change)))
+    for node in NODES:
+        bash(cluster, STOP, node=node)
+    bash(cluster, "slurmctld")
+    for node, arguments in (slurmd or {node: f"-N {node}" for node in NODES}).items():
+        start(cluster, node, arguments)
+
+
+def assert_all_ways(cluster, tmp_path, *options: str, cwd: Path = REPOSITORY):
+    """Every launcher starts two ranks on each node, which know of each other."""
+
+    def scenario(way):
+        command = [*options, f"--output={tmp_path}/log-{way}", LAUNCHERS[way], VARIABLES]
+        job = cluster.sbatch(*command, cwd=cwd)
+        assert job.state == "COMPLETED", job.log
+        assert_five_variables(job.ranks(), [2, 2])
+        assert {len(rank["cuda"].split(",")) for rank in job.ranks()} == {2}, job.log
+
+    at_once(scenario, [(way,) for way in LAUNCHERS])
+
+
+def train(cluster, way: str, data: Path, folder: Path, *options: str) -> int:
+    """A job that trains slowly, once it trains."""
+    command = ["tests/scripts/slowly.py", "1", "distributed/train_preemptible.py", "--epochs=4"]
+    command += [f"--data-dir={data}", f"--checkpoint-dir={folder}"]
+    log = folder.with_suffix(".log")
+    job = cluster.submit(*options, f"--output={log}", LAUNCHERS[way], *command)
+    wait_for(lambda: log.exists() and "Data: " in log.read_text())
+    return job
+
+
+def assert_resumed(cluster, number: int):
+    job = cluster.wait(number)
+    assert job.state == "COMPLETED", job.log
+    assert re.search(r"^Resumed after step [1-9]", job.log, re.M), job.log
+    assert cluster.show(number)["Restarts"] == "1"
+
+
+def test_gpus_bound_to_sockets(cluster, tmp_path):
+    """A step keeps both of a node's GPUs, although each belongs to a core of its own."""
+    sockets = "s/Sockets=1 CoresPerSocket=2/Sockets=2 CoresPerSocket=1/"
+    cores = r"s/^(Name=gpu .*gpu([0-9]))$/\1 Cores=\2/"
+    restart(cluster, sockets, cores)
+    assert "gpu:2(S:0-1)" in cluster.exec("scontrol", "show", "node", "node-1").stdout
+    assert_all_ways(cluster, tmp_path)
+
+
+def test_nodes_that_register_in_another_order(cluster, tmp_path):
+    """Dynamic nodes, of which the second by name was there first: rank 0 is where the batch script
+    runs."""
+    size = '--conf "CPUs=2 RealMemory=8000 Gres=gpu:2"'
+    order = {node: f"-Z {size} -N {node}" for node in reversed(NODES)}
+    restart(cluster, "s/^NodeName=.*/MaxNodeCount=4/", slurmd=order)
+    assert_all_ways(cluster, tmp_path)
+
+
+def test_names_unlike_the_hosts(cluster, tmp_path):
+    """A NodeName that resolves nowhere is one sentence, and the EDIT line mends it."""
+    names = r"s/^NodeName=node-\[1-2\] /NodeName=cn-[1-2] NodeHostname=node-[1-2] /"
+    restart(cluster, names, slurmd={node: f"-N cn-{node[-1]}" for node in NODES})
+    job = cluster.sbatch(f"--output={tmp_path}/log", LAUNCHERS["srun"], VARIABLES)
+    assert job.state == "FAILED"
+    assert job.log == "env.sh: the host name cn-1 does not resolve on cn-1: edit MASTER_ADDR\n"
+
+    for name in ("torchrun.sh", "aux", "distributed", "tests", *LAUNCHERS.values()):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    edit = (r"(?m)^# MASTER_ADDR=\$\{MASTER_ADDR\}i ", "MASTER_ADDR=$(uname --nodename) ")
+    edited, count = re.subn(*edit, (REPOSITORY / "env.sh").read_text())
+    assert count == 1
+    (tmp_path / "env.sh").write_text(edited)
+    assert_all_ways(cluster, tmp_path, cwd=tmp_path)
+
+
+def test_signals_to_all_processes_of_a_step(cluster, tiny, tmp_path):
+    """SignalChildrenProcesses=yes: torchrun or the spawner gets SIGTERM, and each rank twice."""
+    if re.search(r" 22\.| 23\.02", cluster.exec("slurmd", "-V").stdout):
+        pytest.skip("this Slurm has no SignalChildrenProcesses")
+    bash(cluster, 'echo SignalChildrenProcesses=yes >>"$(dirname "$SLURM_CONF")/cgroup.conf"')
+    restart(cluster)
+    for way in LAUNCHERS:
+        job = train(cluster, way, tiny, tmp_path / way)
+        assert cluster.exec("scancel", "--signal=TERM", job).returncode == 0
+        assert_resumed(cluster, job)
+
+
+def test_nodes_that_differ(cluster, tmp_path):
+    """Node 2 has more GPUs and CPUs. An exclusive job has the ranks that its header asks for."""
+    bash(cluster, 'mknod "$(dirname "$SLURM_CONF")/gpu2" c 195 2')
+    first = r"NodeName=node-1 CPUs=2 RealMemory=8000 Gres=gpu:2"
+    second = r"NodeName=node-2 CPUs=4 RealMemory=16000 Gres=gpu:3"
+    gpus = r"s/^Name=gpu File=(.*)gpu0$/NodeName=node-1 Name=gpu File=\1gpu[0-1]\n"
+    gpus += r"NodeName=node-2 Name=gpu File=\1gpu[0-2]/"
+    restart(cluster, rf"s/^NodeName=.*/{first}\n{second}/", gpus, "/^Name=gpu File=.*gpu1$/d")
+    assert "gpu:3" in cluster.exec("sinfo", "--Node", "--format=%G").stdout
+    assert_all_ways(cluster, tmp_path, "--exclusive")
+
+
+def test_accounting(cluster, tiny, tmp_path):
+    """README's command with --account as it stands, sacct, and a preemption by QOS."""
+    if not shutil.which("slurmdbd"):
+        pytest.skip("no slurmdbd: `make test-all` installs it on Debian 12")
+    made = cluster.exec("./tests/variants/accounting.sh", timeout=60)
+    assert made.returncode == 0, made.stderr
+    restart(cluster)
+    check = [
+        "--partition=train",
+        f"--output={tmp_path}/check",
+        LAUNCHERS["srun"],
+        "aux/check_ranks.py",
+    ]
+    refused = cluster.exec("sbatch", "--account=B", *check)
+    assert refused.returncode == 1 and "Invalid account" in refused.stderr
+    job = cluster.sbatch("--account=A", *check)
+    assert job.state == "COMPLETED" and "VERDICT: all well, 4 ranks" in job.log, job.log
+    account = "sacct --allocations --noheader --parsable2 --format=account,qos,state --jobs="
+    assert bash(cluster, f"{account}{job.id}") == "a|normal|COMPLETED\n"
+    assert_all_ways(cluster, tmp_path, "--account=A")
+
+    preempted = train(cluster, "torchrun", tiny, tmp_path / "train", "--account=A")
+    urgent = ["--account=A", "--qos=urgent", "--exclusive", "--output=/dev/null", "--wrap=true"]
+    assert cluster.sbatch(*urgent).state == "COMPLETED"
+    assert_resumed(cluster, preempted)
