@@ -67,14 +67,18 @@ test-torch:     ## every script under other versions of torch, each in its own e
 	    $$venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2 --dist load; \
 	done
 
-test-slurm: .venv/tests docker  ## the launchers and signals under other versions of Slurm, each in a root of its own (root; SLURM="bookworm trixie forky")
-	failed=; for release in $(SLURM); do \
-	    ./dev/slurm_root.sh $$release slurmd -V && \
-	    ./dev/slurm_root.sh $$release .venv/bin/python -m pytest --numprocesses 2 \
-	        tests/test_launchers.py tests/test_sites.py tests/test_cluster.py tests/test_preflight.py \
-	        tests/test_preemption.py tests/test_heartbeat.py tests/test_fault_tolerance.py $(ARGS) || \
-	    failed+=" $$release"; \
-	done; [[ -z $$failed ]] || { echo "Not reached or not passed:$$failed" >&2; exit 1; }
+test-slurm: .venv/tests docker  ## the launchers, signals and sites' variants under other versions of Slurm, each in a root of its own (root; SLURM="bookworm trixie forky")
+	failed=; mkdir -p log/slurm; for release in $(SLURM); do \
+	    version=$$(./dev/slurm_root.sh $$release slurmd -V) || { failed+=" $$release"; continue; }; \
+	    echo "$$release: $$version"; \
+	    test="./dev/slurm_root.sh $$release .venv/bin/python -m pytest --numprocesses 2 $(ARGS)"; \
+	    report=--junitxml=log/slurm/$${version##* }; \
+	    $$test $$report.xml $(addprefix tests/test_,$(slurm_tests:=.py)) || failed+=" $$release"; \
+	    $$test $$report-variants.xml -m matrix tests/test_variants.py tests/test_apptainer.py || failed+=" $$release"; \
+	done; \
+	.venv/bin/python dev/slurm_table.py log/slurm/*.xml; \
+	[[ -z $$failed ]] || { echo "Not reached, or with failures:$$failed" >&2; exit 1; }
+slurm_tests = launchers sites cluster preflight preemption heartbeat fault_tolerance
 
 test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 10 GB of memory, four minutes)
 	.venv/bin/python -m pytest tests -m scale $(ARGS)
@@ -99,7 +103,7 @@ docs: .venv-docs/ready  ## README and docs/ as a site to read offline: open site
 data: .venv/ready
 	@if [[ ! -e $(DATA_DIR)/MNIST/raw/train-images-idx3-ubyte ]]; then \
 	    .venv/bin/python aux/prepare_data.py mnist --data-dir $(DATA_DIR) || \
-	    { echo "make: drawing synthetic digits instead, which takes about a minute"; \
+	    { echo "make: drawing synthetic digits instead, which takes some ten seconds"; \
 	      .venv/bin/python aux/prepare_data.py mnist --data-dir $(DATA_DIR) --synthetic; }; \
 	fi
 

@@ -70,6 +70,8 @@ def idx(content: bytes, *shape: int) -> bytes:
 
 def draw_mnist() -> dict[str, bytes]:
     """The four files of synthetic digits, whose labels are 0, 1, ..., 9, 0, 1, ... in turn."""
+    # On a busy machine several threads wait for each other, and take ten times as long as one.
+    torch.set_num_threads(1)
     files = {}
     for seed, (split, count) in enumerate({"train": 60_000, "t10k": 10_000}.items()):
         files[f"{split}-labels-idx1-ubyte"] = idx(bytes(i % 10 for i in range(count)), count)

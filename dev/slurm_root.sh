@@ -20,6 +20,8 @@ if [[ ! -e "$root/ready" ]]; then
     mkdir -p "$root"
     # What namespaces.sh and the tests call.
     packages=slurm-wlm,munge,iproute2,procps,make,git,openssh-client,patch,squashfs-tools
+    # Only sid has Apptainer, which mounts images with squashfuse.
+    if [[ "$release" == sid ]]; then packages+=,apptainer,squashfuse,fuse3; fi
     options=(--variant=minbase --include="$packages")
     case "$release" in
         bookworm | trixie | forky | sid)

@@ -1,5 +1,5 @@
-"""run_script.sh on the real cluster; the stand-ins for Enroot, Pyxis and Apptainer really enter
-a Debian image."""
+"""run_script.sh on the real cluster; the stand-ins for Enroot and Pyxis really enter a Debian
+image. test_apptainer.py has Apptainer."""
 
 import json
 import os
@@ -514,39 +514,24 @@ def documented(runtime: str, clone: Path) -> Path:
     return clone
 
 
-def test_other_runtimes(cluster, site):
-    """The documented lines, as they are, in the place of the one they name. The stand-ins know
-    no other options.
-
-    Pyxis imports the image of a registry itself. The nodes have no Python, only the container
-    has one.
-    """
+def test_pyxis(cluster, site):
+    """The documented lines, as they are, in the place of the one they name. The stand-in knows no
+    other options. It imports the image of a registry itself. The nodes have no Python, only the
+    container has one."""
     programs = site.folder / "programs"
     programs.mkdir()
     for folder in ("/usr/sbin", "/usr/bin"):
         for program in Path(folder).iterdir():
             if not program.name.startswith("py") and not (programs / program.name).exists():
                 (programs / program.name).symlink_to(program)
-    registry = documented("Pyxis", site.clone("pyxis", image="nvcr.io#nvidia/pytorch:25.12-py3"))
-    file = documented("Apptainer", site.clone("apptainer"))
-    jobs = []
-    for clone, nodes, tools in (
-        (registry, "node-[13-14]", f"{STAND_INS}/pyxis:"),
-        (file, "node-[15-16]", ""),
-    ):
-        path = f"{tools}{STAND_INS}/bin:{programs}"
-        size = [f"--nodelist={nodes}", "--gpus-per-node=1", f"--export=ALL,PATH={path}"]
-        jobs.append(
-            cluster.submit(*size, "run_script.sh", INSIDE, *NASTY, cwd=clone, env=site.environment)
-        )
-    for job in map(cluster.wait, jobs):
-        assert job.state == "COMPLETED", job.log
-        ranks = seen(job)
-        assert [rank["variables"] for rank in ranks] == [[0, 0, 2], [1, 0, 2]]
-        assert all(
-            rank["image"] == "first" and rank["folder"] == "/workspace/mnt" for rank in ranks
-        )
-        assert all(rank["arguments"] == NASTY for rank in ranks)
+    clone = documented("Pyxis", site.clone("pyxis", image="nvcr.io#nvidia/pytorch:25.12-py3"))
+    path = f"{STAND_INS}/pyxis:{programs}"
+    job = sbatch(cluster, site, clone, INSIDE, *NASTY, nodes="node-[13-14]", PATH=path)
+    assert job.state == "COMPLETED", job.log
+    ranks = seen(job)
+    assert [rank["variables"] for rank in ranks] == [[0, 0, 2], [1, 0, 2]]
+    assert all(rank["image"] == "first" and rank["folder"] == "/workspace/mnt" for rank in ranks)
+    assert all(rank["arguments"] == NASTY for rank in ranks)
 
 
 def test_import_image(site, tmp_path):
