@@ -8,12 +8,12 @@ SITE ?= site
 ARGS ?=
 NODES ?= 2
 # The oldest that the large models support, the newest, and those between that changed checkpoints
-TORCH ?= 2.9.1 2.11.0 2.12.1 2.14.1
+TORCH ?= 2.9.1 2.11.0 2.12.1 2.14.1 2.15.0
 # Debian's releases, which have Slurm 22.05, 24.11 and 26.05
 SLURM ?= bookworm trixie forky
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-torch test-slurm test-scale test-gpu bench lint docs clean
+.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-torch test-slurm test-scale test-gpu gpu-report bench lint docs clean
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand --tabs=28
 
@@ -85,6 +85,9 @@ test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 10 GB of memor
 
 test-gpu: $(VENV:=/tests)  ## every script on this machine's GPUs, NCCL with one rank (with your own torch: PYTHON=python3 VENV=)
 	$(if $(VENV),$(VENV)/bin/python,$(PYTHON)) -m pytest tests/test_gpu.py -m gpu $(ARGS)
+
+gpu-report: $(VENV:=/ready)  ## ten minutes on one GPU leave one page, gpu.md: speed, memory, faults (PYTHON=python3 VENV= ARGS="--device cpu")
+	$(if $(VENV),$(VENV)/bin/python,$(PYTHON)) dev/gpu_report.py --out gpu.md $(ARGS)
 
 bench: .venv/ready data text slurm  ## the speed relative to plain loops, in 25 minutes on a quiet machine (docs/benchmarks.md; ARGS="--only launch")
 	.venv/bin/python dev/bench/compare.py --mnist-dir $(DATA_DIR) --text-dir $(TEXT_DIR) $(ARGS)

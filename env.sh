@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC1091
-# The sizes, address and settings of this job. Every launcher sources it, on the job's first node.
-# ${A:-B} is A, or B if A is empty; ${A%%[(,]*} is A up to a ( or comma; ${!A@}: all names with A.
+# The sizes, address and settings of this job. Every launcher sources it once, on the first node.
+# ${A:-B} is A, or B if A is empty; ${A%%[(,]*} is A up to a ( or comma; ${!A@}: all names A...
 if [[ -z "${SLURM_JOB_ID:-}" || "${SLURM_PROCID:-0}" != 0 || "$-" == *i* ]]; then
     echo "env.sh is for the launchers: sbatch launch_slurm_with_torchrun.sh SCRIPT" >&2
     return 1
@@ -43,7 +43,7 @@ if ((gpus > 0)); then export SLURM_GPUS_PER_NODE=$gpus; fi
 # srun passes on all variables, even after sbatch --export=NONE. torch needs no MPI.
 export SLURM_EXPORT_ENV=ALL SLURM_MPI_TYPE=none
 
-# --- your cluster: most need the first two lines only ---
+# --- your cluster: the only part to edit, and most need only its first two lines ---
 # set +eu; source /etc/profile; module load cuda/12.8; set -eu    # EDIT: what `import torch` needs
 if [[ -d .venv ]]; then source .venv/bin/activate; fi             # EDIT: your environment
 # MASTER_ADDR=${MASTER_ADDR}i                            # EDIT: if the fast network has node-1i
@@ -53,7 +53,7 @@ export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 
 getent hosts "$MASTER_ADDR" >/dev/null ||
     die "the host name $MASTER_ADDR does not resolve on $HOSTNAME: edit MASTER_ADDR"
-((gpus > 0 && CPUS_PER_RANK < 2)) && [[ -e /dev/nvidiactl ]] &&
+[[ -e /dev/nvidiactl ]] && ((gpus > 0 && CPUS_PER_RANK < 2)) &&
     echo "env.sh: a GPU rank needs 2 CPUs or more, better 8: use --cpus-per-task" >&2
 echo "$SLURM_JOB_NAME: $WORLD_SIZE ranks on $SLURM_JOB_NODELIST, rank 0 at" \
     "$MASTER_ADDR:$MASTER_PORT. Each node: ranks $NPROC_PER_NODE," \

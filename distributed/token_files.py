@@ -138,8 +138,8 @@ def random_batch(
 
 
 def fixed_batches(args: Namespace, data_rank: int, data_ranks: int, device: torch.device):
-    """This rank's part of the set to evaluate on: tokens and targets, (batch_size / data_ranks,
-    context) int64.
+    """This rank's part of the set to evaluate on: tokens and targets, (batch_size / data_ranks /
+    accumulation, context) int64, as many rows as in training, so that they fit into memory.
 
     The set is the validation split in windows side by side, or --eval-windows of them, evenly
     spread. An incomplete batch is filled up with targets that cross_entropy ignores. All ranks then
@@ -150,8 +150,8 @@ def fixed_batches(args: Namespace, data_rank: int, data_ranks: int, device: torc
     starts = torch.arange(0, len(unseen), args.context)
     if 0 < args.eval_windows < len(starts):
         starts = starts[torch.linspace(0, len(starts) - 1, args.eval_windows).long()]
-    rows = args.batch_size // data_ranks
-    for part in starts.split(args.batch_size):
+    rows = args.batch_size // data_ranks // args.accumulation
+    for part in starts.split(rows * data_ranks):
         mine = part[data_rank * rows :][:rows]
         batch = read(unseen, torch.cat((mine, part[:1].expand(rows - len(mine)))), device)
         targets = batch[:, 1:].clone()

@@ -84,8 +84,8 @@ def log(text: str):
 
 
 # --- data ---
-# EDIT: your two data sets. Without collate_fn, which is for mnist.py's whole batches, and with
-# num_workers, processes that load the samples: about as many as a rank has CPUs, less two.
+# EDIT: your two data sets. In options, instead of collate_fn, which is for mnist.py's batches,
+# "num_workers": N, processes that load samples. N is a rank's CPUs less two, or 0 to begin with.
 train_set, test_set = mnist.load(args.data_dir)
 options = {"collate_fn": mnist.collate, "pin_memory": device.type == "cuda"}
 if args.batch_size % world_size != 0 or args.batch_size > len(train_set):

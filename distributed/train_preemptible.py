@@ -100,8 +100,8 @@ class ResumableSampler(DistributedSampler):
         return itertools.islice(super().__iter__(), self.start, None)
 
 
-# EDIT: your two data sets. Without collate_fn, which is for mnist.py's whole batches, and with
-# num_workers, processes that load the samples: about as many as a rank has CPUs, less two.
+# EDIT: your two data sets. In options, instead of collate_fn, which is for mnist.py's batches,
+# "num_workers": N, and "worker_init_fn": preemption.ignore. N is a rank's CPUs less two, or 0.
 train_set, test_set = mnist.load(args.data_dir)
 options = {"collate_fn": mnist.collate, "pin_memory": device.type == "cuda"}
 if args.batch_size % world_size != 0 or args.batch_size > len(train_set):
@@ -162,7 +162,7 @@ def save(steps_done: int):
         checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(checkpoint | {"steps_done": steps_done}, folder / "part")
         os.replace(folder / "part", path)
-    # The others wait, because once one rank has left, srun or torchrun ends those that still save.
+    # The others wait. torchrun fails after SIGTERM, and then srun would end a rank that saves.
     dist.barrier()
 
 

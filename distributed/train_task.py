@@ -10,6 +10,7 @@ A job keeps a checkpoint of each epoch in checkpoints/JOB-ID, and resumes from t
 Slurm requeues it. Nothing above the function imports torch: the machine that submits needs none.
 """
 
+import faulthandler
 import math
 import os
 import sys
@@ -66,9 +67,15 @@ def train(args: Namespace, job: JobContext | None = None) -> dict[str, float]:
         stop(f"Slurm granted GPUs, but torch sees none: {hint}", rank)
     distributed = world_size > 1
     if distributed:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        # Waits for all ranks, so that none is still connecting when another stops.
-        dist.all_reduce(torch.zeros(1, device=device))
+        # A rank that does not reach the others within 300 seconds prints where it waits, and ends.
+        faulthandler.dump_traceback_later(300, exit=True)
+        backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, device_id=gpu)
+        # A first sum over all ranks. .item() waits for it.
+        total = torch.ones(1, device=device)
+        dist.all_reduce(total)
+        total.item()
+        faulthandler.cancel_dump_traceback_later()
 
     def log(text: str):
         if rank == 0:

@@ -29,7 +29,7 @@ ENVIRONMENT = {
 
 @pytest.fixture(scope="module")
 def clone(memory, tiny) -> Path:
-    """The image is this system without Slurm. The virtual environment is mounted, and its Python."""
+    """The image is this system without Slurm. The virtual environment and Python are mounted."""
     folder = memory / "apptainer"
     folder.mkdir()
     system = [f"/{name}" for name in ("bin", "etc", "lib", "lib64", "sbin", "usr", "var")]

@@ -11,6 +11,7 @@ from conftest import LAUNCHERS, REPOSITORY, environment, run
 sys.path.append(str(REPOSITORY / "dev/bench"))
 
 import compare
+import gpu_report
 import launch
 from compare import Row
 
@@ -103,3 +104,21 @@ def test_scaling(cluster, tiny):
     assert {path.name for path in (REPOSITORY / "checkpoints").glob("*")} == before
     failed = cluster.exec(*scaling, "--sizes", "1x2", "--", "tests/scripts/fail.py", timeout=200)
     assert failed.returncode == 1 and "scaling.py: the job on 1x2 has failed" in failed.stderr
+
+
+@pytest.mark.matrix
+def test_gpu_report(tmp_path):
+    """The dry run of make gpu-report: each part of the page has what it is for."""
+    out = tmp_path / "gpu.md"
+    done = run(sys.executable, "dev/gpu_report.py", "--device=cpu", "--out", out, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = dict(re.findall(r"^## (.*)\n\n((?:(?!## ).*\n)+)", out.read_text(), re.M))
+    assert list(parts) == list(gpu_report.PARTS)
+    rows = re.findall(r"^\| (.*) \| \d+\.\d+ \| .* \| \d+ \|$", parts["Speed and memory"], re.M)
+    assert rows == list(gpu_report.SPEED_OF_CPU)
+    assert re.search(r"^cpu  \d\.\d+( \d\.\d+){4}$", parts["Losses beside the CPU's"], re.M)
+    assert "Timeout (0:00:20)!" in parts["A rank that never comes"]
+    assert parts["Two ranks on one GPU"].count("status 0 ") == 3
+    [losses] = re.findall(r"resumed run's: \[\['(.*)'\], \['(.*)'\]\]", parts["Checkpoints"])
+    assert losses[0] == losses[1]
+    assert parts["Profile"].count("aten::") > 4

@@ -336,7 +336,8 @@ def test_other_run_is_not_overwritten(trained, text):
 
 @pytest.mark.parametrize("data_ranks", [1, 2, 4])
 def test_evaluation_has_one_shape_on_all_ranks(text, data_ranks):
-    args = Namespace(data_dir=text, context=16, eval_windows=50, batch_size=8)
+    """As many rows as a rank trains with at once: more may not fit into a GPU's memory."""
+    args = Namespace(data_dir=text, context=16, eval_windows=50, batch_size=16, accumulation=2)
     shapes, counted = [], 0
     for rank in range(data_ranks):
         batches = list(token_files.fixed_batches(args, rank, data_ranks, torch.device("cpu")))

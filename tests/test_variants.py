@@ -51,12 +51,12 @@ def restart(cluster, *changes: str, slurmd: dict[str, str] | None = None):
         start(cluster, node, arguments)
 
 
-def assert_all_ways(cluster, tmp_path, *options: str, cwd: Path = REPOSITORY):
+def assert_all_ways(cluster, tmp_path, *options: str):
     """Every launcher starts two ranks on each node, which know of each other."""
 
     def scenario(way):
         command = [*options, f"--output={tmp_path}/log-{way}", LAUNCHERS[way], VARIABLES]
-        job = cluster.sbatch(*command, cwd=cwd)
+        job = cluster.sbatch(*command)
         assert job.state == "COMPLETED", job.log
         assert_five_variables(job.ranks(), [2, 2])
         assert {len(rank["cuda"].split(",")) for rank in job.ranks()} == {2}, job.log
@@ -113,7 +113,9 @@ def test_names_unlike_the_hosts(cluster, tmp_path):
     edited, count = re.subn(*edit, (REPOSITORY / "env.sh").read_text())
     assert count == 1
     (tmp_path / "env.sh").write_text(edited)
-    assert_all_ways(cluster, tmp_path, cwd=tmp_path)
+    for way in LAUNCHERS:
+        job = cluster.sbatch("--output=log", LAUNCHERS[way], "aux/check_ranks.py", cwd=tmp_path)
+        assert "VERDICT: all well, 4 ranks" in job.log, job.log
 
 
 def test_signals_to_all_processes_of_a_step(cluster, tiny, tmp_path):

@@ -9,6 +9,7 @@ ranks each, it measures the ranks of every node among themselves first, then all
 """
 
 import argparse
+import faulthandler
 import os
 import statistics
 import sys
@@ -45,12 +46,14 @@ def main(args: argparse.Namespace):
     if args.device == "auto" and torch.cuda.is_available():
         device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=world_size)
+    faulthandler.dump_traceback_later(300, exit=True)
+    backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=gpu)
 
     hosts = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, os.uname().nodename)
     nodes = [[r for r, host in enumerate(hosts) if host == node] for node in dict.fromkeys(hosts)]
+    faulthandler.cancel_dump_traceback_later()
     if dist.get_rank() == 0:
         where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         print(f"{dist.get_backend()} on {where}, torch {torch.__version__}, {len(nodes)} nodes")

@@ -3,7 +3,6 @@
     python dev/bench/compare.py                    # some 25 minutes on two quiet cores
     python dev/bench/compare.py --only launch      # the rows with that word in their name
     python dev/bench/compare.py --publish          # and write docs/benchmarks.jsonl and .md
-    python dev/bench/compare.py --gpu              # on a GPU: train_fsdp.py, eager and compiled
 
 Both sides of a row are processes that log `..._per_second=`. They take turns; each turn is the
 median of its log lines without the first. A ratio is the median over the rounds.
@@ -14,7 +13,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -39,7 +37,6 @@ FSDP = "distributed/train_fsdp.py --eval-windows 0 --log-every 40 --data-dir TEX
 SIZES = {
     "nanoGPT's CPU settings": "--layers 4 --heads 4 --width 128 --context 64 --batch-size 12",
     "10.65 million parameters": "--layers 6 --heads 6 --width 384 --context 256 --batch-size 16",
-    "124 million parameters": "--layers 12 --heads 12 --width 768 --context 1024 --batch-size 12",
 }
 LARGE_STEPS = "--steps 40 --log-every 8"
 
@@ -77,7 +74,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--publish", action="store_true", help="write docs/benchmarks.jsonl and .md"
     )
-    parser.add_argument("--gpu", action="store_true", help="the rows that need a GPU")
     parser.add_argument("--mnist-dir", default="data/mnist")
     parser.add_argument("--text-dir", default="data/shakespeare")
     args = parser.parse_args()
@@ -88,15 +84,13 @@ def parse_arguments() -> argparse.Namespace:
     for folder, content in ((args.mnist_dir, "MNIST/raw"), (args.text_dir, "train.bin")):
         if not (REPOSITORY / folder / content).exists():
             parser.error(f"no data in {folder}: python aux/prepare_data.py, or make data text")
-    if args.gpu and shutil.which("nvidia-smi") is None:
-        parser.error("no GPU here")
     return args
 
 
 # --- what is compared ---
 
 
-def cpu_rows() -> list[tuple]:
+def rows_to_measure() -> list[tuple]:
     """(name, other side, our command, their command, threads of a rank)"""
     load = f"{PLAIN_MNIST} --only-load --data-dir MNIST"
     tensors = f"{PLAIN_MNIST} --loader tensors --data-dir MNIST"
@@ -125,16 +119,6 @@ def cpu_rows() -> list[tuple]:
     found += [("language model on two ranks, fp32", "one rank", f"{two} {text}", text, 1)]
     saves = f"{FSDP} --device cpu --steps 1000 --eval-every 1000 --checkpoint-every"
     found += [("a checkpoint every 200 steps", "none", f"{saves} 200", f"{saves} 100000", 2)]
-    return found
-
-
-def gpu_rows() -> list[tuple]:
-    found = []
-    for size in SIZES:
-        ours = f"{FSDP} --precision bf16 {SIZES[size]} --steps 400"
-        theirs = f"{PLAIN_TEXT} --data-dir TEXT --device cuda --compile {SIZES[size]}"
-        found += [(f"GPU, {size}, compiled", "eager", f"{ours} --compile", ours, 1)]
-        found += [(f"GPU, {size}, compiled", NANOGPT, f"{ours} --compile", theirs, 1)]
     return found
 
 
@@ -185,12 +169,12 @@ def seconds(args: argparse.Namespace, command: str, threads: int) -> tuple[float
 def measure(args: argparse.Namespace) -> list[Row]:
     found = []
     print(HEAD, end="", flush=True)
-    for name, other, ours, theirs, threads in gpu_rows() if args.gpu else cpu_rows():
+    for name, other, ours, theirs, threads in rows_to_measure():
         if args.only not in name:
             continue
         row = Row(name, other)
         found.append(row)
-        if "bf16" in name and not args.gpu and not machine()["extensions"]:
+        if "bf16" in name and not machine()["extensions"]:
             row.missing = "no fast bfloat16 on this CPU"
             print(row.line(), flush=True)
             continue
@@ -201,7 +185,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
             row.theirs.append(float(f"{others:.5g}"))
         row.result = "" if "loader" in name else f"loss {loss}, theirs {their_loss}"
         print(row.line(), flush=True)
-    if not args.gpu and args.only in "launch to first step":
+    if args.only in "launch to first step":
         for values in launch.measure(args.rounds):
             found.append(Row(**values))
             print(found[-1].line(), flush=True)

@@ -1,0 +1,267 @@
+"""One page about the GPU of this machine, in ten minutes: `make gpu-report`.
+
+    python dev/gpu_report.py --out gpu.md                  # one GPU, no internet
+    python dev/gpu_report.py --out gpu.md --device cpu     # the dry run: small models, and gloo
+
+What is worth most comes first. Each part has a time limit, and the page is written after each part,
+so that it is of use if the time is over.
+"""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PYTHON = sys.executable
+# Of GPT-2, whose vocabulary does not divide by 64.
+VOCABULARY = 50257
+SPEED = {
+    "gpt2, eager": "--size gpt2 --no-compile",
+    "gpt2": "--size gpt2",
+    "gpt2, padded vocabulary": "--size gpt2 --pad-vocabulary",
+    "1b, padded, recomputed": "--size 1b --batch-size 8 --pad-vocabulary "
+    "--activation-checkpointing",
+}
+TINY = "--layers 2 --heads 4 --width 64 --context 32 --batch-size 8"
+SPEED_OF_CPU = {"eager": TINY, "padded vocabulary": f"{TINY} --pad-vocabulary"}
+HANG = """
+import datetime, torch, torch.distributed as dist
+torch.cuda.set_device(0)
+store, gpu = dist.HashStore(), torch.device("cuda", 0)
+dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=gpu)
+one = torch.ones(1, device="cuda")
+dist.all_reduce(one)
+set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+set_timeout(datetime.timedelta(seconds=5))
+torch.cuda._sleep(int(2e11))  # the all-reduce waits behind a kernel that does not end
+dist.all_reduce(one)
+one.item()
+"""
+PROFILE = """
+import os, runpy, sys, torch
+def leave(status): sys.exit(status)
+os._exit = leave
+sys.argv.pop(0)
+sys.path.insert(0, "distributed")
+with torch.profiler.profile() as profile:
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit:
+        pass
+device = "cuda" if torch.cuda.is_available() else "cpu"
+table = profile.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=10)
+print("\\n".join(line[:100] for line in table.splitlines()))
+"""
+
+
+def run(command: str, limit: float, **variables: object) -> tuple[int, str, float]:
+    """A command line of bash, ended after `limit` seconds: its status (124 for the limit), its
+    output, and its seconds."""
+    env = os.environ | {name: str(value) for name, value in variables.items()}
+    env["PATH"] = f"{Path(PYTHON).parent}:{env['PATH']}"
+    start = time.monotonic()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(
+        ["bash", "-c", command], cwd=REPOSITORY, env=env, start_new_session=True, **pipes
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit)
+            status = process.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, status = process.communicate()[0], 124
+    return status, output, time.monotonic() - start
+
+
+def block(text: str, lines: int = 30) -> str:
+    """The last lines as a block of Markdown."""
+    return "\n".join(["```", *text.strip().splitlines()[-lines:], "```"])
+
+
+class Report:
+    def __init__(self, device: str, folder: Path):
+        self.cpu = device == "cpu"
+        self.folder = folder
+        self.device = "--device cpu" if self.cpu else ""
+        fsdp = f"{PYTHON} distributed/train_fsdp.py --data-dir {folder}/tokens {self.device}"
+        self.fsdp = f"{fsdp} --eval-windows 8 --eval-every 100000 --checkpoint-every 100000"
+        self.size = TINY if self.cpu else "--size gpt2 --batch-size 32"
+
+    def prepare(self):
+        """GPT-2's tokens as nanoGPT stores them, at random, and MNIST's digits, drawn here."""
+        (self.folder / "tokens").mkdir()
+        for split, count in (("train", 2_000_000), ("val", 200_000)):
+            tokens = torch.randint(VOCABULARY, (count,), dtype=torch.int32).to(torch.uint16)
+            tokens.numpy().tofile(self.folder / "tokens" / f"{split}.bin")
+        done = run(
+            f"{PYTHON} aux/prepare_data.py mnist --synthetic --data-dir {self.folder}/mnist", 120
+        )
+        if done[0] != 0:
+            sys.exit(f"gpu_report.py: no data: {done[1]}")
+
+    def machine(self) -> str:
+        query = "nvidia-smi --query-gpu=name,memory.total,driver_version,power.limit --format=csv"
+        shown = (
+            "" if self.cpu else run(f"{query}; nvidia-smi topo -m; gcc --version | head -1", 20)[1]
+        )
+        header = Path(sysconfig.get_path("include"), "Python.h").exists()
+        nccl = "no NCCL" if self.cpu else f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+        versions = f"Python {sys.version.split()[0]}, torch {torch.__version__}, {nccl}"
+        return block(f"{shown}\n{versions}, {os.cpu_count()} CPUs, Python.h: {header}")
+
+    def speed(self) -> str:
+        rows = ["| train_fsdp.py | tokens/s | MFU | peak memory, GiB | s to the first line |"]
+        rows.append("|---|---|---|---|---|")
+        for name, options in (SPEED_OF_CPU if self.cpu else SPEED).items():
+            batch = "" if "--batch-size" in options else "--batch-size 32"
+            folder = f"--checkpoint-dir {self.folder}/{name.replace(' ', '-')}"
+            # The first line is behind the compilation.
+            command = f"{self.fsdp} {options} {batch} {folder} --log-every 10 --steps 100000"
+            _, output, _ = run(f"{command} | while read -r line; do echo $SECONDS $line; done", 55)
+            lines = re.findall(r"^(\d+) step=.*tokens_per_second=.*$", output, re.M)
+            found = re.findall(
+                r"tokens_per_second=(\S+)(?: mfu=(\S+))?(?:.*?peak_memory_gib=(\S+))?", output
+            )
+            cells = [*(value or "-" for value in found[-1]), lines[0]] if found else ["-"] * 4
+            rows.append(f"| {name} | {' | '.join(cells)} |")
+            if not found:
+                rows.append(f"\n{block(output, 8)}\n")
+        return "\n".join(rows)
+
+    def losses(self) -> str:
+        """In float32, of five steps; TF32 off."""
+        found = {}
+        for device in {"cpu", "cpu" if self.cpu else "auto"}:
+            options = f"{TINY} --precision fp32 --no-compile --dropout 0 --steps 5 --log-every 1"
+            folder = f"--checkpoint-dir {self.folder}/losses-{device}"
+            command = f"{self.fsdp} {options} {folder} --device {device}"
+            _, output, _ = run(command, 60, NVIDIA_TF32_OVERRIDE=0)
+            found[device] = re.findall(r"^step=.* loss=(\S+)", output, re.M) or [output[-500:]]
+        return block("\n".join(f"{device:5}{' '.join(losses)}" for device, losses in found.items()))
+
+    def hang(self) -> str:
+        if self.cpu:
+            return "Only with NCCL."
+        status, output, seconds = run(f"{PYTHON} -c '{HANG}'", 120)
+        return f"Status {status} after {seconds:.0f} s.\n\n{block(output)}"
+
+    def changed(self, script: str, old: str, new: str) -> Path:
+        """A copy of a train script with a change."""
+        text = (REPOSITORY / script).read_text()
+        if old not in text:
+            sys.exit(f"gpu_report.py: {script} has no {old!r}")
+        copy = self.folder / f"changed_{Path(script).name}"
+        copy.write_text(text.replace(old, new))
+        return copy
+
+    def never_comes(self) -> str:
+        """A second rank that is at the meeting point, and not in the first collective."""
+        script = self.changed("distributed/train_ddp.py", "later(300,", "later(20,")
+        store = "TCPStore('127.0.0.1', 29577, 2, False); time.sleep(50)"
+        command = (
+            f'RANK=1 {PYTHON} -c "import time; from torch.distributed import TCPStore; {store}" &'
+        )
+        command += f" RANK=0 {PYTHON} {script} {self.device} --data-dir {self.folder}/mnist"
+        command += "; echo status $?; kill %1"
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29577, "WORLD_SIZE": 2}
+        _, output, seconds = run(command, 70, PYTHONPATH="distributed", **variables)
+        return f"{seconds:.0f} s.\n\n{block(output)}"
+
+    def two_ranks(self) -> str:
+        """Two ranks on one GPU: with NCCL they are refused, with gloo they train."""
+        ddp = f"{self.device} --data-dir {self.folder}/mnist --epochs 1 --log-every 300"
+        fsdp = f"{self.fsdp.partition(' ')[2]} {TINY} --steps 5"
+        gloo = self.changed("distributed/train_ddp.py", '("nccl", device)', '("gloo", device)')
+        commands = {
+            "train_ddp.py": f"distributed/train_ddp.py {ddp}",
+            "train_fsdp.py": fsdp,
+            "train_ddp.py with gloo": f"{gloo} {ddp}",
+        }
+        told = []
+        for name, command in commands.items():
+            folder = f"--checkpoint-dir {self.folder}/two-{len(told)}"
+            variables = {"NPROC_PER_NODE": 2, "PYTHONPATH": "distributed"}
+            status, output, seconds = run(f"./torchrun.sh {command} {folder}", 60, **variables)
+            # Without torchrun's report.
+            lines = [x for x in output.splitlines() if not x.startswith(("W", "E", " ", "["))]
+            shown = block("\n".join(lines), 8)
+            told.append(f"{name}: status {status} after {seconds:.0f} s.\n\n{shown}")
+        return "\n\n".join(told)
+
+    def out_of_memory(self) -> str:
+        if self.cpu:
+            return "Only on a GPU."
+        command = f"{self.fsdp} --size 1b --batch-size 256 --checkpoint-dir {self.folder}/full"
+        status, output, seconds = run(command, 90)
+        return f"Status {status} after {seconds:.0f} s.\n\n{block(output, 6)}"
+
+    def checkpoints(self) -> str:
+        """What a save costs the steps beside it, and the resume after it."""
+        saves = self.fsdp.replace("--checkpoint-every 100000", "--checkpoint-every 20")
+        command = (
+            f"{saves} {self.size} --log-every 1 --steps 60 --checkpoint-dir {self.folder}/saved"
+        )
+        _, output, _ = run(command, 80)
+        rates = [float(rate) for rate in re.findall(r"tokens_per_second=(\S+)", output)]
+        if len(rates) < 60:
+            return block(output, 12)
+        plain = sorted(rates)[30]
+        slow = [f"{step}: {plain / rates[step - 1]:.2f}" for step in (20, 21, 22, 40, 41, 42)]
+        _, again, _ = run(f"rm -r {self.folder}/saved/checkpoint_step_60; {command} --resume", 60)
+        losses = [re.findall(r"^step=60/.* loss=(\S+)", text, re.M) for text in (output, again)]
+        sentence = "Times of steps beside a save, as multiples of the median step's"
+        return (
+            f"{sentence}: {', '.join(slow)}. Loss of step 60, and of the resumed run's: {losses}."
+        )
+
+    def profile(self) -> str:
+        command = f"{self.fsdp.partition(' ')[2]} {self.size} --steps 8 --log-every 8"
+        command += f" --checkpoint-dir {self.folder}/profiled"
+        _, output, _ = run(f"{PYTHON} - {command} <<'END'{PROFILE}END", 90)
+        return block(output[output.rfind("\n---", 0, output.find("Name")) :], 18)
+
+
+PARTS = {
+    "Machine": Report.machine,
+    "Speed and memory": Report.speed,
+    "Losses beside the CPU's": Report.losses,
+    "A rank that hangs": Report.hang,
+    "A rank that never comes": Report.never_comes,
+    "Two ranks on one GPU": Report.two_ranks,
+    "Out of memory": Report.out_of_memory,
+    "Checkpoints": Report.checkpoints,
+    "Profile": Report.profile,
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="the page, in Markdown")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("gpu_report.py: torch sees no GPU here (the dry run: --device cpu)")
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Report(args.device, Path(folder))
+        report.prepare()
+        page = f"# One GPU, {time.strftime('%Y-%m-%d')}\n"
+        for title, part in PARTS.items():
+            start = time.monotonic()
+            page += f"\n## {title}\n\n{part(report)}\n"
+            args.out.write_text(page)
+            print(f"{title}: {time.monotonic() - start:.0f} s", flush=True)
+    print(f"{args.out}: {time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
