@@ -8,6 +8,7 @@ so that it is of use if the time is over.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -21,6 +22,11 @@ from pathlib import Path
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.append(str(REPOSITORY / "aux"))
+
+from draw_digits import draw_digits
+from prepare_data import idx
+
 PYTHON = sys.executable
 # Of GPT-2, whose vocabulary does not divide by 64.
 VOCABULARY = 50257
@@ -64,22 +70,26 @@ print("\\n".join(line[:100] for line in table.splitlines()))
 
 
 def run(command: str, limit: float, **variables: object) -> tuple[int, str, float]:
-    """A command line of bash, ended after `limit` seconds: its status (124 for the limit), its
-    output, and its seconds."""
+    """A command line of bash, told to end after `limit` seconds: its status (124 for the limit),
+    its output, and its seconds."""
     env = os.environ | {name: str(value) for name, value in variables.items()}
     env["PATH"] = f"{Path(PYTHON).parent}:{env['PATH']}"
     start = time.monotonic()
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(
-        ["bash", "-c", command], cwd=REPOSITORY, env=env, start_new_session=True, **pipes
-    ) as process:
+    # A file, because a pipe would wait for all that the command has started.
+    with tempfile.TemporaryFile("w+") as output:
+        options = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen(["bash", "-c", command], cwd=REPOSITORY, env=env, **options)
         try:
-            output, _ = process.communicate(timeout=limit)
-            status = process.returncode
+            status = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, status = process.communicate()[0], 124
-    return status, output, time.monotonic() - start
+            status = 124
+        # torchrun passes SIGTERM on to its ranks.
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, number)
+                process.wait(5)
+        output.seek(0)
+        return status, output.read(), time.monotonic() - start
 
 
 def block(text: str, lines: int = 30) -> str:
@@ -102,11 +112,12 @@ class Report:
         for split, count in (("train", 2_000_000), ("val", 200_000)):
             tokens = torch.randint(VOCABULARY, (count,), dtype=torch.int32).to(torch.uint16)
             tokens.numpy().tofile(self.folder / "tokens" / f"{split}.bin")
-        done = run(
-            f"{PYTHON} aux/prepare_data.py mnist --synthetic --data-dir {self.folder}/mnist", 120
-        )
-        if done[0] != 0:
-            sys.exit(f"gpu_report.py: no data: {done[1]}")
+        raw = self.folder / "mnist/MNIST/raw"
+        raw.mkdir(parents=True)
+        for split, count in (("train", 6000), ("t10k", 1000)):
+            images, labels = draw_digits(count, 0), bytes(i % 10 for i in range(count))
+            (raw / f"{split}-images-idx3-ubyte").write_bytes(idx(images, count, 28, 28))
+            (raw / f"{split}-labels-idx1-ubyte").write_bytes(idx(labels, count))
 
     def machine(self) -> str:
         query = "nvidia-smi --query-gpu=name,memory.total,driver_version,power.limit --format=csv"
@@ -126,7 +137,7 @@ class Report:
             folder = f"--checkpoint-dir {self.folder}/{name.replace(' ', '-')}"
             # The first line is behind the compilation.
             command = f"{self.fsdp} {options} {batch} {folder} --log-every 10 --steps 100000"
-            _, output, _ = run(f"{command} | while read -r line; do echo $SECONDS $line; done", 55)
+            _, output, _ = run(f"{command} | while read -r line; do echo $SECONDS $line; done", 45)
             lines = re.findall(r"^(\d+) step=.*tokens_per_second=.*$", output, re.M)
             found = re.findall(
                 r"tokens_per_second=(\S+)(?: mfu=(\S+))?(?:.*?peak_memory_gib=(\S+))?", output
@@ -178,7 +189,7 @@ class Report:
 
     def two_ranks(self) -> str:
         """Two ranks on one GPU: with NCCL they are refused, with gloo they train."""
-        ddp = f"{self.device} --data-dir {self.folder}/mnist --epochs 1 --log-every 300"
+        ddp = f"{self.device} --data-dir {self.folder}/mnist --epochs 1 --log-every 50"
         fsdp = f"{self.fsdp.partition(' ')[2]} {TINY} --steps 5"
         gloo = self.changed("distributed/train_ddp.py", '("nccl", device)', '("gloo", device)')
         commands = {
@@ -206,21 +217,21 @@ class Report:
 
     def checkpoints(self) -> str:
         """What a save costs the steps beside it, and the resume after it."""
-        saves = self.fsdp.replace("--checkpoint-every 100000", "--checkpoint-every 20")
+        saves = self.fsdp.replace("--checkpoint-every 100000", "--checkpoint-every 10")
         command = (
             f"{saves} {self.size} --log-every 1 --steps 60 --checkpoint-dir {self.folder}/saved"
         )
         _, output, _ = run(command, 80)
         rates = [float(rate) for rate in re.findall(r"tokens_per_second=(\S+)", output)]
-        if len(rates) < 60:
+        if len(rates) < 30:
             return block(output, 12)
-        plain = sorted(rates)[30]
-        slow = [f"{step}: {plain / rates[step - 1]:.2f}" for step in (20, 21, 22, 40, 41, 42)]
-        _, again, _ = run(f"rm -r {self.folder}/saved/checkpoint_step_60; {command} --resume", 60)
-        losses = [re.findall(r"^step=60/.* loss=(\S+)", text, re.M) for text in (output, again)]
+        plain = sorted(rates)[15]
+        slow = [f"{step}: {plain / rates[step - 1]:.2f}" for step in (10, 11, 12, 20, 21, 22)]
+        _, again, _ = run(f"rm -r {self.folder}/saved/checkpoint_step_30; {command} --resume", 60)
+        losses = [re.findall(r"^step=30/.* loss=(\S+)", text, re.M) for text in (output, again)]
         sentence = "Times of steps beside a save, as multiples of the median step's"
         return (
-            f"{sentence}: {', '.join(slow)}. Loss of step 60, and of the resumed run's: {losses}."
+            f"{sentence}: {', '.join(slow)}. Loss of step 30, and of the resumed run's: {losses}."
         )
 
     def profile(self) -> str:

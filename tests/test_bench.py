@@ -116,7 +116,7 @@ def test_gpu_report(tmp_path):
     assert list(parts) == list(gpu_report.PARTS)
     rows = re.findall(r"^\| (.*) \| \d+\.\d+ \| .* \| \d+ \|$", parts["Speed and memory"], re.M)
     assert rows == list(gpu_report.SPEED_OF_CPU)
-    assert re.search(r"^cpu  \d\.\d+( \d\.\d+){4}$", parts["Losses beside the CPU's"], re.M)
+    assert re.search(r"^cpu  \d+\.\d+( \d+\.\d+){4}$", parts["Losses beside the CPU's"], re.M)
     assert "Timeout (0:00:20)!" in parts["A rank that never comes"]
     assert parts["Two ranks on one GPU"].count("status 0 ") == 3
     [losses] = re.findall(r"resumed run's: \[\['(.*)'\], \['(.*)'\]\]", parts["Checkpoints"])

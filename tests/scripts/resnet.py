@@ -48,7 +48,7 @@ class Flipped(Dataset):
 
     def __getitem__(self, index):
         picture, label = self.pictures[index]
-        torch.manual_seed(1000 * self.epoch + index)
+        torch.manual_seed(self.epoch * len(self) + index)
         return self.flip(picture), label
 
 
