@@ -219,7 +219,7 @@ class Report:
         """What a save costs the steps beside it, and the resume after it."""
         saves = self.fsdp.replace("--checkpoint-every 100000", "--checkpoint-every 10")
         command = (
-            f"{saves} {self.size} --log-every 1 --steps 60 --checkpoint-dir {self.folder}/saved"
+            f"{saves} {self.size} --log-every 1 --steps 30 --checkpoint-dir {self.folder}/saved"
         )
         _, output, _ = run(command, 80)
         rates = [float(rate) for rate in re.findall(r"tokens_per_second=(\S+)", output)]
