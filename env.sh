@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC1091
 # The sizes, address and settings of this job. Every launcher sources it once, on the first node.
-# ${A:-B} is A, or B if A is empty; ${A%%[(,]*} is A up to a ( or comma; ${!A@}: all names A...
+# ${A:-B} is A, or B if A is empty; ${A%%[(,]*} is A up to a ( or comma; ${!A@}: names like A*
 if [[ -z "${SLURM_JOB_ID:-}" || "${SLURM_PROCID:-0}" != 0 || "$-" == *i* ]]; then
     echo "env.sh is for the launchers: sbatch launch_slurm_with_torchrun.sh SCRIPT" >&2
     return 1
@@ -47,7 +47,7 @@ export SLURM_EXPORT_ENV=ALL SLURM_MPI_TYPE=none
 # set +eu; source /etc/profile; module load cuda/12.8; set -eu    # EDIT: what `import torch` needs
 if [[ -d .venv ]]; then source .venv/bin/activate; fi             # EDIT: your environment
 # MASTER_ADDR=${MASTER_ADDR}i                            # EDIT: if the fast network has node-1i
-# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # EDIT: if they pick a slow one
+# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # EDIT: if ranks pick a slow network
 # export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=INFO    # EDIT: to see where it hangs
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 

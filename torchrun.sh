@@ -19,8 +19,8 @@ fi
 trap '' TERM
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 
-# rdzv is the rendezvous, where all nodes' torchruns meet, up to 300 seconds late. Its id changes
-# with a requeue, so that none of the earlier start joins.
+# rdzv is the rendezvous: each node's torchrun waits there, up to 300 seconds, for all others. Its
+# id changes with a requeue, so that none of the earlier start joins.
 # EDIT: add --numa-binding=node if nodes have two CPU sockets: ranks stay near their GPU.
 exec torchrun \
     --nnodes="$NNODES" --node-rank="$SLURM_NODEID" --nproc-per-node="$NPROC_PER_NODE" \

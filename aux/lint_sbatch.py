@@ -339,7 +339,8 @@ def rank_variables(script: Script) -> Findings:
 
 
 def devices(script: Script) -> Findings:
-    if "gpus-per-node" in script.asked and script.asked.get("gres", "").startswith("gpu"):
+    gres = re.split("[,:]", script.asked.get("gres", ""))
+    if "gpus-per-node" in script.asked and "gpu" in gres:
         line = script.asked_at["gres"]
         yield line, "--gres=gpu beside --gpus-per-node, which Slurm 26.05 refuses: one of the two"
     for command in script.body:

@@ -83,11 +83,11 @@ def run(command: str, limit: float, **variables: object) -> tuple[int, str, floa
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
             status = 124
-        # torchrun passes SIGTERM on to its ranks.
+        # torchrun passes SIGTERM on to its ranks, and kills them after 30 seconds.
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, number)
-                process.wait(5)
+                process.wait(40)
         output.seek(0)
         return status, output.read(), time.monotonic() - start
 
@@ -238,7 +238,8 @@ class Report:
         command = f"{self.fsdp.partition(' ')[2]} {self.size} --steps 8 --log-every 8"
         command += f" --checkpoint-dir {self.folder}/profiled"
         _, output, _ = run(f"{PYTHON} - {command} <<'END'{PROFILE}END", 90)
-        return block(output[output.rfind("\n---", 0, output.find("Name")) :], 18)
+        table = max(output.rfind("\n---", 0, max(output.find("Name"), 0)), 0)
+        return block(output[table:], 18)
 
 
 PARTS = {

@@ -1,6 +1,6 @@
 """Writes the table of Slurm's versions in docs/tested.md from the reports of make test-slurm.
 
-python dev/slurm_table.py log/slurm/*.xml      # 24.11.5.xml: pytest's --junitxml under 24.11.5
+python dev/slurm_table.py log/slurm/*.xml    # 24.11.5.xml: pytest's --junitxml under 24.11.5
 """
 
 import ast
@@ -20,7 +20,7 @@ def read(report: Path) -> Counter:
     for case in ElementTree.parse(report).iter("testcase"):
         outcomes = {outcome.tag for outcome in case}
         if "skipped" not in outcomes:
-            file = case.get("classname").split(".")[1]
+            file = (case.get("classname") or case.get("name")).split(".")[1]
             counts[file, "ran"] += 1
             counts[file, "passed"] += not outcomes & {"failure", "error"}
     return counts

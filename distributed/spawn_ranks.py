@@ -90,8 +90,8 @@ def main(command: list[str]) -> int:
     seconds = 0
     try:
         while not ranks.join(timeout=1):
-            # A script that listens for signals does so in its first seconds. Each second again, in
-            # case that it takes longer.
+            # A script that listens for signals does so in its first seconds. Before, a signal would
+            # end it.
             seconds += ready.get_value() == nproc_per_node
             if asked and seconds > 3:
                 for process in ranks.processes:

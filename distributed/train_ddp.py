@@ -39,7 +39,9 @@ parser.add_argument("--log-every", type=int, default=100, metavar="STEPS")
 parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/, job id or time")
 # A requeued job runs the same command again, so it resumes without being told.
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-parser.add_argument("--resume", action="store_true", default=requeued, help="--checkpoint-dir")
+parser.add_argument(
+    "--resume", action="store_true", default=requeued, help="the run in --checkpoint-dir"
+)
 args = parser.parse_args()
 if min(args.epochs, args.batch_size, args.log_every) < 1:
     parser.error("--epochs, --batch-size and --log-every must be 1 or more")
@@ -84,8 +86,8 @@ def log(text: str):
 
 
 # --- data ---
-# EDIT: your two data sets. In options, instead of collate_fn, which is for mnist.py's batches,
-# "num_workers": N, processes that load samples. N is a rank's CPUs less two, or 0 to begin with.
+# EDIT: your two data sets. In options, instead of collate_fn (for mnist.py's whole batches):
+# "num_workers": N, "multiprocessing_context": "fork". N is a rank's CPUs less one, or 0 at first.
 train_set, test_set = mnist.load(args.data_dir)
 options = {"collate_fn": mnist.collate, "pin_memory": device.type == "cuda"}
 if args.batch_size % world_size != 0 or args.batch_size > len(train_set):

@@ -46,7 +46,9 @@ parser.add_argument("--save-every", type=int, default=1000, metavar="STEPS")
 parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/, job id or time")
 # A requeued job runs the same command again, so it resumes without being told.
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-parser.add_argument("--resume", action="store_true", default=requeued, help="--checkpoint-dir")
+parser.add_argument(
+    "--resume", action="store_true", default=requeued, help="the run in --checkpoint-dir"
+)
 args = parser.parse_args()
 if min(args.epochs, args.batch_size, args.log_every, args.save_every) < 1:
     parser.error("--epochs, --batch-size, --log-every and --save-every must be 1 or more")
@@ -100,8 +102,9 @@ class ResumableSampler(DistributedSampler):
         return itertools.islice(super().__iter__(), self.start, None)
 
 
-# EDIT: your two data sets. In options, instead of collate_fn, which is for mnist.py's batches,
-# "num_workers": N, and "worker_init_fn": preemption.ignore. N is a rank's CPUs less two, or 0.
+# EDIT: your two data sets. In options, instead of collate_fn (for mnist.py's whole batches):
+# "num_workers": N, "multiprocessing_context": "fork", "worker_init_fn": preemption.ignore. N is a
+# rank's CPUs less one, or 0 at first.
 train_set, test_set = mnist.load(args.data_dir)
 options = {"collate_fn": mnist.collate, "pin_memory": device.type == "cuda"}
 if args.batch_size % world_size != 0 or args.batch_size > len(train_set):

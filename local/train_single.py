@@ -35,7 +35,9 @@ parser.add_argument("--log-every", type=int, default=100, metavar="STEPS")
 parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/, job id or time")
 # A requeued job runs the same command again, so it resumes without being told.
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-parser.add_argument("--resume", action="store_true", default=requeued)
+parser.add_argument(
+    "--resume", action="store_true", default=requeued, help="the run in --checkpoint-dir"
+)
 args = parser.parse_args()
 if min(args.epochs, args.batch_size, args.log_every) < 1:
     parser.error("--epochs, --batch-size and --log-every must be 1 or more")

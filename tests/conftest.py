@@ -338,7 +338,8 @@ DIST_PACKAGES = f"/usr/local/lib/python3.{sys.version_info.minor}/dist-packages"
 def debootstrap(release: str, folder: Path, *options: str):
     """A Debian or Ubuntu in a folder, from this machine's apt mirror."""
     indexes = run("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages")
-    mirror = [uri for uri in indexes.stdout.split() if re.search("/(debian|ubuntu)/?$", uri)][:1]
+    kind = "debian" if release in ("bookworm", "trixie", "forky", "sid") else "ubuntu"
+    mirror = [uri for uri in indexes.stdout.split() if re.search(f"/{kind}/?$", uri)][:1]
     path = environment(PATH=f"{os.environ['PATH']}:/usr/sbin")
     command = ["debootstrap", "--variant=minbase", *options, release, folder, *mirror]
     made = run(*command, env=path, timeout=300)

@@ -202,8 +202,10 @@ def test_what_is_inside(cluster, site):
     named |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_LAUNCH_BLOCKING": "1"}
     named |= {"OWN": "a b", "OWN_TOO": "", "NVIDIA_VISIBLE_DEVICES": "void"}
     before = os.umask(0o007)
-    job = submit(cluster, site, clone, INSIDE, *NASTY, **named, **stray)
-    os.umask(before)
+    try:
+        job = submit(cluster, site, clone, INSIDE, *NASTY, **named, **stray)
+    finally:
+        os.umask(before)
     job = cluster.wait(job)
     assert job.state == "COMPLETED", job.log
     # env.sh's.

@@ -344,11 +344,11 @@ def test_term_while_a_spawner_imports_torch(cluster, data, uninterrupted, tmp_pa
     """It waits there, and reaches the ranks once they listen."""
     trial = Trial(cluster, "spawn", PREEMPTIBLE, data, tmp_path)
 
-    def both_wait() -> bool:
+    def both_listen() -> bool:
         spawners = chaos.starters(trial.job)
         return len(spawners) == 2 and all(map(handles_term, spawners))
 
-    wait_for(both_wait)
+    wait_for(both_listen)
     trial.signal("--signal=TERM")
     trial.wait_for(REQUEUED, 60)
     trial.is_equal_after_a_restart(uninterrupted(PREEMPTIBLE))

@@ -671,6 +671,7 @@ def test_tasks_without_a_launcher(cluster, tiny):
         ("gpu:8", "set", ["--gpus-per-node=0"], "--gpus-per-node=0 "),
         ("gpu:8", "set", ["--ntasks-per-node=1"], " launch_slurm_with_torchrun.sh "),
         ("gpu:8", "small", ["--ntasks-per-node=1"], " launch_slurm_to_torch.sh "),
+        ("gpu:8", "typed", [], " --gres=gpu:1 "),
     ],
 )
 def test_default_gpus_of_a_task(gres, name, options, gpus, tmp_path):
@@ -686,6 +687,7 @@ def test_default_gpus_of_a_task(gres, name, options, gpus, tmp_path):
         f'[default.cluster]\nbackend = "local"\njob_base_dir = "{tmp_path}/jobs"\n'
         "[small.submit]\ntime = 1\n"
         "[set.submit]\ngpus_per_node = 3\n"
+        '[typed.submit]\ngres = "gpu:1"\n'
     )
     path = f"{write_tools(tmp_path / 'tools', tools)}:{environment()['PATH']}"
     command = [sys.executable, TASK, "--submit", "--env", name, *options, "--epochs", 1]
@@ -693,6 +695,7 @@ def test_default_gpus_of_a_task(gres, name, options, gpus, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     shown = given.read_text()
     assert shown.startswith(gpus) if gpus[0].isdigit() else gpus in shown
+    assert shown.startswith(" ") or "--gres" not in shown
     assert not gpus[0].isdigit() or "--gpus-per-node" not in shown
 
 

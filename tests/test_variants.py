@@ -96,6 +96,7 @@ def test_nodes_that_register_in_another_order(cluster, tmp_path):
     size = '--conf "CPUs=2 RealMemory=8000 Gres=gpu:2"'
     order = {node: f"-Z {size} -N {node}" for node in reversed(NODES)}
     restart(cluster, "s/^NodeName=.*/MaxNodeCount=4/", slurmd=order)
+    assert "DYNAMIC_NORM" in cluster.exec("scontrol", "show", "node", "node-1").stdout
     assert_all_ways(cluster, tmp_path)
 
 
@@ -114,8 +115,9 @@ def test_names_unlike_the_hosts(cluster, tmp_path):
     assert count == 1
     (tmp_path / "env.sh").write_text(edited)
     for way in LAUNCHERS:
-        job = cluster.sbatch("--output=log", LAUNCHERS[way], "aux/check_ranks.py", cwd=tmp_path)
-        assert "VERDICT: all well, 4 ranks" in job.log, job.log
+        check = [f"--output=log-{way}", LAUNCHERS[way], "aux/check_ranks.py"]
+        job = cluster.sbatch(*check, cwd=tmp_path)
+        assert job.state == "COMPLETED" and "VERDICT: all well, 4 ranks" in job.log, job.log
 
 
 def test_signals_to_all_processes_of_a_step(cluster, tiny, tmp_path):
@@ -145,7 +147,7 @@ def test_nodes_that_differ(cluster, tmp_path):
 def test_accounting(cluster, tiny, tmp_path):
     """README's command with --account as it stands, sacct, and a preemption by QOS."""
     if not shutil.which("slurmdbd"):
-        pytest.skip("no slurmdbd: `make test-all` installs it on Debian 12")
+        pytest.skip("no slurmdbd: `make accounting`, on Debian 12")
     made = cluster.exec("./tests/variants/accounting.sh", timeout=60)
     assert made.returncode == 0, made.stderr
     restart(cluster)

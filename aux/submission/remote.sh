@@ -54,8 +54,8 @@ submit() {
         (cd "$folder" && ./aux/import_image.sh "$image" pytorch.sqsh >&2) ||
             die "no image $image for the job, see above"
     fi
-    # Slurm 26.05 refuses --gres=gpu beside it.
-    case "$*" in *--gres=gpu*) gpus='' ;; esac
+    # Slurm 26.05 refuses SBATCH_GPUS_PER_NODE beside --gres=gpu.
+    case "$*" in *--gres=*gpu*) gpus='' ;; esac
     if [ -n "$gpus" ]; then
         # A cluster without GPUs would refuse the job.
         case $(sinfo --noheader --format=%G) in *gpu*) ;; *) gpus=0 ;; esac

@@ -23,8 +23,7 @@ RANKS, EPOCHS, TEST_IMAGES, BATCH = 4, 3, 11, 8
 IMAGES, STEPS = 26, 3
 TINY = ["--layers", "1", "--heads", "2", "--width", "8", "--context", "8", "--eval-every", "3"]
 TINY += ["--steps", "3"]
-# The arguments of each script, and those of the run that is resumed, from its first epoch, or from
-# the checkpoint of step 2.
+# The arguments of each script, and of the run that is then resumed, after epoch 1 or step 2.
 SCRIPTS = {
     "train_ddp.py": (["--epochs", "3"], ["--epochs", "1"]),
     "train_fsdp.py": (TINY, [*TINY, "--checkpoint-every", "2"]),
@@ -126,8 +125,7 @@ def run_all(folder: Path) -> dict[str, dict]:
         whole, resumed, alone = (folder / f"{script}-{n}" for n in ("whole", "resumed", "alone"))
         runs[script] = {"whole": launch(whole, RANKS, [*command, *arguments])}
         launch(resumed, RANKS, [*command, *shorter])
-        for last in (resumed / "out").glob("checkpoint_step_3"):
-            shutil.rmtree(last)
+        shutil.rmtree(resumed / "out/checkpoint_step_3", ignore_errors=True)
         runs[script]["resumed"] = launch(resumed, RANKS, [*command, *arguments, "--resume"])
         runs[script]["alone"] = launch(alone, 1, [*command, *arguments])
     return runs

@@ -112,7 +112,7 @@ number() {
 
 require_root() {
   [[ "$(uname -s)" == Linux ]] || fail "needs Linux, this is $(uname -s)"
-  ((EUID == 0)) || fail "needs root: sudo $0 ..."
+  ((EUID == 0)) || fail "needs root: sudo $me ..."
 }
 
 # Locks the folder that holds the state folders, so that no lock file stays behind.
@@ -229,7 +229,7 @@ exec_on_node() {
     --node=*) node="${1#*=}" && shift ;;
     -*) fail "exec knows --node NAME before the command, not '$1'" ;;
   esac
-  (($#)) || fail "exec needs a command: $0 exec sinfo"
+  (($#)) || fail "exec needs a command: $me exec sinfo"
   require_root
   is_up || fail "cluster $CLUSTER is not up: run '$me up'"
   [[ "$node" =~ ^node-[0-9]+$ && -e "$state/$node.pid" ]] ||
