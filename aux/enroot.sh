@@ -89,5 +89,5 @@ done
 
 # With this job's umask, because a login shell may take one from the image.
 # shellcheck disable=SC2016  # expanded by the shell in the container, which becomes the command
-enter='umask "$0" && cd "$1" && shift && exec "$@"'
-exec enroot start "${options[@]}" "$name" bash -c "$enter" "$(umask)" "$inside" "$@"
+exec enroot start "${options[@]}" "$name" \
+    bash -c 'umask "$0" && cd "$1" && shift && exec "$@"' "$(umask)" "$inside" "$@"

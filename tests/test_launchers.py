@@ -151,7 +151,8 @@ def test_default_script_is_train_ddp(cluster, tmp_path):
     for name in (*THREE_FILES["srun"], "distributed/train_ddp.py", "distributed/mnist.py"):
         copy_file(name, tmp_path)
     job = cluster.sbatch("--output=log", LAUNCHERS["srun"], cwd=tmp_path)
-    assert job.state == "FAILED" and job.seconds < 60, job.log
+    # Long before the 300 seconds of a rank that waits for others.
+    assert job.state == "FAILED" and job.seconds < 120, job.log
     assert "no MNIST data in data/mnist: prepare it once" in job.log, job.log
 
 
