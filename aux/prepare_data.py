@@ -68,12 +68,12 @@ def idx(content: bytes, *shape: int) -> bytes:
     return header + b"".join(size.to_bytes(4, "big") for size in shape) + content
 
 
-def draw_mnist() -> dict[str, bytes]:
+def draw_mnist(train: int = 60_000, test: int = 10_000) -> dict[str, bytes]:
     """The four files of synthetic digits, whose labels are 0, 1, ..., 9, 0, 1, ... in turn."""
     # On a busy machine several threads wait for each other, and take ten times as long as one.
     torch.set_num_threads(1)
     files = {}
-    for seed, (split, count) in enumerate({"train": 60_000, "t10k": 10_000}.items()):
+    for seed, (split, count) in enumerate({"train": train, "t10k": test}.items()):
         files[f"{split}-labels-idx1-ubyte"] = idx(bytes(i % 10 for i in range(count)), count)
         files[f"{split}-images-idx3-ubyte"] = idx(draw_digits(count, seed), count, 28, 28)
     return files

@@ -24,8 +24,7 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.append(str(REPOSITORY / "aux"))
 
-from draw_digits import draw_digits
-from prepare_data import idx
+from prepare_data import draw_mnist
 
 PYTHON = sys.executable
 # Of GPT-2, whose vocabulary does not divide by 64.
@@ -102,8 +101,9 @@ class Report:
         self.cpu = device == "cpu"
         self.folder = folder
         self.device = "--device cpu" if self.cpu else ""
-        fsdp = f"{PYTHON} distributed/train_fsdp.py --data-dir {folder}/tokens {self.device}"
-        self.fsdp = f"{fsdp} --eval-windows 8 --eval-every 100000 --checkpoint-every 100000"
+        script = f"distributed/train_fsdp.py --data-dir {folder}/tokens {self.device}"
+        self.script = f"{script} --eval-windows 8 --eval-every 100000 --checkpoint-every 100000"
+        self.fsdp = f"{PYTHON} {self.script}"
         self.size = TINY if self.cpu else "--size gpt2 --batch-size 32"
 
     def prepare(self):
@@ -114,10 +114,8 @@ class Report:
             tokens.numpy().tofile(self.folder / "tokens" / f"{split}.bin")
         raw = self.folder / "mnist/MNIST/raw"
         raw.mkdir(parents=True)
-        for split, count in (("train", 6000), ("t10k", 1000)):
-            images, labels = draw_digits(count, 0), bytes(i % 10 for i in range(count))
-            (raw / f"{split}-images-idx3-ubyte").write_bytes(idx(images, count, 28, 28))
-            (raw / f"{split}-labels-idx1-ubyte").write_bytes(idx(labels, count))
+        for name, content in draw_mnist(6000, 1000).items():
+            (raw / name).write_bytes(content)
 
     def machine(self) -> str:
         query = "nvidia-smi --query-gpu=name,memory.total,driver_version,power.limit --format=csv"
@@ -151,7 +149,7 @@ class Report:
     def losses(self) -> str:
         """In float32, of five steps; TF32 off."""
         found = {}
-        for device in {"cpu", "cpu" if self.cpu else "auto"}:
+        for device in ["cpu"] if self.cpu else ["cpu", "cuda"]:
             options = f"{TINY} --precision fp32 --no-compile --dropout 0 --steps 5 --log-every 1"
             folder = f"--checkpoint-dir {self.folder}/losses-{device}"
             command = f"{self.fsdp} {options} {folder} --device {device}"
@@ -190,7 +188,7 @@ class Report:
     def two_ranks(self) -> str:
         """Two ranks on one GPU: with NCCL they are refused, with gloo they train."""
         ddp = f"{self.device} --data-dir {self.folder}/mnist --epochs 1 --log-every 50"
-        fsdp = f"{self.fsdp.partition(' ')[2]} {TINY} --steps 5"
+        fsdp = f"{self.script} {TINY} --steps 5"
         gloo = self.changed("distributed/train_ddp.py", '("nccl", device)', '("gloo", device)')
         commands = {
             "train_ddp.py": f"distributed/train_ddp.py {ddp}",
@@ -235,7 +233,7 @@ class Report:
         )
 
     def profile(self) -> str:
-        command = f"{self.fsdp.partition(' ')[2]} {self.size} --steps 8 --log-every 8"
+        command = f"{self.script} {self.size} --steps 8 --log-every 8"
         command += f" --checkpoint-dir {self.folder}/profiled"
         _, output, _ = run(f"{PYTHON} - {command} <<'END'{PROFILE}END", 90)
         table = max(output.rfind("\n---", 0, max(output.find("Name"), 0)), 0)

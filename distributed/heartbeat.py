@@ -76,14 +76,14 @@ class Heart:
             # at the end of the time tells it from one that hangs as a whole.
             if now >= next_write or (seconds > self.after / 2 and not late):
                 late = seconds > self.after / 2
-                self.write(seconds, late)
+                self.write(seconds)
                 next_write = now + self.interval
             if seconds > self.after and not reported:
                 reported = True
                 self.report(seconds)
             time.sleep(0.5)
 
-    def write(self, seconds: float, late: bool):
+    def write(self, seconds: float):
         stack, frame, waits = main_stack()
         beat = {
             "rank": self.rank,
@@ -93,7 +93,6 @@ class Heart:
             "interval": self.interval,
             "step": step,
             "seconds_in_step": seconds,
-            "late": late,
             "waits": waits,
             "frame": frame,
             "stack": stack,
@@ -107,7 +106,7 @@ class Heart:
             return
         beats = [beat for beat in read_beats(self.folder) if beat["rank"] < self.world_size]
         missing = sorted(set(range(self.world_size)) - {beat["rank"] for beat in beats})
-        silent = [beat for beat in beats if not beat["late"]]
+        silent = [beat for beat in beats if beat["seconds_in_step"] <= self.after / 2]
         if self.rank == 1 and 0 not in [*missing, *(beat["rank"] for beat in silent)]:
             return
         no_step = f"no step for {seconds:.0f} s"

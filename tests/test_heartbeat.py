@@ -106,7 +106,7 @@ def test_watch_job_excludes_the_node_of_the_rank_that_hangs(
         beat = {"rank": rank, "host": f"n{rank // 2}", "world_size": 6, "step": steps[rank]}
         beat |= {"time": time.time() - (100 if rank in silent else 0), "interval": 2}
         beat |= {"stack": ["f"], "frame": "f", "waits": waits[rank]}
-        beat |= {"seconds_in_step": 120.0, "late": True}
+        beat |= {"seconds_in_step": 120.0}
         (folder / str(rank)).write_text(json.dumps(beat))
     done = run(sys.executable, WATCH, 7, cwd=tmp_path)
     assert done.returncode == (exclude is not None), done.stdout + done.stderr

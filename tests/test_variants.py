@@ -4,11 +4,11 @@ sockets, other names, nodes that differ. A variant is a few changes of Slurm's c
 import os
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
 from conftest import LAUNCHERS, REPOSITORY, Cluster, at_once, wait_for
+from test_fault_tolerance import PREEMPTIBLE, Trial
 from test_launchers import VARIABLES, assert_five_variables
 
 pytestmark = pytest.mark.matrix
@@ -64,21 +64,10 @@ def assert_all_ways(cluster, tmp_path, *options: str):
     at_once(scenario, [(way,) for way in LAUNCHERS])
 
 
-def train(cluster, way: str, data: Path, folder: Path, *options: str) -> int:
-    """A job that trains slowly, once it trains."""
-    command = ["tests/scripts/slowly.py", "1", "distributed/train_preemptible.py", "--epochs=4"]
-    command += [f"--data-dir={data}", f"--checkpoint-dir={folder}"]
-    log = folder.with_suffix(".log")
-    job = cluster.submit(*options, f"--output={log}", LAUNCHERS[way], *command)
-    wait_for(lambda: log.exists() and "Data: " in log.read_text())
-    return job
-
-
-def assert_resumed(cluster, number: int):
-    job = cluster.wait(number)
-    assert job.state == "COMPLETED", job.log
+def assert_resumed(trial: Trial):
+    job = trial.ends()
+    assert job.state == "COMPLETED" and trial.restarts == 1, job.log
     assert re.search(r"^Resumed after step [1-9]", job.log, re.M), job.log
-    assert cluster.show(number)["Restarts"] == "1"
 
 
 def test_gpus_bound_to_sockets(cluster, tmp_path):
@@ -127,9 +116,10 @@ def test_signals_to_all_processes_of_a_step(cluster, tiny, tmp_path):
     bash(cluster, 'echo SignalChildrenProcesses=yes >>"$(dirname "$SLURM_CONF")/cgroup.conf"')
     restart(cluster)
     for way in LAUNCHERS:
-        job = train(cluster, way, tiny, tmp_path / way)
-        assert cluster.exec("scancel", "--signal=TERM", job).returncode == 0
-        assert_resumed(cluster, job)
+        trial = Trial(cluster, way, PREEMPTIBLE, {PREEMPTIBLE: tiny}, tmp_path / way)
+        trial.train_a_little()
+        trial.signal("--signal=TERM")
+        assert_resumed(trial)
 
 
 def test_nodes_that_differ(cluster, tmp_path):
@@ -165,7 +155,9 @@ def test_accounting(cluster, tiny, tmp_path):
     assert bash(cluster, f"{account}{job.id}") == "a|normal|COMPLETED\n"
     assert_all_ways(cluster, tmp_path, "--account=A")
 
-    preempted = train(cluster, "torchrun", tiny, tmp_path / "train", "--account=A")
+    data, sbatch = {PREEMPTIBLE: tiny}, ["--account=A"]
+    preempted = Trial(cluster, "srun", PREEMPTIBLE, data, tmp_path / "train", sbatch=sbatch)
+    preempted.train_a_little()
     urgent = ["--account=A", "--qos=urgent", "--exclusive", "--output=/dev/null", "--wrap=true"]
     assert cluster.sbatch(*urgent).state == "COMPLETED"
-    assert_resumed(cluster, preempted)
+    assert_resumed(preempted)

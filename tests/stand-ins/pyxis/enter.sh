@@ -1,5 +1,6 @@
 #!/bin/bash
-# A task of srun with Pyxis: enter.sh FOLDER MOUNTS IMAGE COMMAND. Pyxis unpacks a squashfs image on every node, for every step.
+# A task of srun with Pyxis: enter.sh FOLDER MOUNTS IMAGE COMMAND. Pyxis unpacks a squashfs image on
+# every node, for every step.
 set -euo pipefail
 folder=$1 mounts=${2//,/$'\n'} image=$3
 shift 3
