@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -29,15 +30,23 @@ from prepare_data import draw_mnist
 PYTHON = sys.executable
 # Of GPT-2, whose vocabulary does not divide by 64.
 VOCABULARY = 50257
+PADDED = "--size gpt2 --batch-size 32 --pad-vocabulary"
 SPEED = {
-    "gpt2, eager": "--size gpt2 --no-compile",
-    "gpt2": "--size gpt2",
-    "gpt2, padded vocabulary": "--size gpt2 --pad-vocabulary",
-    "1b, padded, recomputed": "--size 1b --batch-size 8 --pad-vocabulary "
+    "gpt2, eager": "--size gpt2 --batch-size 32 --no-compile",
+    "gpt2": "--size gpt2 --batch-size 32",
+    "gpt2, padded vocabulary": PADDED,
+    "the same, FSDP of one rank": PADDED,
+    "the same, cuDNN's attention first": PADDED,
+    "1b, FSDP of one rank, recomputed": "--size 1b --batch-size 8 --pad-vocabulary "
     "--activation-checkpointing",
 }
 TINY = "--layers 2 --heads 4 --width 64 --context 32 --batch-size 8"
-SPEED_OF_CPU = {"eager": TINY, "padded vocabulary": f"{TINY} --pad-vocabulary"}
+SPEED_OF_CPU = {"eager": TINY, "padded, FSDP of one rank": f"{TINY} --pad-vocabulary"}
+CUDNN = """from torch.nn.attention import SDPBackend, sdpa_kernel
+order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+sdpa_kernel(order, set_priority=True).__enter__()
+# --- model ---
+"""
 HANG = """
 import datetime, torch, torch.distributed as dist
 torch.cuda.set_device(0)
@@ -104,7 +113,7 @@ class Report:
         script = f"distributed/train_fsdp.py --data-dir {folder}/tokens {self.device}"
         self.script = f"{script} --eval-windows 8 --eval-every 100000 --checkpoint-every 100000"
         self.fsdp = f"{PYTHON} {self.script}"
-        self.size = TINY if self.cpu else "--size gpt2 --batch-size 32"
+        self.size = TINY if self.cpu else PADDED
 
     def prepare(self):
         """GPT-2's tokens as nanoGPT stores them, at random, and MNIST's digits, drawn here."""
@@ -130,12 +139,16 @@ class Report:
     def speed(self) -> str:
         rows = ["| train_fsdp.py | tokens/s | MFU | peak memory, GiB | s to the first line |"]
         rows.append("|---|---|---|---|---|")
+        cudnn = self.changed("distributed/train_fsdp.py", "# --- model ---\n", CUDNN)
         for name, options in (SPEED_OF_CPU if self.cpu else SPEED).items():
-            batch = "" if "--batch-size" in options else "--batch-size 32"
-            folder = f"--checkpoint-dir {self.folder}/{name.replace(' ', '-')}"
+            command = f"{self.script} {options} --log-every 10 --steps 100000"
+            command += f" --checkpoint-dir {self.folder}/{re.sub('[^a-z0-9]', '-', name)}"
+            if "cuDNN" in name:
+                command = command.replace("distributed/train_fsdp.py", str(cudnn))
+            start = PYTHON if "one rank" not in name and "cuDNN" not in name else "./torchrun.sh"
             # The first line is behind the compilation.
-            command = f"{self.fsdp} {options} {batch} {folder} --log-every 10 --steps 100000"
-            _, output, _ = run(f"{command} | while read -r line; do echo $SECONDS $line; done", 45)
+            read = "while read -r line && [[ $line != step=70/* ]]; do echo $SECONDS $line; done"
+            _, output, _ = run(f"{start} {command} | {read}", 110, PYTHONPATH="distributed")
             lines = re.findall(r"^(\d+) step=.*tokens_per_second=.*$", output, re.M)
             found = re.findall(
                 r"tokens_per_second=(\S+)(?: mfu=(\S+))?(?:.*?peak_memory_gib=(\S+))?", output
@@ -144,6 +157,18 @@ class Report:
             rows.append(f"| {name} | {' | '.join(cells)} |")
             if not found:
                 rows.append(f"\n{block(output, 8)}\n")
+        return "\n".join(rows)
+
+    def digits(self) -> str:
+        """Images/s of the last line, whose steps wait for nothing but the loader and the GPU."""
+        rows = ["| train_single.py | images/s |", "|---|---|"]
+        for options in ("--precision fp32", "--precision bf16", "--batch-size 1000"):
+            command = f"{PYTHON} local/train_single.py {self.device} --data-dir {self.folder}/mnist"
+            command += f" --epochs 2 --log-every 5 {options}"
+            command += f" --checkpoint-dir {self.folder}/digits{len(rows)}"
+            output = run(command, 60)[1]
+            found = re.findall(r"images_per_second=(\S+)", output) or [output[-200:]]
+            rows.append(f"| {options} | {found[-1]} |")
         return "\n".join(rows)
 
     def losses(self) -> str:
@@ -168,7 +193,7 @@ class Report:
         text = (REPOSITORY / script).read_text()
         if old not in text:
             sys.exit(f"gpu_report.py: {script} has no {old!r}")
-        copy = self.folder / f"changed_{Path(script).name}"
+        copy = self.folder / f"changed_{len(new)}_{Path(script).name}"
         copy.write_text(text.replace(old, new))
         return copy
 
@@ -240,17 +265,21 @@ class Report:
         return block(output[table:], 18)
 
 
-PARTS = {
-    "Machine": Report.machine,
-    "Speed and memory": Report.speed,
-    "Losses beside the CPU's": Report.losses,
-    "A rank that hangs": Report.hang,
-    "A rank that never comes": Report.never_comes,
-    "Two ranks on one GPU": Report.two_ranks,
-    "Out of memory": Report.out_of_memory,
-    "Checkpoints": Report.checkpoints,
-    "Profile": Report.profile,
-}
+# Those of one line run at once, because they mostly wait.
+PARTS = [
+    {"Machine": Report.machine},
+    {"Speed and memory": Report.speed},
+    {
+        "Losses beside the CPU's": Report.losses,
+        "A rank that hangs": Report.hang,
+        "A rank that never comes": Report.never_comes,
+        "Two ranks on one GPU": Report.two_ranks,
+    },
+    {"Checkpoints": Report.checkpoints},
+    {"Profile": Report.profile},
+    {"Out of memory": Report.out_of_memory},
+    {"Handwritten digits": Report.digits},
+]
 
 
 def main():
@@ -265,11 +294,14 @@ def main():
         report = Report(args.device, Path(folder))
         report.prepare()
         page = f"# One GPU, {time.strftime('%Y-%m-%d')}\n"
-        for title, part in PARTS.items():
-            start = time.monotonic()
-            page += f"\n## {title}\n\n{part(report)}\n"
-            args.out.write_text(page)
-            print(f"{title}: {time.monotonic() - start:.0f} s", flush=True)
+        with ThreadPoolExecutor() as pool:
+            for parts in PARTS:
+                start = time.monotonic()
+                texts = pool.map(lambda part: part(report), parts.values())
+                for title, text in zip(parts, texts, strict=True):
+                    page += f"\n## {title}\n\n{text}\n"
+                    args.out.write_text(page)
+                    print(f"{title}: {time.monotonic() - start:.0f} s", flush=True)
     print(f"{args.out}: {time.monotonic() - begin:.0f} s")
 
 
