@@ -30,23 +30,16 @@ from prepare_data import draw_mnist
 PYTHON = sys.executable
 # Of GPT-2, whose vocabulary does not divide by 64.
 VOCABULARY = 50257
-PADDED = "--size gpt2 --batch-size 32 --pad-vocabulary"
+PADDED = "--size gpt2 --batch-size 32"
 SPEED = {
-    "gpt2, eager": "--size gpt2 --batch-size 32 --no-compile",
-    "gpt2": "--size gpt2 --batch-size 32",
+    "gpt2, eager": f"{PADDED} --no-pad-vocabulary --no-compile",
+    "gpt2": f"{PADDED} --no-pad-vocabulary",
     "gpt2, padded vocabulary": PADDED,
     "the same, FSDP of one rank": PADDED,
-    "the same, cuDNN's attention first": PADDED,
-    "1b, FSDP of one rank, recomputed": "--size 1b --batch-size 8 --pad-vocabulary "
-    "--activation-checkpointing",
+    "1b, FSDP of one rank, recomputed": "--size 1b --batch-size 8 --activation-checkpointing",
 }
 TINY = "--layers 2 --heads 4 --width 64 --context 32 --batch-size 8"
 SPEED_OF_CPU = {"eager": TINY, "padded, FSDP of one rank": f"{TINY} --pad-vocabulary"}
-CUDNN = """from torch.nn.attention import SDPBackend, sdpa_kernel
-order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-sdpa_kernel(order, set_priority=True).__enter__()
-# --- model ---
-"""
 HANG = """
 import datetime, torch, torch.distributed as dist
 torch.cuda.set_device(0)
@@ -71,9 +64,16 @@ with torch.profiler.profile() as profile:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit:
         pass
-device = "cuda" if torch.cuda.is_available() else "cpu"
-table = profile.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=10)
-print("\\n".join(line[:100] for line in table.splitlines()))
+cuda = torch.cuda.is_available()
+name = f"self_{'device' if cuda else 'cpu'}_time_total"
+# On CUDA the kernels, because their times are their operators' as well.
+events = profile.key_averages()
+events = [event for event in events if cuda == str(event.device_type).endswith("CUDA")]
+events.sort(key=lambda event: -getattr(event, name))
+whole = sum(getattr(event, name) for event in events)
+for event in events[:10]:
+    time = getattr(event, name)
+    print(f"PROFILE {time / whole:6.1%} {time / 1000:9.1f} ms {event.count:6} x {event.key[:60]}")
 """
 
 
@@ -91,11 +91,12 @@ def run(command: str, limit: float, **variables: object) -> tuple[int, str, floa
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
             status = 124
-        # torchrun passes SIGTERM on to its ranks, and kills them after 30 seconds.
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(40)
+        finally:
+            # torchrun passes SIGTERM on to its ranks, and kills them after 30 seconds.
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, number)
+                    process.wait(40)
         output.seek(0)
         return status, output.read(), time.monotonic() - start
 
@@ -139,23 +140,21 @@ class Report:
     def speed(self) -> str:
         rows = ["| train_fsdp.py | tokens/s | MFU | peak memory, GiB | s to the first line |"]
         rows.append("|---|---|---|---|---|")
-        cudnn = self.changed("distributed/train_fsdp.py", "# --- model ---\n", CUDNN)
         for name, options in (SPEED_OF_CPU if self.cpu else SPEED).items():
             command = f"{self.script} {options} --log-every 10 --steps 100000"
             command += f" --checkpoint-dir {self.folder}/{re.sub('[^a-z0-9]', '-', name)}"
-            if "cuDNN" in name:
-                command = command.replace("distributed/train_fsdp.py", str(cudnn))
-            start = PYTHON if "one rank" not in name and "cuDNN" not in name else "./torchrun.sh"
+            start = "./torchrun.sh" if "one rank" in name else PYTHON
             # The first line is behind the compilation.
             read = "while read -r line && [[ $line != step=70/* ]]; do echo $SECONDS $line; done"
-            _, output, _ = run(f"{start} {command} | {read}", 110, PYTHONPATH="distributed")
+            _, output, _ = run(f"{start} {command} | {read}", 110)
             lines = re.findall(r"^(\d+) step=.*tokens_per_second=.*$", output, re.M)
-            found = re.findall(
-                r"tokens_per_second=(\S+)(?: mfu=(\S+))?(?:.*?peak_memory_gib=(\S+))?", output
-            )
-            cells = [*(value or "-" for value in found[-1]), lines[0]] if found else ["-"] * 4
+            found = [
+                re.findall(rf"{value}=(\S+)", output)
+                for value in ("tokens_per_second", "mfu", "peak_memory_gib")
+            ]
+            cells = [values[-1] if values else "-" for values in (*found, lines[:1])]
             rows.append(f"| {name} | {' | '.join(cells)} |")
-            if not found:
+            if not lines:
                 rows.append(f"\n{block(output, 8)}\n")
         return "\n".join(rows)
 
@@ -186,6 +185,7 @@ class Report:
         if self.cpu:
             return "Only with NCCL."
         status, output, seconds = run(f"{PYTHON} -c '{HANG}'", 120)
+        output = re.sub(r"^frame #.*\n", "", output, flags=re.M)
         return f"Status {status} after {seconds:.0f} s.\n\n{block(output)}"
 
     def changed(self, script: str, old: str, new: str) -> Path:
@@ -193,7 +193,7 @@ class Report:
         text = (REPOSITORY / script).read_text()
         if old not in text:
             sys.exit(f"gpu_report.py: {script} has no {old!r}")
-        copy = self.folder / f"changed_{len(new)}_{Path(script).name}"
+        copy = Path(tempfile.mkdtemp(dir=self.folder), Path(script).name)
         copy.write_text(text.replace(old, new))
         return copy
 
@@ -226,8 +226,8 @@ class Report:
             variables = {"NPROC_PER_NODE": 2, "PYTHONPATH": "distributed"}
             status, output, seconds = run(f"./torchrun.sh {command} {folder}", 60, **variables)
             # Without torchrun's report.
-            lines = [x for x in output.splitlines() if not x.startswith(("W", "E", " ", "["))]
-            shown = block("\n".join(lines), 8)
+            report = re.search(r"^[EW]\d{4} .*elastic", output, re.M)
+            shown = block(output[: report and report.start()], 8)
             told.append(f"{name}: status {status} after {seconds:.0f} s.\n\n{shown}")
         return "\n\n".join(told)
 
@@ -261,8 +261,8 @@ class Report:
         command = f"{self.script} {self.size} --steps 8 --log-every 8"
         command += f" --checkpoint-dir {self.folder}/profiled"
         _, output, _ = run(f"{PYTHON} - {command} <<'END'{PROFILE}END", 90)
-        table = max(output.rfind("\n---", 0, max(output.find("Name"), 0)), 0)
-        return block(output[table:], 18)
+        lines = re.findall(r"^PROFILE (.*)$", output, re.M)
+        return block("\n".join(lines or [output]), 10)
 
 
 # Those of one line run at once, because they mostly wait.
@@ -289,6 +289,7 @@ def main():
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu_report.py: torch sees no GPU here (the dry run: --device cpu)")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_report.py: ended"))
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Report(args.device, Path(folder))

@@ -25,13 +25,16 @@ EXCERPT = re.compile(r"^(<!-- ((?:sed -n|cat) [^\n]+) -->\n\n```\w*\n)(.*?)(^```
 def split_at_rulers(hunk: str, path: str) -> list[tuple[str, list[str]]]:
     """(block, lines) for every part of a hunk with changes, by the blocks of the new file."""
     head, *body = hunk.splitlines()
-    above = (REPOSITORY / path).read_text().splitlines()
+    text = (REPOSITORY / path).read_text()
+    above = text.splitlines()
     del above[int(re.match(r"@@ \S+ \+(\d+)", head)[1]) :]
     rulers = [ruler[1] for line in above if (ruler := re.match(r"# --- (.+?) -+$", line))]
     first = "imports" if any(line.startswith("import ") for line in above) else "docstring"
     parts = [(rulers[-1] if rulers else first, [])]
     for line in body:
         ruler = re.match(r"[ +]# --- (.+?) -+$", line)
+        if "\n# --- " in text and parts[-1][0] == "docstring" and line[1:].startswith("import "):
+            parts.append(("imports", []))
         if ruler:
             parts.append((ruler[1], []))
         if not ruler or line.startswith("+"):

@@ -12,11 +12,13 @@ from resilience.arguments import ArgumentParser, number, whole_number
 # nanoGPT's, except the small model's learning rate: with 2e-3 instead of 1e-3 it learns more.
 CPU = {"layers": 4, "heads": 4, "width": 128, "context": 64, "dropout": 0.0}
 CPU |= {"batch_size": 12, "steps": 2000, "learning_rate": 2e-3, "warmup_steps": 100, "beta2": 0.99}
+CPU |= {"pad_vocabulary": False}
 GPU = {"layers": 6, "heads": 6, "width": 384, "context": 256, "dropout": 0.2}
 GPU |= {"batch_size": 64, "steps": 5000, "learning_rate": 1e-3, "warmup_steps": 100, "beta2": 0.99}
+GPU |= {"pad_vocabulary": False}
 GPT2 = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "dropout": 0.0}
 GPT2 |= {"batch_size": 480, "steps": 600_000, "learning_rate": 6e-4}
-GPT2 |= {"warmup_steps": 2000, "beta2": 0.95}
+GPT2 |= {"warmup_steps": 2000, "beta2": 0.95, "pad_vocabulary": True}
 # Learning rates and batch sizes of GPT-3's models (arxiv.org/abs/2005.14165, table 2.1)
 MEDIUM = GPT2 | {"layers": 24, "heads": 16, "width": 1024, "learning_rate": 3e-4}
 ONE_B = GPT2 | {"layers": 24, "heads": 16, "width": 2048, "context": 2048, "learning_rate": 2e-4}
@@ -54,8 +56,9 @@ def add_recipe_arguments(parser: ArgumentParser):
     add("--activation-checkpointing", action="store_true", help=help)
     help = "torch.compile (default: on CUDA with Triton and a C compiler)"
     add("--compile", action=argparse.BooleanOptionalAction, help=help)
-    help = "add tokens that never occur, up to a multiple of 64: faster matmuls on GPUs"
-    add("--pad-vocabulary", action="store_true", help=help)
+    help = "add tokens that never occur, up to a multiple of 64, which makes matmuls faster on GPUs "
+    help += "(by default from --size gpt2 on)"
+    add("--pad-vocabulary", action=argparse.BooleanOptionalAction, help=help)
     help = "dtype of the matmuls (default: bf16 on CUDA, fp32 on a CPU)"
     add("--precision", choices=["fp32", "bf16"], help=help)
     add("--seed", type=count, default=0, help="of weights, windows and dropout")

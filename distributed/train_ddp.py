@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -108,6 +109,8 @@ model = nn.Sequential(
 )  # fmt: skip
 # Convolutions are faster in this layout.
 model = model.to(device, memory_format=torch.channels_last)
+# DDP warns of a weight with one channel or pixel, in which both layouts are the same.
+warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
 # ddp takes rank 0's weights, and its backward() averages the gradients over all ranks.
 ddp = nn.parallel.DistributedDataParallel(model)
 # fused: one kernel updates all weights.

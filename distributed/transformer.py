@@ -23,16 +23,26 @@ from torch.utils.checkpoint import checkpoint
 # torch's name of the device: "NVIDIA H100 80GB HBM3" is SXM, "NVIDIA H100 PCIe" and "NVIDIA H100
 # NVL" are slower.
 PEAK_FLOPS = {
+    "A10": 125e12,
+    "A30": 165e12,
+    "A40": 150e12,
     "A100": 312e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "H20": 148e12,
     "H100 HBM3": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H200 NVL": 835e12,
     "H200": 989e12,
+    "H800": 989e12,
+    "GH200": 989e12,
     "B200": 2250e12,
+    "B300": 2250e12,
     "GB200": 2500e12,
-    "L40S": 362e12,
+    "GB300": 2500e12,
     "MI300X": 1307e12,
+    "MI325X": 1307e12,
 }
 
 
