@@ -7,7 +7,9 @@
 
 The last line says that all is well (exit status 0, even with warnings), or which nodes to leave out
 (exit status 1). All ranks compute at once, as in training. A rank that is slower than 0.8 of the
-median is bad, or on CPUs than 0.5. This file needs only torch, so it can be copied by itself.
+median is bad, or on CPUs than 0.5. So is a node whose all-reduce, inside it or with each of two
+neighbours, is slower than 0.8 of the median, or on CPUs than 0.1. This file needs only torch, so it
+can be copied by itself.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import resource
 import secrets
 import shutil
@@ -23,6 +26,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -230,7 +234,7 @@ def warnings(device: torch.device) -> Iterator[str]:
 
 
 def ask_nvidia_smi() -> tuple[list[str], list[str]]:
-    """The faults of this node's GPUs, and the warnings."""
+    """The faults of this node's GPUs, and the warnings. It leaves out other jobs' GPUs."""
     bad, notes = [], []
     if not shutil.which("nvidia-smi"):
         return bad, notes
@@ -239,7 +243,12 @@ def ask_nvidia_smi() -> tuple[list[str], list[str]]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except subprocess.SubprocessError as error:
         return [f"nvidia-smi fails here: {error}"], notes
-    for number, gpu in enumerate(ElementTree.fromstring(done.stdout).iter("gpu")):
+    gpus = list(enumerate(ElementTree.fromstring(done.stdout).iter("gpu")))
+    seen = range(torch.cuda.device_count())
+    uuids = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in seen]
+    ours = [(number, gpu) for number, gpu in gpus if gpu.findtext("uuid") in uuids]
+    # If this rank sees fewer, Slurm hides its peers'.
+    for number, gpu in ours if len(ours) >= ranks_per_node else gpus:
         counts = [each for each in gpu.iterfind("ecc_errors/volatile/*")]
         texts = [each.text for each in counts if "uncorrectable" in each.tag]
         errors = sum(int(text) for text in texts if text.isdigit())  # or N/A
@@ -305,10 +314,68 @@ def measure(device: torch.device, mine: dict):
         mine["warnings"] += notes
 
 
+def log_of_nccl() -> Path | None:
+    """The file in which NCCL says how it connects the ranks, of one rank on each node."""
+    if local_rank > 0 or "NCCL_DEBUG" in env:
+        return None
+    path = Path(tempfile.mkdtemp(prefix="check_ranks_"), "nccl.log")
+    env.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(path))
+    return path
+
+
+def read_log_of_nccl(log: str, mine: dict):
+    """The network that NCCL has chosen, and a warning if a faster one is there."""
+    [*_, network] = re.findall(r"Using network (.+)", log) or ["unknown"]
+    direct = "/GDRDMA" in log
+    mine["network"] = f"{network}, GPUDirect RDMA: {'yes' if direct else 'no'}"
+    devices = sorted(device.name for device in INFINIBAND.glob("*"))
+    if network == "Socket" and devices:
+        what = f"NCCL uses TCP, although this node has {', '.join(devices)}"
+        how = "without NCCL_NET, NCCL_IB_DISABLE and NCCL_IB_HCA it chooses by itself"
+        mine["warnings"].append(f"{what}: {how}; a container needs /dev/infiniband")
+    elif devices and not direct and "via NET/" in log:
+        what = "NCCL's data take the way through the CPU's memory (no GPUDirect RDMA)"
+        mine["warnings"].append(f"{what}: is nvidia_peermem loaded?")
+
+
+def bus_speed(device: torch.device, ranks: list[int], size: int, mine: dict) -> float:
+    """GB/s on the bus, as nccl-tests define it, of an all-reduce of `size` bytes over these ranks,
+    which all call it. The others must call it with ranks of their own, because torch names a group
+    by how many there are already."""
+    group = dist.group.WORLD
+    if len(ranks) < world_size:
+        group = dist.new_group(ranks, use_local_synchronization=True)
+    total, times = sum(ranks) + len(ranks), []
+    for _ in range(10 if device.type == "cuda" or size < 64 * MIB else 3):
+        numbers = torch.full([size // 8], rank + 1, dtype=torch.float64, device=device)
+        finish(device)
+        start = time.perf_counter()
+        dist.all_reduce(numbers, group=group)
+        finish(device)
+        times.append(time.perf_counter() - start)
+        mine["right"] &= bool((numbers == total).all())
+    # The first one connects. CPUs have other work, so the best one counts.
+    seconds = statistics.median(times[1:]) if device.type == "cuda" else min(times[1:])
+    return 2 * (len(ranks) - 1) / len(ranks) * size / seconds / 1e9
+
+
+def neighbours(node: int, count: int) -> list[int]:
+    """The nodes form a ring, in which each has two neighbours. Its partner in each round, or itself
+    if it has none in this round."""
+    if count % 2 == 0:
+        return [node ^ 1, (((node - 1) ^ 1) + 1) % count]
+    last = count - 1
+    first = node ^ 1 if node < last else last
+    second = ((node - 1) ^ 1) + 1 if node > 0 else 0
+    return [first, second, {0: last, last: 0}.get(node, node)]
+
+
 def all_reduce(device: torch.device, store: dist.Store, mine: dict, timeout: float):
-    """GB/s on the bus as nccl-tests define it, and whether the sum is right."""
+    """The speed over all ranks, inside this node, and between it and its neighbours, so that one
+    bad link is found."""
     on_gpu, limit = device.type == "cuda", timedelta(seconds=timeout)
-    backend, size, repeats = ("nccl", 256 * MIB, 20) if on_gpu else ("gloo", 64 * MIB, 3)
+    backend, size = ("nccl", 1024 * MIB) if on_gpu else ("gloo", 64 * MIB)
+    part = size if on_gpu else 16 * MIB
     hint = f"set {backend.upper()}_SOCKET_IFNAME in env.sh to the right network"
     # NCCL can wait for ever in its first collective. gloo gives up by itself.
     late = f"the all-reduce has not ended within {timeout:g} s: look for a firewall, or {hint}"
@@ -316,28 +383,37 @@ def all_reduce(device: torch.device, store: dist.Store, mine: dict, timeout: flo
     timer.daemon = True
     if rank == 0:
         timer.start()
-    total, right, times = world_size * (world_size + 1) // 2, True, []
+    path = log_of_nccl() if on_gpu else None
+    hosts = json.loads(store.get("hosts"))
+    members = {host: [r for r, its in enumerate(hosts) if its == host] for host in hosts}
+    names, count = list(members), len(members)
+    mine["right"] = True
     try:
         dist.init_process_group(backend, None, limit, world_size, rank, store)
-        for _ in range(repeats):
-            numbers = torch.full([size // 8], rank + 1, dtype=torch.float64, device=device)
-            finish(device)
-            start = time.perf_counter()
-            dist.all_reduce(numbers)
-            finish(device)
-            times.append(time.perf_counter() - start)
-            right &= bool((numbers == total).all())
+        mine["bus"] = bus_speed(device, list(range(world_size)), size, mine)
+        if count > 1 and (speed := bus_speed(device, members[HOST], part, mine)):
+            mine["inside"] = speed
+        for other in neighbours(names.index(HOST), count) if count > 2 else ():
+            both = sorted({*members[HOST], *members[names[other]]})
+            speed = bus_speed(device, both, part, mine)
+            # A neighbour's bad link is not this node's.
+            if names[other] != HOST:
+                mine["between"] = max(speed, mine.get("between", 0))
     except RuntimeError as error:
         mine["bad"].append(f"the all-reduce fails ({str(error).splitlines()[0]}): {hint}")
         return
     finally:
         timer.cancel()
-    if not right:
+    if not mine["right"]:
         mine["bad"].append("gets a wrong sum in the all-reduce")
-    # The first one connects.
-    speed = 2 * (world_size - 1) / world_size * size / statistics.median(times[1:]) / 1e9
-    mine["right"] = right
-    mine["all-reduce"] = f"all-reduce of {size // MIB} MiB: {speed:.2f} GB/s on the bus"
+    if path and path.exists():
+        read_log_of_nccl(path.read_text(), mine)
+        shutil.rmtree(path.parent)
+    mine["all-reduce"] = f"all-reduce of {size // MIB} MiB: {mine['bus']:.2f} GB/s on the bus"
+    if on_gpu and count > 1:
+        # As many bytes leave a node as pass through each rank, and its ranks share them.
+        share = mine["bus"] * 8 / len(members[HOST])
+        mine["all-reduce"] += f", {share:.0f} Gbit/s of the network for each GPU"
 
 
 def try_signal(store: dist.Store, mine: dict, timeout: float):
@@ -379,6 +455,15 @@ def compare(found: list[dict]):
             share = 0.5 if its["device"] == "cpu" else 0.8
             if its.get(name, 0) < share * median:
                 its["bad"].append(f"{its[name]:.3f} {name}, and the median is {median:.3f}")
+    for name, where in (("inside", "inside this node"), ("between", "with each neighbouring node")):
+        # The ranks of a node measure the same.
+        by_node = {its["host"]: its for its in reversed(found) if name in its}
+        median = statistics.median_high([its[name] for its in by_node.values()] or [0])
+        for its in by_node.values():
+            share = 0.1 if its["device"] == "cpu" else 0.8
+            if its[name] < share * median:
+                speed = f"{its[name]:.3f} GB/s in the all-reduce {where}"
+                its["bad"].append(f"{speed}, and the median is {median:.3f}")
 
 
 def report(found: list[dict], asked_for_signal: bool) -> int:
@@ -397,6 +482,11 @@ def report(found: list[dict], asked_for_signal: bool) -> int:
     if "all-reduce" in found[0]:
         right = "right" if all(its.get("right") for its in found) else "wrong"
         print(f"{found[0]['all-reduce']}, the sum is {right}")
+    for name, where in (("inside", "inside a node"), ("between", "between two nodes")):
+        if speeds := [its[name] for its in found if name in its]:
+            print(f"{where}: {min(speeds):.2f} to {max(speeds):.2f} GB/s on the bus")
+    for network in sorted({its["network"] for its in found if "network" in its}):
+        print(f"NCCL's network: {network}")
     if asked_for_signal:
         deaf = [f"rank {n} on {its['host']}" for n, its in enumerate(found) if not its["signal"]]
         print("signals reach the ranks:", f"not {', '.join(deaf)}" if deaf else "yes")
@@ -441,6 +531,7 @@ def main():
     if rank == 0:
         with contextlib.suppress(OSError):
             os.unlink(store.get("mark").decode())
+        store.set("hosts", json.dumps([its["host"] for its in found]))
         compare(found)
         # A rank with a fault may be unable to go on.
         if any(its["bad"] for its in found):

@@ -56,8 +56,8 @@ def add_recipe_arguments(parser: ArgumentParser):
     add("--activation-checkpointing", action="store_true", help=help)
     help = "torch.compile (default: on CUDA with Triton and a C compiler)"
     add("--compile", action=argparse.BooleanOptionalAction, help=help)
-    help = "add tokens that never occur, up to a multiple of 64, which makes matmuls faster on GPUs "
-    help += "(by default from --size gpt2 on)"
+    help = "add tokens that never occur, up to a multiple of 64: faster matmuls on GPUs (default "
+    help += "from --size gpt2 on)"
     add("--pad-vocabulary", action=argparse.BooleanOptionalAction, help=help)
     help = "dtype of the matmuls (default: bf16 on CUDA, fp32 on a CPU)"
     add("--precision", choices=["fp32", "bf16"], help=help)

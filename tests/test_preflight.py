@@ -5,6 +5,7 @@ import re
 import resource
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ IN_PYTHON = {  # these stand in a sitecustomize.py of the job's ranks
     ),
     "wrong sum": (
         "import torch.distributed as dist\n    reduce = dist.all_reduce\n"
-        "    dist.all_reduce = lambda x: (reduce(x), x[7].add_(1))[0]",
+        "    dist.all_reduce = lambda x, **kw: (reduce(x, **kw), x[7].add_(1))[0]",
         "gets a wrong sum in the all-reduce",
     ),
 }
@@ -165,10 +166,38 @@ def test_a_fault_behind_torchrun_or_the_spawner(way, cluster, tmp_path):
     assert re.search(rf"^\[Rank 2 on {node}\] does not see", job.log, re.M), job.log
 
 
+@pytest.mark.parametrize("count", [3, 4, 7, 10])
+def test_a_ring_of_nodes(count):
+    """In each round two partners agree, and after all of them each node had its two neighbours."""
+    partners = [check_ranks.neighbours(node, count) for node in range(count)]
+    for node, its in enumerate(partners):
+        assert all(partners[other][round] == node for round, other in enumerate(its))
+        assert {*its, node} == {(node - 1) % count, node, (node + 1) % count}
+
+
+def test_a_slow_link_is_named(cluster, tmp_path):
+    """It slows every all-reduce down, but only this node's with both neighbours."""
+    link = ["tc", "qdisc"], ["dev", "eth0", "root"]
+    slow = ["tbf", "rate", "200mbit", "burst", "64kb", "latency", "50ms"]
+    made = cluster.exec(*link[0], "add", *link[1], *slow, node="node-12")
+    assert made.returncode == 0, made.stderr
+    try:
+        size = ["--nodes=3", "--nodelist=node-[11-13]", *one_rank_a_node("torchrun")]
+        options = [*size, f"--output={tmp_path}/log", LAUNCHERS["torchrun"]]
+        job = cluster.sbatch(*options, "aux/check_ranks.py")
+    finally:
+        cluster.exec(*link[0], "del", *link[1], node="node-12")
+    assert job.state == "FAILED" and "the sum is right" in job.log, job.log
+    said = r"^\[Rank 1 on node-12\] 0\.0\d+ GB/s in the all-reduce with each neighbouring node, and"
+    assert re.search(said, job.log, re.M) and job.log.count("[Rank ") == 1, job.log
+    assert "VERDICT: node-12 is bad, submit again with --exclude=node-12" in job.log
+
+
 # --- what no machine here has ---
 
 XML = """<nvidia_smi_log><driver_version>580.95.05</driver_version>
 <gpu id="00000000:07:00.0">
+  <uuid>GPU-07</uuid>
   <mig_mode><current_mig>{mig}</current_mig></mig_mode>
   <ecc_errors>
     <volatile>
@@ -181,6 +210,7 @@ XML = """<nvidia_smi_log><driver_version>580.95.05</driver_version>
   </ecc_errors>
 </gpu>
 <gpu id="00000000:0B:00.0">
+  <uuid>GPU-0B</uuid>
   <mig_mode><current_mig>N/A</current_mig></mig_mode>
   <clocks_{reasons}s>
     <clocks_{reasons}_sw_power_cap>Active</clocks_{reasons}_sw_power_cap>
@@ -213,6 +243,44 @@ def test_what_nvidia_smi_says(reasons, tmp_path, monkeypatch):
         "GPU 1 is throttled: hw_thermal_slowdown",
     ]
     assert notes == ["GPU 0 is in MIG mode: a rank gets a part of it"]
+
+
+def test_other_jobs_gpus_are_not_ours(tmp_path, monkeypatch):
+    """On a shared node nvidia-smi may list them."""
+    text = XML.format(mig="Enabled", reasons="event_reason", hot="Active")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    stand_in(tmp_path, f"cat <<'END'\n{text}\nEND")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    first = SimpleNamespace(uuid="07")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: first)
+    assert check_ranks.ask_nvidia_smi()[0] == []
+    # Of two ranks on this node, one sees one.
+    monkeypatch.setattr(check_ranks, "ranks_per_node", 2)
+    assert len(check_ranks.ask_nvidia_smi()[0]) == 2
+
+
+def test_what_nccl_s_log_says(tmp_path, monkeypatch):
+    """Lines of NCCL 2.28.9, by the formats in its library."""
+    monkeypatch.setattr(check_ranks, "INFINIBAND", tmp_path)
+    start = "node-1:812:900 [0] NCCL INFO "
+    chosen, channel = f"{start}Using network", f"{start}Channel 00/0 : 1[0] -> 0[0] [send] via NET"
+    over_tcp = f"{chosen} Socket\n{channel}/Socket/0\n"
+    over_ib = f"{chosen} IB\n{channel}/IB/0/GDRDMA\n"
+
+    def read(log: str) -> tuple[str, list[str]]:
+        mine = {"warnings": []}
+        check_ranks.read_log_of_nccl(log, mine)
+        return mine["network"], mine["warnings"]
+
+    assert read(over_tcp) == ("Socket, GPUDirect RDMA: no", [])
+    (tmp_path / "mlx5_0").mkdir()
+    [warning] = read(over_tcp)[1]
+    assert "NCCL uses TCP, although this node has mlx5_0" in warning
+    assert read(over_ib) == ("IB, GPUDirect RDMA: yes", [])
+    [warning] = read(over_ib.replace("/GDRDMA", ""))[1]
+    assert "no GPUDirect RDMA" in warning
+    # A job of one node has no network.
+    assert read(f"{chosen} IB\n") == ("IB, GPUDirect RDMA: no", [])
 
 
 def test_nvidia_smi_that_fails_or_is_not_there(tmp_path, monkeypatch):

@@ -106,9 +106,11 @@ NAMES = {
     "NVIDIA L40S": 362e12,
     "AMD Instinct MI300X OAM": 1307e12,
     "NVIDIA A100-SXM4-40GB MIG 3g.20gb": None,
-    "NVIDIA A10": None,
+    "NVIDIA A10": 125e12,
+    "NVIDIA A10G": None,
     "NVIDIA L40": None,
-    "NVIDIA GH200 480GB": None,
+    "NVIDIA GH200 480GB": 989e12,
+    "NVIDIA B300 SXM6 AC": 2250e12,
     "AMD Instinct MI300A": None,
     "NVIDIA GeForce RTX 4090": None,
 }
