@@ -132,6 +132,10 @@ if args.compile:
 # FSDP's policy casts to bfloat16; without FSDP autocast does.
 dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
 autocast = torch.autocast(device.type, torch.bfloat16, args.precision == "bf16" and not mesh)
+# The parts of a batch (--accumulation) communicate only once per step if each rank has room for all
+# weights and gradients, which are 3 GB of half a billion.
+weights = sum(weight.numel() for weight in model.parameters())
+once = args.accumulation > 1 and weights < 5e8
 if mesh:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     # Each call adds an all-gather before its part of the model computes, forward and backward, and
@@ -139,7 +143,7 @@ if mesh:
     for part in (*model.blocks, model):
         # These stay whole until the backward pass, which begins with them.
         last = part in (model.blocks[-1], model)
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not last)
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not (last or once))
 recipe.initialize(model, device, args.seed, args.init_from)
 optimizer = recipe.make_optimizer(args, model)
 
@@ -182,8 +186,12 @@ for step in range(first + 1, args.steps + 1):
     loss_sum = torch.zeros((), device=device)
     for part, tokens in enumerate(batch.chunk(args.accumulation), start=1):
         if mesh:
+            last = part == args.accumulation
+            if once:
+                model.set_requires_gradient_sync(last)
+                model.set_reshard_after_backward(last)
             # Replicas of the model all-reduce once per step.
-            model.set_requires_all_reduce(part == args.accumulation)
+            model.set_requires_all_reduce(last)
         with autocast:
             loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]) / args.accumulation
         loss.backward()
