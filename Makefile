@@ -116,9 +116,9 @@ text: .venv/ready
 
 # The last line makes the stamp, so that an interrupted installation is repeated.
 new_venv = $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || ./dev/install.sh python3-venv; $(PYTHON) -m venv
-.venv/ready: requirements.txt
+.venv/ready: requirements.txt dev/constraints.txt
 	$(new_venv) .venv
-	.venv/bin/python -m pip install --quiet --requirement requirements.txt
+	.venv/bin/python -m pip install --quiet --requirement requirements.txt --constraint dev/constraints.txt
 	.venv/bin/python dev/mend_torchvision.py
 	touch .venv/ready
 

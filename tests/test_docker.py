@@ -89,7 +89,8 @@ def base_image(engine, tmp_path_factory):
     (root / "etc/apt/sources.list").unlink() if not Path("/etc/apt/sources.list").exists() else None
     (root / "etc/dpkg/dpkg.cfg.d/unsafe-io").write_text("force-unsafe-io\n")
     wheels = ["--only-binary=:all:", "--python-version=3.11", "--dest", root / "wheels"]
-    download = [sys.executable, "-m", "pip", "download", *wheels, "--requirement=requirements.txt"]
+    download = [sys.executable, "-m", "pip", "download", *wheels]
+    download += ["--requirement=requirements.txt", "--constraint=dev/constraints.txt"]
     made = run(*download, timeout=300)
     assert made.returncode == 0, made.stderr
     mend(*(root / "wheels").glob("torchvision-*"))
