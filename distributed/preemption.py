@@ -102,7 +102,8 @@ def requeue_job(command: str) -> bool:
         print("Requeued: it resumes by itself", flush=True)
         return True
     launcher = re.search(r"Command=(\S+)|$", state)[1] or "LAUNCHER"
-    print(f"Not requeued: {reason}. To resume it:\n    sbatch {launcher} {command}", flush=True)
+    print(f"Not requeued: {reason}. To resume it, with your sbatch options:", flush=True)
+    print(f"    sbatch {launcher} {command}", flush=True)
     return False
 
 

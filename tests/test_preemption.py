@@ -119,7 +119,7 @@ def test_what_is_requeued(state, tmp_path):
     reason = STATES[state]
     launcher = "/home/me/launch.sh" if state else "LAUNCHER"
     typed = (
-        f"Not requeued: {reason}. To resume it:\n    sbatch {launcher} -c '--data dir' --resume\n"
+        f"Not requeued: {reason}. To resume it, with your sbatch options:\n    sbatch {launcher} -c '--data dir' --resume\n"
     )
     assert done.stdout == (typed if reason else REQUEUED), done.stderr
     assert done.returncode == bool(reason)
