@@ -1,0 +1,360 @@
+#!/usr/bin/env python3
+"""What this cluster wants, before your first job: run it on a login node.
+
+    python aux/check_site.py                           # partitions, and lines for a launcher
+    python aux/check_site.py --partition gpu           # for that one
+    python aux/check_site.py --write LAUNCHER          # puts the lines into the launcher's header
+
+It only asks Slurm, and starts nothing. It needs Python 3.9, and can be copied by itself.
+"""
+
+from __future__ import annotations  # for Python 3.9
+
+import argparse
+import difflib
+import getpass
+import grp
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# What a rank on a GPU can need: torch and CUDA, loader workers, a checkpoint on its way to the disk
+MEMORY_OF_A_RANK = 16_000  # MB
+NOT_GPUS = ("gpu", "shard", "mps", "nic", "bandwidth", "craynetwork", "lscratch", "tmpdisk")
+NOT_USABLE = ("DOWN", "DRAIN", "FAIL", "MAINT", "POWERED_DOWN", "UNKNOWN", "FUTURE")
+SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "panfs", "wekafs", "9p")
+
+
+def ask(*command: str) -> str:
+    """The output of one of Slurm's commands; an empty text if it fails."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return done.stdout if done.returncode == 0 else ""
+
+
+def records(text: str, key: str) -> list[dict]:
+    """The lines of `scontrol --oneliner show ...` that begin with `key`, as dictionaries."""
+    lines = [line for line in text.splitlines() if line.startswith(f"{key}=")]
+    return [dict(re.findall(r"(\w+)=(\S+)", line)) for line in lines]
+
+
+def gres(text: str) -> list[tuple[str, str, int]]:
+    """(name, type, count) of each resource: "gpu:a100:4(S:0-1),nic:2"."""
+    found = []
+    for part in re.sub(r"\([^)]*\)", "", text).split(","):
+        name, *more = part.split(":")
+        count = more.pop() if more and re.match(r"\d+[KMG]?$", more[-1]) else "1"
+        if name:
+            found.append((name, ":".join(more), int(re.sub(r"\D", "", count))))
+    return found
+
+
+def number(text: str) -> float:
+    """Of one of Slurm's limits; infinite for UNLIMITED."""
+    return float(text) if text.isdigit() else math.inf
+
+
+def minutes(limit: str) -> float:
+    """Of a time limit like 1-00:30:00."""
+    if limit == "UNLIMITED":
+        return math.inf
+    days, _, rest = limit.rpartition("-")
+    hours, minute, _ = rest.split(":")
+    return (int(days or 0) * 24 + int(hours)) * 60 + int(minute)
+
+
+class Shape:
+    """A kind of node: GPUs by their type, and the CPUs and MB of memory that jobs may have."""
+
+    def __init__(self, node: dict):
+        resources = gres(node.get("Gres", ""))
+        self.types = {kind: count for name, kind, count in resources if name == "gpu"}
+        self.others = [name for name, _, _ in resources if name not in NOT_GPUS]
+        self.gpus = sum(self.types.values())
+        self.cpus = int(node.get("CPUEfctv", node.get("CPUTot", 1)))
+        self.memory = int(node.get("RealMemory", 0)) - int(node.get("MemSpecLimit", 0))
+        self.key = (-self.gpus, *sorted(self.types), self.cpus, self.memory)
+
+    def named_gpus(self) -> str:
+        return (
+            ", ".join(f"{count} {kind or 'GPUs'}" for kind, count in self.types.items()) or "none"
+        )
+
+
+class Site:
+    """What Slurm's commands say. Another `ask` may answer from a record."""
+
+    def __init__(self, ask: Callable = ask):
+        lines = re.findall(r"^(\w+) *= (.*?) *$", ask("scontrol", "show", "config"), re.M)
+        self.config = {name: "" if value == "(null)" else value for name, value in lines}
+        if not self.config:
+            sys.exit("check_site.py: Slurm does not answer here: run it on a login node")
+        show = ["scontrol", "--oneliner", "show"]
+        self.partitions = records(ask(*show, "partition"), "PartitionName")
+        self.nodes = records(ask(*show, "node"), "NodeName")
+        self.has_accounts = self.config["AccountingStorageType"].endswith("slurmdbd")
+        self.accounts = []
+        if self.has_accounts:
+            whose = ["show", "assoc", f"user={getpass.getuser()}", "format=account"]
+            self.accounts = ask("sacctmgr", "--noheader", "--parsable2", *whose).split()
+
+    def shapes(self, partition: dict) -> list[tuple[Shape, int, int]]:
+        """(shape, its nodes, those of them that are up), most GPUs first."""
+        shapes, all_of, up = {}, Counter(), Counter()
+        for node in self.nodes:
+            if partition["PartitionName"] in node.get("Partitions", "").split(","):
+                shape = Shape(node)
+                shapes[shape.key] = shape
+                all_of[shape.key] += 1
+                up[shape.key] += not any(word in node["State"] for word in NOT_USABLE)
+        return [(shapes[key], all_of[key], up[key]) for key in sorted(shapes)]
+
+    def refusal(self, partition: dict) -> str:
+        """Why this user cannot use the partition; empty if nothing speaks against it."""
+        if partition["State"] != "UP":
+            return f"its state is {partition['State']}"
+        if not self.shapes(partition):
+            return "it has no nodes"
+        groups = {group.gr_name for group in grp.getgrall() if group.gr_gid in os.getgroups()}
+        mine = {"Groups": groups, "Accounts": set(self.accounts)}
+        for kind, names in mine.items():
+            allowed = partition.get(f"Allow{kind}", "ALL").split(",")
+            if allowed != ["ALL"] and names and names.isdisjoint(allowed):
+                return f"Allow{kind} is {','.join(allowed)}"
+        return ""
+
+    def choose(self, wanted: str | None) -> dict:
+        """The partition of that name, or the default one if it has GPUs, or the first that has."""
+        by_name = {partition["PartitionName"]: partition for partition in self.partitions}
+        if wanted:
+            if wanted not in by_name:
+                sys.exit(f"check_site.py: no partition {wanted}, but {', '.join(by_name)}")
+            why = self.refusal(by_name[wanted])
+            return sys.exit(f"check_site.py: not {wanted}: {why}") if why else by_name[wanted]
+        usable = [partition for partition in self.partitions if not self.refusal(partition)]
+        if not usable:
+            sys.exit("check_site.py: none of the partitions is for you")
+        default_last = sorted(usable, key=lambda p: p.get("Default") != "YES")
+        return min(default_last, key=lambda p: not self.shapes(p)[0][0].gpus)
+
+    def counts_memory(self) -> bool:
+        return "MEMORY" in self.config["SelectTypeParameters"]
+
+    def options(self, partition: dict, whole: bool, by_rank: bool) -> dict[str, str]:
+        """sbatch's options for all of a node or for one GPU of it. `by_rank`: srun starts each
+        rank, and not torchrun or spawn_ranks.py those of a node."""
+        shape = self.shapes(partition)[0][0]
+        ranks = shape.gpus or max(1, shape.cpus // 2)
+        share = 1 if whole else ranks
+        cpus = min(shape.cpus, number(partition.get("MaxCPUsPerNode", "UNLIMITED"))) // share
+        ranks //= share
+        options = {}
+        if partition.get("Default") != "YES":
+            options["partition"] = partition["PartitionName"]
+        if "associations" in self.config["AccountingStorageEnforce"] and self.accounts:
+            options["account"] = self.accounts[0]
+        tasks = ranks if by_rank or not shape.gpus else 1
+        options["ntasks-per-node"] = str(tasks)
+        options["gpus-per-node"] = str(ranks if shape.gpus else 0)
+        options["cpus-per-task"] = str(max(1, int(cpus // tasks)))
+        if self.counts_memory():
+            options["mem"] = "0" if whole else f"{shape.memory // share}M"
+        limit = partition.get("MaxTime", "UNLIMITED")
+        if minutes(limit) < 60:
+            options["time"] = limit
+        return options
+
+
+def write(path: Path, site: Site, partition: dict) -> str:
+    """Puts the options for whole nodes into a launcher's header. Returns the diff."""
+    old = new = path.read_text()
+    if "#SBATCH --gpus-per-node=" not in old:
+        sys.exit(
+            f"check_site.py: {path} has no line '#SBATCH --gpus-per-node=', so it is no launcher"
+        )
+    by_rank = re.search(r"^#SBATCH --ntasks-per-node=\S+ +# EDIT", old, re.M) is not None
+    for name, value in site.options(partition, True, by_rank).items():
+        line = f"#SBATCH --{name}={value}"
+        found = re.search(rf"^##?SBATCH --{name}=\S* *", new, re.M)
+        # A comment behind it keeps its column.
+        new = (
+            new.replace(found[0], line.ljust(len(found[0])), 1)
+            if found
+            else new.replace("#SBATCH", f"{line}\n#SBATCH", 1)
+        )
+    path.write_text(new)
+    lines = old.splitlines(), new.splitlines()
+    return "\n".join(difflib.unified_diff(*lines, str(path), str(path), n=0, lineterm=""))
+
+
+# --- what to know ---
+
+
+def facts(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
+    """(sentence, the setting that says so)."""
+    config, shape = site.config, site.shapes(partition)[0][0]
+    yield f"a job may run for {partition['MaxTime']}", "MaxTime"
+    if partition.get("DefaultTime", "NONE") != "NONE":
+        yield f"without --time it gets {partition['DefaultTime']}", "DefaultTime"
+    yield (
+        f"at its end SIGTERM comes {config['KillWait']} before SIGKILL, for a checkpoint",
+        "KillWait",
+    )
+    mode = partition.get("PreemptMode", config["PreemptMode"])
+    if config["PreemptType"] == "preempt/none" or mode == "OFF":
+        yield "a job is not preempted", f"PreemptType={config['PreemptType']}, PreemptMode={mode}"
+    else:
+        grace = f"{partition.get('GraceTime', 0)} s"
+        yield f"a preempted job has {grace} for its checkpoint", f"GraceTime, PreemptMode={mode}"
+    again = re.search(r"cred_expire=(\d+)", config["AuthInfo"])
+    yield f"a requeued job waits for {again[1] if again else 120} s", "cred_expire in AuthInfo"
+    if config["JobRequeue"] == "0":
+        yield (
+            "a job is only requeued with `#SBATCH --requeue`, which the launchers have",
+            "JobRequeue",
+        )
+    if config["ProctrackType"] == "proctrack/cgroup":
+        yield "a signal reaches what srun starts, not its children: use exec", "ProctrackType"
+    if site.has_accounts:
+        yield f"sacct shows ended jobs; your accounts: {', '.join(site.accounts)}", "sacctmgr"
+    else:
+        yield "sacct shows no ended jobs", "AccountingStorageType"
+    if not site.counts_memory():
+        yield "Slurm does not count memory, so --mem changes nothing", "SelectTypeParameters"
+        return
+    for name, whose in (("DefMemPerCPU", "each CPU"), ("DefMemPerNode", "each node")):
+        default = number(partition.get(name, config.get(name, "")))
+        if default < math.inf:
+            yield f"without --mem a job gets {default:.0f} MB for {whose}", name
+            by_gpu = default * (shape.cpus if "CPU" in name else 1) / max(1, shape.gpus)
+            if shape.gpus and by_gpu < MEMORY_OF_A_RANK:
+                what = f"{by_gpu:.0f} MB for each GPU, and a rank can need {MEMORY_OF_A_RANK}"
+                yield f"with all CPUs these are {what}: use --mem", name
+
+
+def unusual(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
+    """(what is unusual, what to do)."""
+    config, shapes = site.config, [shape for shape, _, _ in site.shapes(partition)]
+    version = config["SLURM_VERSION"]
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < (22, 5):
+        yield f"Slurm {version}", "the launchers are tested from 22.05 on"
+    others = sorted({name for shape in shapes for name in shape.others})
+    if others and not shapes[0].gpus:
+        how = f"if that is a GPU, --gres={others[0]}:N instead of --gpus-per-node, also in env.sh"
+        yield f"the GRES {', '.join(others)}, and no gpu", how
+    if len(shapes) > 1:
+        kinds = "; ".join(f"{s.named_gpus()}, {s.cpus} CPUs, {s.memory} MB" for s in shapes)
+        how = "the lines above are for the first; --constraint or --gpus-per-node=TYPE:N chooses"
+        yield f"different nodes in one partition ({kinds})", how
+    if partition["OverSubscribe"] == "EXCLUSIVE" or config["SelectType"] == "select/linear":
+        yield "a job gets whole nodes", "use all GPUs of a node"
+    if config["MpiDefault"] not in ("none", ""):
+        yield f"MpiDefault={config['MpiDefault']}", "if srun complains of PMI: srun --mpi=none"
+    if config["TaskProlog"]:
+        yield f"TaskProlog={config['TaskProlog']}", "`srun env` shows what it sets"
+    if config["JobSubmitPlugins"]:
+        yield f"JobSubmitPlugins={config['JobSubmitPlugins']}", "it may change or refuse options"
+    if not config["TopologyPlugin"].endswith(("none", "default", "flat")):
+        yield f"TopologyPlugin={config['TopologyPlugin']}", "--switches=1 asks for near nodes"
+    names = [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]
+    if names := sorted({*names} - {"SLURM_CONF"}):
+        yield f"in this shell: {', '.join(names)}", "sbatch and srun take them for options"
+    address = site.nodes[0].get("NodeAddr", site.nodes[0]["NodeName"])
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError:
+        yield f"the name {address} is unknown here", "aux/check_ranks.py shows if it is in a job"
+
+
+def file_systems() -> Iterator[str]:
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    places = {"this folder": Path.cwd(), "your home": Path.home()}
+    if "SCRATCH" in os.environ:
+        places["$SCRATCH"] = Path(os.environ["SCRATCH"])
+    for name, path in places.items():
+        above = [str(path.resolve()), *map(str, path.resolve().parents)]
+        kind = max((len(mount), kind) for mount, kind in mounts if mount in above)[1]
+        judged = "which nodes can share" if kind in SHARED else "so other nodes may not see it"
+        yield f"{name} is on {kind}, {judged}"
+
+
+def print_partitions(site: Site):
+    """A row for each kind of node in each partition, those with GPUs first."""
+    rows = []
+    for partition in site.partitions:
+        name = partition["PartitionName"] + "*" * (partition.get("Default") == "YES")
+        if why := site.refusal(partition):
+            rows.append((1, [name, f"not for you: {why}"]))
+            continue
+        for shape, nodes, up in site.shapes(partition):
+            cpus, memory = shape.cpus, shape.memory
+            share = f"{cpus / shape.gpus:g} CPU, {memory // shape.gpus} MB" if shape.gpus else "-"
+            count = str(nodes) if up == nodes else f"{nodes} ({up} up)"
+            cells = [count, shape.named_gpus(), str(cpus), str(memory), share]
+            limit = partition["MaxTime"]
+            rows.append((-1 if shape.gpus else 0, [name, *cells, limit]))
+    head = ["partition", "nodes", "GPUs", "CPUs", "MB", "for each GPU", "MaxTime"]
+    rows = [head, *(cells for _, cells in sorted(rows, key=lambda row: row[0]))]
+    shown = rows[:21]
+    widths = [max(len(row[i]) for row in shown if len(row) > 2) for i in range(len(head))]
+    for row in shown:
+        cells = [*row, *[""] * (len(head) - len(row))]
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths)).rstrip())  # noqa: B905
+    if rows[21:]:
+        print(f"... and {len(rows) - 21} more rows")
+
+
+def sbatch_says(options: list[str]) -> str:
+    """Why sbatch refuses these options, without a job; empty if it takes them."""
+    command = ["sbatch", "--test-only", "--nodes=1", *options, "--wrap=true"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return f"  <- refused: {done.stderr.strip().splitlines()[-1]}" if done.returncode else ""
+
+
+def main():
+    text = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=text, allow_abbrev=False)
+    parser.add_argument("--partition", help="for this one, and not for the default")
+    help = "put the lines for whole nodes into this launcher, and show the diff"
+    parser.add_argument("--write", type=Path, metavar="LAUNCHER", help=help)
+    args = parser.parse_args()
+    if not shutil.which("scontrol"):
+        sys.exit("check_site.py: there is no scontrol here: run it on a login node of a cluster")
+    if args.write and not args.write.is_file():
+        sys.exit(f"check_site.py: there is no file {args.write}")
+    site = Site()
+    partition = site.choose(args.partition)
+    name = partition["PartitionName"]
+    if args.write:
+        print(write(args.write, site, partition) or f"{args.write} has these lines")
+        return
+
+    print(f"Slurm {site.config['SLURM_VERSION']}, cluster {site.config['ClusterName']}\n")
+    print_partitions(site)
+    gpus = site.shapes(partition)[0][0].gpus
+    for whole, what in ((True, "All of a node"), (False, "One GPU"))[: 2 if gpus else 1]:
+        print(f"\n{what} in the partition {name}:")
+        for by_rank, launcher in ((False, "torchrun, mp"), (True, "launch_slurm_to_torch.sh")):
+            options = [f"--{k}={v}" for k, v in site.options(partition, whole, by_rank).items()]
+            print(f"  {launcher:24}  {' '.join(options)}{sbatch_says(options)}")
+    print("\nGood to know (scontrol show config, scontrol show partition, /proc/mounts):")
+    for sentence, source in facts(site, partition):
+        print(f"- {sentence} [{source}]")
+    for sentence in file_systems():
+        print(f"- {sentence}")
+    found = list(unusual(site, partition))
+    print("\nUnusual:" if found else "\nNothing is unusual.")
+    for what, remedy in found:
+        print(f"- {what}: {remedy}")
+    print("\nNot known from here: the network between the nodes, and whether all of them see this")
+    print("folder. A job finds out: sbatch launch_slurm_with_torchrun.sh aux/check_ranks.py")
+
+
+if __name__ == "__main__":
+    main()

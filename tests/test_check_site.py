@@ -1,0 +1,189 @@
+"""aux/check_site.py: on the real cluster, and on what Slurm's commands say on clusters of other
+shapes."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import check_site
+from conftest import LAUNCHERS, REPOSITORY, cells, run
+from test_launchers import VARIABLES
+from test_python_versions import violations
+
+CHECK = "aux/check_site.py"
+CONFIG = """Configuration data as of 2026-11-27T00:00:00
+AccountingStorageEnforce = associations,limits,qos,safe
+AccountingStorageType   = accounting_storage/slurmdbd
+AuthInfo                = (null)
+ClusterName             = campus
+DefMemPerCPU            = 2000
+DefMemPerNode           = UNLIMITED
+JobRequeue              = 0
+JobSubmitPlugins        = lua
+KillWait                = 30 sec
+MpiDefault              = pmix
+PreemptMode             = REQUEUE
+PreemptType             = preempt/qos
+ProctrackType           = proctrack/cgroup
+SelectType              = select/cons_tres
+SelectTypeParameters    = CR_CORE_MEMORY
+SLURM_VERSION           = 24.11.5
+TaskProlog              = (null)
+TopologyPlugin          = topology/tree
+"""
+GPU = "PartitionName=gpu AllowGroups=ALL AllowAccounts=ALL Default=NO GraceTime=0 "
+GPU += "MaxTime=2-00:00:00 DefaultTime=01:00:00 OverSubscribe=NO PreemptMode=REQUEUE State=UP "
+GPU += "MaxCPUsPerNode=UNLIMITED DefMemPerNode=UNLIMITED"
+DEBUG = GPU.replace("=gpu ", "=debug ").replace("2-00:00:00", "00:20:00")
+CPU = GPU.replace("=gpu ", "=cpu ").replace("Default=NO", "Default=YES")
+PRIVATE = GPU.replace("=gpu ", "=private ").replace("AllowAccounts=ALL", "AllowAccounts=them")
+NODES = """NodeName=a[1] CPUEfctv=62 CPUTot=64 Gres=gpu:a100:4(S:0-1),nic:2 NodeAddr=a1 \
+RealMemory=512000 MemSpecLimit=12000 State=IDLE Partitions=gpu,private
+NodeName=a2 CPUEfctv=62 CPUTot=64 Gres=gpu:a100:4(S:0-1),nic:2 NodeAddr=a2 RealMemory=512000 \
+MemSpecLimit=12000 State=DOWN*+DRAIN Partitions=gpu,private
+NodeName=h1 CPUTot=96 Gres=gpu:h100:8(S:0-1) NodeAddr=h1 RealMemory=1000000 State=MIXED \
+Partitions=gpu,debug
+NodeName=c1 CPUTot=32 Gres=(null) NodeAddr=c1 RealMemory=128000 State=ALLOCATED Partitions=cpu"""
+
+
+def site_of(*partitions: str, config: str = CONFIG, nodes: str = NODES, accounts: str = "mine"):
+    """A cluster by what its commands say."""
+    said = {"config": config, "partition": "\n".join(partitions), "node": nodes, "assoc": accounts}
+
+    def ask(*command: str) -> str:
+        return said[next(word for word in command if word in said)]
+
+    return check_site.Site(ask)
+
+
+def test_a_campus_cluster(capsys, monkeypatch):
+    for name in ("SLURM_CONF", "SBATCH_ACCOUNT"):
+        monkeypatch.setenv(name, "x")
+    site = site_of(CPU, GPU, DEBUG, PRIVATE)
+    check_site.print_partitions(site)
+    rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    rows = [[cell.strip() for cell in row if cell] for row in rows]
+    assert rows[1:] == [
+        ["gpu", "1", "8 h100", "96", "1000000", "12 CPU, 125000 MB", "2-00:00:00"],
+        ["gpu", "2 (1 up)", "4 a100", "62", "500000", "15.5 CPU, 125000 MB", "2-00:00:00"],
+        ["debug", "1", "8 h100", "96", "1000000", "12 CPU, 125000 MB", "00:20:00"],
+        ["cpu*", "1", "none", "32", "128000", "-", "2-00:00:00"],
+        ["private", "not for you: AllowAccounts is them"],
+    ]
+    # The default partition has no GPUs, so the lines are for the first that has.
+    gpu = site.choose(None)
+    whole = {"partition": "gpu", "account": "mine", "ntasks-per-node": "1", "gpus-per-node": "8"}
+    whole |= {"cpus-per-task": "96", "mem": "0"}
+    assert site.options(gpu, True, False) == whole
+    by_rank = {"ntasks-per-node": "8", "cpus-per-task": "12"}
+    assert site.options(gpu, True, True) == whole | by_rank
+    one = {"gpus-per-node": "1", "cpus-per-task": "12", "mem": "125000M"}
+    assert site.options(gpu, False, True) == site.options(gpu, False, False) == whole | one
+    assert site.options(site.choose("debug"), True, False)["time"] == "00:20:00"
+    cpu = site.options(site.choose("cpu"), True, False)
+    assert cpu["gpus-per-node"] == "0" and cpu["ntasks-per-node"] == "16"
+    assert cpu["cpus-per-task"] == "2" and "partition" not in cpu
+
+    said = {source: sentence for sentence, source in check_site.facts(site, gpu)}
+    assert said["MaxTime"] == "a job may run for 2-00:00:00"
+    assert said["DefaultTime"] == "without --time it gets 01:00:00"
+    assert said["GraceTime, PreemptMode=REQUEUE"] == "a preempted job has 0 s for its checkpoint"
+    assert said["cred_expire in AuthInfo"] == "a requeued job waits for 120 s"
+    assert "only requeued with" in said["JobRequeue"] and "mine" in said["sacctmgr"]
+    default = [s for s, source in check_site.facts(site, gpu) if source == "DefMemPerCPU"]
+    assert default[0] == "without --mem a job gets 2000 MB for each CPU", default
+    strange = dict(check_site.unusual(site, gpu))
+    assert {what.split(" (")[0] for what in strange} == {
+        "different nodes in one partition",
+        "MpiDefault=pmix",
+        "JobSubmitPlugins=lua",
+        "TopologyPlugin=topology/tree",
+        "in this shell: SBATCH_ACCOUNT",
+        "the name a1 is unknown here",
+    }
+
+
+def test_other_names_for_gpus_whole_nodes_and_no_memory(monkeypatch):
+    config = CONFIG.replace("CR_CORE_MEMORY", "CR_CORE").replace("24.11.5", "21.08.8-2")
+    config = config.replace("preempt/qos", "preempt/none").replace("slurmdbd", "none")
+    nodes = "NodeName=localhost CPUTot=8 Gres=tesla:4 RealMemory=1 State=IDLE Partitions=gpu"
+    site = site_of(GPU.replace("OverSubscribe=NO", "OverSubscribe=EXCLUSIVE"), config=config,
+                   nodes=nodes)  # fmt: skip
+    gpu = site.choose(None)
+    assert "mem" not in site.options(gpu, True, False) and site.accounts == []
+    said = [sentence for sentence, _ in check_site.facts(site, gpu)]
+    assert "Slurm does not count memory, so --mem changes nothing" in said
+    assert "a job is not preempted" in said and "sacct shows no ended jobs" in said
+    strange = dict(check_site.unusual(site, gpu))
+    assert "--gres=tesla:N" in strange["the GRES tesla, and no gpu"]
+    assert "Slurm 21.08.8-2" in strange and "a job gets whole nodes" in strange
+
+
+def test_three_hundred_partitions(capsys):
+    many = [GPU.replace("=gpu ", f"=gpu{number} ") for number in range(300)]
+    names = ",".join(f"gpu{number}" for number in range(300))
+    check_site.print_partitions(site_of(*many, nodes=NODES.replace("=gpu,", f"={names},")))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 22 and lines[-1] == "... and 580 more rows"
+
+
+@pytest.mark.parametrize("way", cells([(way,) for way in LAUNCHERS], ("srun",)))
+def test_its_lines_in_a_launcher_that_runs(cluster, tmp_path, way):
+    """The diff, the comments where they were, and a job that has what was asked for."""
+    said = cluster.exec(sys.executable, CHECK)
+    assert said.returncode == 0 and "refused" not in said.stdout, said.stdout + said.stderr
+    row = r"^train\* +64 +8 GPUs +8 +\d+ +1 CPU, \d+ MB +UNLIMITED$"
+    assert re.search(row, said.stdout, re.M), said.stdout
+    for name in ("env.sh", "torchrun.sh", "aux", "distributed", "tests"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    launcher = tmp_path / LAUNCHERS[way]
+    shutil.copy(REPOSITORY / LAUNCHERS[way], launcher)
+    before = launcher.read_text()
+    wrote = cluster.exec(sys.executable, CHECK, "--write", launcher)
+    assert wrote.returncode == 0, wrote.stderr
+    changed = [line for line in wrote.stdout.splitlines() if line[0] == "+"][1:]
+    per_task = ["+#SBATCH --ntasks-per-node=8", "+#SBATCH --cpus-per-task=1"]
+    for line in [*(per_task if way == "srun" else []), "+#SBATCH --gpus-per-node=8"]:
+        assert any(found.startswith(line) for found in changed) or line[1:] in before, changed
+    column = {
+        line.index("# EDIT") for line in launcher.read_text().splitlines() if "# EDIT" in line
+    }
+    assert len(column) == 1, launcher.read_text()
+    again = cluster.exec(sys.executable, CHECK, "--write", launcher)
+    assert again.stdout == f"{launcher} has these lines\n"
+    job = cluster.sbatch(f"--output={tmp_path}/log", f"--chdir={tmp_path}", launcher, VARIABLES)
+    assert job.state == "COMPLETED", job.log
+    assert "16 ranks on node-" in job.log and "GPUs 8 of 8, CPUs 8" in job.log, job.log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--partition", "none"], "no partition none, but train"),
+        (["--write", "missing.sh"], "there is no file missing.sh"),
+        (["--write", "README.md"], "README.md has no line '#SBATCH --gpus-per-node='"),
+    ],
+)
+def test_one_sentence(cluster, arguments, sentence):
+    done = cluster.exec(sys.executable, CHECK, *arguments)
+    assert done.returncode == 1 and sentence in done.stderr and done.stdout == "", done.stderr
+    assert done.stderr.startswith("check_site.py: ") and done.stderr.count("\n") == 1
+
+
+def test_elsewhere(tmp_path):
+    """Without Slurm, and with a Slurm that does not answer."""
+    done = subprocess.run([sys.executable, CHECK], env={"PATH": "/nowhere"}, cwd=REPOSITORY,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 1 and "there is no scontrol here" in done.stderr
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    done = run(sys.executable, CHECK, env={"PATH": f"{tmp_path}:/bin"})
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "Slurm does not answer here" in done.stderr
+
+
+def test_python_3_9():
+    assert violations("3.9", CHECK) == ""
