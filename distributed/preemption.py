@@ -36,6 +36,12 @@ def listen():
     """From now on SIGTERM, SIGUSR1 and the first Ctrl-C are requests to stop."""
     for number in REQUESTS:
         signal.signal(number, set_flag)
+    # torch's own handler would end a loader worker that has not come to worker_init_fn yet.
+    os.register_at_fork(after_in_child=block)
+
+
+def block():
+    signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
 
 
 def set_flag(number: int, frame: object):
@@ -49,6 +55,7 @@ def ignore(worker: int):
     """A DataLoader's worker_init_fn: a signal may reach the workers, but it is for the rank."""
     for number in REQUESTS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
 
 
 def asked(device) -> bool:

@@ -159,6 +159,32 @@ def submit(cluster, way: str, folder: Path, **env) -> int:
     return cluster.submit(*command, cwd=folder, env=env)
 
 
+YOUNG_WORKER = """
+import os, signal, sys, threading, time
+import preemption
+preemption.listen()
+import torch
+from torch.utils.data import DataLoader
+
+set_num_threads = torch.set_num_threads
+def slowly(number):  # a worker calls it after torch's own handler, and before worker_init_fn
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.2)
+    set_num_threads(number)
+torch.set_num_threads = slowly
+workers = {"num_workers": 2, "multiprocessing_context": "fork", "timeout": 20}
+loader = DataLoader(range(8), 2, worker_init_fn=preemption.ignore, **workers)
+print(sum(batch.sum().item() for batch in loader), preemption.received)
+"""
+
+
+def test_a_worker_that_has_just_begun():
+    """torchrun passes SIGTERM on to the workers as well. torch has a handler of its own in them,
+    which ends them, until worker_init_fn is called."""
+    done = run(sys.executable, "-c", YOUNG_WORKER, env=environment(PYTHONPATH="distributed"))
+    assert done.stdout == "28 False\n", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(("ways",), cells([(["torchrun"],), (["srun", "spawn"],)], (["torchrun"],)))
 def test_a_strangers_script(ways, cluster, tmp_path):
     """resnet18, AdamW, a schedule, best.pt, random flips in workers: stopped within an epoch and

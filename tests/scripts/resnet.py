@@ -99,7 +99,6 @@ for epoch in range(steps_done // len(loader), EPOCHS):
     data.epoch = epoch
     sampler.set_epoch(epoch)
     sampler.start = (steps_done - epoch * len(loader)) * BATCH
-    loss_sum = torch.zeros(())
     for pictures, labels in loader:
         time.sleep(slow)
         while stuck == str(rank) and steps_done == 7:
@@ -109,7 +108,6 @@ for epoch in range(steps_done // len(loader), EPOCHS):
         loss.backward()
         optimizer.step()
         schedule.step()
-        loss_sum += loss.detach()
         steps_done += 1
         heartbeat.step = steps_done
         mean = loss.detach() / dist.get_world_size()
@@ -122,6 +120,12 @@ for epoch in range(steps_done // len(loader), EPOCHS):
     save("last.pt")
     if stopped:
         break
+    # Of whole data and not of the epoch's steps, of which a resumed run has only the last ones.
+    ddp.eval()
+    with torch.no_grad():
+        held_out = [data[i] for i in range(rank, len(data), dist.get_world_size())]
+        pictures, labels = torch.utils.data.default_collate(held_out)
+        loss_sum = torch.nn.functional.cross_entropy(model(pictures), labels, reduction="sum")
     dist.all_reduce(loss_sum)
     if loss_sum < best:
         best = loss_sum.item()
