@@ -404,11 +404,11 @@ def all_reduce(device: torch.device, store: dist.Store, mine: dict, timeout: flo
         return
     finally:
         timer.cancel()
+        if path:
+            read_log_of_nccl(path.read_text() if path.exists() else "", mine)
+            shutil.rmtree(path.parent)
     if not mine["right"]:
         mine["bad"].append("gets a wrong sum in the all-reduce")
-    if path and path.exists():
-        read_log_of_nccl(path.read_text(), mine)
-        shutil.rmtree(path.parent)
     mine["all-reduce"] = f"all-reduce of {size // MIB} MiB: {mine['bus']:.2f} GB/s on the bus"
     if on_gpu and count > 1:
         # As many bytes leave a node as pass through each rank, and its ranks share them.

@@ -21,7 +21,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from pathlib import Path
 MEMORY_OF_A_RANK = 16_000  # MB
 NOT_GPUS = ("gpu", "shard", "mps", "nic", "bandwidth", "craynetwork", "lscratch", "tmpdisk")
 NOT_USABLE = ("DOWN", "DRAIN", "FAIL", "MAINT", "POWERED_DOWN", "UNKNOWN", "FUTURE")
+PLAIN_TOPOLOGY = ("", "topology/none", "topology/default", "topology/flat")
 SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "panfs", "wekafs", "9p")
 
 
@@ -92,7 +93,8 @@ class Site:
 
     def __init__(self, ask: Callable = ask):
         lines = re.findall(r"^(\w+) *= (.*?) *$", ask("scontrol", "show", "config"), re.M)
-        self.config = {name: "" if value == "(null)" else value for name, value in lines}
+        known = {name: value for name, value in lines if value != "(null)"}
+        self.config = defaultdict(str, known)  # no version has all settings
         if not self.config:
             sys.exit("check_site.py: Slurm does not answer here: run it on a login node")
         show = ["scontrol", "--oneliner", "show"]
@@ -207,7 +209,7 @@ def facts(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
         "KillWait",
     )
     mode = partition.get("PreemptMode", config["PreemptMode"])
-    if config["PreemptType"] == "preempt/none" or mode == "OFF":
+    if config["PreemptType"] in ("preempt/none", "") or mode == "OFF":
         yield "a job is not preempted", f"PreemptType={config['PreemptType']}, PreemptMode={mode}"
     else:
         grace = f"{partition.get('GraceTime', 0)} s"
@@ -260,7 +262,7 @@ def unusual(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
         yield f"TaskProlog={config['TaskProlog']}", "`srun env` shows what it sets"
     if config["JobSubmitPlugins"]:
         yield f"JobSubmitPlugins={config['JobSubmitPlugins']}", "it may change or refuse options"
-    if not config["TopologyPlugin"].endswith(("none", "default", "flat")):
+    if config["TopologyPlugin"] not in PLAIN_TOPOLOGY:
         yield f"TopologyPlugin={config['TopologyPlugin']}", "--switches=1 asks for near nodes"
     names = [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]
     if names := sorted({*names} - {"SLURM_CONF"}):
