@@ -148,6 +148,11 @@ def gather(store: dist.Store, step: str, mine: dict, timeout: float) -> list[dic
         store.wait(keys, timedelta(seconds=timeout))
     except dist.DistError:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        # The others may know why.
+        for other in {*range(world_size)} - {*missing}:
+            its = json.loads(store.get(keys[other]))
+            for sentence in its["bad"]:
+                sys.stderr.write(f"[Rank {other} on {its['host']}] {sentence}\n")
         hosts = hosts_of_step() or ["a node that Slurm does not name"] * world_size
         named = [f"rank {other} on {hosts[other // ranks_per_node]}" for other in missing]
         what = f"{len(missing)} of {world_size} ranks have not reached the {step} in {timeout:g} s"
@@ -316,37 +321,48 @@ def measure(device: torch.device, mine: dict):
 
 def log_of_nccl() -> Path | None:
     """The file in which NCCL says how it connects the ranks, of one rank on each node."""
-    if local_rank > 0 or "NCCL_DEBUG" in env:
+    # env.sh asks for its warnings.
+    if local_rank > 0 or env.get("NCCL_DEBUG", "WARN").upper() not in ("WARN", "VERSION"):
         return None
-    path = Path(tempfile.mkdtemp(prefix="check_ranks_"), "nccl.log")
+    try:
+        path = Path(tempfile.mkdtemp(prefix="check_ranks_"), "nccl.log")
+    except OSError:
+        return None
     env.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(path))
     return path
 
 
 def read_log_of_nccl(log: str, mine: dict):
     """The network that NCCL has chosen, and a warning if a faster one is there."""
+    for line in re.findall(r".*NCCL WARN.*", log):
+        sys.stderr.write(f"{line}\n")
     [*_, network] = re.findall(r"Using network (.+)", log) or ["unknown"]
-    direct = "/GDRDMA" in log
-    mine["network"] = f"{network}, GPUDirect RDMA: {'yes' if direct else 'no'}"
+    used, direct = "via NET/" in log, "/GDRDMA" in log
+    mine["network"] = network
+    if used:
+        mine["network"] += f", GPUDirect RDMA: {'yes' if direct else 'no'}"
     devices = sorted(device.name for device in INFINIBAND.glob("*"))
     if network == "Socket" and devices:
         what = f"NCCL uses TCP, although this node has {', '.join(devices)}"
         how = "without NCCL_NET, NCCL_IB_DISABLE and NCCL_IB_HCA it chooses by itself"
         mine["warnings"].append(f"{what}: {how}; a container needs /dev/infiniband")
-    elif devices and not direct and "via NET/" in log:
-        what = "NCCL's data take the way through the CPU's memory (no GPUDirect RDMA)"
+    elif devices and used and not direct:
+        what = "NCCL copies its data to the CPU's memory first (no GPUDirect RDMA)"
         mine["warnings"].append(f"{what}: is nvidia_peermem loaded?")
 
 
-def bus_speed(device: torch.device, ranks: list[int], size: int, mine: dict) -> float:
+def bus_speed(
+    device: torch.device, ranks: list[int], size: int, mine: dict, timeout: float
+) -> float:
     """GB/s on the bus, as nccl-tests define it, of an all-reduce of `size` bytes over these ranks,
     which all call it. The others must call it with ranks of their own, because torch names a group
     by how many there are already."""
     group = dist.group.WORLD
     if len(ranks) < world_size:
-        group = dist.new_group(ranks, use_local_synchronization=True)
+        limit = timedelta(seconds=timeout)
+        group = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
     total, times = sum(ranks) + len(ranks), []
-    for _ in range(10 if device.type == "cuda" or size < 64 * MIB else 3):
+    for _ in range(3 if size == 64 * MIB else 6):
         numbers = torch.full([size // 8], rank + 1, dtype=torch.float64, device=device)
         finish(device)
         start = time.perf_counter()
@@ -377,43 +393,50 @@ def all_reduce(device: torch.device, store: dist.Store, mine: dict, timeout: flo
     backend, size = ("nccl", 1024 * MIB) if on_gpu else ("gloo", 64 * MIB)
     part = size if on_gpu else 16 * MIB
     hint = f"set {backend.upper()}_SOCKET_IFNAME in env.sh to the right network"
-    # NCCL can wait for ever in its first collective. gloo gives up by itself.
-    late = f"the all-reduce has not ended within {timeout:g} s: look for a firewall, or {hint}"
-    timer = threading.Timer(timeout + 5, stop, [late])
-    timer.daemon = True
-    if rank == 0:
-        timer.start()
     path = log_of_nccl() if on_gpu else None
     hosts = json.loads(store.get("hosts"))
     members = {host: [r for r, its in enumerate(hosts) if its == host] for host in hosts}
     names, count = list(members), len(members)
-    mine["right"] = True
+    mine["right"], where = True, "over all ranks"
+
+    def speed_of(ranks: list[int], size: int) -> float:
+        # NCCL can wait for ever in its first collective. gloo gives up by itself.
+        late = f"the all-reduce {where} has not ended within {timeout:g} s: look for a firewall, "
+        timer = threading.Timer(timeout + 5, stop, [late + f"or {hint}"])
+        timer.daemon = True
+        if rank == 0:
+            timer.start()
+        try:
+            return bus_speed(device, ranks, size, mine, timeout)
+        finally:
+            timer.cancel()
+
     try:
         dist.init_process_group(backend, None, limit, world_size, rank, store)
-        mine["bus"] = bus_speed(device, list(range(world_size)), size, mine)
-        if count > 1 and (speed := bus_speed(device, members[HOST], part, mine)):
+        mine["bus"] = speed_of(list(range(world_size)), size)
+        where = "inside this node"
+        if count > 1 and (speed := speed_of(members[HOST], part)):
             mine["inside"] = speed
         for other in neighbours(names.index(HOST), count) if count > 2 else ():
-            both = sorted({*members[HOST], *members[names[other]]})
-            speed = bus_speed(device, both, part, mine)
+            where = f"with {names[other]}"
+            speed = speed_of(sorted({*members[HOST], *members[names[other]]}), part)
             # A neighbour's bad link is not this node's.
             if names[other] != HOST:
                 mine["between"] = max(speed, mine.get("between", 0))
     except RuntimeError as error:
-        mine["bad"].append(f"the all-reduce fails ({str(error).splitlines()[0]}): {hint}")
+        mine["bad"].append(f"the all-reduce {where} fails ({str(error).splitlines()[0]}): {hint}")
         return
     finally:
-        timer.cancel()
         if path:
             read_log_of_nccl(path.read_text() if path.exists() else "", mine)
-            shutil.rmtree(path.parent)
+            shutil.rmtree(path.parent, ignore_errors=True)
     if not mine["right"]:
         mine["bad"].append("gets a wrong sum in the all-reduce")
     mine["all-reduce"] = f"all-reduce of {size // MIB} MiB: {mine['bus']:.2f} GB/s on the bus"
-    if on_gpu and count > 1:
-        # As many bytes leave a node as pass through each rank, and its ranks share them.
+    if on_gpu and count > 2:
+        # In a ring as many bytes leave a node as pass through each rank, and its ranks share them.
         share = mine["bus"] * 8 / len(members[HOST])
-        mine["all-reduce"] += f", {share:.0f} Gbit/s of the network for each GPU"
+        mine["all-reduce"] += f", about {share:.0f} Gbit/s of the network for each GPU"
 
 
 def try_signal(store: dist.Store, mine: dict, timeout: float):

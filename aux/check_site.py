@@ -11,6 +11,7 @@ It only asks Slurm, and starts nothing. It needs Python 3.9, and can be copied b
 from __future__ import annotations  # for Python 3.9
 
 import argparse
+import contextlib
 import difflib
 import getpass
 import grp
@@ -28,14 +29,28 @@ from pathlib import Path
 # What a rank on a GPU can need: torch and CUDA, loader workers, a checkpoint on its way to the disk
 MEMORY_OF_A_RANK = 16_000  # MB
 NOT_GPUS = ("gpu", "shard", "mps", "nic", "bandwidth", "craynetwork", "lscratch", "tmpdisk")
-NOT_USABLE = ("DOWN", "DRAIN", "FAIL", "MAINT", "POWERED_DOWN", "UNKNOWN", "FUTURE")
+NOT_USABLE = {
+    "DOWN",
+    "DRAIN",
+    "DRAINED",
+    "DRAINING",
+    "FAIL",
+    "FAILING",
+    "MAINT",
+    "UNKNOWN",
+    "FUTURE",
+}
+NOT_USABLE |= {"NOT_RESPONDING", "INVALID_REG", "ERROR"}
 PLAIN_TOPOLOGY = ("", "topology/none", "topology/default", "topology/flat")
 SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "panfs", "wekafs", "9p")
 
 
 def ask(*command: str) -> str:
     """The output of one of Slurm's commands; an empty text if it fails."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
     return done.stdout if done.returncode == 0 else ""
 
 
@@ -75,12 +90,15 @@ class Shape:
 
     def __init__(self, node: dict):
         resources = gres(node.get("Gres", ""))
-        self.types = {kind: count for name, kind, count in resources if name == "gpu"}
+        self.types = Counter()
+        for name, kind, count in resources:
+            if name == "gpu":
+                self.types[kind] += count
         self.others = [name for name, _, _ in resources if name not in NOT_GPUS]
         self.gpus = sum(self.types.values())
         self.cpus = int(node.get("CPUEfctv", node.get("CPUTot", 1)))
         self.memory = int(node.get("RealMemory", 0)) - int(node.get("MemSpecLimit", 0))
-        self.key = (-self.gpus, *sorted(self.types), self.cpus, self.memory)
+        self.key = (-self.gpus, tuple(sorted(self.types.items())), self.cpus, self.memory)
 
     def named_gpus(self) -> str:
         return (
@@ -103,8 +121,9 @@ class Site:
         self.has_accounts = self.config["AccountingStorageType"].endswith("slurmdbd")
         self.accounts = []
         if self.has_accounts:
-            whose = ["show", "assoc", f"user={getpass.getuser()}", "format=account"]
-            self.accounts = ask("sacctmgr", "--noheader", "--parsable2", *whose).split()
+            where = [f"user={getpass.getuser()}", f"cluster={self.config['ClusterName']}"]
+            show = ["sacctmgr", "--noheader", "--parsable2", "show", "assoc"]
+            self.accounts = sorted({*ask(*show, *where, "format=account").split()})
 
     def shapes(self, partition: dict) -> list[tuple[Shape, int, int]]:
         """(shape, its nodes, those of them that are up), most GPUs first."""
@@ -114,8 +133,11 @@ class Site:
                 shape = Shape(node)
                 shapes[shape.key] = shape
                 all_of[shape.key] += 1
-                up[shape.key] += not any(word in node["State"] for word in NOT_USABLE)
-        return [(shapes[key], all_of[key], up[key]) for key in sorted(shapes)]
+                # "IDLE*+DRAIN": the star stands for a node that does not respond.
+                words = re.split(r"[^A-Z_]+", node.get("State", "").replace("*", "+NOT_RESPONDING"))
+                up[shape.key] += NOT_USABLE.isdisjoint(words)
+        order = sorted(shapes, key=lambda key: (not up[key], key))
+        return [(shapes[key], all_of[key], up[key]) for key in order]
 
     def refusal(self, partition: dict) -> str:
         """Why this user cannot use the partition; empty if nothing speaks against it."""
@@ -123,12 +145,13 @@ class Site:
             return f"its state is {partition['State']}"
         if not self.shapes(partition):
             return "it has no nodes"
-        groups = {group.gr_name for group in grp.getgrall() if group.gr_gid in os.getgroups()}
-        mine = {"Groups": groups, "Accounts": set(self.accounts)}
-        for kind, names in mine.items():
-            allowed = partition.get(f"Allow{kind}", "ALL").split(",")
-            if allowed != ["ALL"] and names and names.isdisjoint(allowed):
-                return f"Allow{kind} is {','.join(allowed)}"
+        groups = set()
+        for number in {os.getgid(), *os.getgroups()}:
+            with contextlib.suppress(KeyError):
+                groups.add(grp.getgrgid(number).gr_name)
+        allowed = partition.get("AllowGroups", "ALL")
+        if allowed != "ALL" and groups.isdisjoint(allowed.split(",")):
+            return f"AllowGroups is {allowed}"
         return ""
 
     def choose(self, wanted: str | None) -> dict:
@@ -141,9 +164,9 @@ class Site:
             return sys.exit(f"check_site.py: not {wanted}: {why}") if why else by_name[wanted]
         usable = [partition for partition in self.partitions if not self.refusal(partition)]
         if not usable:
-            sys.exit("check_site.py: none of the partitions is for you")
-        default_last = sorted(usable, key=lambda p: p.get("Default") != "YES")
-        return min(default_last, key=lambda p: not self.shapes(p)[0][0].gpus)
+            sys.exit("check_site.py: Slurm shows you no partition and nodes that you may use")
+        default_first = sorted(usable, key=lambda p: p.get("Default") != "YES")
+        return min(default_first, key=lambda p: not self.shapes(p)[0][0].gpus)
 
     def counts_memory(self) -> bool:
         return "MEMORY" in self.config["SelectTypeParameters"]
@@ -159,8 +182,6 @@ class Site:
         options = {}
         if partition.get("Default") != "YES":
             options["partition"] = partition["PartitionName"]
-        if "associations" in self.config["AccountingStorageEnforce"] and self.accounts:
-            options["account"] = self.accounts[0]
         tasks = ranks if by_rank or not shape.gpus else 1
         options["ntasks-per-node"] = str(tasks)
         options["gpus-per-node"] = str(ranks if shape.gpus else 0)
@@ -175,13 +196,17 @@ class Site:
 
 def write(path: Path, site: Site, partition: dict) -> str:
     """Puts the options for whole nodes into a launcher's header. Returns the diff."""
-    old = new = path.read_text()
+    try:
+        old = new = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        sys.exit(f"check_site.py: cannot read {path}: {error}")
     if "#SBATCH --gpus-per-node=" not in old:
         sys.exit(
             f"check_site.py: {path} has no line '#SBATCH --gpus-per-node=', so it is no launcher"
         )
     by_rank = re.search(r"^#SBATCH --ntasks-per-node=\S+ +# EDIT", old, re.M) is not None
-    for name, value in site.options(partition, True, by_rank).items():
+    options = site.options(partition, True, by_rank)
+    for name, value in options.items():
         line = f"#SBATCH --{name}={value}"
         found = re.search(rf"^##?SBATCH --{name}=\S* *", new, re.M)
         # A comment behind it keeps its column.
@@ -190,7 +215,12 @@ def write(path: Path, site: Site, partition: dict) -> str:
             if found
             else new.replace("#SBATCH", f"{line}\n#SBATCH", 1)
         )
-    path.write_text(new)
+    if "partition" not in options:  # of another call
+        new = re.sub(r"^#SBATCH --partition=.*\n", "", new, flags=re.M)
+    try:
+        path.write_text(new)
+    except OSError as error:
+        sys.exit(f"check_site.py: cannot write {path}: {error.strerror}")
     lines = old.splitlines(), new.splitlines()
     return "\n".join(difflib.unified_diff(*lines, str(path), str(path), n=0, lineterm=""))
 
@@ -211,8 +241,14 @@ def facts(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
     mode = partition.get("PreemptMode", config["PreemptMode"])
     if config["PreemptType"] in ("preempt/none", "") or mode == "OFF":
         yield "a job is not preempted", f"PreemptType={config['PreemptType']}, PreemptMode={mode}"
+    elif "SUSPEND" in mode:
+        yield "a preempted job stops where it is, and goes on later", f"PreemptMode={mode}"
+    elif config["PreemptType"] == "preempt/qos":
+        show = "sacctmgr show qos format=name,gracetime,preemptmode"
+        yield f"whether and how a job is preempted depends on its QOS: {show}", "PreemptType"
     else:
-        grace = f"{partition.get('GraceTime', 0)} s"
+        grace = partition.get("GraceTime", "0")
+        grace = f"{grace} s" if grace != "0" else config["KillWait"]
         yield f"a preempted job has {grace} for its checkpoint", f"GraceTime, PreemptMode={mode}"
     again = re.search(r"cred_expire=(\d+)", config["AuthInfo"])
     yield f"a requeued job waits for {again[1] if again else 120} s", "cred_expire in AuthInfo"
@@ -228,16 +264,19 @@ def facts(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
     else:
         yield "sacct shows no ended jobs", "AccountingStorageType"
     if not site.counts_memory():
-        yield "Slurm does not count memory, so --mem changes nothing", "SelectTypeParameters"
+        yield "Slurm does not count memory, so --mem reserves none", "SelectTypeParameters"
         return
-    for name, whose in (("DefMemPerCPU", "each CPU"), ("DefMemPerNode", "each node")):
-        default = number(partition.get(name, config.get(name, "")))
+    names = {"DefMemPerCPU": "each CPU", "DefMemPerNode": "each node"}
+    # One of them in the partition replaces the cluster's.
+    source = partition if any(number(partition.get(n, "")) < math.inf for n in names) else config
+    for name, whose in names.items():
+        default = number(source.get(name, ""))
         if default < math.inf:
             yield f"without --mem a job gets {default:.0f} MB for {whose}", name
             by_gpu = default * (shape.cpus if "CPU" in name else 1) / max(1, shape.gpus)
             if shape.gpus and by_gpu < MEMORY_OF_A_RANK:
                 what = f"{by_gpu:.0f} MB for each GPU, and a rank can need {MEMORY_OF_A_RANK}"
-                yield f"with all CPUs these are {what}: use --mem", name
+                yield f"with all CPUs of a node that is {what}: use --mem", name
 
 
 def unusual(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
@@ -254,7 +293,11 @@ def unusual(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
         kinds = "; ".join(f"{s.named_gpus()}, {s.cpus} CPUs, {s.memory} MB" for s in shapes)
         how = "the lines above are for the first; --constraint or --gpus-per-node=TYPE:N chooses"
         yield f"different nodes in one partition ({kinds})", how
-    if partition["OverSubscribe"] == "EXCLUSIVE" or config["SelectType"] == "select/linear":
+    # Exclusive is 26.05's name for it.
+    exclusive = partition.get("OverSubscribe") == "EXCLUSIVE" or "NODE" in partition.get(
+        "Exclusive", ""
+    )
+    if exclusive or config["SelectType"] == "select/linear":
         yield "a job gets whole nodes", "use all GPUs of a node"
     if config["MpiDefault"] not in ("none", ""):
         yield f"MpiDefault={config['MpiDefault']}", "if srun complains of PMI: srun --mpi=none"
@@ -315,8 +358,12 @@ def print_partitions(site: Site):
 def sbatch_says(options: list[str]) -> str:
     """Why sbatch refuses these options, without a job; empty if it takes them."""
     command = ["sbatch", "--test-only", "--nodes=1", *options, "--wrap=true"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return f"  <- refused: {done.stderr.strip().splitlines()[-1]}" if done.returncode else ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"  <- not tried: {error}"
+    said = done.stderr.strip().splitlines() or ["without a word"]
+    return f"  <- refused: {said[-1]}" if done.returncode else ""
 
 
 def main():

@@ -28,6 +28,7 @@ sys.path.append(str(REPOSITORY / "aux"))
 from prepare_data import draw_mnist
 
 PYTHON = sys.executable
+RUNNING: list[subprocess.Popen] = []
 # Of GPT-2, whose vocabulary does not divide by 64.
 VOCABULARY = 50257
 PADDED = "--size gpt2 --batch-size 32"
@@ -35,8 +36,9 @@ SPEED = {
     "gpt2, eager": f"{PADDED} --no-pad-vocabulary --no-compile",
     "gpt2": f"{PADDED} --no-pad-vocabulary",
     "gpt2, padded vocabulary": PADDED,
-    "the same, FSDP of one rank": PADDED,
-    "1b, FSDP of one rank, recomputed": "--size 1b --batch-size 8 --activation-checkpointing",
+    "1b, padded vocabulary, recomputed": "--size 1b --batch-size 8 --activation-checkpointing",
+    "gpt2, eager, FSDP of one rank": f"{PADDED} --no-compile",
+    "gpt2, FSDP of one rank": PADDED,
 }
 TINY = "--layers 2 --heads 4 --width 64 --context 32 --batch-size 8"
 SPEED_OF_CPU = {"eager": TINY, "padded, FSDP of one rank": f"{TINY} --pad-vocabulary"}
@@ -87,18 +89,27 @@ def run(command: str, limit: float, **variables: object) -> tuple[int, str, floa
     with tempfile.TemporaryFile("w+") as output:
         options = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
         process = subprocess.Popen(["bash", "-c", command], cwd=REPOSITORY, env=env, **options)
+        RUNNING.append(process)
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
             status = 124
-        finally:
-            # torchrun passes SIGTERM on to its ranks, and kills them after 30 seconds.
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(process.pid, number)
-                    process.wait(40)
+        # torchrun passes SIGTERM on to its ranks, and kills them after 30 seconds.
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, number)
+                process.wait(40)
+        RUNNING.remove(process)
         output.seek(0)
         return status, output.read(), time.monotonic() - start
+
+
+def end(*_: object):
+    """Ends what is running, and then this program."""
+    for process in RUNNING:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    os._exit(1)
 
 
 def block(text: str, lines: int = 30) -> str:
@@ -143,7 +154,9 @@ class Report:
         for name, options in (SPEED_OF_CPU if self.cpu else SPEED).items():
             command = f"{self.script} {options} --log-every 10 --steps 100000"
             command += f" --checkpoint-dir {self.folder}/{re.sub('[^a-z0-9]', '-', name)}"
-            start = "./torchrun.sh" if "one rank" in name else PYTHON
+            start = PYTHON
+            if "one rank" in name:  # otherwise the script does not split for one
+                start = "NPROC_PER_NODE=1 ./torchrun.sh tests/scripts/one_rank.py"
             # The first line is behind the compilation.
             read = "while read -r line && [[ $line != step=70/* ]]; do echo $SECONDS $line; done"
             _, output, _ = run(f"{start} {command} | {read}", 110)
@@ -265,7 +278,7 @@ class Report:
         return block("\n".join(lines or [output]), 10)
 
 
-# Those of one line run at once, because they mostly wait.
+# Those of one dictionary run at once, because they mostly wait.
 PARTS = [
     {"Machine": Report.machine},
     {"Speed and memory": Report.speed},
@@ -289,7 +302,7 @@ def main():
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu_report.py: torch sees no GPU here (the dry run: --device cpu)")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_report.py: ended"))
+    signal.signal(signal.SIGTERM, end)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Report(args.device, Path(folder))

@@ -33,7 +33,10 @@ received = False
 
 
 def listen():
-    """From now on SIGTERM, SIGUSR1 and the first Ctrl-C are requests to stop."""
+    """From now on SIGTERM, SIGUSR1 and the first Ctrl-C are requests to stop.
+
+    Processes that this one forks wait with these signals until they call `ignore`.
+    """
     for number in REQUESTS:
         signal.signal(number, set_flag)
     # torch's own handler would end a loader worker that has not come to worker_init_fn yet.
@@ -109,7 +112,7 @@ def requeue_job(command: str) -> bool:
         print("Requeued: it resumes by itself", flush=True)
         return True
     launcher = re.search(r"Command=(\S+)|$", state)[1] or "LAUNCHER"
-    print(f"Not requeued: {reason}. To resume it, with your sbatch options:", flush=True)
+    print(f"Not requeued: {reason}. To resume it, type this with your sbatch options:", flush=True)
     print(f"    sbatch {launcher} {command}", flush=True)
     return False
 

@@ -48,7 +48,7 @@ def add_recipe_arguments(parser: ArgumentParser):
     help = "start from a GPT-2: config.json and model.safetensors as transformers saves them"
     add("--init-from", type=Path, metavar="FOLDER", help=help)
     help = "parts of a rank's share, computed one after the other: less memory for activations, "
-    help += "but with FSDP a reduce-scatter for each, from half a billion weights on"
+    help += "but each adds communication (with FSDP from half a billion weights on)"
     add("--accumulation", type=positive, default=1, help=help)
     add("--weight-decay", type=number(0), default=0.1, help="of matrices; vectors have none")
     add("--clip", type=number(0), default=1.0, help="largest norm of the gradient; 0 for no limit")

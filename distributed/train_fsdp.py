@@ -133,7 +133,7 @@ if args.compile:
 dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
 autocast = torch.autocast(device.type, torch.bfloat16, args.precision == "bf16" and not mesh)
 # The parts of a batch (--accumulation) communicate only once per step if each rank has room for all
-# weights and gradients, which are 3 GB of half a billion.
+# weights and gradients, which are 3 to 4 GB of half a billion.
 weights = sum(weight.numel() for weight in model.parameters())
 once = args.accumulation > 1 and weights < 5e8
 if mesh:

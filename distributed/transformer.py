@@ -35,6 +35,7 @@ PEAK_FLOPS = {
     "H100 NVL": 835e12,
     "H200 NVL": 835e12,
     "H200": 989e12,
+    "H800 PCIe": 756e12,
     "H800": 989e12,
     "GH200": 989e12,
     "B200": 2250e12,
@@ -52,10 +53,10 @@ def peak_flops(device: torch.device) -> float:
     words = set(
         re.split("[ -]", torch.cuda.get_device_name(device) if device.type == "cuda" else "")
     )
+    # "NVIDIA A10-4Q" is a virtual GPU.
+    part = any(word == "MIG" or re.fullmatch(r"\d+[QCAB]", word) for word in words)
     found = (
-        peak
-        for known, peak in PEAK_FLOPS.items()
-        if words.issuperset(known.split()) and "MIG" not in words
+        peak for known, peak in PEAK_FLOPS.items() if words.issuperset(known.split()) and not part
     )
     return next(found, math.nan)
 

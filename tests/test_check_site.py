@@ -39,7 +39,7 @@ GPU += "MaxTime=2-00:00:00 DefaultTime=01:00:00 OverSubscribe=NO PreemptMode=REQ
 GPU += "MaxCPUsPerNode=UNLIMITED DefMemPerNode=UNLIMITED"
 DEBUG = GPU.replace("=gpu ", "=debug ").replace("2-00:00:00", "00:20:00")
 CPU = GPU.replace("=gpu ", "=cpu ").replace("Default=NO", "Default=YES")
-PRIVATE = GPU.replace("=gpu ", "=private ").replace("AllowAccounts=ALL", "AllowAccounts=them")
+PRIVATE = GPU.replace("=gpu ", "=private ").replace("AllowGroups=ALL", "AllowGroups=them")
 NODES = """NodeName=a[1] CPUEfctv=62 CPUTot=64 Gres=gpu:a100:4(S:0-1),nic:2 NodeAddr=a1 \
 RealMemory=512000 MemSpecLimit=12000 State=IDLE Partitions=gpu,private
 NodeName=a2 CPUEfctv=62 CPUTot=64 Gres=gpu:a100:4(S:0-1),nic:2 NodeAddr=a2 RealMemory=512000 \
@@ -71,11 +71,11 @@ def test_a_campus_cluster(capsys, monkeypatch):
         ["gpu", "2 (1 up)", "4 a100", "62", "500000", "15.5 CPU, 125000 MB", "2-00:00:00"],
         ["debug", "1", "8 h100", "96", "1000000", "12 CPU, 125000 MB", "00:20:00"],
         ["cpu*", "1", "none", "32", "128000", "-", "2-00:00:00"],
-        ["private", "not for you: AllowAccounts is them"],
+        ["private", "not for you: AllowGroups is them"],
     ]
     # The default partition has no GPUs, so the lines are for the first that has.
     gpu = site.choose(None)
-    whole = {"partition": "gpu", "account": "mine", "ntasks-per-node": "1", "gpus-per-node": "8"}
+    whole = {"partition": "gpu", "ntasks-per-node": "1", "gpus-per-node": "8"}
     whole |= {"cpus-per-task": "96", "mem": "0"}
     assert site.options(gpu, True, False) == whole
     by_rank = {"ntasks-per-node": "8", "cpus-per-task": "12"}
@@ -90,11 +90,16 @@ def test_a_campus_cluster(capsys, monkeypatch):
     said = {source: sentence for sentence, source in check_site.facts(site, gpu)}
     assert said["MaxTime"] == "a job may run for 2-00:00:00"
     assert said["DefaultTime"] == "without --time it gets 01:00:00"
-    assert said["GraceTime, PreemptMode=REQUEUE"] == "a preempted job has 0 s for its checkpoint"
+    assert "depends on its QOS: sacctmgr show qos" in said["PreemptType"]
     assert said["cred_expire in AuthInfo"] == "a requeued job waits for 120 s"
     assert "only requeued with" in said["JobRequeue"] and "mine" in said["sacctmgr"]
     default = [s for s, source in check_site.facts(site, gpu) if source == "DefMemPerCPU"]
     assert default[0] == "without --mem a job gets 2000 MB for each CPU", default
+    own = site.choose("gpu") | {"DefMemPerNode": "64000"}
+    memory = [s for s, source in check_site.facts(site, own) if source.startswith("DefMem")]
+    assert memory == ["without --mem a job gets 64000 MB for each node",
+                      "with all CPUs of a node that is 8000 MB for each GPU, and a rank can need "
+                      "16000: use --mem"]  # fmt: skip
     strange = dict(check_site.unusual(site, gpu))
     assert {what.split(" (")[0] for what in strange} == {
         "different nodes in one partition",
@@ -115,11 +120,37 @@ def test_other_names_for_gpus_whole_nodes_and_no_memory(monkeypatch):
     gpu = site.choose(None)
     assert "mem" not in site.options(gpu, True, False) and site.accounts == []
     said = [sentence for sentence, _ in check_site.facts(site, gpu)]
-    assert "Slurm does not count memory, so --mem changes nothing" in said
+    assert "Slurm does not count memory, so --mem reserves none" in said
     assert "a job is not preempted" in said and "sacct shows no ended jobs" in said
     strange = dict(check_site.unusual(site, gpu))
     assert "--gres=tesla:N" in strange["the GRES tesla, and no gpu"]
     assert "Slurm 21.08.8-2" in strange and "a job gets whole nodes" in strange
+
+
+@pytest.mark.parametrize(
+    ("kind", "grace", "sentence"),
+    [
+        ("REQUEUE", "60", "a preempted job has 60 s for its checkpoint"),
+        ("REQUEUE", "0", "a preempted job has 30 sec for its checkpoint"),
+        ("SUSPEND,GANG", "0", "a preempted job stops where it is, and goes on later"),
+        ("OFF", "0", "a job is not preempted"),
+    ],
+)
+def test_preemption_by_partition(kind, grace, sentence):
+    partition = GPU.replace("GraceTime=0", f"GraceTime={grace}").replace("=REQUEUE", f"={kind}")
+    site = site_of(partition, config=CONFIG.replace("preempt/qos", "preempt/partition_prio"))
+    assert sentence in [said for said, _ in check_site.facts(site, site.choose(None))]
+
+
+def test_two_types_in_a_node_and_states():
+    """Slurm 26.05's name for whole nodes as well."""
+    nodes = "NodeName=localhost CPUTot=8 Gres=gpu:a100:2,gpu:v100:2 State=IDLE+CLOUD+POWERED_DOWN "
+    nodes += "RealMemory=9 Partitions=gpu\n"
+    nodes += nodes.replace("gpu:a100:2,gpu:v100:2", "gpu:a100:4").replace("IDLE+CLOUD", "IDLE*")
+    site = site_of(f"{GPU} Exclusive=NODE", nodes=nodes)
+    found = [(shape.named_gpus(), n, up) for shape, n, up in site.shapes(site.choose(None))]
+    assert found == [("2 a100, 2 v100", 1, 1), ("4 a100", 1, 0)]
+    assert "a job gets whole nodes" in dict(check_site.unusual(site, site.choose(None)))
 
 
 def test_three_hundred_partitions(capsys):

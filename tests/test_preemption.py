@@ -118,7 +118,7 @@ def test_what_is_requeued(state, tmp_path):
     done = run(sys.executable, "-c", CALL, "--data dir", cwd=tmp_path, env=env)
     reason = STATES[state]
     launcher = "/home/me/launch.sh" if state else "LAUNCHER"
-    typed = f"Not requeued: {reason}. To resume it, with your sbatch options:\n"
+    typed = f"Not requeued: {reason}. To resume it, type this with your sbatch options:\n"
     typed += f"    sbatch {launcher} -c '--data dir' --resume\n"
     assert done.stdout == (typed if reason else REQUEUED), done.stderr
     assert done.returncode == bool(reason)

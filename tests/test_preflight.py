@@ -259,12 +259,12 @@ def test_other_jobs_gpus_are_not_ours(tmp_path, monkeypatch):
     assert len(check_ranks.ask_nvidia_smi()[0]) == 2
 
 
-def test_what_nccl_s_log_says(tmp_path, monkeypatch):
+def test_what_nccl_s_log_says(tmp_path, monkeypatch, capsys):
     """Lines of NCCL 2.28.9, by the formats in its library."""
     monkeypatch.setattr(check_ranks, "INFINIBAND", tmp_path)
     start = "node-1:812:900 [0] NCCL INFO "
     chosen, channel = f"{start}Using network", f"{start}Channel 00/0 : 1[0] -> 0[0] [send] via NET"
-    over_tcp = f"{chosen} Socket\n{channel}/Socket/0\n"
+    over_tcp = f"{chosen} Socket\n{channel}/Socket/0\n{start.replace('INFO', 'WARN')}no route\n"
     over_ib = f"{chosen} IB\n{channel}/IB/0/GDRDMA\n"
 
     def read(log: str) -> tuple[str, list[str]]:
@@ -273,6 +273,7 @@ def test_what_nccl_s_log_says(tmp_path, monkeypatch):
         return mine["network"], mine["warnings"]
 
     assert read(over_tcp) == ("Socket, GPUDirect RDMA: no", [])
+    assert capsys.readouterr().err == f"{start.replace('INFO', 'WARN')}no route\n"
     (tmp_path / "mlx5_0").mkdir()
     [warning] = read(over_tcp)[1]
     assert "NCCL uses TCP, although this node has mlx5_0" in warning
@@ -280,7 +281,20 @@ def test_what_nccl_s_log_says(tmp_path, monkeypatch):
     [warning] = read(over_ib.replace("/GDRDMA", ""))[1]
     assert "no GPUDirect RDMA" in warning
     # A job of one node has no network.
-    assert read(f"{chosen} IB\n") == ("IB, GPUDirect RDMA: no", [])
+    assert read(f"{chosen} IB\n") == ("IB", [])
+
+
+@pytest.mark.parametrize(("debug", "reads"), [("WARN", True), (None, True), ("INFO", False)])
+def test_nccl_s_log_is_asked_for(debug, reads, tmp_path, monkeypatch):
+    """Although env.sh has set NCCL_DEBUG, and not if the user wants to see the log."""
+    asked = {} if debug is None else {"NCCL_DEBUG": debug}
+    monkeypatch.setattr(check_ranks, "env", asked)
+    monkeypatch.setattr(check_ranks.tempfile, "tempdir", str(tmp_path))
+    path = check_ranks.log_of_nccl()
+    assert (path is not None) == reads and asked.get("NCCL_DEBUG_FILE") == (
+        str(path) if path else None
+    )
+    assert asked["NCCL_DEBUG"] == "INFO"
 
 
 def test_nvidia_smi_that_fails_or_is_not_there(tmp_path, monkeypatch):
