@@ -28,6 +28,7 @@ SCRIPTS = [
     "distributed/train_task.py",
     "distributed/tensor_parallel_by_hand.py",
     "aux/check_ranks.py",
+    "aux/check_site.py",
     "aux/prepare_data.py",
     "aux/lint_sbatch.py",
     "aux/watch_job.py",
@@ -38,7 +39,7 @@ SCRIPTS = [
 # argparse as it is: its usage comes before the sentence, and repeats what cannot be printed.
 # These import torch, or what is as large, first.
 PLAIN = [*SCRIPTS[:3], "aux/check_ranks.py", "aux/plot_runs.py", "aux/prepare_data.py"]
-PLAIN += ["aux/watch_job.py"]
+PLAIN += ["aux/watch_job.py", "aux/check_site.py"]
 WORDS = [
     "$(touch canary)",
     "'; touch canary; '",
@@ -47,7 +48,9 @@ WORDS = [
     "x" * 5000,
 ]
 UNPRINTABLE = ["\n touch canary\n", "\x1b[2J\x07"]
-NO_NUMBER = r"DIR|FILE|PROMPT|INPUT|FOLDER|DEVICE|WORD|[{\[]|^$"  # a value of --help
+NO_NUMBER = (
+    r"DIR|FILE|PARTITION|LAUNCHER|PROMPT|INPUT|FOLDER|DEVICE|WORD|[{\[]|^$"  # a value of --help
+)
 NO_NUMBERS = ["one", "nan", "1_", "½", "", "-1", "1e400", "9" * 5000, "$(touch canary)"]
 
 

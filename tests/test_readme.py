@@ -246,7 +246,7 @@ def test_on_a_cluster(clone, cluster):
     assert len(ids) == 2 and all(str(job) in shown.split("JOBID")[1] for job in ids)
     checked, trained = [cluster.wait(job, timeout=240) for job in ids]
     assert checked.state == trained.state == "COMPLETED", checked.log + trained.log
-    shown = r"^```\n(world size 4, .*\n(?:.*\n){6}VERDICT: all well, .* torchrun\n)```$"
+    shown = r"^```\n(world size 4, .*\n(?:.*\n){7}VERDICT: all well, .* torchrun\n)```$"
     assert_shown("...\n" + re.search(shown, CHAPTERS[7].read_text(), re.M)[1], checked.log)
     assert re.search(r"^epoch=1 test_loss=\S+ .*\nFinished: epoch=1, ", trained.log, re.M)
     assert time.time() - before < 240
