@@ -146,9 +146,9 @@ class Site:
         if not self.shapes(partition):
             return "it has no nodes"
         groups = set()
-        for number in {os.getgid(), *os.getgroups()}:
+        for group in {os.getgid(), *os.getgroups()}:
             with contextlib.suppress(KeyError):
-                groups.add(grp.getgrgid(number).gr_name)
+                groups.add(grp.getgrgid(group).gr_name)
         allowed = partition.get("AllowGroups", "ALL")
         if allowed != "ALL" and groups.isdisjoint(allowed.split(",")):
             return f"AllowGroups is {allowed}"
@@ -160,8 +160,9 @@ class Site:
         if wanted:
             if wanted not in by_name:
                 sys.exit(f"check_site.py: no partition {wanted}, but {', '.join(by_name)}")
-            why = self.refusal(by_name[wanted])
-            return sys.exit(f"check_site.py: not {wanted}: {why}") if why else by_name[wanted]
+            if why := self.refusal(by_name[wanted]):
+                sys.exit(f"check_site.py: not {wanted}: {why}")
+            return by_name[wanted]
         usable = [partition for partition in self.partitions if not self.refusal(partition)]
         if not usable:
             sys.exit("check_site.py: Slurm shows you no partition and nodes that you may use")
@@ -350,7 +351,7 @@ def print_partitions(site: Site):
     widths = [max(len(row[i]) for row in shown if len(row) > 2) for i in range(len(head))]
     for row in shown:
         cells = [*row, *[""] * (len(head) - len(row))]
-        print("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths)).rstrip())  # noqa: B905
+        print("  ".join(map(str.ljust, cells, widths)).rstrip())
     if rows[21:]:
         print(f"... and {len(rows) - 21} more rows")
 

@@ -54,10 +54,9 @@ def peak_flops(device: torch.device) -> float:
         re.split("[ -]", torch.cuda.get_device_name(device) if device.type == "cuda" else "")
     )
     # "NVIDIA A10-4Q" is a virtual GPU.
-    part = any(word == "MIG" or re.fullmatch(r"\d+[QCAB]", word) for word in words)
-    found = (
-        peak for known, peak in PEAK_FLOPS.items() if words.issuperset(known.split()) and not part
-    )
+    if any(word == "MIG" or re.fullmatch(r"\d+[QCAB]", word) for word in words):
+        return math.nan
+    found = (peak for known, peak in PEAK_FLOPS.items() if words.issuperset(known.split()))
     return next(found, math.nan)
 
 

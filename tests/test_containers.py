@@ -423,9 +423,7 @@ def test_not_requeued(cluster, site, tiny):
     training.signal("--signal=TERM")
     job = cluster.wait(training.job)
     assert job.state == "FAILED" and job.exit_code == 1 and "\nRequeued" not in job.log, job.log
-    said = (
-        r"^Not requeued: Requested operation is presently disabled.* To resume it, type this .*:\n"
-    )
+    said = r"^Not requeued: Requested operation is presently disabled.* type this with .*:\n"
     said += r"    sbatch \S+/run_script.sh .* --resume .*$"
     assert re.search(said, job.log, re.M), job.log
 

@@ -160,7 +160,7 @@ def submit(cluster, way: str, folder: Path, **env) -> int:
 
 
 YOUNG_WORKER = """
-import os, signal, sys, threading, time
+import os, signal
 import preemption
 preemption.listen()
 import torch
@@ -169,7 +169,6 @@ from torch.utils.data import DataLoader
 set_num_threads = torch.set_num_threads
 def slowly(number):  # a worker calls it after torch's own handler, and before worker_init_fn
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.2)
     set_num_threads(number)
 torch.set_num_threads = slowly
 workers = {"num_workers": 2, "multiprocessing_context": "fork", "timeout": 20}
