@@ -58,7 +58,7 @@ exec unshare --mount --propagation private bash -euo pipefail -c '
     mount -t tmpfs run run
     mount --rbind /tmp tmp
     python=$(cd "$here" && .venv/bin/python -c "import sys; print(sys.base_prefix)")
-    for folder in "$here" "$python"; do
+    for folder in "$here" "$(realpath "$here/.venv")" "$python"; do
         if [[ "$folder" != /usr ]]; then
             mkdir -p "./$folder"
             mount --rbind "$folder" "./$folder"
