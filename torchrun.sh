@@ -22,6 +22,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 # rdzv is the rendezvous: each node's torchrun waits there, up to 300 seconds, for all others. Its
 # id changes with a requeue, so that none of the earlier start joins.
 # EDIT: add --numa-binding=node if nodes have two CPU sockets: ranks stay near their GPU.
+# EDIT: add --tee=3 if lines of several ranks run into each other: each then has a rank's label.
 exec torchrun \
     --nnodes="$NNODES" --node-rank="$SLURM_NODEID" --nproc-per-node="$NPROC_PER_NODE" \
     --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \

@@ -50,6 +50,9 @@ def run_rank(local_rank: int, ready: Any, node_rank: int, nnodes: int, command: 
         "TORCHELASTIC_RUN_ID": os.environ.get("SLURM_JOB_ID", "none"),
     }
     os.environ.update({name: str(value) for name, value in variables.items()})
+    # Whole lines: PYTHONUNBUFFERED would write each argument of a print by itself, and the ranks of
+    # a node share one log.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
     sys.argv = command
     sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
     # The script's loader workers start as under plain python.
