@@ -4,19 +4,30 @@
     python aux/watch_job.py local        # of ranks that were started by hand
     watch -n 5 python aux/watch_job.py JOB
 
-Reads the heartbeats of the job's latest start in log/JOB (distributed/heartbeat.py). The status is
-0 if all ranks are alive, and 1 if one is silent, keeps the others waiting, or has not begun. JOB is
-the number in log/JOB, even for a task of an array.
+Reads the heartbeats of the job's latest start in log/JOB (distributed/heartbeat.py). If the script
+sends none, it starts py-spy on the job's nodes, which reads the Python stack of each rank, and asks
+NCCL which collective has not been joined. `pip install py-spy` once, where the job's Python is.
+
+The status is 0 if all ranks are alive, and 1 if one is silent, keeps the others waiting, or has not
+begun. JOB is the number in log/JOB, even for a task of an array.
 """
 
 import argparse
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
 import sys
 import time
+from collections import defaultdict
+from operator import itemgetter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
-from heartbeat import holds_up, read_beats
+from heartbeat import HOST, describe, holds_up, read_beats
 
 
 def main():
@@ -25,14 +36,26 @@ def main():
     parser.add_argument("job", metavar="JOB")
     help = "how long a rank may go without a heartbeat or a step (default: 60)"
     parser.add_argument("--after", type=float, default=60, metavar="SECONDS", help=help)
+    parser.add_argument("--this-node", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
 
+    if args.this_node:
+        text = json.dumps(look_into_this_node(args.job))
+        # srun would break longer lines, and mix them with those of other nodes.
+        for i in range(0, len(text), 900):
+            print("seen", HOST, text[i : i + 900])
+        return
     starts = sorted(Path("log", args.job).glob("ranks-*"), key=lambda path: path.stat().st_mtime)
-    beats, now = read_beats(starts[-1]) if starts else [], time.time()
-    if not beats:
-        where = f"log/{args.job} of {Path.cwd()}"
-        sys.exit(f"watch_job.py: no heartbeats in {where}: does the script call heartbeat.start()?")
+    beats = read_beats(starts[-1]) if starts else []
+    sys.exit(report(beats, args.after) if beats else look_into(args.job))
 
+
+# --- heartbeats ---
+
+
+def report(beats: list[dict], after: float) -> int | str:
+    """Prints the heartbeats and what they say. Returns the status, or the sentence of a fault."""
+    now = time.time()
     print("rank  host              step  heartbeat  what it does")
     for beat in beats:
         step = "-" if beat["step"] is None else beat["step"]
@@ -42,24 +65,158 @@ def main():
     world_size = beats[0]["world_size"]
     missing = sorted(set(range(world_size)) - {beat["rank"] for beat in beats})
     if missing:
-        sys.exit(f"{len(missing)} of {world_size} ranks have sent none, first rank {missing[0]}.")
-    silent = [beat for beat in beats if now - beat["time"] > max(args.after, 2 * beat["interval"])]
+        return f"{len(missing)} of {world_size} ranks have sent none, first rank {missing[0]}."
+    silent = [beat for beat in beats if now - beat["time"] > max(after, 2 * beat["interval"])]
     if len(silent) == len(beats):
-        sys.exit("No rank sends heartbeats: the job has ended, or the shared folder hangs.")
+        return "No rank sends heartbeats: the job has ended, or the shared folder hangs."
 
     seconds = min(beat["seconds_in_step"] + now - beat["time"] for beat in beats)
-    stuck = holds_up(beats) if seconds > args.after else []
+    stuck = holds_up(beats) if seconds > after else []
     for beat in silent or stuck:
         what = "is silent" if silent else "keeps the others waiting"
         print(f"{beat['host']}: rank {beat['rank']} {what}")
     if silent or stuck:
         hosts = ",".join(sorted({beat["host"] for beat in silent or stuck}))
         print(f"If it is the node, submit again without it:  sbatch --exclude={hosts}")
-        sys.exit(1)
+        return 1
     steps = [beat["step"] for beat in beats if beat["step"] is not None]
     where = f"at step {max(steps)}." if steps else "before the first step."
-    since = f" No step for {seconds:.0f} s." if seconds > args.after else ""
+    since = f" No step for {seconds:.0f} s." if seconds > after else ""
     print(f"All {len(beats)} ranks are alive, {where}{since}")
+    return 0
+
+
+# --- py-spy and NCCL, for a script without heartbeats ---
+
+
+def look_into(job: str) -> int | str:
+    """Prints the line of each rank, and the ranks at a different place than the others."""
+    nodes = [look_into_this_node(job)] if job == "local" else ask_the_nodes(job)
+    ranks = sorted((rank for node in nodes for rank in node["ranks"]), key=itemgetter("rank"))
+    faults = [node["fault"] for node in nodes if node["fault"]]
+    if not ranks:
+        why = faults[0] if faults else "no process of such a job was found"
+        return f"watch_job.py: no heartbeats in log/{job} of {Path.cwd()}, and {why}"
+
+    print("rank  host              process  what it does")
+    for rank in ranks:
+        print(f"{rank['rank']:>4}  {rank['host']:<16}  {rank['pid']:>7}  {rank['frame']}")
+    for node in nodes:
+        if node["nccl"]:
+            print(f"NCCL on {node['host']} reports:\n{node['nccl']}")
+    for fault in faults:
+        print(fault)
+    world_size = ranks[0]["world_size"]
+    missing = sorted(set(range(world_size)) - {rank["rank"] for rank in ranks})
+    if missing:
+        return f"{len(missing)} of {world_size} ranks were not found, first rank {missing[0]}."
+    apart = holds_up(ranks)
+    if not apart:
+        print(f"All {len(ranks)} ranks are at the same place.")
+        return 0
+    names = [f"rank {rank['rank']} on {rank['host']}" for rank in apart[:4]]
+    more = f" and {len(apart) - 4} more" if len(apart) > 4 else ""
+    print(f"First to look at: {', '.join(names)}{more}, in")
+    print("    " + "\n    ".join(apart[0]["stack"]))
+    print("If the same ranks are there a minute later, the others wait for them.")
+    return 1
+
+
+def ask_the_nodes(job: str) -> list[dict]:
+    if not shutil.which("srun"):
+        sys.exit(f"watch_job.py: no heartbeats in log/{job} of {Path.cwd()}, and no Slurm here")
+    # As many tasks as nodes: a job's own number of tasks is for its ranks.
+    size = ["squeue", "--noheader", "--format=%D", "--states=RUNNING", f"--jobs={job}"]
+    nodes = subprocess.run(size, stdout=subprocess.PIPE, text=True).stdout.strip()
+    if not nodes:
+        sys.exit(f"watch_job.py: no heartbeats in log/{job} of {Path.cwd()}, and no such job runs")
+    srun = ["srun", f"--jobid={job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}"]
+    command = [sys.executable, os.path.abspath(__file__), job, "--this-node"]
+    done = subprocess.run([*srun, *command], stdout=subprocess.PIPE, text=True)
+    texts = defaultdict(str)
+    for line in done.stdout.splitlines():
+        if line.startswith("seen "):
+            _, host, text = line.split(" ", 2)
+            texts[host] += text
+    return [json.loads(text) for text in texts.values()]
+
+
+def look_into_this_node(job: str) -> dict:
+    """What py-spy says of each of the job's ranks here, and NCCL of the whole job."""
+    node = {"ranks": [], "fault": None, "nccl": None, "host": HOST}
+    spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
+    for number, world_size, pid in ranks_here(job):
+        rank = {"rank": number, "host": HOST, "world_size": world_size, "pid": pid, "step": None}
+        try:
+            command = [spy, "dump", "--json", f"--pid={pid}"]
+            dump = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        except FileNotFoundError:
+            node["fault"] = f"there is no py-spy on {HOST}: pip install py-spy"
+            break
+        except subprocess.SubprocessError as error:
+            said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
+            node["fault"] = f"py-spy cannot read rank {number} on {HOST}: {said}"
+            continue
+        threads = {thread["thread_name"]: thread for thread in json.loads(dump.stdout)}
+        frames = threads["MainThread"]["frames"]
+        calls = [(frame["name"], frame["filename"], frame["line"]) for frame in frames]
+        rank["stack"], rank["frame"], rank["waits"] = describe(calls)
+        node["ranks"].append(rank)
+        if number == 0:
+            node["nccl"] = nccl_status()
+    return node
+
+
+def ranks_here(job: str) -> list[tuple[int, int, int]]:
+    """Rank, world size and process of each of the job's ranks on this node."""
+    processes = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            pairs = (folder / "environ").read_text(errors="replace").split("\0")
+            variables = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+            command = (folder / "cmdline").read_text(errors="replace").split("\0")
+            # After the name in parentheses: state, parent, and as the 20th the start.
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+            python = "python" in Path(os.readlink(folder / "exe")).name
+            if python and variables.get("SLURM_JOB_ID", "local") == job:
+                start, parent = int(stat[19]), int(stat[1])
+                processes.append((start, int(folder.name), parent, command, variables))
+    processes.sort()
+
+    # The spawner starts the ranks in their order, and they learn their number only then.
+    for _, spawner, _, command, variables in processes:
+        if any(word.endswith("spawn_ranks.py") for word in command):
+            children = [
+                pid
+                for _, pid, parent, command, _ in processes
+                if parent == spawner and not any("resource_tracker" in word for word in command)
+            ]
+            first = int(variables.get("SLURM_NODEID", 0)) * len(children)
+            world_size = int(variables.get("NNODES", 1)) * len(children)
+            return [(first + i, world_size, pid) for i, pid in enumerate(children)]
+
+    # A rank's loader workers have its variables, but are younger. torchrun has only the second, and
+    # so has this program, in a step of its own.
+    here = os.environ.get("SLURM_STEP_ID", "none")
+    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        found = {}
+        for _, pid, _, _, variables in processes:
+            if rank in variables and variables.get("SLURM_STEP_ID") != here:
+                found.setdefault(int(variables[rank]), (int(variables.get(size, 1)), pid))
+        if found:
+            return [(number, *found[number]) for number in found]
+    return []
+
+
+def nccl_status() -> str | None:
+    """NCCL's report of the whole job, which each node's first rank gives (RAS, NCCL 2.24)."""
+    host, _, port = os.environ.get("NCCL_RAS_ADDR", "localhost:28028").rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(b"verbose status\n")
+            return connection.makefile().read().strip()
+    except OSError:
+        return None
 
 
 if __name__ == "__main__":

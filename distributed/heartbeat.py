@@ -129,19 +129,25 @@ class Heart:
 
 
 def main_stack() -> tuple[list[str], str, bool]:
-    """What the main thread is doing: its calls, the innermost one last; the innermost that is not a
-    library's, or "-"; and whether it waits for other ranks."""
+    """What the main thread is doing, as `describe` says it."""
     frame = sys._current_frames()[threading.main_thread().ident]
-    waits = any(part in frame.f_code.co_filename for part in WAITING)
-    calls, own = [], "-"
+    calls = []
     while frame:
-        path = frame.f_code.co_filename
-        call = f"{frame.f_code.co_name} ({path}:{frame.f_lineno})"
-        if own == "-" and not any(part in path for part in LIBRARIES):
-            own = call
-        calls.insert(0, call)
+        calls.append((frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    return calls[-12:], own, waits
+    return describe(calls)
+
+
+def describe(calls: list[tuple[str, str, int]]) -> tuple[list[str], str, bool]:
+    """Of calls as (function, file, line), the innermost first: their texts, the innermost last; the
+    innermost that is not a library's, or "-"; and whether the innermost waits for other ranks."""
+    texts, own = [], "-"
+    for function, path, line in calls:
+        text = f"{function} ({path}:{line})"
+        if own == "-" and not any(part in path for part in LIBRARIES):
+            own = text
+        texts.insert(0, text)
+    return texts[-12:], own, any(part in calls[0][1] for part in WAITING)
 
 
 def read_beats(folder: Path) -> list[dict]:

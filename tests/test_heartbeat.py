@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import REPOSITORY, environment, run, wait_for
+import watch_job
+from conftest import LAUNCHERS, REPOSITORY, cells, environment, run, wait_for
 from test_preemption import copies, submit
 
 WATCH = REPOSITORY / "aux/watch_job.py"
@@ -115,7 +117,59 @@ def test_watch_job_excludes_the_node_of_the_rank_that_hangs(
     assert re.fullmatch(end, done.stdout.splitlines()[-1]), done.stdout
 
 
-def test_a_job_without_heartbeats(tmp_path):
+@pytest.mark.parametrize("way", cells([(way,) for way in LAUNCHERS], ("torchrun",)))
+def test_a_script_without_heartbeats(way, cluster, tmp_path):
+    """py-spy reads the stack of each rank, on its node."""
+    log, script = tmp_path / "log.out", REPOSITORY / "tests/scripts/stuck.py"
+    number = cluster.submit(f"--output={log}", LAUNCHERS[way], script)
+    wait_for(lambda: log.exists() and log.read_text().count("is in step 10") == 4, 120)
+    watch = (sys.executable, "aux/watch_job.py", number)
+    # The others may not wait yet.
+    wait_for(lambda: "First to look at: rank 2 " in cluster.exec(*watch).stdout, 60)
+    watched = cluster.exec(*watch)
+    cluster.exec("scancel", number)
+    assert watched.returncode == 1, watched
+    row = r"^   (\d)  (\S+) +\d+  <module> \(\S+stuck\.py:\d+\)$"
+    hosts = dict(re.findall(row, watched.stdout, re.M))
+    assert sorted(hosts) == ["0", "1", "2", "3"] and hosts["0"] != hosts["2"] == hosts["3"]
+    line = 1 + script.read_text().splitlines().index("        time.sleep(0.1)")
+    said = (
+        rf"^First to look at: rank 2 on {hosts['2']}, in\n(    .*\n)*    <module> \(\S+:{line}\)$"
+    )
+    assert re.search(said, watched.stdout, re.M), watched.stdout
+
+
+def test_what_nccl_reports(monkeypatch):
+    """Its own words, from the address at which NCCL's RAS threads listen."""
+    asked = []
+
+    def answer():
+        connection, _ = server.accept()
+        with connection:
+            asked.append(connection.recv(100))
+            connection.sendall(b"NCCL version 2.28.9\nErrors\n======\nrank 3 is behind\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer, daemon=True).start()
+        monkeypatch.setenv("NCCL_RAS_ADDR", f"127.0.0.1:{server.getsockname()[1]}")
+        assert watch_job.nccl_status().endswith("======\nrank 3 is behind")
+    assert asked == [b"verbose status\n"]
+    assert watch_job.nccl_status() is None, "NCCL is not there"
+
+
+def test_a_job_that_does_not_run(tmp_path):
     done = run(sys.executable, WATCH, 7, cwd=tmp_path)
-    assert done.returncode == 1 and "does the script call heartbeat.start()?" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    said = f"watch_job.py: no heartbeats in log/7 of {tmp_path}, and no such job runs"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == said
+
+
+def test_without_py_spy(tmp_path):
+    """One sentence says what to install."""
+    env = environment(RANK=0, WORLD_SIZE=1)
+    with subprocess.Popen([sys.executable, "-c", "input()"], env=env, stdin=subprocess.PIPE):
+        python = tmp_path / "python"
+        python.symlink_to(sys.executable)
+        (tmp_path / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
+        done = run(python, WATCH, "local", cwd=tmp_path, env=environment(PATH="/usr/bin:/bin"))
+    said = r"watch_job.py: no heartbeats in log/local of \S+, and there is no py-spy on \S+: "
+    assert re.fullmatch(said + "pip install py-spy\n", done.stderr), done.stderr
