@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC1091
-# The sizes, address and settings of this job. Every launcher sources it once, on the first node.
+# pytorch-on-slurm 1.0: sizes, address and settings of a job, for its launcher on the first node.
 # ${A:-B} is A, or B if A is empty; ${A%%[(,]*} is A up to a ( or comma; ${!A@}: names like A*
 if [[ -z "${SLURM_JOB_ID:-}" || "${SLURM_PROCID:-0}" != 0 || "$-" == *i* ]]; then
     echo "env.sh is for the launchers: sbatch launch_slurm_with_torchrun.sh SCRIPT" >&2

@@ -318,7 +318,11 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+@pytest.mark.parametrize(
+    "path",
+    [*DOCUMENTS, *(REPOSITORY / name for name in ("AGENTS.md", "CHANGELOG.md", "SECURITY.md"))],
+    ids=lambda path: str(path.relative_to(REPOSITORY)),
+)
 def test_links_and_paths_lead_somewhere(path):
     text = path.read_text()
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
@@ -326,7 +330,9 @@ def test_links_and_paths_lead_somewhere(path):
         target = path.parent / name if name else path
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+    targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.M)
     for span in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)):
+        assert all(target in targets for target in re.findall(r"^make ([a-z-]+)", span)), span
         for name in re.findall(
             r"(?<![\w./-])(?:aux|dev|distributed|local|docs|tests)/[\w/-]+\.\w+", span
         ):

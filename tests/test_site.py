@@ -12,6 +12,7 @@ from conftest import REPOSITORY, run
 
 PAGES = [
     REPOSITORY / "README.md",
+    REPOSITORY / "CHANGELOG.md",
     REPOSITORY / "SECURITY.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
 ]

@@ -99,6 +99,18 @@ def test_one_list_of_dependencies():
     assert packages == [line.split(">=")[0] for line in requirements]
 
 
+def test_one_version():
+    """A copy of env.sh names the version, and the changelog begins with it."""
+    texts = [
+        (REPOSITORY / name).read_text()
+        for name in ("CHANGELOG.md", "env.sh", "pyproject.toml", "CITATION.cff")
+    ]
+    version, date = re.search(r"^## (\d+\.\d+) \((.+)\)$", texts[0], re.M).groups()
+    assert f"\n# pytorch-on-slurm {version}: " in texts[1]
+    assert f'\nversion = "{version}"\n' in texts[2]
+    assert f'\nversion: "{version}"\ndate-released: {date}\n' in texts[3]
+
+
 def test_make_help_lists_every_target():
     makefile = (REPOSITORY / "Makefile").read_text()
     targets = re.findall(r"^([a-z-]+):[^=\n]*?## ", makefile, re.M)

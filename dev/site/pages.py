@@ -14,6 +14,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [
     REPOSITORY / "README.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
+    REPOSITORY / "CHANGELOG.md",
     REPOSITORY / "SECURITY.md",
 ]
 
