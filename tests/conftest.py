@@ -168,7 +168,8 @@ class Job:
 
 class Cluster:
     def __init__(self, name: str, nodes: int, cpus: int, gpus: int):
-        self.environment, self.jobs = {"CLUSTER": name}, []
+        # Jobs run as root even under sudo, because the tests' folders are root's.
+        self.environment, self.jobs = {"CLUSTER": name, "SUDO_UID": ""}, []
         size = ["--nodes", nodes, "--cpus", cpus, "--gpus", gpus]
         try:
             up = run(NAMESPACES, "up", *size, env=environment(**self.environment))

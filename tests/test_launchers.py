@@ -319,6 +319,30 @@ def test_three_files_and_a_strangers_script(cluster, tmp_path):
     assert len(weights) == 1 and 3 < float(weights.pop()) < 5
 
 
+PRINTS = """import os, time
+for step in range(100):
+    print("step", step, "of rank", os.environ["RANK"], "ends")
+    time.sleep(0.02 - time.time() % 0.02)
+"""
+
+
+@pytest.mark.parametrize("way", cells([(way,) for way in LAUNCHERS], ("spawn",)))
+def test_whole_lines(way, cluster, tmp_path):
+    """Four ranks print several arguments at the same moment."""
+    for name in THREE_FILES[way]:
+        copy_file(name, tmp_path)
+    if way == "torchrun":  # as docs/recipes.md has it
+        torchrun = tmp_path / "torchrun.sh"
+        torchrun.write_text(torchrun.read_text().replace('\n    "$@"', '\n    --tee=3 "$@"'))
+    (tmp_path / "prints.py").write_text(PRINTS)
+    job = cluster.sbatch("--output=log", LAUNCHERS[way], "prints.py", cwd=tmp_path)
+    label = r"\[default\d\]:" if way == "torchrun" else ""
+    lines = re.findall(rf"^{label}step (\d+) of rank (\d) ends$", job.log, re.M)
+    assert sorted((int(rank), int(step)) for step, rank in lines) == [
+        (rank, step) for rank in range(4) for step in range(100)
+    ]
+
+
 # --- CPUs, GPUs, memory, environment ---
 
 
