@@ -154,6 +154,9 @@ def test_accounting(cluster, tiny, tmp_path):
     account = "sacct --allocations --noheader --parsable2 --format=account,qos,state --jobs="
     assert bash(cluster, f"{account}{job.id}") == "a|normal|COMPLETED\n"
     assert_all_ways(cluster, tmp_path, "--account=A")
+    site = cluster.exec("python3", "aux/check_site.py").stdout
+    assert re.search(r"sacct shows ended jobs; your accounts: a\b", site), site
+    assert "whether and how a job is preempted depends on its QOS" in site
 
     data, sbatch = {PREEMPTIBLE: tiny}, ["--account=A"]
     preempted = Trial(cluster, "srun", PREEMPTIBLE, data, tmp_path / "train", sbatch=sbatch)
