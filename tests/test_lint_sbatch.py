@@ -23,7 +23,7 @@ WAIT = 'srun_pid=$!\nwhile kill -0 "$srun_pid" 2>/dev/null; do wait "$srun_pid";
 # MISTAKE; one without.
 CASES = {
     "blank": (
-        "take out the blanks",
+        "begin it with #SBATCH",
         "# SBATCH --time=1:00:00  MISTAKE",
         "# SBATCH lines are read by Slurm",
     ),
@@ -59,15 +59,14 @@ CASES = {
         f'srun {FLAGS} torchrun --nnodes="$SLURM_JOB_NUM_NODES" --rdzv-endpoint="$host:$port" '
         "train.py",
     ),
-    "nnodes 1, in an array": (
+    "nnodes 1, in a variable of an array": (
         "--nnodes=1 on 2 nodes",
-        f'launcher=(torchrun --nnodes=1)  # MISTAKE\nsrun {FLAGS} \\\n  "${{launcher[@]}}" '
-        "train.py",
+        'size="--nnodes=1"  # MISTAKE\nlauncher=(torchrun $size)\n'
+        f'srun {FLAGS} \\\n  "${{launcher[@]}}" train.py',
         f'launcher=(torchrun --nnodes=1:2)\nsrun {FLAGS} \\\n  "${{launcher[@]}}" train.py',
     ),
     "no srun": (
-        "python without srun, so one process starts, though the header asks for 8 tasks: "
-        "srun python",
+        "python without srun, so it starts once, though the header asks for 8 tasks: srun python",
         "python prepare.py\npython -u train.py --epochs 3  # MISTAKE",
         f"python prepare.py\nsrun {FLAGS} python -u train.py --epochs 3",
     ),
@@ -78,10 +77,9 @@ CASES = {
         "-e\nmpirun python train.py",
     ),
     "no srun before torchrun": (
-        "torchrun without srun, so it runs on only one of 2 nodes: "
-        "srun --ntasks-per-node=1 torchrun",
+        "so it starts once, though the header asks for 2 nodes: srun --ntasks-per-node=1 torchrun",
         'torchrun --nnodes="$SLURM_NNODES" --rdzv-endpoint="$host:$port" train.py  # MISTAKE',
-        "#SBATCH --nodes=1\ntorchrun --nproc-per-node=gpu train.py",
+        '#SBATCH --nodes=1\ntorchrun --nproc-per-node=gpu train.py\nexec "$@"',
     ),
     "rank variable": (
         "SLURM_PROCID expanded in the batch shell",
@@ -112,8 +110,8 @@ CASES = {
     ),
     "localhost": (
         "localhost",
-        "export MASTER_ADDR=localhost  # MISTAKE",
-        "#SBATCH --nodes=1\nMASTER_ADDR=localhost",
+        "export MASTER_ADDR=localhost  # MISTAKE\n#SBATCH --nodes=1",
+        "#SBATCH --nodes=1\ntorchrun --rdzv-endpoint=localhost:0 train.py",
     ),
     "cpus": (
         "do not hand it on",
@@ -128,15 +126,16 @@ CASES = {
         f"/b.tar.gz $TMP/a'\nsrun {FLAGS} -c 8 python a.py",
     ),
     "no srun, but one that copies": (
-        "python without srun, so one process starts",
+        "python without srun, so it starts once",
         "srun bash -c 'mkdir -p /tmp/a && cp b /tmp/a'\npython train.py  # MISTAKE",
         f"srun bash -c 'mkdir -p /tmp/a && cp b /tmp/a'\nsrun {FLAGS} python train.py",
     ),
     "kill on bad exit": (
         "--kill-on-bad-exit=1",
         'srun python train.py "$@"  # MISTAKE',
-        "options='-K --label'\nsrun $options python train.py\nsrun hostname\nsrun --ntasks=1 "
-        "python prepare.py",
+        "source site.sh\nsrun $SITE_OPTIONS python train.py\n"
+        'fail=-K\nmore="--label $fail"\nsrun $more python train.py\n'
+        "srun hostname\nsrun --ntasks=1 python prepare.py",
     ),
     "kill on bad exit behind a function": (
         "--kill-on-bad-exit=1",
@@ -154,15 +153,20 @@ CASES = {
         "#SBATCH -N 1\nnvidia-smi | tee log\ntorchrun train.py >log 2>&1 || exit 1\necho 'torchrun "
         "train.py | tee log'",
     ),
+    "pipe with another status": (
+        "set -o pipefail",
+        f"srun {FLAGS} python train.py | tee log  # MISTAKE\nexit $?",
+        f'srun {FLAGS} python train.py | tee log\nexit "${{PIPESTATUS[0]}}"',
+    ),
+    "another exit status, after a block": (
+        "the status is rm's, not srun's",
+        f"if true; then\n  srun {FLAGS} python train.py  # MISTAKE\nfi\nrm -r /tmp/data",
+        f"if true; then\n  srun {FLAGS} python train.py\nfi",
+    ),
     "another exit status": (
         "the status is echo's, not srun's",
         f"srun {FLAGS} python train.py  # MISTAKE\necho Done",
         f"set -e\nsrun {FLAGS} python train.py\necho Done",
-    ),
-    "or true": (
-        "|| true takes the place",
-        f"set -e\nsrun {FLAGS} python train.py || true  # MISTAKE\necho Done",
-        f"srun {FLAGS} python train.py || {{ echo Failed; exit 1; }}",
     ),
     "head": (
         "SIGPIPE",
@@ -178,7 +182,7 @@ CASES = {
     "waited for once": (
         "wait ends when the trap has run",
         f"trap 'touch STOP' USR1\nsrun {FLAGS} python train.py &  # MISTAKE\nwait",
-        f"trap 'touch STOP' USR1\nsrun {FLAGS} python train.py &\n{WAIT}",
+        f"trap 'touch STOP' USR1\nsrun {FLAGS} python train.py &\nwait\nwait",
     ),
     "no wait": (
         "add wait",
@@ -197,14 +201,10 @@ CASES = {
         '#SBATCH --signal=USR1@120\necho "srun starts torchrun everywhere, then torchrun the '
         'ranks"',
     ),
-    "torchrun and USR1, behind a script": (
-        "kills torchrun",
-        f"#SBATCH --signal=USR1@120\nsrun {FLAGS} ./hears.sh torchrun train.py  # MISTAKE",
-        f"#SBATCH --signal=USR1@120\nsrun {FLAGS} ./ignores.sh torchrun train.py",
-    ),
     "torchrun and USR1 handed on": (
-        "kills torchrun",
-        f"trap 'kill -USR1 $pid' USR1\nsrun {FLAGS} torchrun train.py &  # MISTAKE\npid=$!\nwait",
+        "USR1 kills torchrun",
+        "#SBATCH --signal=TERM@120\ntrap 'kill -USR1 $pid' USR1\n"
+        f"srun {FLAGS} torchrun train.py &  # MISTAKE\npid=$!\nwait",
         f"#SBATCH --signal=B:USR1@120\ntrap 'scontrol requeue $SLURM_JOB_ID' USR1\nsrun {FLAGS} "
         "torchrun a.py &\nwait",
     ),
@@ -218,21 +218,6 @@ CASES = {
         f"srun {FLAGS} ./stays.sh  # MISTAKE",
         f"srun {FLAGS} ./hears.sh python train.py",
     ),
-    "nodes typed twice": (
-        "--nnodes 2 repeats",
-        f"srun {FLAGS} torchrun --nnodes 2 --rdzv-endpoint=$host:$port train.py  # MISTAKE",
-        f"srun {FLAGS} torchrun --nnodes $SLURM_NNODES --rdzv-endpoint=$host:$port train.py",
-    ),
-    "GPUs typed twice": (
-        "GPUS_PER_NODE=4",
-        "GPUS_PER_NODE=4  # MISTAKE",
-        "GPUS_PER_NODE=$SLURM_GPUS_ON_NODE",
-    ),
-    "world size typed twice": (
-        "WORLD_SIZE=8",
-        "WORLD_SIZE=8  # MISTAKE",
-        "WORLD_SIZE=${WORLD_SIZE:-8}",
-    ),
 }
 
 
@@ -241,7 +226,6 @@ FILES = {
     "by_count.py": "torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else local)\n",
     "hears.sh": 'exec "$@"\n',
     "stays.sh": "source .venv/bin/activate\ntorchrun train.py\n",
-    "ignores.sh": "trap '' USR1\nexec \"$@\"\n",
 }
 
 
