@@ -97,10 +97,11 @@ def options(text: str) -> dict[str, str]:
     return found
 
 
-def shell_strings(text: str) -> list[str]:
-    """The strings that a shell in `text` runs: of `bash -c 'cd a && ls'` the one `cd a && ls`."""
-    strings = re.finditer(r"sh\s+(?:-\w+\s+)*-\w*c\s+(['\"])(.*?)\1", text, re.S)
-    return [found[2] for found in strings]
+def shell_strings(text: str) -> list[tuple[str, str]]:
+    """The strings that shells in `text` run: of `bash -lc 'cd a && ls'` (`bash`, `cd a && ls`)."""
+    option = r"(?:-\S+\s+|pipefail\s+)*?-\w*c\s+"
+    strings = re.finditer(rf"(?<![\w.-])(\w*sh)\s+{option}(['\"])((?:\\.|(?!\2).)*)\2", text, re.S)
+    return [(found[1], found[3]) for found in strings]
 
 
 class Script:
@@ -164,7 +165,7 @@ def only_prepares(command: Command) -> bool:
     started = command.text.partition("srun")[2]
     names = re.findall(r"^(?:\s+-\S+)*\s+([\w-]+)", started)
     if strings := shell_strings(started):
-        names = [inner.name for text in strings for inner in read_bash(text)[1]]
+        names = [inner.name for _, text in strings for inner in read_bash(text)[1]]
     return bool(names) and all(re.fullmatch(ASIDE, name) for name in names)
 
 
@@ -269,6 +270,30 @@ def devices(script: Script) -> Findings:
             yield line, f"{what}, {why}: --gpus-per-node"
 
 
+def cpus_for_gpus(script: Script) -> Findings:
+    """A GPU's rank needs a CPU to compute, and more to load data."""
+    asked, nodes = script.asked, max(script.nodes, 1)
+    times = {"gpus": 1, "gpus-per-node": nodes, "gres": nodes, "gpus-per-task": script.tasks}
+    by = [name for name in times if name in asked and (name != "gres" or "gpu" in asked[name])]
+    others = asked.keys() & {"exclusive", "mincpus", "ntasks-per-gpu"}
+    if not by or others or not script.trainings:
+        return
+    # 4, a100:4, gpu:a100:4, or gpu:a100, which is one
+    count = re.search(r"(?:^|:)(\d+)(?:,|$)", asked[by[0]].rpartition("gpu")[2])
+    gpus = times[by[0]] * int(count[1] if count else 1)
+    cpus = gpus * script.number("cpus-per-gpu")
+    cpus = cpus or script.tasks * max(script.number("cpus-per-task"), 1)
+    written = [name for name in ("cpus-per-task", "cpus-per-gpu") if name in asked]
+    line = script.asked_at[[*written, by[0]][0]]
+    # An EDIT comment says that the number is one to change.
+    if cpus < 2 * gpus and "EDIT" not in script.directives[line]:
+        what = "fewer than 2 CPUs for each GPU"
+        if not written:
+            what = "one CPU for each task, unless the partition has DefCpuPerGPU"
+        how = "--cpus-per-task, with about 8 for each GPU"
+        yield line, f"{what}, and the GPUs wait for data: {how}"
+
+
 def addresses(script: Script) -> Findings:
     port = r"MASTER_PORT=[\"']?(?:\$\{\w+:-)?|--(?:master|main_process)[-_]port[ =]"
     port = rf"(?:{port}|--rdzv[-_]endpoint[ =]\S+:)([1-9]\d*)"
@@ -368,9 +393,10 @@ def signals(script: Script) -> Findings:
         told = re.search(told, script.text)
         name = told[1] if told else ""
     for command in script.body if name else []:
-        if re.search(TORCHRUN, command.text):
+        handles = rf"signals[-_]to[-_]handle[ =]\S*{name}"
+        if re.search(TORCHRUN, command.text) and not re.search(handles, script.expanded(command)):
             what = f"{name} kills torchrun, which does not know the signal, ranks and all"
-            how = "send TERM, which torchrun hands on to its ranks, and handle it there"
+            how = f"send TERM, or pass --signals-to-handle=SIGTERM,SIG{name} from torch 2.10 on"
             yield command.line, f"{what}: {how}"
 
 
@@ -380,8 +406,11 @@ def shell_in_between(script: Script) -> Findings:
     for command in script.sruns:
         started = command.text.partition("srun")[2]
         texts = script.sources(started, ".sh")
-        # bash itself becomes a single command.
-        texts += [text for text in shell_strings(started) if len(read_bash(text)[1]) > 1]
+        for shell, text in shell_strings(started):
+            # bash itself becomes a single command that has no redirection. dash, which sh often is,
+            # does not.
+            if shell == "sh" or len(read_bash(text)[1]) > 1 or re.search("[<>]", text):
+                texts.append(text)
         for commands in [read_bash(text)[1] for text in texts]:
             trains = [each for each in commands if re.fullmatch(STARTERS, each.name)]
             if trains and not re.match(r"exec\s", trains[-1].text):
@@ -393,7 +422,7 @@ def shell_in_between(script: Script) -> Findings:
 # --- main ---
 
 CHECKS = [directives_not_read, no_log_folder, torchrun_alone, no_srun, rank_variables, devices]
-CHECKS += [addresses, exit_status, srun_options, traps, signals, shell_in_between]
+CHECKS += [cpus_for_gpus, addresses, exit_status, srun_options, traps, signals, shell_in_between]
 
 
 def main(paths: list[str]) -> int:

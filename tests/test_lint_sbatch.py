@@ -14,6 +14,7 @@ HEADER = """#!/bin/bash
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
 #SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-gpu=8
 #SBATCH --output=%x_%j.out
 """
 FLAGS = "--kill-on-bad-exit=1"
@@ -97,6 +98,11 @@ CASES = {
         "Slurm has chosen",
         "export CUDA_VISIBLE_DEVICES=0,1,2,3  # MISTAKE",
         "echo CUDA_VISIBLE_DEVICES=0\nexport CUDA_VISIBLE_DEVICES=\n# CUDA_VISIBLE_DEVICES=0",
+    ),
+    "few CPUs for a GPU": (
+        "fewer than 2 CPUs for each GPU",
+        f"#SBATCH --cpus-per-gpu=1  MISTAKE\nsrun {FLAGS} python train.py",
+        f"#SBATCH --cpus-per-gpu=1  # EDIT: your site's number\nsrun {FLAGS} python train.py",
     ),
     "port": (
         "port 29500",
@@ -201,6 +207,13 @@ CASES = {
         '#SBATCH --signal=USR1@120\necho "srun starts torchrun everywhere, then torchrun the '
         'ranks"',
     ),
+    "torchrun and USR1": (
+        "USR1 kills torchrun",
+        "#SBATCH --signal=USR1@120\n"
+        f"srun {FLAGS} torchrun --signals-to-handle=SIGTERM,SIGUSR2 train.py  # MISTAKE",
+        "#SBATCH --signal=USR1@120\n"
+        f"srun {FLAGS} torchrun --signals-to-handle=SIGTERM,SIGUSR1 train.py",
+    ),
     "torchrun and USR1 handed on": (
         "USR1 kills torchrun",
         "#SBATCH --signal=TERM@120\ntrap 'kill -USR1 $pid' USR1\n"
@@ -212,6 +225,16 @@ CASES = {
         "a shell between srun and python",
         f"srun {FLAGS} bash -c 'export RANK=$SLURM_PROCID; python train.py'  # MISTAKE",
         f"srun {FLAGS} bash -c 'export RANK=$SLURM_PROCID; exec python train.py'",
+    ),
+    "a shell in between, of a single command": (
+        "a shell between srun and python",
+        f"srun {FLAGS} sh -c 'python train.py'  # MISTAKE",
+        f"srun {FLAGS} bash -c 'python train.py'\nsrun {FLAGS} ./hears.sh -c 'python train.py'",
+    ),
+    "a shell in between, of a redirection": (
+        "a shell between srun and python",
+        f"srun {FLAGS} bash -euo pipefail -c 'python train.py >$SLURM_PROCID'  # MISTAKE",
+        f"srun {FLAGS} bash -euo pipefail -c 'exec python train.py >$SLURM_PROCID'",
     ),
     "a shell in between, in a file": (
         "a shell between srun and torchrun",
@@ -251,6 +274,27 @@ def test_a_mistake_is_found_and_its_neighbour_is_not(name, tmp_path, capsys):
     found = [text for text in lint(tmp_path, bad, capsys) if says in text]
     assert len(found) == 1 and found[0].startswith(f"{line}: "), found
     assert lint(tmp_path, good, capsys) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    {
+        "--nodes=2 --gpus-per-node=8": "one CPU for each task",
+        "--ntasks=4 --gpus-per-task=1": "one CPU for each task",
+        "--nodes=2 --gres=gpu:a100:4 --cpus-per-task=7": "fewer than 2 CPUs",
+        "--gpus=4 --cpus-per-task=8": "",
+        "--ntasks-per-node=8 --gres=gpu:a100:4,nvme:100": "",
+        "--gpus-per-node=a100 --cpus-per-task=2": "",
+        "--gpus-per-node=8 --exclusive": "",
+        "--gres=nvme:100": "",
+    }.items(),
+)
+def test_cpus_are_counted_for_each_gpu(asked, says, tmp_path, capsys):
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/bash\n#SBATCH {asked}\nsrun -K -c 1 python train.py\n")
+    lint_sbatch.main([str(script)])
+    found = capsys.readouterr().out
+    assert found.startswith(f"{script}:2: {says}") if says else not found
 
 
 def test_ours_are_clean():
