@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 """Find the mistakes in job scripts that cost a night: python aux/lint_sbatch.py my_job.sh
 
-Each finding is a line, `FILE:LINE: mistake, reason: fix`. The exit status is 1 if there are any, 0
-if there are none, and 2 if a file cannot be read. Run it where you run sbatch, because it also
-looks for the log's folder. It runs nothing.
+Each finding is a line, `FILE:LINE: mistake, reason: fix`, or with --format=github an annotation for
+GitHub Actions. The exit status is 1 if there are any, 0 if there are none, and 2 if a file cannot
+be read. Run it where you run sbatch, because it also looks for the log's folder. It runs nothing.
+A file that mentions neither #SBATCH nor srun nor Slurm's variables is not a job script, and has no
+findings.
 """
 
+import argparse
 import re
 import sys
 from collections.abc import Iterator
@@ -110,6 +113,7 @@ class Script:
     def __init__(self, path: Path):
         self.path = path
         self.text = path.read_bytes().decode(errors="replace").replace("\r\n", "\n")
+        self.is_job = bool(re.search(r"#\s*(?i:SBATCH)|\bsrun\b|\bSLURM_", self.text))
         self.comments, self.commands = read_bash(self.text)
         self.body = [command for command in self.commands if not re.fullmatch(SPEAK, command.name)]
 
@@ -190,10 +194,12 @@ def no_log_folder(script: Script) -> Findings:
         name, line = script.asked[option], script.asked_at[option]
         folder = Path(name).parent
         places = Path(script.asked.get("chdir", ".")), script.path.parent
+        # A cluster's /scratch is not on every machine that checks its scripts.
+        elsewhere = folder.is_absolute() and not Path(*folder.parts[:2]).exists()
         if "%" in str(folder):
             why = "before the job runs, and it dies without a word"
             yield line, f"no folder {folder} for the log {why}: only name%j"
-        elif not any((place / folder).is_dir() for place in places):
+        elif not elsewhere and not any((place / folder).is_dir() for place in places):
             why = "and the job dies without a word"
             yield line, f"no folder {folder} for the log, {why}: mkdir before sbatch"
         if "%x" in name and "/" in script.asked.get("job-name", ""):
@@ -425,25 +431,35 @@ CHECKS = [directives_not_read, no_log_folder, torchrun_alone, no_srun, rank_vari
 CHECKS += [cpus_for_gpus, addresses, exit_status, srun_options, traps, signals, shell_in_between]
 
 
-def main(paths: list[str]) -> int:
-    """Prints the findings. Returns 0 if there are none, 1 if there are any, 2 if a file cannot be
-    read."""
-    if not paths or paths[0] in ("-h", "--help"):
-        print(__doc__)
-        return 0 if paths else 2
+def github(path: str, line: int, sentence: str) -> str:
+    """GitHub Actions turns such a line into an annotation beside the script's line."""
+    escapes = {"%": "%25", "\r": "%0D", "\n": "%0A"}
+    file = path.translate(str.maketrans(escapes | {":": "%3A", ",": "%2C"}))
+    return f"::error file={file},line={line}::{sentence.translate(str.maketrans(escapes))}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("files", nargs="+", metavar="FILE")
+    parser.add_argument("--format", choices=["text", "github"], default="text")
+    args = parser.parse_args(arguments)
     status = 0
-    for path in paths:
+    for path in args.files:
         try:
             script = Script(Path(path))
         except OSError as error:
             print(f"lint_sbatch.py: cannot read {path!r}: {error.strerror}", file=sys.stderr)
             status = 2
             continue
-        for line, sentence in sorted({finding for check in CHECKS for finding in check(script)}):
-            print(f"{path}:{line}: {sentence}")
+        checks = CHECKS if script.is_job else []
+        findings = {each for check in checks for each in check(script)}
+        for line, sentence in sorted(findings):
+            text = f"{path}:{line}: {sentence}"
+            print(text if args.format == "text" else github(path, line, sentence))
             status = status or 1
     return status
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -297,6 +297,40 @@ def test_cpus_are_counted_for_each_gpu(asked, says, tmp_path, capsys):
     assert found.startswith(f"{script}:2: {says}") if says else not found
 
 
+def test_the_folder_of_another_machine_is_not_looked_for(tmp_path, capsys):
+    absent = "#SBATCH --output=/no_such_file_system/me/%j.out"
+    assert lint(tmp_path, absent, capsys) == []
+    [found] = lint(tmp_path, f"#SBATCH --output={tmp_path}/absent/%j.out", capsys)
+    assert "no folder" in found
+
+
+def test_a_script_that_is_no_job_has_no_findings(tmp_path, capsys):
+    script = tmp_path / "train.sh"
+    script.write_text("export CUDA_VISIBLE_DEVICES=0\ntorchrun train.py | tee log\n")
+    assert lint_sbatch.main([str(script)]) == 0
+    script.write_text(script.read_text() + "echo $SLURM_JOB_ID\n")
+    assert lint_sbatch.main([str(script)]) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_annotations_for_github(tmp_path, capsys):
+    script = tmp_path / "50%,a:b.sh"
+    script.write_text("#SBATCH --output=%j/%x.out\n")
+    assert lint_sbatch.main(["--format=github", str(script)]) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"::error file={tmp_path}/50%25%2Ca%3Ab.sh,line=1::no folder %25j for")
+
+
+def test_the_hook_of_pre_commit_runs(tmp_path):
+    """Without a Python of its own, so the file has to be executable."""
+    hook = (REPOSITORY / ".pre-commit-hooks.yaml").read_text()
+    entry, files = re.search(r"entry: (\S+)", hook)[1], re.search(r"files: (\S+)", hook)[1]
+    assert re.search(files, "jobs/train.sbatch") and not re.search(files, "train.sh.py")
+    (tmp_path / "job.sh").write_text("#SBATCH --output=absent/%j.out\n")
+    done = run(REPOSITORY / entry, "job.sh", cwd=tmp_path)
+    assert done.returncode == 1 and done.stdout.startswith("job.sh:1: no folder absent")
+
+
 def test_ours_are_clean():
     ours = [
         *REPOSITORY.glob("*.sh"),
