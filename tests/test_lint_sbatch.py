@@ -14,6 +14,7 @@ HEADER = """#!/bin/bash
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
 #SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-gpu=8
 #SBATCH --output=%x_%j.out
 """
 FLAGS = "--kill-on-bad-exit=1"
@@ -23,7 +24,7 @@ WAIT = 'srun_pid=$!\nwhile kill -0 "$srun_pid" 2>/dev/null; do wait "$srun_pid";
 # MISTAKE; one without.
 CASES = {
     "blank": (
-        "take out the blanks",
+        "begin it with #SBATCH",
         "# SBATCH --time=1:00:00  MISTAKE",
         "# SBATCH lines are read by Slurm",
     ),
@@ -59,15 +60,14 @@ CASES = {
         f'srun {FLAGS} torchrun --nnodes="$SLURM_JOB_NUM_NODES" --rdzv-endpoint="$host:$port" '
         "train.py",
     ),
-    "nnodes 1, in an array": (
+    "nnodes 1, in a variable of an array": (
         "--nnodes=1 on 2 nodes",
-        f'launcher=(torchrun --nnodes=1)  # MISTAKE\nsrun {FLAGS} \\\n  "${{launcher[@]}}" '
-        "train.py",
+        'size="--nnodes=1"  # MISTAKE\nlauncher=(torchrun $size)\n'
+        f'srun {FLAGS} \\\n  "${{launcher[@]}}" train.py',
         f'launcher=(torchrun --nnodes=1:2)\nsrun {FLAGS} \\\n  "${{launcher[@]}}" train.py',
     ),
     "no srun": (
-        "python without srun, so one process starts, though the header asks for 8 tasks: "
-        "srun python",
+        "python without srun, so it starts once, though the header asks for 8 tasks: srun python",
         "python prepare.py\npython -u train.py --epochs 3  # MISTAKE",
         f"python prepare.py\nsrun {FLAGS} python -u train.py --epochs 3",
     ),
@@ -78,10 +78,9 @@ CASES = {
         "-e\nmpirun python train.py",
     ),
     "no srun before torchrun": (
-        "torchrun without srun, so it runs on only one of 2 nodes: "
-        "srun --ntasks-per-node=1 torchrun",
+        "so it starts once, though the header asks for 2 nodes: srun --ntasks-per-node=1 torchrun",
         'torchrun --nnodes="$SLURM_NNODES" --rdzv-endpoint="$host:$port" train.py  # MISTAKE',
-        "#SBATCH --nodes=1\ntorchrun --nproc-per-node=gpu train.py",
+        '#SBATCH --nodes=1\ntorchrun --nproc-per-node=gpu train.py\nexec "$@"',
     ),
     "rank variable": (
         "SLURM_PROCID expanded in the batch shell",
@@ -100,6 +99,11 @@ CASES = {
         "export CUDA_VISIBLE_DEVICES=0,1,2,3  # MISTAKE",
         "echo CUDA_VISIBLE_DEVICES=0\nexport CUDA_VISIBLE_DEVICES=\n# CUDA_VISIBLE_DEVICES=0",
     ),
+    "few CPUs for a GPU": (
+        "fewer than 2 CPUs for each GPU",
+        f"#SBATCH --cpus-per-gpu=1  MISTAKE\nsrun {FLAGS} python train.py",
+        f"#SBATCH --cpus-per-gpu=1  # EDIT: your site's number\nsrun {FLAGS} python train.py",
+    ),
     "port": (
         "port 29500",
         "export MASTER_PORT=29500  # MISTAKE",
@@ -112,8 +116,8 @@ CASES = {
     ),
     "localhost": (
         "localhost",
-        "export MASTER_ADDR=localhost  # MISTAKE",
-        "#SBATCH --nodes=1\nMASTER_ADDR=localhost",
+        "export MASTER_ADDR=localhost  # MISTAKE\n#SBATCH --nodes=1",
+        "#SBATCH --nodes=1\ntorchrun --rdzv-endpoint=localhost:0 train.py",
     ),
     "cpus": (
         "do not hand it on",
@@ -128,15 +132,16 @@ CASES = {
         f"/b.tar.gz $TMP/a'\nsrun {FLAGS} -c 8 python a.py",
     ),
     "no srun, but one that copies": (
-        "python without srun, so one process starts",
+        "python without srun, so it starts once",
         "srun bash -c 'mkdir -p /tmp/a && cp b /tmp/a'\npython train.py  # MISTAKE",
         f"srun bash -c 'mkdir -p /tmp/a && cp b /tmp/a'\nsrun {FLAGS} python train.py",
     ),
     "kill on bad exit": (
         "--kill-on-bad-exit=1",
         'srun python train.py "$@"  # MISTAKE',
-        "options='-K --label'\nsrun $options python train.py\nsrun hostname\nsrun --ntasks=1 "
-        "python prepare.py",
+        "source site.sh\nsrun $SITE_OPTIONS python train.py\n"
+        'fail=-K\nmore="--label $fail"\nsrun $more python train.py\n'
+        "srun hostname\nsrun --ntasks=1 python prepare.py",
     ),
     "kill on bad exit behind a function": (
         "--kill-on-bad-exit=1",
@@ -154,15 +159,20 @@ CASES = {
         "#SBATCH -N 1\nnvidia-smi | tee log\ntorchrun train.py >log 2>&1 || exit 1\necho 'torchrun "
         "train.py | tee log'",
     ),
+    "pipe with another status": (
+        "set -o pipefail",
+        f"srun {FLAGS} python train.py | tee log  # MISTAKE\nexit $?",
+        f'srun {FLAGS} python train.py | tee log\nexit "${{PIPESTATUS[0]}}"',
+    ),
+    "another exit status, after a block": (
+        "the status is rm's, not srun's",
+        f"if true; then\n  srun {FLAGS} python train.py  # MISTAKE\nfi\nrm -r /tmp/data",
+        f"if true; then\n  srun {FLAGS} python train.py\nfi",
+    ),
     "another exit status": (
         "the status is echo's, not srun's",
         f"srun {FLAGS} python train.py  # MISTAKE\necho Done",
         f"set -e\nsrun {FLAGS} python train.py\necho Done",
-    ),
-    "or true": (
-        "|| true takes the place",
-        f"set -e\nsrun {FLAGS} python train.py || true  # MISTAKE\necho Done",
-        f"srun {FLAGS} python train.py || {{ echo Failed; exit 1; }}",
     ),
     "head": (
         "SIGPIPE",
@@ -178,7 +188,7 @@ CASES = {
     "waited for once": (
         "wait ends when the trap has run",
         f"trap 'touch STOP' USR1\nsrun {FLAGS} python train.py &  # MISTAKE\nwait",
-        f"trap 'touch STOP' USR1\nsrun {FLAGS} python train.py &\n{WAIT}",
+        f"trap 'touch STOP' USR1\nsrun {FLAGS} python train.py &\nwait\nwait",
     ),
     "no wait": (
         "add wait",
@@ -197,14 +207,17 @@ CASES = {
         '#SBATCH --signal=USR1@120\necho "srun starts torchrun everywhere, then torchrun the '
         'ranks"',
     ),
-    "torchrun and USR1, behind a script": (
-        "kills torchrun",
-        f"#SBATCH --signal=USR1@120\nsrun {FLAGS} ./hears.sh torchrun train.py  # MISTAKE",
-        f"#SBATCH --signal=USR1@120\nsrun {FLAGS} ./ignores.sh torchrun train.py",
+    "torchrun and USR1": (
+        "USR1 kills torchrun",
+        "#SBATCH --signal=USR1@120\n"
+        f"srun {FLAGS} torchrun --signals-to-handle=SIGTERM,SIGUSR2 train.py  # MISTAKE",
+        "#SBATCH --signal=USR1@120\n"
+        f"srun {FLAGS} torchrun --signals-to-handle=SIGTERM,SIGUSR1 train.py",
     ),
     "torchrun and USR1 handed on": (
-        "kills torchrun",
-        f"trap 'kill -USR1 $pid' USR1\nsrun {FLAGS} torchrun train.py &  # MISTAKE\npid=$!\nwait",
+        "USR1 kills torchrun",
+        "#SBATCH --signal=TERM@120\ntrap 'kill -USR1 $pid' USR1\n"
+        f"srun {FLAGS} torchrun train.py &  # MISTAKE\npid=$!\nwait",
         f"#SBATCH --signal=B:USR1@120\ntrap 'scontrol requeue $SLURM_JOB_ID' USR1\nsrun {FLAGS} "
         "torchrun a.py &\nwait",
     ),
@@ -213,25 +226,20 @@ CASES = {
         f"srun {FLAGS} bash -c 'export RANK=$SLURM_PROCID; python train.py'  # MISTAKE",
         f"srun {FLAGS} bash -c 'export RANK=$SLURM_PROCID; exec python train.py'",
     ),
+    "a shell in between, of a single command": (
+        "a shell between srun and python",
+        f"srun {FLAGS} sh -c 'python train.py'  # MISTAKE",
+        f"srun {FLAGS} bash -c 'python train.py'\nsrun {FLAGS} ./hears.sh -c 'python train.py'",
+    ),
+    "a shell in between, of a redirection": (
+        "a shell between srun and python",
+        f"srun {FLAGS} bash -euo pipefail -c 'python train.py >$SLURM_PROCID'  # MISTAKE",
+        f"srun {FLAGS} bash -euo pipefail -c 'exec python train.py >$SLURM_PROCID'",
+    ),
     "a shell in between, in a file": (
         "a shell between srun and torchrun",
         f"srun {FLAGS} ./stays.sh  # MISTAKE",
         f"srun {FLAGS} ./hears.sh python train.py",
-    ),
-    "nodes typed twice": (
-        "--nnodes 2 repeats",
-        f"srun {FLAGS} torchrun --nnodes 2 --rdzv-endpoint=$host:$port train.py  # MISTAKE",
-        f"srun {FLAGS} torchrun --nnodes $SLURM_NNODES --rdzv-endpoint=$host:$port train.py",
-    ),
-    "GPUs typed twice": (
-        "GPUS_PER_NODE=4",
-        "GPUS_PER_NODE=4  # MISTAKE",
-        "GPUS_PER_NODE=$SLURM_GPUS_ON_NODE",
-    ),
-    "world size typed twice": (
-        "WORLD_SIZE=8",
-        "WORLD_SIZE=8  # MISTAKE",
-        "WORLD_SIZE=${WORLD_SIZE:-8}",
     ),
 }
 
@@ -241,7 +249,6 @@ FILES = {
     "by_count.py": "torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else local)\n",
     "hears.sh": 'exec "$@"\n',
     "stays.sh": "source .venv/bin/activate\ntorchrun train.py\n",
-    "ignores.sh": "trap '' USR1\nexec \"$@\"\n",
 }
 
 
@@ -267,6 +274,61 @@ def test_a_mistake_is_found_and_its_neighbour_is_not(name, tmp_path, capsys):
     found = [text for text in lint(tmp_path, bad, capsys) if says in text]
     assert len(found) == 1 and found[0].startswith(f"{line}: "), found
     assert lint(tmp_path, good, capsys) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    {
+        "--nodes=2 --gpus-per-node=8": "one CPU for each task",
+        "--ntasks=4 --gpus-per-task=1": "one CPU for each task",
+        "--nodes=2 --gres=gpu:a100:4 --cpus-per-task=7": "fewer than 2 CPUs",
+        "--gpus=4 --cpus-per-task=8": "",
+        "--ntasks-per-node=8 --gres=gpu:a100:4,nvme:100": "",
+        "--gpus-per-node=a100 --cpus-per-task=2": "",
+        "--gpus-per-node=8 --exclusive": "",
+        "--gres=nvme:100": "",
+    }.items(),
+)
+def test_cpus_are_counted_for_each_gpu(asked, says, tmp_path, capsys):
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/bash\n#SBATCH {asked}\nsrun -K -c 1 python train.py\n")
+    lint_sbatch.main([str(script)])
+    found = capsys.readouterr().out
+    assert found.startswith(f"{script}:2: {says}") if says else not found
+
+
+def test_the_folder_of_another_machine_is_not_looked_for(tmp_path, capsys):
+    absent = "#SBATCH --output=/no_such_file_system/me/%j.out"
+    assert lint(tmp_path, absent, capsys) == []
+    [found] = lint(tmp_path, f"#SBATCH --output={tmp_path}/absent/%j.out", capsys)
+    assert "no folder" in found
+
+
+def test_a_script_that_is_no_job_has_no_findings(tmp_path, capsys):
+    script = tmp_path / "train.sh"
+    script.write_text("export CUDA_VISIBLE_DEVICES=0\ntorchrun train.py | tee log\n")
+    assert lint_sbatch.main([str(script)]) == 0
+    script.write_text(script.read_text() + "echo $SLURM_JOB_ID\n")
+    assert lint_sbatch.main([str(script)]) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_annotations_for_github(tmp_path, capsys):
+    script = tmp_path / "50%,a:b.sh"
+    script.write_text("#SBATCH --output=%j/%x.out\n")
+    assert lint_sbatch.main(["--format=github", str(script)]) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"::error file={tmp_path}/50%25%2Ca%3Ab.sh,line=1::no folder %25j for")
+
+
+def test_the_hook_of_pre_commit_runs(tmp_path):
+    """Without a Python of its own, so the file has to be executable."""
+    hook = (REPOSITORY / ".pre-commit-hooks.yaml").read_text()
+    entry, files = re.search(r"entry: (\S+)", hook)[1], re.search(r"files: (\S+)", hook)[1]
+    assert re.search(files, "jobs/train.sbatch") and not re.search(files, "train.sh.py")
+    (tmp_path / "job.sh").write_text("#SBATCH --output=absent/%j.out\n")
+    done = run(REPOSITORY / entry, "job.sh", cwd=tmp_path)
+    assert done.returncode == 1 and done.stdout.startswith("job.sh:1: no folder absent")
 
 
 def test_ours_are_clean():
