@@ -246,6 +246,51 @@ def test_rank_under_srun_is_by_node():
     assert done.stdout == "2 0 4\n", done.stderr
 
 
+ALWAYS = "--overlap --kill-on-bad-exit=1"
+STARTS = {
+    "srun": "--ntasks=8 --ntasks-per-node=4 --cpus-per-task=12 --distribution=block:block "
+    f"{ALWAYS} ./aux/slurm_rank.sh python",
+    "torchrun": f"--ntasks=2 --ntasks-per-node=1 --cpus-per-task=48 {ALWAYS} ./torchrun.sh",
+    "spawn": f"--ntasks=2 --ntasks-per-node=1 --cpus-per-task=48 {ALWAYS} "
+    "python distributed/spawn_ranks.py",
+}
+
+
+@pytest.mark.parametrize("way", LAUNCHERS)
+def test_what_srun_is_asked_for(way, tmp_path):
+    """On two nodes of four GPUs and 48 CPUs, which no machine of the tests has."""
+    for name, does in (
+        ("scontrol", "if [[ $2 == hostnames ]]; then printf 'n1\\nn2\\n'; fi"),
+        ("getent", "true"),
+        ("srun", 'printf "%s\\n" "$*"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "n", "SLURM_JOB_NUM_NODES": 2}
+    slurm |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_CPUS_PER_NODE": "48(x2)"}
+    slurm |= {"SLURM_GPUS_ON_NODE": 4, "PATH": f"{tmp_path}:{environment()['PATH']}"}
+    if way == "srun":
+        slurm |= {"SLURM_NTASKS_PER_NODE": 4, "SLURM_NTASKS": 8}
+    done = run(f"./{LAUNCHERS[way]}", "train.py", "--epochs", 3, env=environment(**slurm))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"{STARTS[way]} train.py --epochs 3"
+
+
+def test_what_torchrun_is_asked_for(tmp_path):
+    """The rendezvous of a requeued job has another id than that of its first start."""
+    (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\n" "$*" "$$"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    given = {"NNODES": 2, "NPROC_PER_NODE": 4, "MASTER_ADDR": "n1", "MASTER_PORT": 61007}
+    given |= {"SLURM_NODEID": 1, "SLURM_JOB_ID": 7, "SLURM_RESTART_COUNT": 2}
+    path = f"{tmp_path}:{environment()['PATH']}"
+    shell = ["bash", "-c", 'echo $$; exec ./torchrun.sh "$@"', "bash", "train.py", "--epochs", 3]
+    done = run(*shell, env=environment(PATH=path, **given))
+    before, asked, after = done.stdout.splitlines()
+    expected = "--nnodes=2 --node-rank=1 --nproc-per-node=4 --master-addr=n1 --master-port=61007 "
+    assert asked == expected + "--rdzv-id=7.2 --rdzv-conf=timeout=300 train.py --epochs 3"
+    assert before == after, "torchrun.sh becomes torchrun, so that Slurm's signals reach it"
+
+
 BY_HAND = """
 state() { set +o; shopt; compgen -e; trap; umask; pwd; }
 before=$(state)
