@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from conftest import LAUNCHERS, REPOSITORY, cells, environment, free_port, run, wait_for
-from test_launchers import SAID
+from test_launchers import SAID, THREE_FILES, copy_file
 
 SINGLE, DDP = "local/train_single.py", "distributed/train_ddp.py"
 PREEMPTIBLE = "distributed/train_preemptible.py"
@@ -290,6 +290,27 @@ def images(tmp_path) -> Path:
                 colour = Image.new("RGB", (40, 36), f"hsl({72 * i}, 80%, 50%)")
                 Image.blend(colour, noise, 0.3).save(folder / f"{j}.png")
     return tmp_path / "images"
+
+
+def test_from_one_gpu_to_many(cluster, tmp_path):
+    """Chapter 6's ordinary script, and the same on four ranks of two nodes: one of them prints and
+    saves weights that the ordinary script's model can load."""
+    for name in (*THREE_FILES["torchrun"], "tests/scripts/many_gpus.py"):
+        copy_file(name, tmp_path)
+    number = cluster.submit(
+        "--output=log", LAUNCHERS["torchrun"], "tests/scripts/many_gpus.py", cwd=tmp_path
+    )
+    (tmp_path / "alone").mkdir()
+    one_gpu = REPOSITORY / "tests/scripts/one_gpu.py"
+    alone = run(sys.executable, one_gpu, cwd=tmp_path / "alone")
+    line = r"^epoch (\d): loss \d\.\d{4}, test accuracy (\d\.\d{4})$"
+    assert [epoch for epoch, _ in re.findall(line, alone.stdout, re.M)] == ["0", "1"], alone
+    job = cluster.wait(number)
+    evaluated = re.findall(line, job.log, re.M)
+    assert job.state == "COMPLETED" and [epoch for epoch, _ in evaluated] == ["0", "1"], job.log
+    assert all(float(accuracy) * 16 % 1 == 0 for _, accuracy in evaluated), "of 16 test images"
+    names = [list(torch.load(path, weights_only=True)) for path in tmp_path.rglob("best.pt")]
+    assert len(names) == 2 and names[0] == names[1]
 
 
 @pytest.mark.matrix

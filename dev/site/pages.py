@@ -30,11 +30,17 @@ def linked_files() -> set[Path]:
     return found
 
 
+def from_here(name: str) -> list[str]:
+    """A page of docs/, and those to which the links `Next:` lead from it."""
+    following = re.search(r"^Next: \[[^\]]*\]\((.*?)\)", Path(REPOSITORY, name).read_text(), re.M)
+    return [name, *(from_here(f"docs/{following[1]}") if following else [])]
+
+
 def on_config(config):
-    """The front page, the chapters by their numbers, the appendices, then the other pages."""
+    """The front page, the chapters, the appendices, then the other pages."""
     names = [str(page.relative_to(REPOSITORY)) for page in PAGES]
-    chapters = [name for name in names if re.match(r"docs/\d\d_", name)]
-    appendices = [name for name in names if name.startswith("docs/appendix_")]
+    chapters = from_here("docs/01_one_process.md")
+    appendices = from_here("docs/appendix_srun.md")
     others = [name for name in names[1:] if name not in [*chapters, *appendices]]
     config.nav = [{"Start": names[0]}, {"Tutorial": chapters}]
     config.nav += [{"Appendices": appendices}, {"Reference": others}]

@@ -1,0 +1,63 @@
+"""The same on many GPUs: the model, the schedule and the batch over all ranks are as before."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, Subset, random_split
+from torchvision.datasets import FakeData
+from torchvision.models import resnet18
+from torchvision.transforms import v2
+
+EPOCHS, BATCH = 2, 16
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+number = int(os.environ["LOCAL_RANK"]) % max(1, torch.cuda.device_count())
+device = torch.device("cuda", number) if torch.cuda.is_available() else torch.device("cpu")
+backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))
+
+to_tensor = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+data = FakeData(80, (3, 32, 32), num_classes=4, transform=to_tensor)
+train_set, test_set = random_split(data, [64, 16], torch.Generator().manual_seed(0))
+workers = {"num_workers": 2, "pin_memory": device.type == "cuda"}
+sampler = DistributedSampler(train_set, drop_last=True)
+part = Subset(test_set, range(rank, len(test_set), world_size))
+train_loader = DataLoader(train_set, BATCH // world_size, False, sampler, drop_last=True, **workers)
+test_loader = DataLoader(part, BATCH, **workers)
+
+model = resnet18(num_classes=4).to(device)
+ddp = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(train_loader))
+
+best = 0.0
+for epoch in range(EPOCHS):
+    sampler.set_epoch(epoch)
+    ddp.train()
+    for images, labels in train_loader:
+        loss = nn.functional.cross_entropy(ddp(images.to(device)), labels.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    model.eval()
+    # BatchNorm's averages are each rank's own: all test with those of rank 0, which it saves.
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)
+    correct = torch.zeros(1, device=device)
+    with torch.no_grad():
+        for images, labels in test_loader:
+            correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+    dist.all_reduce(correct)
+    accuracy = correct.item() / len(test_set)
+    if rank == 0:
+        print(f"epoch {epoch}: loss {loss.item():.4f}, test accuracy {accuracy:.4f}", flush=True)
+    if accuracy > best:
+        best = accuracy
+        if rank == 0:
+            torch.save(model.state_dict(), "best.pt")
+dist.barrier()
+dist.destroy_process_group()
+os._exit(0)
