@@ -4,7 +4,7 @@
 #SBATCH --time=00:05:00
 #SBATCH --output=%x.out
 #SBATCH --signal=USR1@120
-# torchrun does not know SIGUSR1 and dies of it.
+# Without --signals-to-handle torchrun dies of SIGUSR1.
 export OMP_NUM_THREADS=1
 # What Slurm does 120 s before the time limit.
 { sleep 20; scancel --signal=USR1 "$SLURM_JOB_ID"; } &
