@@ -26,22 +26,23 @@ ONE_B |= {"batch_size": 512, "steps": 286_000}
 SIZES = {"cpu": CPU, "gpu": GPU, "gpt2": GPT2, "gpt2-medium": MEDIUM, "1b": ONE_B}
 
 SIZED = {
-    "layers": (whole_number(1), "blocks of attention and MLP"),
-    "heads": (whole_number(1), "of attention, a divisor of --width"),
+    "layers": (whole_number(1), "transformer blocks"),
+    "heads": (whole_number(1), "attention heads, a divisor of --width"),
     "width": (whole_number(1), "channels between the layers"),
     "context": (whole_number(1), "tokens that the model sees at once"),
-    "dropout": (number(0, below=1), "share of activations dropped"),
+    "dropout": (number(0, below=1), "share of the activations that are set to 0"),
     "batch_size": (whole_number(1), "sequences per step, over all ranks"),
-    "steps": (whole_number(1), "the learning rate falls until the last"),
-    "learning_rate": (number(0), "the highest of all steps"),
-    "warmup_steps": (whole_number(0), "in which the learning rate rises"),
-    "beta2": (number(0, below=1), "AdamW's, for the squares' running mean"),
+    "steps": (whole_number(1), "training steps; the learning rate falls until the last one"),
+    "learning_rate": (number(0), "highest learning rate"),
+    "warmup_steps": (whole_number(0), "steps in which the learning rate rises"),
+    "beta2": (number(0, below=1), "AdamW's momentum of the squared gradients"),
 }
 
 
 def add_recipe_arguments(parser: ArgumentParser):
     add, count, positive = parser.add_argument, whole_number(0), whole_number(1)
-    add("--size", choices=SIZES, default="cpu", help="sets the defaults of the next ten options")
+    help = "sets the defaults of the next ten options, which show them in this order"
+    add("--size", choices=SIZES, default="cpu", help=help)
     for name, (kind, help) in SIZED.items():
         help += f" ({', '.join(str(size[name]) for size in SIZES.values())})"
         add(f"--{name.replace('_', '-')}", type=kind, help=help)
@@ -50,7 +51,7 @@ def add_recipe_arguments(parser: ArgumentParser):
     help = "parts of a rank's share, computed one after the other: less memory for activations, "
     help += "but each adds communication (with FSDP from half a billion weights on)"
     add("--accumulation", type=positive, default=1, help=help)
-    add("--weight-decay", type=number(0), default=0.1, help="of matrices; vectors have none")
+    add("--weight-decay", type=number(0), default=0.1, help="for matrices; vectors have none")
     add("--clip", type=number(0), default=1.0, help="largest norm of the gradient; 0 for no limit")
     help = "less memory for a third more computation"
     add("--activation-checkpointing", action="store_true", help=help)
