@@ -323,7 +323,7 @@ def text(tmp_path_factory) -> Path:
 def packages() -> dict[str, str]:
     """The environment of a job that finds the frameworks, and downloads nothing."""
     if not (REPOSITORY / ".venv-guests/ready").exists():
-        pytest.fail("no Accelerate, Lightning or transformers: `make test-all` installs them")
+        pytest.fail("no Accelerate, Lightning and so on: `make test-all` installs them")
     [folder] = (REPOSITORY / ".venv-guests/lib").glob("python*/site-packages")
     return {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
 

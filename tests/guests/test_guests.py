@@ -55,21 +55,27 @@ def test_script_that_spawns(cluster, tmp_path):
     assert ended.state == "COMPLETED" and trained_together(ended.log), ended.log
 
 
-RESUMED = {"lightning": "Restored all states from the checkpoint at ", "trainer": "resumes from /"}
+# What a save leaves last, and the words of a start that has found it.
+RESUMED = {
+    "deepspeed": ("latest", "resumes from /"),
+    "lightning": ("*[0-9]*", "Restored all states from the checkpoint at "),
+    "trainer": ("*[0-9]*", "resumes from /"),
+}
 
 
 @pytest.mark.parametrize("guest", RESUMED)
 def test_requeued(guest, packages, cluster, tmp_path):
     """After a requeue by Slurm, the script resumes from its last checkpoint."""
+    saved, words = RESUMED[guest]
     script = f"tests/guests/with_{guest}.py"
     launcher = LAUNCHERS["torchrun"]
     command = [f"--output={tmp_path}/log", launcher, script, tmp_path / "saved", 100000]
     job = cluster.submit(*command, env=packages)
-    wait_for(lambda: list(tmp_path.glob("saved/*[0-9]*")), 180)
+    wait_for(lambda: list(tmp_path.glob(f"saved/{saved}")), 180)
     assert cluster.exec("scontrol", "requeue", job).returncode == 0
     wait_for(lambda: cluster.show(job)["JobState"] == "PENDING", 180)
     cluster.exec("scontrol", "update", f"JobId={job}", "StartTime=now")
-    wait_for(lambda: RESUMED[guest] in (tmp_path / "log").read_text(), 180)
+    wait_for(lambda: words in (tmp_path / "log").read_text(), 180)
     cluster.exec("scancel", job)
     assert cluster.wait(job).state == "CANCELLED"
 
@@ -89,7 +95,7 @@ def test_lightning_requeues_itself(packages, cluster, tmp_path):
     wait_for(lambda: cluster.show(job)["JobState"] == "PENDING", 180)
     assert (tmp_path / "saved/hpc_ckpt_1.ckpt").exists()
     cluster.exec("scontrol", "update", f"JobId={job}", "StartTime=now")
-    wait_for(lambda: RESUMED["lightning"] in (tmp_path / "log").read_text(), 180)
+    wait_for(lambda: RESUMED["lightning"][1] in (tmp_path / "log").read_text(), 180)
     cluster.exec("scancel", job)
     assert cluster.wait(job).state == "CANCELLED"
 
