@@ -39,7 +39,7 @@ SCRIPTS = [
 # argparse as it is: its usage comes before the sentence, and repeats what cannot be printed.
 # These import torch, or what is as large, first.
 PLAIN = [*SCRIPTS[:3], "aux/check_ranks.py", "aux/plot_runs.py", "aux/prepare_data.py"]
-PLAIN += ["aux/watch_job.py", "aux/check_site.py"]
+PLAIN += ["aux/watch_job.py", "aux/check_site.py", "distributed/train_task.py"]
 WORDS = [
     "$(touch canary)",
     "'; touch canary; '",
