@@ -126,11 +126,13 @@ def parse_submission(resources: dict[str, str | int]) -> Namespace:
     submit.add_options(parser)
     names = {"nodes": 1, "gpus_per_node": None} | resources
     for name, value in names.items():
-        parse = whole_number(1) if name in ("nodes", "ntasks", "ntasks_per_node") else str
-        default = None if value is None else str(value)
         option = f"--{name.replace('_', '-')}"
         help = f"as for sbatch (@task: {'one GPU per task' if value is None else value})"
-        parser.add_argument(option, default=default, type=parse, help=help)
+        if name in ("nodes", "ntasks", "ntasks_per_node"):
+            # As text, so that the parser also checks the numbers of @task
+            parser.add_argument(option, default=str(value), type=whole_number(1), help=help)
+        else:
+            parser.add_argument(option, default=value, help=help)
     args, sys.argv[1:] = parser.parse_known_args()
     if args.env is None:
         parser.error("--submit needs --env NAME, one of the names in Slurmfile.toml")
@@ -146,7 +148,7 @@ def submit_script(args: Namespace) -> int:
     options = args.options
     settings = slurmfile.read(slurmfile.find(), args.env)
     # Otherwise the number in the launcher's header would apply.
-    tasks = options.get("ntasks", options["nodes"]) // options["nodes"]
+    tasks = -(-options.get("ntasks", options["nodes"]) // options["nodes"])
     tasks = options.setdefault("ntasks_per_node", tasks)
     by_slurmfile = {name.replace("-", "_"): value for name, value in settings["submit"].items()}
     if "gres" not in options | by_slurmfile:
