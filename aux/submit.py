@@ -14,8 +14,6 @@ not copied, except those that the Slurmfile names. A broken connection does not 
 --follow, --wait and --fetch return its exit status.
 """
 
-import io
-import json
 import os
 import re
 import shlex
@@ -26,7 +24,6 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,10 +31,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
 from resilience.arguments import ArgumentParser
 from submission import container, jobs, remote, slurmfile
-from submission.remote import ConnectionFailed, explain, host_of
 from submission.slurmfile import fail
 
+USAGE = """submit.py --env NAME [options] [sbatch options] LAUNCHER [ARGUMENT ...]
+       submit.py status|logs|cancel|fetch JOB"""
+# Options of sbatch with which there is no one job to follow
+REFUSED = ("--array", "--clusters", "--test-only", "--wrap")
+
 # --- arguments ---
+
+
+def add_options(parser: ArgumentParser):
+    add = parser.add_argument
+    add("--env", metavar="NAME", help="which environment of Slurmfile.toml")
+    add("--follow", action="store_true", help="print the log as it grows, until the job ends")
+    add("--wait", action="store_true", help="wait until the job ends")
+    add("--fetch", action="store_true", help="wait, then copy the job's files to this machine")
+    add("--dry-run", action="store_true", help="print the commands, run none")
 
 
 def parse_submission(arguments: list[str]) -> Namespace:
@@ -49,83 +59,43 @@ def parse_submission(arguments: list[str]) -> Namespace:
     while start < len(arguments) and arguments[start].startswith("-"):
         start += 2 if arguments[start] == "--env" else 1
     args, args.sbatch = parser.parse_known_args(arguments[:start])
-    args.command, args.default_gpus = arguments[start:], ""
+    args.command = arguments[start:]
     if args.env is None:
         parser.error("--env NAME is missing: one of the names in Slurmfile.toml")
     if not args.command:
-        parser.error(
-            "which launcher? for example launch_slurm_with_torchrun.sh distributed/train_ddp.py"
-        )
-    for option in args.sbatch:
-        if fault := slurmfile.option_fault(option.removeprefix("--").split("=")[0]):
-            parser.error(fault)
-    if not Path(args.command[0]).is_file():
-        hint = (
-            f": write {args.sbatch[-1]}={args.command[0]}"
-            if args.sbatch and "=" not in args.sbatch[-1]
-            else ""
-        )
-        parser.error(f"no launcher {args.command[0]!r} in {Path.cwd()}{hint}")
-    if (
-        "source ./env.sh" in Path(args.command[0]).read_text(errors="replace")
-        and not Path("env.sh").is_file()
-    ):
-        parser.error(f"no env.sh in {Path.cwd()}: cd to the repository")
-    if args.command[1:] and args.command[1].endswith(".py") and not Path(args.command[1]).is_file():
-        parser.error(f"no train script {args.command[1]!r} in {Path.cwd()}")
+        parser.error("which launcher? for example launch_slurm_with_torchrun.sh train.py")
+    if args.sbatch and "=" not in args.sbatch[-1] and not Path(args.command[0]).is_file():
+        parser.error(f"no launcher {args.command[0]}: write {args.sbatch[-1]}={args.command[0]}")
     return args
-
-
-VERBS = ("status", "logs", "cancel", "fetch")
-USAGE = (
-    "submit.py --env NAME [options] [sbatch options] LAUNCHER [ARGUMENT ...]\n       submit.py "
-    "VERB JOB"
-)
-
-
-def add_options(parser: ArgumentParser):
-    parser.add_argument("--env", metavar="NAME", help="which environment of Slurmfile.toml")
-    parser.add_argument(
-        "--follow", action="store_true", help="print the log as it grows, until the job ends"
-    )
-    parser.add_argument("--wait", action="store_true", help="wait until the job ends")
-    parser.add_argument(
-        "--fetch", action="store_true", help="wait, then copy the job's files to this machine"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the commands, run none")
 
 
 def parse_verb(verb: str, arguments: list[str]) -> Namespace:
     parser = ArgumentParser(prog=f"submit.py {verb}", description=__doc__)
     parser.add_argument("job", metavar="JOB", help="the job id")
-    parser.add_argument(
-        "--env", metavar="NAME", help="which environment, if two have a job of this id"
-    )
+    parser.add_argument("--env", metavar="NAME", help="if two have a job of this id")
     if verb == "logs":
-        parser.add_argument(
-            "--follow", action="store_true", help="show the log as it grows, until the job ends"
-        )
+        help = "show the log as it grows, until the job ends"
+        parser.add_argument("--follow", action="store_true", help=help)
     return parser.parse_args(arguments)
 
 
 # --- submit ---
 
 
+def git(*arguments: object) -> str:
+    done = subprocess.run(["git", *map(str, arguments)], stdout=subprocess.PIPE)
+    if done.returncode != 0:
+        fail("git, which lists the files to copy, failed")
+    return os.fsdecode(done.stdout)
+
+
 def list_files() -> tuple[Path, list[str]]:
     """The root of the repository that we are in, and its files: those that git tracks, and new
     ones not ignored."""
-    try:
-        root = Path(git("rev-parse", "--show-toplevel")[:-1]).resolve()
-        listed = git("-C", root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    except FileNotFoundError:
-        fail("git is not installed on this machine: it lists the files to copy")
-    except subprocess.CalledProcessError as error:
-        fail(
-            f"{Path.cwd()} is not in a git repository, whose files are copied "
-            f"({error.stderr.decode().strip()})"
-        )
+    root = Path(git("rev-parse", "--show-toplevel")[:-1]).resolve()
+    listed = git("-C", root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     files = []
-    for name in dict.fromkeys(filter(None, listed.split("\0"))):
+    for name in dict.fromkeys(listed.split("\0")[:-1]):
         if os.path.isdir(root / name) and not os.path.islink(root / name):
             print(f"note: {name} is a git repository of its own: not copied", file=sys.stderr)
         elif os.path.lexists(root / name):
@@ -133,40 +103,37 @@ def list_files() -> tuple[Path, list[str]]:
     return root, files
 
 
-def git(*arguments: object) -> str:
-    return os.fsdecode(
-        subprocess.run(["git", *map(str, arguments)], check=True, capture_output=True).stdout
-    )
+def check_command(root: Path, files: list[str], command: list[str]):
+    """Stops if the launcher or the script is not one of the copied files."""
+    scripts = [word for word in command[1:2] if word.endswith(".py")]
+    for name in [command[0], *scripts]:
+        if os.path.relpath(Path(name).resolve(), root) not in files:
+            fail(f"{name} would not be copied: it is missing, ignored by git, or outside {root}")
+    launcher = Path(command[0]).read_text(errors="replace")
+    if "source ./env.sh" in launcher and not Path("env.sh").is_file():
+        fail(f"no env.sh in {Path.cwd()}: cd to the repository")
 
 
-def pack(packed: BinaryIO, files: dict[str, Path], mark: dict, variables: list[str]) -> int:
-    """Writes what remote.sh's `submit` reads. Returns the bytes of the archive."""
+def pack(packed: BinaryIO, files: dict[str, Path], variables: list[str]):
+    """Writes what remote.sh's `submit` reads."""
     for name in variables:
         value = os.environ[name].replace("\\", r"\\").replace("\n", r"\n")
         packed.write(os.fsencode(f"{name}={value}\n"))
-    start = packed.tell()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.GNU_FORMAT) as archive:
         for name, path in files.items():
-            info = archive.gettarinfo(path, arcname=name)
-            info.uid = info.gid = info.mtime = 0
-            info.uname = info.gname = ""
-            with path.open("rb") if info.isreg() else nullcontext() as file:
-                archive.addfile(info, file)
-        last = tarfile.TarInfo(jobs.MARK)
-        last.size = len(text := json.dumps(mark).encode())
-        archive.addfile(last, io.BytesIO(text))
-    size = packed.tell() - start
-    packed.seek(0)
-    return size
+            archive.add(path, arcname=name, recursive=False)
+        # The last file, so that an archive that was cut short is noticed
+        archive.addfile(tarfile.TarInfo(".submission"))
 
 
-def sbatch_options(options: dict[str, str | int | bool]) -> list[str]:
+def sbatch_options(options: dict[str, object]) -> list[str]:
     """The options of a Slurmfile or a task as sbatch's; true is an option without a value, false
     is left out."""
     words = []
     for key, value in options.items():
+        option = f"--{key.replace('_', '-')}"
         if value is not False:
-            words.append(f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}"))
+            words.append(option if value is True else f"{option}={value}")
     return words
 
 
@@ -176,84 +143,56 @@ def submit(args: Namespace) -> int:
     path = slurmfile.find()
     settings = slurmfile.read(path, args.env)
     cluster, packaging = settings["cluster"], settings["packaging"]
-    links, extra = packaging["link"], {}
-    if packaging["type"] == "none" and not links:
-        missing = "the job will have neither your .venv nor your data"
-        print(f"note: no `link` in {path}: {missing}", file=sys.stderr)
-    if packaging["type"] == "container":
-        container.check_launcher(args.command[0])
+    options = [*sbatch_options(settings["submit"]), *args.sbatch]
+    for option in options:
+        if option.split("=")[0] in REFUSED:
+            fail(f"{option} cannot be used here, because there would not be one job to follow")
     root, files = list_files()
-    sbatch = ["sbatch", "--parsable", *sbatch_options(settings["submit"]), *args.sbatch]
-    sbatch += [launcher_in(root, files, args.command[0]), *args.command[1:]]
+    check_command(root, files, args.command)
+    sbatch = ["sbatch", "--parsable", *options, os.path.relpath(args.command[0]), *args.command[1:]]
     base = cluster["job_base_dir"]
     if cluster["backend"] == "local":
         base = path.parent / Path(base).expanduser()
-    image = container.uri(packaging["image"]) if packaging.get("push") else ""
-    command = [
-        "submit",
-        base,
-        name_of(args.command),
-        os.path.relpath(Path.cwd(), root),
-        jobs.MARK,
-        image,
-    ]
+    in_container, image = packaging["type"] == "container", ""
+    if in_container:
+        container.check_launcher(args.command[0])
+        image = container.uri(packaging)
+
+    copied = {name: root / name for name in files}
+    host = remote.host_of(cluster)
+    if args.dry_run:
+        if in_container:
+            for command in container.commands(packaging, root):
+                print(shlex.join(command))
+        print(f"# {len(copied)} files into a new folder in {base} on {host}. There:")
+        if image:
+            print(shlex.join(["./aux/import_image.sh", image, container.SQUASHFS]))
+        print(shlex.join(sbatch))
+        return 0
+
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as packed:
-        if packaging["type"] == "container" and args.dry_run:
-            for build in container.build_commands(packaging, root):
-                print(shlex.join(build))
-        elif packaging["type"] == "container":
-            extra = container.make(packaging, root, files, Path(scratch))
-        try:
-            copied = {name: root / name for name in files} | extra
-            size = pack(packed, copied, {"env": args.env, "sbatch": sbatch}, cluster["environment"])
-        except OSError as error:
-            fail(f"cannot read {error.filename}: {error.strerror}")
-        command += [args.default_gpus, len(cluster["environment"]), len(links), *links, *sbatch]
-        if args.dry_run:
-            where = f"a new folder in {base} on {host_of(cluster)}"
-            print(f"# {len(copied)} files, {size / 1e6:.1f} MB, into {where}. There:")
-            if image:
-                print(shlex.join(["./aux/import_image.sh", image, "pytorch.sqsh"]))
-            print(shlex.join(sbatch))
-            return 0
-        print(
-            f"Copying {len(copied)} files, {size / 1e6:.1f} MB, to {host_of(cluster)}", flush=True
-        )
+        if in_container:
+            copied |= container.make(packaging, root, files, Path(scratch))
+        pack(packed, copied, cluster["environment"])
+        size = packed.tell() / 1e6
+        packed.seek(0)
+        print(f"Copying {len(copied)} files, {size:.1f} MB, to {host}", flush=True)
+        links = packaging["link"]
+        command = ["submit", base, name_of(args.command), os.path.relpath(Path.cwd(), root), image]
+        command += [len(cluster["environment"]), len(links), *links, *sbatch]
         job, folder, log = send(cluster, command, packed)
-    record = {
-        "env": args.env,
-        "job": int(job),
-        "cluster": cluster,
-        "folder": folder,
-        "log": log,
-        "sbatch": sbatch,
-    }
+    record = {"env": args.env, "job": job, "cluster": cluster, "folder": folder, "log": log}
     jobs.save(path.parent / "slurm-jobs", record)
-    print(f"Submitted batch job {job} to {args.env}, in {folder}. Type next:")
+    print(f"Submitted batch job {job} to {args.env}, in {folder}. Next:")
     for verb in ("status", "logs --follow", "fetch", "cancel"):
         print(f"  {jobs.command_for(verb, job)}", flush=True)
-    return follow(record, args)
 
-
-def follow(record: dict, args: Namespace) -> int:
-    if not (args.follow or args.wait or args.fetch):
-        return 0
-    status = jobs.watch(record, show_log=args.follow)
+    status = 0
+    if args.follow or args.wait or args.fetch:
+        status = jobs.watch(record, show_log=args.follow)
     if args.fetch:
         jobs.fetch(record)
     return status
-
-
-def launcher_in(root: Path, files: list[str], launcher: str) -> str:
-    """The launcher's path from the working directory, which is also the job's. It must be one of
-    the copied files."""
-    path = Path(launcher).resolve()
-    if not path.is_relative_to(root) or str(path.relative_to(root)) not in files:
-        fail(
-            f"{launcher} would not be copied to the cluster: git ignores it, or it is outside "
-            f"{root}"
-        )
-    return os.path.relpath(path)
 
 
 def name_of(command: list[str]) -> str:
@@ -262,20 +201,17 @@ def name_of(command: list[str]) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "_", Path(script).stem) + time.strftime("-%Y-%m-%d_%H-%M-%S")
 
 
-def send(cluster: dict, command: list[object], packed: BinaryIO) -> tuple[str, str, str]:
-    """Submits; returns the job's id, its folder and its log."""
+def send(cluster: dict, command: list[object], packed: BinaryIO) -> tuple[int, str, str]:
+    """Submits. Returns the job's id, its folder and its log."""
     try:
-        with remote.run(cluster, *command, stdin=packed) as lines:
-            output = lines.read().decode()
-    except ConnectionFailed as error:
-        unsure = (
-            "; the job may have been submitted: check with squeue --me on the cluster"
-            if error.started
-            else ""
-        )
-        fail(explain(cluster, error.message)[0] + unsure)
-    job, folder, log = [*output.splitlines(), ""][:3]
-    return job, folder, log
+        with remote.run(cluster, *command, stdin=packed) as stream:
+            lines = stream.read().decode().splitlines()
+    except remote.RemoteFailed as error:
+        if not (error.is_connection and error.started):
+            raise
+        fail("the job may have been submitted: check with squeue --me on the cluster")
+    job, folder, log = [*lines, ""][:3]
+    return int(job), folder, log
 
 
 # --- main ---
@@ -283,23 +219,35 @@ def send(cluster: dict, command: list[object], packed: BinaryIO) -> tuple[str, s
 
 def main(arguments: list[str]) -> int:
     verb = arguments[0] if arguments else ""
-    if verb not in VERBS:
+    if verb not in ("status", "logs", "cancel", "fetch"):
         return submit(parse_submission(arguments))
     args = parse_verb(verb, arguments[1:])
-    record = jobs.find_record(args)
-    if verb in ("status", "logs"):
-        return jobs.watch(record, show_log=verb == "logs", follow=verb == "logs" and args.follow)
-    return jobs.fetch(record) if verb == "fetch" else jobs.cancel(record)
+    record = jobs.find_record(args.job, args.env)
+    if verb == "status":
+        return jobs.show(record, "state", record["job"])
+    if verb == "logs" and args.follow:
+        return jobs.watch(record, show_log=True)
+    if verb == "logs":
+        return jobs.show(record, "cat", record["log"])
+    if verb == "cancel":
+        return jobs.show(record, "scancel", record["job"])
+    return jobs.fetch(record)
 
 
-def interruptible(function: Callable[..., int], argument: object) -> int:
-    """The function's exit status, or what ctrl-C gives, without a traceback."""
+def without_traceback(function: Callable[..., int], argument: object) -> int:
+    """The function's exit status; one sentence for what can happen to anybody."""
     try:
         return function(argument)
+    except remote.RemoteFailed as error:
+        if error.is_connection:
+            fail("no connection to the cluster; a submitted job is not affected")
+        return error.status
+    except OSError as error:
+        fail(str(error))
     except KeyboardInterrupt:
         print("interrupted; a submitted job continues", file=sys.stderr)
         return 130
 
 
 if __name__ == "__main__":
-    sys.exit(interruptible(main, sys.argv[1:]))
+    sys.exit(without_traceback(main, sys.argv[1:]))

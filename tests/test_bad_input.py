@@ -40,6 +40,7 @@ SCRIPTS = [
 # These import torch, or what is as large, first.
 PLAIN = [*SCRIPTS[:3], "aux/check_ranks.py", "aux/plot_runs.py", "aux/prepare_data.py"]
 PLAIN += ["aux/watch_job.py", "aux/check_site.py", "aux/lint_sbatch.py"]
+PLAIN += ["distributed/train_task.py"]
 WORDS = [
     "$(touch canary)",
     "'; touch canary; '",

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 
 import pytest
 
@@ -28,71 +27,56 @@ type = "container"
 dockerfile = "Dockerfile"
 image = "IMAGE"
 """
-CANNOT_BUILD = """echo "$@" >>"$ENGINE_LOG"
-[ "$1" = build ] || exit 0
-echo "exec /bin/sh: Exec format error"
-exit 1"""
-ON_ARM = """
-import platform, sys
-platform.machine = lambda: "arm64"
-sys.path.insert(0, "aux")
-import submit
-sys.exit(submit.main(sys.argv[1:]))
-"""
+CANNOT_BUILD = """[ "$1" = build ] || exit 0
+echo what went wrong
+exit 7"""
 SUBMIT = ["aux/submit.py", "--env", "production"]
 
 
 @pytest.fixture
 def packed(tmp_path):
-    """submit.py, train_task.py or other Python code in a copy of the repository, with an engine
-    that cannot build."""
+    """submit.py or train_task.py in a copy of the repository, with an engine that cannot build."""
     clone = copy_of_repository(tmp_path / "clone")
     subprocess.run(["git", "init", "--quiet"], cwd=clone, check=True)
     path = f"{write_tools(tmp_path / 'bin', {'docker': CANNOT_BUILD})}:{environment()['PATH']}"
-    log = tmp_path / "log"
 
-    def submit(*command: object, image: str = "registry.example.org/me/torch:1", more: str = ""):
+    def submit(*command: object, image="registry.example.org/me/torch:1", more="", PATH=path):
         (clone / "Slurmfile.toml").write_text(SLURMFILE.replace("IMAGE", image) + more)
-        return run(sys.executable, *command, cwd=clone, env=environment(ENGINE_LOG=log, PATH=path))
+        return run(sys.executable, *command, cwd=clone, env=environment(PATH=PATH))
 
-    return submit, clone, log
+    return submit, clone
 
 
 def test_what_is_pushed_and_what_is_copied(packed):
     """An image with a registry in its name is pushed, unless the Slurmfile says otherwise; one of
     Docker Hub is copied."""
-    submit, _, _ = packed
+    submit, _ = packed
     dry = [*SUBMIT, "--dry-run", "run_script.sh"]
-    pushed, squashed = "push = true\n", "squashfs = true\n"
     for image in ("registry.example.org/me/torch:1", "10.0.0.1:5000/torch"):
         shown = submit(*dry, image=image).stdout
         host, name = image.split("/", 1)
         assert f"\ndocker push {image}\n" in shown and f"docker://{host}#{name}" in shown
-    assert "docker push" not in submit(*dry, more=squashed).stdout
+    assert "docker push" not in submit(*dry, more="push = false\n").stdout
     shown = submit(*dry, image="me/torch:1").stdout
     assert "docker build" in shown and "docker push" not in shown and "docker://" not in shown
-    assert "docker push me/torch:1" in submit(*dry, image="me/torch:1", more=pushed).stdout
-    one_sentence(submit(*dry, more=pushed + squashed), "say how the image gets to the cluster")
+    assert "docker push me/torch:1" in submit(*dry, image="me/torch:1", more="push = true\n").stdout
 
 
 def test_a_job_that_would_not_be_in_the_image_is_refused(packed):
-    """Before anything is built; @task takes the launcher that is."""
-    submit, clone, log = packed
+    """@task takes the launcher that is."""
+    submit, clone = packed
     outside = submit(*SUBMIT, "launch_slurm_with_torchrun.sh", "distributed/train_ddp.py")
-    one_sentence(outside, "runs nothing in a container", "name run_script.sh")
+    one_sentence(outside, "does not run CONTAINER_IMAGE=$PWD/pytorch.sqsh", "name run_script.sh")
     task = ["distributed/train_task.py", "--submit", "--env", "production", "--dry-run"]
     shown = submit(*task, "--epochs", 2)
-    assert shown.returncode == 0, shown.stderr
-    words = " --ntasks-per-node=2 run_script.sh distributed/train_task.py --epochs 2\n"
-    assert shown.stdout.endswith(words), shown.stdout
+    assert shown.stdout.endswith(" run_script.sh distributed/train_task.py --epochs 2\n"), shown
     launcher = clone / "run_script.sh"
     launcher.write_text(launcher.read_text().replace("$PWD/pytorch.sqsh", "/images/x.sqsh"))
-    one_sentence(submit(*SUBMIT, launcher.name), "says CONTAINER_IMAGE=/images/x.sqsh")
-    assert not log.exists()
+    one_sentence(submit(*SUBMIT, launcher.name), "does not run CONTAINER_IMAGE=$PWD/pytorch.sqsh")
 
 
 def test_what_is_pushed_is_imported_by_the_cluster(packed, tmp_path, monkeypatch):
-    submit, clone, _ = packed
+    submit, clone = packed
     (tmp_path / "registry").mkdir()
     (tmp_path / "registry/registry.example.org+me+torch:1").write_text("an image")
     shutil.rmtree(tmp_path / "bin")
@@ -106,14 +90,15 @@ def test_what_is_pushed_is_imported_by_the_cluster(packed, tmp_path, monkeypatch
     assert file.read_text() == "an image"
 
 
-def test_another_processor_without_emulation(packed):
-    submit, _, log = packed
-    failed = submit("-c", ON_ARM, *SUBMIT[1:], "run_script.sh")
-    assert failed.returncode == 1 and "Traceback" not in failed.stderr
-    last = failed.stderr.splitlines()[-1]
-    assert "programs are for a different CPU than this machine's, arm64" in last, failed.stderr
-    assert "tonistiigi/binfmt" in last and " --platform linux/amd64 " in log.read_text()
-    assert "\nexec /bin/sh: Exec format error\n" in failed.stderr, "the engine's log is kept"
+def test_failed_build_podman_and_no_engine(packed, tmp_path):
+    submit, clone = packed
+    failed = submit(*SUBMIT, "run_script.sh")
+    one_sentence(failed, "no container image: docker build ended with exit status 7")
+    assert "what went wrong" in failed.stderr and not (clone / "jobs").exists()
+    tools = write_tools(tmp_path / "tools", {"git": f'exec {shutil.which("git")} "$@"'})
+    one_sentence(submit(*SUBMIT, "run_script.sh", PATH=tools), "needs docker or podman")
+    podman = f"{write_tools(tmp_path / 'podman', {'podman': ''})}:{tools}"
+    assert "podman build" in submit(*SUBMIT, "--dry-run", "run_script.sh", PATH=podman).stdout
 
 
 # --- with one ---
@@ -132,12 +117,6 @@ environment = ["PATH", "ENROOT_STAND_IN"]
 [boxed.packaging]
 type = "container"
 image = "{image}:ours"
-squashfs = true
-build_args = ["BASE={image}"]
-[pushed.packaging]
-type = "container"
-image = "127.0.0.1:1/nowhere:1"
-push = true
 build_args = ["BASE={image}"]
 """
 BOXED = ["--env", "boxed", "--nodes=1", "--gpus-per-node=1", "--follow"]
@@ -262,7 +241,7 @@ def test_built_by_hand(laptop, boxed, base_image, tiny):  # noqa: F811
 
 @pytest.mark.matrix
 def test_podman(laptop, boxed, base_image, tiny, tmp_path):  # noqa: F811
-    """By hand, and by submit.py where there is no docker."""
+    """By hand."""
     (tmp_path / "storage.conf").write_text(
         "[storage]\n"
         'driver = "overlay"\n'
@@ -283,35 +262,3 @@ def test_podman(laptop, boxed, base_image, tiny, tmp_path):  # noqa: F811
     loaded = laptop.run("bash", "-o", "pipefail", "-c", load, **variables)
     assert loaded.returncode == 0, loaded.stderr
     build_and_train("podman", laptop, variables, base_image, tiny)
-
-    tools = [Path(folder, "docker").resolve() for folder in variables["PATH"].split(":")]
-    hidden = {tool for tool in tools if tool.is_file()}
-    for docker in hidden:  # from the laptop alone
-        assert laptop.run("mount", "--bind", "/dev/null", docker).returncode == 0
-    done = laptop.submit(*BOXED, "run_script.sh", "inside.py", timeout=300, **variables)
-    for docker in hidden:
-        assert laptop.run("umount", docker).returncode == 0
-    assert facts_of(done)["marker"] == "from_the_base" and "+ podman build " in done.stderr
-
-
-@pytest.mark.matrix
-def test_failed_build_push_and_no_engine(laptop, boxed):  # noqa: F811
-    before = laptop.job_folders()
-    job = ["run_script.sh", "inside.py"]
-    pushed = laptop.submit("--env", "pushed", *job, timeout=300, **boxed)
-    one_sentence(pushed, "no container image: docker push ended with exit status")
-    dockerfile = laptop.clone / "Dockerfile"
-    kept = dockerfile.read_text()
-    dockerfile.write_text(kept + "RUN echo what went wrong; exit 7\n")
-    failed = laptop.submit("--env", "boxed", *job, timeout=300, **boxed)
-    dockerfile.write_text(kept)
-    one_sentence(failed, "no container image: docker build ended with exit status")
-    assert "what went wrong" in failed.stderr
-    tools = laptop.clone.parent / "tools"
-    tools.mkdir()
-    for tool in ("git", "sqfstar", "ssh", "sh", "nsenter"):
-        (tools / tool).symlink_to(shutil.which(tool))
-    missing = laptop.submit("--env", "boxed", "run_script.sh", **boxed | {"PATH": tools})
-    one_sentence(missing, "needs docker or podman")
-    assert laptop.job_folders() == before
-    assert run("docker", "ps", "--all", "--quiet", env=environment(**boxed)).stdout == ""

@@ -1,24 +1,21 @@
 # shellcheck shell=sh
 # Runs one of the functions below, by name and with arguments, on the cluster over SSH or on this
-# machine. See remote.py. POSIX sh, because the login shell may be any. An error is one sentence,
-# the last line on stderr.
+# machine. See remote.py. POSIX sh, because the login shell may be any.
 set -eu
 
 die() {
-    echo "$*" | head -n 1 >&2
+    echo "$*" >&2
     exit 1
 }
 
-# submit BASE NAME DIRECTORY MARK IMAGE GPUS VARIABLES LINKS LINK... sbatch [options] SCRIPT [args]
+# submit BASE NAME DIRECTORY IMAGE VARIABLES LINKS LINK... sbatch [options] SCRIPT [arguments]
 # Makes a new folder NAME.XXXXXX in BASE, and submits from DIRECTORY in it. Removes the folder if
-# anything fails.
+# anything fails. Prints job id, folder and log.
 # stdin: as many lines NAME=value as VARIABLES says, then a tar archive of the code. The values
 # touch no disk and no command line; a line break in one is \n, a backslash \\.
-# GPUS: the default of --gpus-per-node, or 0 if the cluster has no GPUs; if empty, the script's
-# header applies.
 submit() {
-    base=$1 name=$2 directory=$3 mark=$4 image=$5 gpus=$6 variables=$7 links=$8
-    shift 8
+    base=$1 name=$2 directory=$3 image=$4 variables=$5 links=$6
+    shift 6
     command -v sbatch >/dev/null ||
         die "no sbatch in the PATH of a non-login shell:" \
             "add its folder to PATH at the top of ~/.bashrc there"
@@ -29,17 +26,17 @@ submit() {
         variables=$((variables - 1))
     done
     case $base in [~] | [~]/*) base=$HOME${base#?} ;; esac
-    { mkdir -p "$base" && cd "$base" && base=$(pwd) &&
-        folder=$base/$(mktemp -d "$name.XXXXXX"); } ||
-        die "cannot make a folder in job_base_dir $base"
+    mkdir -p "$base"
+    cd "$base"
+    base=$(pwd)
+    folder=$base/$(mktemp -d "$name.XXXXXX")
     trap 'rm -rf "$folder"' EXIT
     trap 'exit 1' HUP INT TERM
 
-    # -m dates the files now, so that newer ones are the job's own.
+    # -m dates the files now, so that newer ones than the last, .submission, are the job's own.
     message=$(tar -x -m --no-same-owner -f - -C "$folder" 2>&1) ||
-        die "copying to $folder failed, it is removed:" \
-            "$(echo "$message" | grep -i -E "space|quota" || echo "$message")"
-    [ -e "$folder/$mark" ] || die "copying to $folder was interrupted, it is removed"
+        die "copying to $folder failed, it is removed: $(echo "$message" | head -n 1)"
+    [ -e "$folder/.submission" ] || die "copying to $folder was interrupted, it is removed"
     while [ "$links" -gt 0 ]; do
         case $1 in /*) target=$1 ;; *) target=$base/$1 ;; esac
         if [ ! -e "$target" ]; then
@@ -51,73 +48,65 @@ submit() {
         shift
     done
     if [ -n "$image" ]; then
-        (cd "$folder" && ./aux/import_image.sh "$image" pytorch.sqsh >&2) ||
-            die "no image $image for the job, see above"
-    fi
-    # Slurm 26.05 refuses SBATCH_GPUS_PER_NODE beside --gres=gpu.
-    case "$*" in *--gres=*gpu*) gpus='' ;; esac
-    if [ -n "$gpus" ]; then
-        # A cluster without GPUs would refuse the job.
-        case $(sinfo --noheader --format=%G) in *gpu*) ;; *) gpus=0 ;; esac
-        # Weaker than the option, stronger than the header.
-        export SBATCH_GPUS_PER_NODE="${SBATCH_GPUS_PER_NODE:-$gpus}"
+        (cd "$folder" && ./aux/import_image.sh "$image" pytorch.sqsh >&2)
     fi
     cd "$folder/$directory"
-    touch "$folder/$mark"
+    touch "$folder/.submission"
     job=$("$@") # sbatch
     trap - EXIT HUP INT TERM
-    job=${job%%;*}
+    job=${job%%;*} # in a federation the cluster's name follows
     printf '%s\n' "$job" "$folder"
     scontrol show job "$job" | sed -n 's/^ *StdOut=//p'
 }
 
-# watch JOB LOG FROM FOLLOW
-# Prints every second until the job has ended (once, if FOLLOW is no): "running" or "ended", FROM,
-# and the number of new bytes of the log from there; Slurm's lines on the job, and an empty line;
-# the new bytes. slurmctld is asked at once, then every 15 seconds, because it serves everybody.
+# watch JOB LOG FROM
+# Prints the log from byte FROM on as it grows, until the job has ended, and each new state on
+# stderr. Ends with the job's exit status, or 1 if it has none. slurmctld is asked at once, then
+# every 15 seconds, because it serves everybody.
 watch() {
-    job=$1 log=$2 from=$3 follow=$4 second=0 ask=0
+    log=$2 from=$3 second=0 known=''
     ends="BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED"
-    ends="$ends|REVOKED|TIMEOUT|UNKNOWN"
-    while :; do
-        if [ "$second" -ge "$ask" ]; then
-            shown=$(show "$job")
-            ask=$((second + 15))
-        fi
-        if echo "$shown" | grep -Eq "JobState=($ends)"; then next=ended; else next=running; fi
+    ends="^($ends|REVOKED|TIMEOUT)|Invalid job id"
+    # Without a terminal sshd does not end its children when the connection is lost.
+    while kill -0 "$PPID" 2>/dev/null; do
+        [ $((second % 15)) != 0 ] || state=$(state "$1")
+        [ "${state%, run time*}" = "$known" ] || echo "job $1: $state" >&2
+        known=${state%, run time*}
         size=$(wc -c 2>/dev/null <"$log") || size=$from
         [ "$size" -ge "$from" ] || from=0 # a requeued job may truncate its log
-        printf '%s\n' "$next $from $((size - from))" "$shown" ""
         [ "$size" = "$from" ] || tail -c "+$((from + 1))" "$log" | head -c "$((size - from))"
         from=$size
-        [ "$next" = running ] && [ "$follow" = yes ] || return 0
+        if echo "$state" | grep -Eq "$ends"; then
+            case $state in COMPLETED*) exit 0 ;; esac
+            status=$(scontrol show job "$1" | sed -n 's/.* ExitCode=\([0-9]*\):.*/\1/p')
+            # 255 is that of a lost connection.
+            case $status in '' | 0 | 255) exit 1 ;; esac
+            exit "$status"
+        fi
         sleep 1
         second=$((second + 1))
     done
+    exit 255
 }
 
-# slurmctld forgets a job some minutes after its end; accounting keeps it.
-show() {
-    if shown=$(scontrol show job "$1" 2>&1); then
-        echo "$shown" | grep -E '^ +(JobState|Requeue|RunTime|NodeList)='
+# state JOB: in words. slurmctld forgets a job some minutes after its end; accounting keeps it.
+state() {
+    if shown=$(squeue --noheader --states=all --jobs="$1" \
+        --format='%T (%r) on %N, run time %M' 2>&1) && [ -n "$shown" ]; then
+        echo "$shown" | sed 's/ (None)//; s/ on ,/,/'
     elif kept=$(sacct --noheader --parsable2 --allocations --jobs="$1" \
-        --format=State,ExitCode,Elapsed,NodeList 2>/dev/null) && [ -n "$kept" ]; then
-        named='JobState=\1 ExitCode=\2 RunTime=\3 NodeList=\4'
-        echo "$kept" | sed "s/^\([A-Z_]*\)[^|]*|\(.*\)|\(.*\)|\(.*\)\$/$named/"
+        --format=State,NodeList,Elapsed 2>/dev/null) && [ -n "$kept" ]; then
+        echo "$kept" | sed 's/|/ on /; s/|/, run time /'
     else
-        case $shown in *"Invalid job id"*) state=UNKNOWN ;; *) state=UNREACHABLE ;; esac
-        echo "JobState=$state"
+        echo "${shown:-Invalid job id}"
     fi
 }
 
-# fetch FOLDER MARK: an archive of every file that the job wrote into its folder
+# fetch FOLDER: an archive of every file that the job wrote into its folder
 fetch() {
     cd "$1"
-    find . -type f -newer "$2" ! -path '*/__pycache__/*' -print0 | tar -c --null -T - -f -
+    find . -type f -newer .submission ! -path '*/__pycache__/*' -print0 | tar -c --null -T - -f -
 }
 
-cancel() { scancel "$1"; }
-
 echo "remote.sh is ready" # the output of ~/.bashrc ends here
-echo "remote.sh is ready" >&2
 "$@"
