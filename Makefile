@@ -91,7 +91,7 @@ gpu-report: $(VENV:=/ready)  ## ten minutes on one GPU leave one page, gpu.md: s
 	$(if $(VENV),$(VENV)/bin/python,$(PYTHON)) dev/gpu_report.py --out gpu.md $(ARGS)
 
 bench: .venv/ready data text slurm  ## the speed relative to plain loops, in 25 minutes on a quiet machine (docs/benchmarks.md; ARGS="--only launch")
-	.venv/bin/python dev/bench/compare.py --mnist-dir $(DATA_DIR) --text-dir $(TEXT_DIR) $(ARGS)
+	.venv/bin/python dev/bench/compare.py $(ARGS)
 
 lint: .venv/tests  ## ruff and shellcheck
 	.venv/bin/ruff check .

@@ -18,8 +18,10 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from torchvision import datasets
 from torchvision.datasets.utils import download_url
@@ -29,7 +31,7 @@ from draw_digits import draw_digits
 sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))
 import mnist
 from resilience import checksums
-from token_files import DTYPES, hugging_face_tokenizer, unit_of
+from token_files import hugging_face_tokenizer, unit_of
 
 SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -42,21 +44,30 @@ class DownloadError(Exception):
     """There is no download. The text says why, and what to do."""
 
 
-def write(files: dict[Path, bytes]):
-    """Write the files in order, each whole or not at all. Raises OSError."""
-    for path, content in files.items():
+@contextmanager
+def unfinished(*paths: Path) -> Iterator[list[Path]]:
+    """Other names for the files, which get their own if all are written."""
+    names = [path.with_name(f".{path.name}.{os.getpid()}") for path in paths]
+    for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            unfinished.write_bytes(content)
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+    try:
+        yield names
+        for name, path in zip(names, paths, strict=True):
+            os.replace(name, path)
+    finally:
+        for name in names:
+            name.unlink(missing_ok=True)
 
 
-def sums(paths: list[Path]) -> bytes:
-    """The content of SHA256SUMS for these files."""
-    return "".join(f"{checksums.sha256(path)}  {path.name}\n" for path in paths).encode()
+def write(path: Path, content: bytes):
+    """Writes the file whole or not at all. Raises OSError."""
+    with unfinished(path) as [name]:
+        name.write_bytes(content)
+
+
+def write_sums(folder: Path, *names: str):
+    lines = [f"{checksums.sha256(folder / name)}  {name}\n" for name in names]
+    write(folder / "SHA256SUMS", "".join(lines).encode())
 
 
 # --- MNIST ---
@@ -74,49 +85,48 @@ def draw_mnist(train: int = 60_000, test: int = 10_000) -> dict[str, bytes]:
     torch.set_num_threads(1)
     files = {}
     for seed, (split, count) in enumerate({"train": train, "t10k": test}.items()):
-        files[f"{split}-labels-idx1-ubyte"] = idx(bytes(i % 10 for i in range(count)), count)
         files[f"{split}-images-idx3-ubyte"] = idx(draw_digits(count, seed), count, 28, 28)
+        files[f"{split}-labels-idx1-ubyte"] = idx(bytes(i % 10 for i in range(count)), count)
     return files
 
 
 def prepare_mnist(folder: Path, synthetic: bool) -> str:
     """Fill `folder` as torchvision.datasets.MNIST does. Returns one line that describes it."""
-    raw = folder / "MNIST" / "raw"
+    raw = folder / "MNIST/raw"
     there = mnist.describe(folder) if (raw / "t10k-labels-idx1-ubyte").exists() else ""
-    if synthetic and not there:
-        files = {raw / name: content for name, content in draw_mnist().items()}
-        write(files)
-        write({raw / "SHA256SUMS": sums(list(files))})
-    elif synthetic and not there.startswith("SYNTHETIC"):
+    drawn = there.startswith("SYNTHETIC")
+    if synthetic and there and not drawn:
         sys.exit(f"there is {there}: give another --data-dir")
-    elif not synthetic and there.startswith("SYNTHETIC"):
+    if drawn and not synthetic:
         raise DownloadError(f"there are {there}: move them away to download MNIST")
-    elif not synthetic:
-        download_mnist(folder, raw)
+    if not synthetic:
+        download_mnist(folder)
+    elif not drawn:
+        for name, content in draw_mnist().items():
+            write(raw / name, content)
 
     train_set, test_set = mnist.load(folder)
+    if not (raw / "SHA256SUMS").exists():
+        write_sums(raw, *sorted(path.name for path in raw.glob("*-ubyte")))
     counts = f"{len(train_set):,} training and {len(test_set):,} test images"
     return f"{counts}: {mnist.describe(folder)}"
 
 
-def download_mnist(folder: Path, raw: Path):
+def download_mnist(folder: Path):
     try:
         datasets.MNIST(folder, download=True)
     except RuntimeError as error:
-        if not str(error).startswith("Error downloading"):
-            # The files are there, and mnist.load says what is wrong with them.
-            return
-        reason = str(error).strip().splitlines()[-1]
-        hint = f"bring its four .gz files into {raw} by hand, or use --synthetic"
-        raise DownloadError(f"cannot download MNIST ({reason}): {hint}") from None
-    if not (raw / "SHA256SUMS").exists():
-        write({raw / "SHA256SUMS": sums(sorted(raw.glob("*-ubyte")))})
+        # Otherwise the files are there, and mnist.load says what is wrong with them.
+        if str(error).startswith("Error downloading"):
+            reason = str(error).strip().splitlines()[-1]
+            hint = f"bring its four .gz files into {folder}/MNIST/raw by hand, or use --synthetic"
+            raise DownloadError(f"cannot download MNIST ({reason}): {hint}") from None
 
 
 # --- text ---
 
 
-def pieces(path: Path, characters: int = 1 << 24) -> Iterator[str]:
+def pieces(path: Path, characters: int = 1 << 22) -> Iterator[str]:
     """The text of a UTF-8 file of any size, in pieces that end with a line."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -126,47 +136,31 @@ def pieces(path: Path, characters: int = 1 << 24) -> Iterator[str]:
         sys.exit(f"{path.name} is not UTF-8 text: {error.reason}")
 
 
-def character_encoder(files: list[Path]) -> tuple[dict, Callable]:
-    """A number for each character that occurs: its place among them."""
-    found = set()
-    for path in files:
-        for piece in pieces(path):
-            found.update(piece)
-    characters = sorted(found)
-    table = torch.zeros(ord(max(characters, default="\0")) + 1, dtype=torch.int32)
-    table[[ord(character) for character in characters]] = torch.arange(
-        len(characters), dtype=torch.int32
-    )
-
-    def encode(piece: str) -> torch.Tensor:
-        return table[torch.frombuffer(bytearray(piece.encode("utf-32-le")), dtype=torch.int32)]
-
-    return {"name": "characters", "size": len(characters), "characters": characters}, encode
-
-
-def bytes_of(piece: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(piece.encode()), dtype=torch.uint8)
-
-
 def encoder(tokenizer: str, files: list[Path]) -> tuple[dict, Callable, list[int]]:
-    """A tokenizer's entry in vocabulary.json, a function from text to a tensor of numbers, and the
-    numbers that end a file."""
+    """A tokenizer's entry in vocabulary.json, a function from text to numbers, and the numbers that
+    end a file."""
     if tokenizer == "characters":
-        return *character_encoder(files), []
+        found = set()
+        for path in files:
+            for piece in pieces(path):
+                found.update(piece)
+        characters = sorted(found)
+        number = {character: i for i, character in enumerate(characters)}
+        described = {"name": "characters", "size": len(characters), "characters": characters}
+        return described, lambda piece: [number[character] for character in piece], []
     if tokenizer == "bytes":
-        return {"name": "bytes", "size": 256}, bytes_of, []
-
+        return {"name": "bytes", "size": 256}, lambda piece: list(piece.encode()), []
     try:
         known = hugging_face_tokenizer(Path(tokenizer))
     except ValueError as error:
         sys.exit(str(error))
-    end = known.token_to_id("<|endoftext|>")
-
-    def encode(piece: str) -> torch.Tensor:
-        return torch.tensor(known.encode(piece, add_special_tokens=False).ids)
-
     described = {"name": "tokenizer.json", "size": known.get_vocab_size()}
-    return described, encode, [] if end is None else [end]
+    end = known.token_to_id("<|endoftext|>")
+    return (
+        described,
+        lambda piece: known.encode(piece, add_special_tokens=False).ids,
+        [] if end is None else [end],
+    )
 
 
 def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, identity: str):
@@ -174,21 +168,13 @@ def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, i
     described, encode, end = encoder(tokenizer, files)
     kinds = {"uint8": 1 << 8, "uint16": 1 << 16, "uint32": 1 << 31}
     dtype = next(name for name, numbers in kinds.items() if described["size"] <= numbers)
-
-    folder.mkdir(parents=True, exist_ok=True)
-    train, val = folder / "train.bin", folder / "val.bin"
-    unfinished = [path.with_name(f".{path.name}.{os.getpid()}") for path in (train, val)]
-    try:
-        with unfinished[0].open("w+b") as file, unfinished[1].open("wb") as rest:
-
-            def append(numbers: torch.Tensor):
-                numbers.to(DTYPES[dtype]).numpy().tofile(file)
-
+    itemsize = np.dtype(dtype).itemsize
+    with unfinished(folder / "train.bin", folder / "val.bin") as [train, val]:
+        with train.open("w+b") as file, val.open("wb") as rest:
             for path in files:
                 for piece in pieces(path):
-                    append(encode(piece))
-                append(torch.tensor(end, dtype=torch.int32))
-            itemsize = DTYPES[dtype].itemsize
+                    file.write(np.array(encode(piece), dtype))
+                file.write(np.array(end, dtype))
             count = file.tell() // itemsize
             if count < 1000:
                 sys.exit(f"{source} has {count:,} tokens, and at least 1,000 are needed")
@@ -196,20 +182,15 @@ def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, i
             file.seek(cut * itemsize)
             shutil.copyfileobj(file, rest, 1 << 24)
             file.truncate(cut * itemsize)
-
+        # Last of all it is written again.
         (folder / "vocabulary.json").unlink(missing_ok=True)
-        for path, whole in zip(unfinished, (train, val), strict=True):
-            os.replace(path, whole)
-    finally:
-        for path in unfinished:
-            path.unlink(missing_ok=True)
 
     vocabulary = {"tokenizer": described, "dtype": dtype, "source": source, "id": identity}
     vocabulary |= {"train_tokens": cut, "val_tokens": count - cut}
     if described["name"] == "tokenizer.json":
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
-    write({folder / "SHA256SUMS": sums([train, val])})
-    write({folder / "vocabulary.json": json.dumps(vocabulary).encode()})
+    write_sums(folder, "train.bin", "val.bin")
+    write(folder / "vocabulary.json", json.dumps(vocabulary).encode())
 
 
 def prepare_text(folder: Path, synthetic: bool, files: list[Path], tokenizer: str) -> str:
@@ -224,27 +205,19 @@ def prepare_text(folder: Path, synthetic: bool, files: list[Path], tokenizer: st
     if held and held["source"] not in (source, SYNTHETIC_TEXT):
         hint = "give another --data-dir"
         sys.exit(f"{folder} is left as it is, because it holds {held['source']}: {hint}")
-    if synthetic:
-        # English prose that comes with every Python.
-        from pydoc_data.topics import topics
+    if not files:
+        files = [folder / "input.txt"]
+        if synthetic:
+            # English prose that comes with every Python.
+            from pydoc_data.topics import topics
 
-        files = [folder / "input.txt"]
-        write({files[0]: "\n".join(topics[key] for key in sorted(topics)).encode()})
-    elif not files:
-        files = [folder / "input.txt"]
-        if held.get("source") != source:
-            try:
-                download_url(SHAKESPEARE, folder, md5=SHAKESPEARE_MD5)
-            except (RuntimeError, OSError) as error:
-                hint = f"bring {SHAKESPEARE} to {folder} by hand, or use --synthetic"
-                raise DownloadError(f"cannot download the text ({error}): {hint}") from None
+            write(files[0], "\n".join(topics[key] for key in sorted(topics)).encode())
+        elif held.get("source") != source:
+            download_shakespeare(folder)
 
     # Written again if the text or the tokenizer has changed
-    identity = tokenizer
-    if Path(tokenizer).is_file():
-        identity = checksums.sha256(Path(tokenizer))
-    identity = " ".join([identity, *(checksums.sha256(path) for path in files)])
-    identity = hashlib.sha256(identity.encode()).hexdigest()
+    parts = [checksums.sha256(path) for path in (Path(tokenizer), *files) if path.is_file()]
+    identity = hashlib.sha256(" ".join([Path(tokenizer).name, *parts]).encode()).hexdigest()
     if held.get("id") != identity:
         write_tokens(folder, source, files, tokenizer, identity)
         held = json.loads(described.read_text())
@@ -252,6 +225,14 @@ def prepare_text(folder: Path, synthetic: bool, files: list[Path], tokenizer: st
     unit, size = unit_of(held["tokenizer"]), held["tokenizer"]["size"]
     counts = f"{held['train_tokens']:,} training and {held['val_tokens']:,} validation {unit}"
     return f"{counts}, {size:,} different ones: {held['source']}, in {folder}"
+
+
+def download_shakespeare(folder: Path):
+    try:
+        download_url(SHAKESPEARE, folder, md5=SHAKESPEARE_MD5)
+    except (RuntimeError, OSError) as error:
+        hint = f"bring {SHAKESPEARE} to {folder} by hand, or use --synthetic"
+        raise DownloadError(f"cannot download the text ({error}): {hint}") from None
 
 
 def main():
@@ -292,7 +273,7 @@ def main():
             print(f"{error}. SYNTHETIC data are made instead", flush=True)
             print(prepare(name, True))
         except OSError as error:
-            sys.exit(f"cannot read or write {error.filename}: {error.strerror}")
+            sys.exit(f"cannot read or write {error.filename or 'the data'}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -32,13 +32,12 @@ SCRIPTS = [
     "aux/prepare_data.py",
     "aux/lint_sbatch.py",
     "aux/watch_job.py",
-    "aux/plot_runs.py",
     "aux/submit.py",
     "local/cluster/namespaces.sh",
 ]
 # argparse as it is: its usage comes before the sentence, and repeats what cannot be printed.
 # These import torch, or what is as large, first.
-PLAIN = [*SCRIPTS[:3], "aux/check_ranks.py", "aux/plot_runs.py", "aux/prepare_data.py"]
+PLAIN = [*SCRIPTS[:3], "aux/check_ranks.py", "aux/prepare_data.py"]
 PLAIN += ["aux/watch_job.py", "aux/check_site.py", "aux/lint_sbatch.py"]
 PLAIN += ["distributed/train_task.py"]
 WORDS = [

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from argparse import Namespace
 
 import pytest
 
@@ -12,58 +11,44 @@ sys.path.append(str(REPOSITORY / "dev/bench"))
 
 import compare
 import gpu_report
-import launch
-from compare import Row
-
-# --- published numbers ---
 
 
 def test_the_page_has_the_table_of_its_data():
-    page = compare.PAGE.read_text()
-    published = page.split(compare.BEGIN)[1].split(compare.END)[0]
-    assert published == compare.table(*compare.read(compare.DATA))
-
-
-# --- compare.py ---
+    published = compare.read(REPOSITORY / "docs/benchmarks.jsonl")
+    assert compare.table(*published) in (REPOSITORY / "docs/benchmarks.md").read_text()
+    measured = [name for name, *_ in compare.rows()]
+    assert [row["name"] for row in published[1:]] == measured
 
 
 def test_a_ratio_is_the_median_of_its_rounds():
-    row = Row("a", "b", [1, 2, 1], [3, 2, 2.5], "loss 1")
-    assert row.line() == "| a | b | 2.50 | 1.00 to 3.00 | loss 1 |"
-    assert Row("a", "b", missing="no cluster here").line() == "| a | b |  |  | no cluster here |"
+    row = {"name": "a", "other": "b", "ours": [1, 2, 1], "theirs": [3, 2, 2.5], "result": "loss 1"}
+    assert compare.line(row) == "| a | b | 2.50 | 1.00 to 3.00 | loss 1 |\n"
 
 
 def test_a_side_that_fails_ends_the_comparison():
-    args = Namespace(mnist_dir="nowhere", text_dir="nowhere", lines=2)
     with pytest.raises(SystemExit, match="must be 1 or more"):
-        compare.seconds(args, "dev/bench/scaling.py --rounds 0 env.sh", 1)
+        compare.train("dev/bench/scaling.py --rounds 0 env.sh")
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    "only", ["images, the loader", "MNIST step, fp32", "CPU settings, 1 thread, fp32"]
-)
-def test_both_sides_run(only, tiny, text, tmp_path):
-    folders = ["--mnist-dir", tiny, "--text-dir", text]
-    command = [sys.executable, "dev/bench/compare.py", "--rounds", 1, "--lines", 2, *folders]
-    done = run(*command, "--only", only, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(rf"^\| .*{only} \| .+ \| \d+\.\d\d \| ", done.stdout, re.M), done.stdout
-
-
-# --- the others ---
+@pytest.mark.parametrize("name", ["images, the loader", "MNIST step, fp32", "1 thread, fp32"])
+def test_both_sides_run(name, tiny, text):
+    [(_, _, *sides)] = [row for row in compare.rows() if name in row[0]]
+    for side in sides:
+        command = f"{side.args[0]} --data-dir {text if 'thread' in name else tiny}"
+        seconds, loss = compare.train(command, lines=2)
+        assert 0 < seconds < 10 and float(loss) >= 0
 
 
 @pytest.mark.matrix
 def test_launches():
-    """On a cluster of its own; the container's rows only where Enroot is."""
-    done = run(sys.executable, "dev/bench/launch.py", "--rounds", 1, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    kinds = [name for name in launch.LAUNCHERS if name != "container" or launch.has_container()]
-    measured = re.findall(
-        r"^launch to first step, (\w+), \d ranks: [\d.]+ s, bare", done.stdout, re.M
+    """On a cluster of its own."""
+    done = run(
+        sys.executable, "dev/bench/compare.py", "--only", "launch", "--rounds", 1, timeout=900
     )
-    assert measured == kinds * 2
+    assert done.returncode == 0, done.stdout + done.stderr
+    measured = re.findall(r"^\| launch to first step, (\w+), 4 ranks", done.stdout, re.M)
+    assert measured == list(compare.LAUNCHERS)
 
 
 @pytest.mark.matrix

@@ -348,6 +348,23 @@ def test_evaluation_has_one_shape_on_all_ranks(text, data_ranks):
     assert counted == 50 * 16
 
 
+@pytest.mark.matrix  # imports tensorboard, four times
+def test_tensorboard_has_what_metrics_has(text, tmp_path):
+    """After a resume from an earlier step, too: what came later is not there twice."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for options in ([], ["--resume"]):
+        done = train("train_fsdp.py", 2, text, tmp_path, "--tensorboard", *options)
+        assert done.returncode == 0, done.stderr
+        # The second start resumes after step 10.
+        (tmp_path / "checkpoint_step_20").rename(f"{tmp_path}-{len(options)}")
+        board = EventAccumulator(str(tmp_path / "tensorboard"))
+        board.Reload()
+        for name in ("loss", "val_loss", "tokens_per_second"):
+            found = {event.step: event.value for event in board.Scalars(name)}
+            assert found == pytest.approx(read_metrics(tmp_path, name), rel=1e-6)
+
+
 @pytest.mark.matrix
 def test_a_padded_vocabulary(text, tmp_path):
     """A multiple of 64 divides by the ranks; no character that does not exist is ever written."""

@@ -2,11 +2,13 @@
 ranks."""
 
 import datetime
+import json
 import random
 import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,31 @@ def test_equal_losses_on_the_cluster(shape, script, cluster, one_process, mnist,
         assert [(int(row[0]), int(row[3])) for row in rows] == expected, way
         assert len({row[1] for row in rows}) == nodes
         assert {int(row[2]) for row in rows} == {nodes * ranks}
+
+
+def reads(folder: Path) -> list[list[int]]:
+    """The images that the ranks together have read in each step, in order."""
+    ranks = [map(json.loads, file.read_text().splitlines()) for file in folder.iterdir()]
+    return [sorted(chain(*step)) for step in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize("script", cells([(DDP,), (PREEMPTIBLE,)], (DDP,)))
+def test_an_epoch_reads_each_image_once(script, tiny, tmp_path):
+    """280 of 300 in 7 steps, then the 100 test images. Four ranks read the batches of one."""
+    found = []
+    for ranks in (1, 4):
+        folder = tmp_path / f"{ranks}"
+        folder.mkdir()
+        train = ["tests/scripts/batches.py", script, "--data-dir", tiny, "--batch-size", 40]
+        train += ["--epochs", 2, "--checkpoint-dir", tmp_path / f"out-{ranks}"]
+        done = local("spawn", ranks, *train, READS=folder)
+        assert done.returncode == 0, done.stderr
+        found.append(reads(folder))
+    one, four = found
+    assert one == four and len(four) == 16
+    assert len(set(chain(*four[:7]))) == len(set(chain(*four[8:15]))) == 280
+    assert four[:7] != four[8:15]
+    assert four[7] == four[15] == list(range(100))
 
 
 @pytest.mark.matrix

@@ -140,6 +140,22 @@ def test_own_text(tokenizer, tmp_path, monkeypatch, capsys):
     assert text_in(tmp_path / "text").startswith("Call me Ishmael.")
 
 
+def test_a_disk_that_is_full_leaves_no_half_file(tmp_path, monkeypatch):
+    """No name of a data set, so that the next start prepares it again."""
+
+    def half(path, content):
+        with path.open("wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(prepare_data, "draw_digits", lambda count, seed: bytes(784 * count))
+    monkeypatch.setattr("pathlib.Path.write_bytes", half)
+    for name in ("mnist", "shakespeare"):
+        with pytest.raises(SystemExit, match=r"cannot read or write .*: No space left on device"):
+            prepare(monkeypatch, name, "--synthetic", "--data-dir", tmp_path / name)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 def test_damage_is_found(served, tmp_path, monkeypatch):
     prepare(monkeypatch, "mnist", "--data-dir", tmp_path)
     raw = tmp_path / "MNIST/raw"

@@ -1,10 +1,9 @@
-"""MNIST in the style of pytorch/examples, on one CPU or GPU: the other side of compare.py.
+"""MNIST in the style of pytorch/examples, on the CPU: the other side of compare.py.
 
 Without the example's dropout, because train_ddp.py has none.
 
-python dev/bench/plain_mnist.py --loader images      # transforms image by image
-python dev/bench/plain_mnist.py --loader tensors     # batches are slices, to time the steps
-python dev/bench/plain_mnist.py --only-load          # no training: the loader by itself
+python dev/bench/plain_mnist.py                      # batches are slices, to time the steps
+python dev/bench/plain_mnist.py --only-load          # the loader by itself, image by image
 python dev/bench/plain_mnist.py --only-load --ours   # the loader of train_ddp.py
 """
 
@@ -25,7 +24,6 @@ import mnist
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("--data-dir", default="data/mnist")
-parser.add_argument("--loader", choices=["images", "tensors"], default="images")
 parser.add_argument("--only-load", action="store_true")
 parser.add_argument("--ours", action="store_true")
 parser.add_argument("--steps", type=int, default=300)
@@ -46,19 +44,18 @@ if args.ours:
 
 
 def batches():
-    if args.loader == "tensors":
-        images, labels = mnist.load(args.data_dir)[0].tensors
-        while True:
-            yield from zip(images.split(64), labels.split(64), strict=True)
+    found = loader
+    if not args.only_load:
+        tensors = mnist.load(args.data_dir)[0].tensors
+        found = list(zip(*(tensor.split(64) for tensor in tensors), strict=True))
     while True:
-        yield from loader
+        yield from found
 
 
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 torch.manual_seed(0)
 layers = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)]
 layers += [nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10), nn.LogSoftmax(1)]
-model = nn.Sequential(*layers).to(device)
+model = nn.Sequential(*layers)
 optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
 
 start, images_seen, loss = time.perf_counter(), 0, torch.zeros(())
@@ -66,7 +63,7 @@ for step, (images, labels) in enumerate(batches(), start=1):
     images_seen += len(images)
     if not args.only_load:
         optimizer.zero_grad()
-        loss = F.nll_loss(model(images.to(device)), labels.to(device))
+        loss = F.nll_loss(model(images), labels)
         loss.backward()
         optimizer.step()
         if step % 10 == 0:

@@ -3,7 +3,8 @@ its loaders give.
 
 The variable SLOW says how many seconds later each comes; a requeued job is as fast as it can.
 RAISE says in which step of an epoch an exception comes instead, on rank 1. TERM_AT says in which
-step rank 1, and no other, gets SIGTERM. With KILL=1 an evaluation kills its process.
+step rank 1, and no other, gets SIGTERM. With KILL=1 an evaluation kills its process. Into the
+folder READS each rank writes a line for each batch: the numbers of its images.
 """
 
 import os
@@ -21,6 +22,8 @@ if "preemptible" in sys.argv[1]:
     preemption.listen()  # as the script itself does, before torch
 
 from torch.utils.data import DataLoader
+
+import mnist
 
 env = os.environ
 seconds = float(env.get("SLOW", 0)) if env.get("SLURM_RESTART_COUNT", "0") == "0" else 0
@@ -40,7 +43,15 @@ def hooked(self):
         yield batch
 
 
+def recorded(self, numbers):
+    with open(f"{env['READS']}/{env['RANK']}", "a") as file:
+        print(numbers, file=file)
+    return self[numbers]
+
+
 DataLoader.__iter__ = hooked
+if "READS" in env:
+    mnist.BatchDataset.__getitems__ = recorded
 del sys.argv[0]
 sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
 runpy.run_path(sys.argv[0], run_name="__main__")
