@@ -99,7 +99,7 @@ lint: .venv/tests  ## ruff and shellcheck
 	shellcheck --external-sources $$(git ls-files '*.sh' tests/stand-ins ':!tests/stand-ins/torchrun') .ci/run
 
 docs: .venv-docs/ready  ## README and docs/ as a site to read offline: open site/index.html
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --site-dir $(abspath $(SITE))
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --site-dir $(abspath $(SITE))
 	@echo 'Open $(SITE)/index.html'
 
 # MNIST, or synthetic digits if it cannot be downloaded; the log of every run says which.

@@ -302,8 +302,9 @@ def first_images(full: Path, folder: Path, train: int, test: int) -> Path:
 
 @pytest.fixture(scope="session")
 def mnist(mnist_full, tmp_path_factory) -> Path:
-    """1,003 training and 501 test images: neither divides by the ranks, nor by the batch size."""
-    return first_images(mnist_full, tmp_path_factory.mktemp("mnist"), 1003, 501)
+    """1,003 training images, which divide neither by the ranks nor by the batch size, and five test
+    images: on two or four ranks the mean of the ranks' means is another than that of all."""
+    return first_images(mnist_full, tmp_path_factory.mktemp("mnist"), 1003, 5)
 
 
 @pytest.fixture(scope="session")

@@ -128,9 +128,11 @@ def test_tensor_parallel_by_hand(ranks):
 
 @pytest.mark.parametrize("split", ["fsdp 2, bf16", "tp 2, bf16", "tp 2 x data 2, bf16"])
 def test_bfloat16_is_near(splits, split):
-    """Autocast and FSDP's policy round other things; between the blocks all have bfloat16."""
+    """Autocast and FSDP's policy round other things; between the blocks all have bfloat16, and
+    FSDP sums gradients in float32."""
     assert splits[split]["losses"] == pytest.approx(splits["dense"]["losses"], abs=0.01)
     assert splits[split]["types"] == ["torch.bfloat16"]
+    assert splits[split]["reduced"] == ([] if split == "tp 2, bf16" else ["torch.float32"])
     assert splits["fsdp 2"]["types"] == ["torch.float32"]
 
 
@@ -149,6 +151,8 @@ def test_a_group_drops_different_heads_and_otherwise_alike(splits):
         assert different(found["heads"]) == layers * heads * len(groups), split
         assert different(found["modules"]) == (1 + 2 * layers) * len(groups), split
         assert all(found["modules"][i] == found["modules"][j] for i, j in groups), split
+    found = splits["fsdp 2, dropped"]
+    assert different(found["heads"]) == layers * heads * 2, "each rank has its own batch"
     found = splits["tp 2, sequence, dropped"]
     assert different(found["heads"] + found["modules"]) == layers * heads + 2 * (1 + 2 * layers)
 

@@ -159,17 +159,22 @@ def test_default_script_is_train_ddp(cluster, tmp_path):
 # --- env.sh ---
 
 
-SCONTROL = """#!/bin/bash
-if [[ $1 == show && $2 == job ]]; then printf 'JobId=%s\\n   %s\\n' "$3" "$RECORD"; exit; fi
+SCONTROL = """if [[ $1 == show && $2 == job ]]; then
+    printf 'JobId=%s\\n   %s\\n' "$3" "$RECORD"
+    exit
+fi
 exec {real} "$@"
 """
 
 
+def stand_in(folder: Path, name: str, does: str):
+    (folder / name).write_text(f"#!/bin/bash\n{does}\n")
+    (folder / name).chmod(0o755)
+
+
 def source_env(cluster, folder: Path, record: str = "", cwd: Path = REPOSITORY, **variables) -> str:
     """What env.sh makes of Slurm's variables, on a node, and of its record of the job."""
-    scontrol = folder / "scontrol"
-    scontrol.write_text(SCONTROL.format(real=shutil.which("scontrol")))
-    scontrol.chmod(0o755)
+    stand_in(folder, "scontrol", SCONTROL.format(real=shutil.which("scontrol")))
     slurm = {
         "PATH": f"{folder}:{environment()['PATH']}",
         "RECORD": record,
@@ -247,39 +252,38 @@ def test_rank_under_srun_is_by_node():
 
 
 ALWAYS = "--overlap --kill-on-bad-exit=1"
+A_NODE = f"--ntasks=2 --ntasks-per-node=1 --cpus-per-task=48 {ALWAYS}"
 STARTS = {
-    "srun": "--ntasks=8 --ntasks-per-node=4 --cpus-per-task=12 --distribution=block:block "
-    f"{ALWAYS} ./aux/slurm_rank.sh python",
-    "torchrun": f"--ntasks=2 --ntasks-per-node=1 --cpus-per-task=48 {ALWAYS} ./torchrun.sh",
-    "spawn": f"--ntasks=2 --ntasks-per-node=1 --cpus-per-task=48 {ALWAYS} "
-    "python distributed/spawn_ranks.py",
+    LAUNCHERS["srun"]: "--ntasks=8 --ntasks-per-node=4 --cpus-per-task=12 "
+    f"--distribution=block:block {ALWAYS} ./aux/slurm_rank.sh python",
+    LAUNCHERS["torchrun"]: f"{A_NODE} ./torchrun.sh",
+    LAUNCHERS["spawn"]: f"{A_NODE} python distributed/spawn_ranks.py",
+    "run_script.sh": f"{A_NODE} ./aux/enroot.sh ./torchrun.sh",
 }
 
 
-@pytest.mark.parametrize("way", LAUNCHERS)
-def test_what_srun_is_asked_for(way, tmp_path):
-    """On two nodes of four GPUs and 48 CPUs, which no machine of the tests has."""
-    for name, does in (
-        ("scontrol", "if [[ $2 == hostnames ]]; then printf 'n1\\nn2\\n'; fi"),
-        ("getent", "true"),
-        ("srun", 'printf "%s\\n" "$*"'),
-    ):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
-        (tmp_path / name).chmod(0o755)
+@pytest.mark.parametrize("launcher", STARTS)
+def test_what_srun_is_asked_for(launcher, tmp_path):
+    """On two nodes of four GPUs and 48 CPUs, which no machine of the tests has. The launcher
+    outlives a SIGTERM, as Slurm sends it, and without arguments it trains with train_ddp.py."""
+    stand_in(tmp_path, "scontrol", "if [[ $2 == hostnames ]]; then printf 'n1\\nn2\\n'; fi")
+    stand_in(tmp_path, "getent", "true")
+    stand_in(tmp_path, "srun", 'kill -TERM "$PPID"; printf "%s\\n" "$*"')
     slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "n", "SLURM_JOB_NUM_NODES": 2}
     slurm |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_CPUS_PER_NODE": "48(x2)"}
     slurm |= {"SLURM_GPUS_ON_NODE": 4, "PATH": f"{tmp_path}:{environment()['PATH']}"}
-    if way == "srun":
+    if launcher == LAUNCHERS["srun"]:
         slurm |= {"SLURM_NTASKS_PER_NODE": 4, "SLURM_NTASKS": 8}
-    done = run(f"./{LAUNCHERS[way]}", "train.py", "--epochs", 3, env=environment(**slurm))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"{STARTS[way]} train.py --epochs 3"
+    for script in (["train.py", "--epochs", "3"], []):
+        done = run(f"./{launcher}", *script, env=environment(**slurm))
+        assert done.returncode == 0, done.stderr
+        command = " ".join(script) or "distributed/train_ddp.py"
+        assert done.stdout.splitlines()[-1] == f"{STARTS[launcher]} {command}"
 
 
 def test_what_torchrun_is_asked_for(tmp_path):
     """The rendezvous of a requeued job has another id than that of its first start."""
-    (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\n" "$*" "$$"\n')
-    (tmp_path / "torchrun").chmod(0o755)
+    stand_in(tmp_path, "torchrun", 'printf "%s\\n" "$*" "$$"')
     given = {"NNODES": 2, "NPROC_PER_NODE": 4, "MASTER_ADDR": "n1", "MASTER_PORT": 61007}
     given |= {"SLURM_NODEID": 1, "SLURM_JOB_ID": 7, "SLURM_RESTART_COUNT": 2}
     path = f"{tmp_path}:{environment()['PATH']}"

@@ -32,9 +32,15 @@ def test_compiled_where_it_pays(monkeypatch):
     assert not recipe.can_compile(torch.device("cuda:0"))
 
 
-def test_sizes_are_compared_where_checksums_are_not(text, tiny, tmp_path):
-    """Local rank 0 of a node reads every file whole; the others look at the lengths."""
+def test_damaged_data_are_refused(text, tiny, tmp_path):
+    """Local rank 0 of a node compares every file with its checksum; the others look at the
+    lengths."""
     folder = Path(shutil.copytree(text, tmp_path / "text"))
+    assert token_files.missing_data(folder, 16, local_rank=0) is None
+    content = (folder / "train.bin").read_bytes()
+    (folder / "train.bin").write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    fault = token_files.missing_data(folder, 16, local_rank=0)
+    assert fault.startswith(f"{folder}/train.bin is damaged: it is not the file that"), fault
     assert token_files.missing_data(folder, 16, local_rank=1) is None
     os.truncate(folder / "train.bin", 100)
     fault = token_files.missing_data(folder, 16, local_rank=1)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import preemption
 from conftest import REPOSITORY, cells, environment, free_port, read_metrics, run
 from heartbeat import read_beats
-from resilience import torch_private
+from resilience import checkpoint_files, torch_private
 from resilience.checkpoint_files import find_checkpoints, measure_files
 from resilience.checkpoints import Checkpoints
 from resilience.group import Group, faults_of
@@ -248,31 +248,35 @@ def test_a_slow_save_lives_and_a_stuck_rank_does_not(command, tmp_path):
 # --- stopped ---
 
 
-ASKED_AT_2 = """
-import runpy, sys; sys.path.insert(0, 'distributed')
+RANK_1_IS_ASKED = """
+import os, runpy, sys; sys.path.insert(0, 'distributed')
 import preemption
 from resilience.checkpoints import Checkpoints
 due = Checkpoints.due
-def asked_at_2(self, step):
+def asked_in_step_2(self, step):
     if step == 2:
-        preemption.received, self.agree_next = True, step
+        preemption.received, self.agree_next = os.environ['RANK'] == '1', 3
     return due(self, step)
-Checkpoints.due = asked_at_2
+Checkpoints.due = asked_in_step_2
 sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name='__main__')
 """
 
 
-def test_asked_to_stop_a_run_saves_and_evaluates_when_it_resumes(command, tmp_path):
-    """Slurm may not leave time for both. The losses are those of an uninterrupted run."""
-    command += ["--steps", 4, "--eval-every", 2, "--dropout", 0.2]
-    stopped = run(sys.executable, "-c", ASKED_AT_2, *command)
+def test_one_rank_is_asked_to_stop(command, tmp_path):
+    """Both save when they next agree, and evaluate when they resume, for which Slurm may not leave
+    time before. The losses are those of an uninterrupted run."""
+    hooked = tmp_path / "hooked.py"
+    hooked.write_text(RANK_1_IS_ASKED)
+    command += ["--steps", 6, "--eval-every", 3, "--dropout", 0.2]
+    stopped = run("./torchrun.sh", hooked, *command)
     assert stopped.returncode == 0, stopped.stderr
-    assert stopped.stdout.endswith("\nStopped after step 2, saved\n")
+    assert stopped.stdout.endswith("\nStopped after step 3, saved\n")
     assert "val_loss" not in stopped.stdout
-    resumed = run(sys.executable, *command, "--resume")
-    assert "\nResumed after step 2\n" in resumed.stdout, resumed.stderr
-    whole = run(sys.executable, *command, "--checkpoint-dir", tmp_path / "whole")
+    assert [path.name for path in find_checkpoints(tmp_path / "out")] == ["checkpoint_step_3"]
+    resumed = run("./torchrun.sh", *command, "--resume")
+    assert "\nResumed after step 3\n" in resumed.stdout, resumed.stderr
+    whole = run("./torchrun.sh", *command, "--checkpoint-dir", tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
     found, expected = (
         [
@@ -281,7 +285,18 @@ def test_asked_to_stop_a_run_saves_and_evaluates_when_it_resumes(command, tmp_pa
         ]
         for folder in (tmp_path / "out", tmp_path / "whole")
     )
-    assert found == expected and len(found) == 6
+    assert found == expected and len(found) == 8
+
+
+def test_a_superseded_start_publishes_nothing(tmp_path, monkeypatch):
+    """A later start of the job may claim the folder while this one writes."""
+    written = tmp_path / "written"
+    written.mkdir()
+    (tmp_path / "owner").write_text("job 7, start 2, node-3:4711")
+    monkeypatch.setattr(checkpoint_files, "end", sys.exit)
+    with pytest.raises(SystemExit):
+        checkpoint_files.publish(written, tmp_path / "checkpoint_step_5")
+    assert find_checkpoints(tmp_path) == []
 
 
 # Steps that are done of 4, the launcher, whether a signal came and Slurm can requeue: the status,

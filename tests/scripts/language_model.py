@@ -5,7 +5,7 @@ that these ranks allow, one after another in one process group.
 
 Rank 0 writes OUT_DIR/results_RANKS.json: for each split the losses and gradient norms, the largest
 difference between the final weights and OUT_DIR/dense.pt, the bytes that each rank holds, the
-collectives of a step, and the types between blocks.
+collectives of a step, the types of what they reduce, and the types between blocks.
 """
 
 import json
@@ -39,7 +39,7 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.counts = Counter()
+        self.counts, self.reduced = Counter(), set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
@@ -48,6 +48,8 @@ class Collectives(TorchDispatchMode):
         namespace, name = function._schema.name.split("::")
         if "c10d" in namespace and not name.startswith(("wait", "_wrap")):
             self.counts[name] += 1
+            if "reduce_scatter" in name:
+                self.reduced.add(str(args[0].dtype))
         return result
 
 
@@ -114,6 +116,7 @@ def train(command: str, data_dir: str, folder: Path, dense: dict) -> dict:
         "types": sorted(types),
         "held": gathered(held),
         "collectives": collectives.counts,
+        "reduced": sorted(collectives.reduced),
     }
 
 
@@ -189,6 +192,7 @@ SPLITS = {
 }
 DROPPED = {
     2: {
+        "fsdp 2, dropped": "train_fsdp.py",
         "tp 2, dropped": "train_tp.py",
         "tp 2, recomputed, dropped": "train_tp.py --activation-checkpointing",
         "tp 2, sequence, dropped": "train_tp.py --sequence-parallel",
