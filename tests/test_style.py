@@ -117,3 +117,13 @@ def test_make_help_lists_every_target():
     shown = run("make", "help").stdout
     assert {"train", "test", "cluster", "help"} <= set(targets)
     assert all(f"make {target} " in shown for target in targets)
+
+
+def test_the_tests_that_tested_md_lists():
+    """For each mistake, tests that exist."""
+    page = (REPOSITORY / "docs/tested.md").read_text()
+    rows = re.findall(r"^\| [LTRFA]\d\d \| .* \| (.*) \|$", page, re.M)
+    for row in rows:
+        for file, name in re.findall(r"(\w+), (\w+)", row):
+            assert f"def test_{name}(" in (REPOSITORY / f"tests/test_{file}.py").read_text(), name
+    assert len(rows) > 40
