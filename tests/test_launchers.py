@@ -16,7 +16,6 @@ from conftest import (
     Job,
     cells,
     environment,
-    one_rank_a_node,
     run,
     wait_for,
 )
