@@ -25,7 +25,7 @@ from conftest import (
     run,
     wait_for,
 )
-from test_launchers import NASTY
+from test_launchers import NASTY, copy_file, stand_in
 from test_readme import CHAPTERS, steps, try_block
 
 STAND_INS = REPOSITORY / "tests/stand-ins"
@@ -357,96 +357,38 @@ def test_what_is_mounted(cluster, site):
 STEP = r"^epoch=(\d) step=(\d+)/15 loss="
 
 
-class Training:
-    """train_preemptible.py in containers on two nodes, slowly: 30 steps, a line in the log for
-    each."""
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        site: Site,
-        tiny: Path,
-        name: str,
-        *options: object,
-        nodes: str,
-        **env: object,
-    ):
-        mounts = f"{site.torch},{tiny}:/tiny"
-        self.cluster, self.clone = cluster, site.clone(name, mounts=mounts, env=",".join(env))
-        command = ["tests/scripts/slowly.py", 0.3, "distributed/train_preemptible.py"]
-        command += ["--data-dir", "/tiny", "--epochs", 2, "--batch-size", 20, "--log-every", 1]
-        size = [f"--nodelist={nodes}", "--nodes=2", "--gpus-per-node=1", *options]
-        launch = [*size, "run_script.sh", *command]
-        self.job = cluster.submit(*launch, cwd=self.clone, env=site.environment | env)
-
-    @property
-    def log(self) -> str:
-        return (self.clone / f"run_script.sh_{self.job}.out").read_text()
-
-    def wait_for_steps(self, steps: int, jobs: int = 1):
-        """As many jobs: the tasks of an array have a log each."""
-
-        def have_taken_them() -> int:
-            logs = [path.read_text() for path in self.clone.glob("run_script.sh_*.out")]
-            return sum(len(re.findall(STEP, log, re.M)) >= steps for log in logs)
-
-        wait_for(lambda: have_taken_them() == jobs)
-
-    def signal(self, *options: str, job: object = None):
-        assert self.cluster.exec("scancel", *options, job or self.job).returncode == 0
-
-
-def test_stopped_requeued_and_cancelled(cluster, site, tiny):
-    """SIGTERM reaches torchrun and the ranks in their containers. A cancelled job saves, and
-    stays cancelled."""
-    training = Training(cluster, site, tiny, "requeued", nodes="node-[1-2]", ALWAYS=1)
-    training.wait_for_steps(7)
-    training.signal("--signal=TERM")
-    wait_for(lambda: "\nResumed after step" in training.log)
-    assert "\nRequeued: it resumes by itself\n" in training.log
-    training.wait_for_steps(len(re.findall(STEP, training.log, re.M)) + 3)
-    training.signal()
-    job = cluster.wait(training.job)
-    assert job.state == "CANCELLED" and cluster.show(job.id)["Restarts"] == "1", job.log
-    stopped = re.findall(r"^Stopped after step (\d+), saved$", job.log, re.M)
-    assert len(stopped) == 2 and job.log.count("\nRequeued") == 1, job.log
+def test_stopped_and_requeued(cluster, site, tiny):
+    """SIGTERM reaches the ranks in their containers, and the shell outside requeues the job, which
+    takes each of 30 steps once."""
+    clone = site.clone("requeued", mounts=f"{site.torch},{tiny}:/tiny")
+    train = ["distributed/train_preemptible.py", "--data-dir", "/tiny", "--epochs", 2]
+    train += ["--batch-size", 20, "--log-every", 1]
+    number = submit(cluster, site, clone, "tests/scripts/slowly.py", 0.3, *train)
+    log = clone / f"run_script.sh_{number}.out"
+    wait_for(lambda: log.exists() and "\nepoch=1 step=7/" in log.read_text())
+    assert cluster.exec("scancel", "--signal=TERM", number).returncode == 0
+    job = cluster.wait(number, 180)
+    assert job.state == "COMPLETED" and cluster.show(number)["Restarts"] == "1", job.log
+    assert "\nRequeued: it resumes by itself\n" in job.log and "\nResumed after step" in job.log
     steps = [15 * int(epoch) - 15 + int(step) for epoch, step in re.findall(STEP, job.log, re.M)]
-    assert steps == list(range(1, int(stopped[1]) + 1))
-    assert cluster.left_over(job.id) == []
+    assert steps == list(range(1, 31))
 
 
-@pytest.mark.matrix
-def test_not_requeued(cluster, site, tiny):
-    """With --no-requeue the log has the command that resumes the run."""
-    training = Training(cluster, site, tiny, "no-requeue", "--no-requeue", nodes="node-[1-2]")
-    training.wait_for_steps(7)
-    training.signal("--signal=TERM")
-    job = cluster.wait(training.job)
-    assert job.state == "FAILED" and job.exit_code == 1 and "\nRequeued" not in job.log, job.log
-    said = r"^Not requeued: Requested operation is presently disabled.* type this with .*:\n"
-    said += r"    sbatch \S+/run_script.sh .* --resume .*$"
-    assert re.search(said, job.log, re.M), job.log
-
-
-@pytest.mark.matrix
-def test_requeued_task_of_an_array(cluster, site, tiny):
-    """That task alone."""
-    training = Training(cluster, site, tiny, "array", "--array=0-1", nodes="node-[1-2]")
-    training.wait_for_steps(7, jobs=2)
-    training.signal("--signal=TERM", job=f"{training.job}_1")
-    left, stopped = (cluster.wait(f"{training.job}_{task}") for task in (0, 1))
-    assert left.state == stopped.state == "COMPLETED", left.log + stopped.log
-    assert [cluster.show(job.id)["Restarts"] for job in (left, stopped)] == ["0", "1"], stopped.log
-    assert "\nRequeued" not in left.log and "\nResumed after step" in stopped.log
-
-
-def test_a_failing_script_fails_the_job(cluster, site):
-    clone = site.clone("failing", mounts=site.torch)
-    job = sbatch(cluster, site, clone, "tests/scripts/variables.py", "fail")
-    assert job.state == "FAILED" and job.seconds < 60, job.log
-    assert "exitcode  : 3 " in job.log, job.log
-    assert "srun: error: node-2: task 1: Exited with exit code 1" in job.log, job.log
-    assert cluster.left_over(job.id) == []
+def test_not_requeued(tmp_path):
+    """The shell outside the container says what to type, and fails. It needs no cluster."""
+    for name in ("run_script.sh", "env.sh", "distributed/preemption.py"):
+        copy_file(name, tmp_path)
+    stand_in(tmp_path, "getent", "true")
+    stand_in(tmp_path, "srun", "mkdir --parents log/7 && echo train.py --resume >log/7/requeue")
+    refuses = "if [[ $1 == requeue ]]; then echo no requeue is allowed >&2; exit 1; fi; "
+    stand_in(tmp_path, "scontrol", f"{refuses} echo JobState=RUNNING Restarts=0 Command=/run.sh")
+    slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "n", "SLURM_JOB_NUM_NODES": 1}
+    slurm |= {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_CPUS_PER_NODE": "2"}
+    env = environment(PATH=f"{tmp_path}:{environment()['PATH']}", **slurm)
+    done = run("./run_script.sh", "train.py", cwd=tmp_path, env=env)
+    *_, said, typed = done.stdout.splitlines()
+    assert said.startswith("Not requeued: no requeue is allowed. To resume it"), done.stderr
+    assert typed == "    sbatch /run.sh train.py --resume" and done.returncode == 1
 
 
 def test_what_goes_wrong(cluster, site):

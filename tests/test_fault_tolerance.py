@@ -298,6 +298,7 @@ def test_stopped_requeued_and_cancelled(cluster, data, uninterrupted, tmp_path):
         job = trial.ends(40)
         assert job.state == "CANCELLED" and trial.restarts == 1, job.log
         assert job.log.count("Requeued") == 1, job.log
+        assert len(trial.stopped()) == 2, job.log
         last = trial.stopped()[1]
         assert last > first
         trial.is_equal(uninterrupted(script), last)
@@ -421,6 +422,8 @@ def test_term_in_the_last_step(cluster, data, tmp_path):
         job = trial.ends()
         assert job.state == "COMPLETED" and trial.restarts == restarts, job.log
         assert not tracebacks(job.log), job.log
+        taken = rf"^(?:epoch=1 )?step={last}/{last} .*\bloss="
+        assert len(re.findall(taken, job.log, re.M)) == 1, "the next start takes no step"
         # A start that resumes after an evaluated step evaluates it again.
         evaluated = r"^(?:step=8/8|epoch=1) .*(?:test|val)_loss="
         again = restarts if script != PREEMPTIBLE else 0
@@ -447,18 +450,7 @@ def test_job_that_may_not_be_requeued_says_what_to_type(cluster, data, uninterru
     assert_same_losses(job.log + resumed.log, uninterrupted(PREEMPTIBLE))
 
 
-@pytest.mark.matrix
-def test_finished_job_that_is_requeued(cluster, data, tmp_path):
-    """It takes no step."""
-    trial = Trial(cluster, *SRUN, data, tmp_path, "--epochs", 1)
-    assert trial.ends().state == "COMPLETED"
-    assert cluster.exec("scontrol", "requeue", trial.job).returncode == 0
-    trial.wait_for("^Resumed after step 15$")
-    job = trial.ends()
-    assert job.state == "COMPLETED" and job.log.count("\nepoch=1 step=1/") == 1, job.log
-
-
-# --- dead and stuck: a killed rank as such is in test_launchers.py ---
+# --- dead and stuck ---
 
 
 @pytest.mark.matrix
@@ -609,8 +601,15 @@ def zeroed(content: bytes) -> bytes:
     return content[:middle] + bytes(4096) + content[middle + 4096 :]
 
 
-def a_web_page(content: bytes) -> bytes:
-    return b"<!DOCTYPE html><html><body>502 Bad Gateway</body></html>"
+def give_the_newest_another_step(out: Path):
+    """Its weights would get a wrong place in the data."""
+    newest, before = find_checkpoints(out)[:2]
+    shutil.rmtree(newest)
+    shutil.copytree(before, newest)
+    manifest = newest / "manifest.json"
+    old, new = (f'"step": {step_of(path)}' for path in (before, newest))
+    assert old in manifest.read_text()
+    manifest.write_text(manifest.read_text().replace(old, new))
 
 
 def damage_newest(out: Path, *damages) -> list[str]:
@@ -628,7 +627,9 @@ def test_a_folder_with_damage_resumes(text, one_rank, tmp_path):
     end is the same."""
     out = tmp_path / "out"
     shutil.copytree(one_rank, out)
-    names = damage_newest(out, truncated, flipped, zeroed, a_web_page)
+    give_the_newest_another_step(out)
+    names = damage_newest(out, bytes, truncated, flipped, zeroed)  # bytes leaves the newest's files
+    (out / ".checkpoint_step_50.tmp").mkdir()  # of a start that was killed while it wrote
     with (out / "metrics.jsonl").open("ab") as file:
         file.write(b'\0\0\0"loss": 1.2}\n\xff\n[]\n{"st')
     done = alone(text, out, "--checkpoint-every", 5, "--resume")
@@ -636,6 +637,8 @@ def test_a_folder_with_damage_resumes(text, one_rank, tmp_path):
     assert [step_of(path) for path in find_checkpoints(out)] == [45, 40]
     assert {path.name for path in out.glob("damaged_*")} == {f"damaged_{name}" for name in names}
     assert done.stderr.count(" is damaged and skipped") == 4, done.stderr
+    assert "_45 is damaged and skipped: its manifest.json" in done.stderr, done.stderr
+    assert not list(out.glob(".*.tmp"))
     assert_same_run(out, one_rank)
 
 

@@ -1,10 +1,7 @@
 """heartbeat.py and watch_job.py: the rank that hangs is named, whoever wrote the script."""
 
-import contextlib
 import json
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -14,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import heartbeat
 import watch_job
 from conftest import LAUNCHERS, REPOSITORY, cells, environment, run, wait_for
-from test_preemption import copies, submit
+from test_preemption import submit
 
 WATCH = REPOSITORY / "aux/watch_job.py"
 
@@ -43,46 +41,24 @@ def test_a_rank_that_hangs_is_named(cluster, tmp_path):
     assert job.log.count("(step 7), which is in") == 1, job.log
 
 
-def rank_processes(folder: Path) -> dict[int, int]:
-    """The process of each rank in that working directory. Its loader workers are newer."""
-    found: dict[int, int] = {}
-    for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: -int(path.name)):
-        with contextlib.suppress(OSError):
-            variables = (process / "environ").read_text().split("\0")
-            if Path(os.readlink(process / "cwd")) == folder:
-                for variable in variables:
-                    if variable.startswith("RANK="):
-                        found[int(variable.removeprefix("RANK="))] = int(process.name)
-    return found
-
-
-def test_by_hand(tmp_path):
-    """Without Slurm. A rank that is stopped sends no heartbeat; of rank 0, rank 1 says it."""
-    copies(tmp_path, "torchrun")
-    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, AFTER=6, SLOW=0.2)
-    options = {"cwd": tmp_path, "env": env, "text": True, "start_new_session": True}
-    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    shown, ranks, line = "", {}, ""
-    with subprocess.Popen(["./torchrun.sh", "train.py"], **options) as process:
-        timer = threading.Timer(120, os.killpg, (process.pid, signal.SIGKILL))
-        timer.start()
-        try:
-            for line in process.stdout:
-                shown += line
-                if line.startswith("step 5: "):
-                    ranks = rank_processes(tmp_path)
-                    os.kill(ranks[0], signal.SIGSTOP)
-                if "First to look at" in line:
-                    break
-            watched = run(sys.executable, WATCH, "local", "--after", 4, cwd=tmp_path)
-        finally:
-            timer.cancel()
-            for victim in (process.pid, *ranks.values()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(victim, signal.SIGKILL)
-    said = r"\[Rank 1 on \S+\] no step for \d+ s\. First to look at: rank 0 on \S+ \(step \d\), "
-    assert re.match(said + "which sends no heartbeat, last seen in$", line), shown
-    assert watched.returncode == 1 and ": rank 0 is silent\n" in watched.stdout, watched
+def test_rank_1_speaks_of_a_silent_rank_0(monkeypatch, tmp_path, capsys):
+    """By hand, and on a node of its own. Otherwise rank 0 speaks."""
+    place = {"RANK": 1, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": 61000}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "log/local/ranks-61000"
+    folder.mkdir(parents=True)
+    beat = {"host": "n0", "step": 5, "waits": True, "frame": "f", "stack": ["f"]}
+    said = []
+    for seconds in (65, 20):
+        for rank in (0, 1):
+            its = {"rank": rank, "seconds_in_step": seconds if rank == 0 else 65}
+            (folder / str(rank)).write_text(json.dumps(beat | its))
+        heartbeat.Heart(after=60).report(65)
+        said.append(capsys.readouterr().err)
+    sentence = r"\[Rank 1 on \S+\] no step for 65 s. First to look at: rank 0 on n0 \(step 5\), "
+    assert said[0] == "" and re.match(sentence + "which sends no heartbeat", said[1]), said
 
 
 STUCK = [

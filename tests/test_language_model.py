@@ -268,30 +268,6 @@ def test_resume_under_another_split(trained, text, tmp_path, saved, command, ran
         assert read_metrics(tmp_path, name) == pytest.approx(rest, abs=3e-6)
 
 
-def test_damaged_checkpoint_is_passed_over(trained, text, tmp_path):
-    """A flipped bit; and a manifest.json that would give the right weights a wrong place in the
-    data."""
-    folders = {step: tmp_path / f"checkpoint_step_{step}" for step in (10, 20, 30)}
-    for step, folder in folders.items():
-        shutil.copytree(trained["fsdp 4"] / f"checkpoint_step_{min(step, 20)}", folder)
-    (tmp_path / ".checkpoint_step_40.tmp").mkdir()  # of an attempt that was killed while it wrote
-    damaged = folders[20] / "__2_0.distcp"
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 1
-    damaged.write_bytes(content)
-    manifest = folders[30] / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"step": 20', '"step": 30'))
-    done = train("train_fsdp.py", 1, text, tmp_path, "--resume")
-    assert done.returncode == 0 and "Resumed after step 10" in done.stdout, done.stderr
-    assert "_20 is damaged and skipped: __2_0.distcp in it" in done.stderr
-    assert "_30 is damaged and skipped: its manifest.json" in done.stderr
-
-    (folders[20] / "manifest.json").write_text("{")
-    (folders[10] / "__0_0.distcp").unlink()
-    done = sample(tmp_path, 5)
-    assert done.returncode == 1 and "damaged checkpoints and no whole one" in done.stderr
-
-
 def sample(folder: Path, length: int, *flags: object):
     command = ["distributed/sample.py", folder, "--length", length, "--device", "cpu", *flags]
     return run(sys.executable, *command)
@@ -306,6 +282,8 @@ def test_sample_in_one_process(trained):
 
 
 BAD = [
+    # By argparse, and from one of the two.
+    ("train_fsdp.py --steps 0", 2, "--steps: '0' is not a whole number of at least 1"),
     ("train_fsdp.py --heads 5", 1, "--width 32: 1, 2, 4, 8, 16 or 32 would do"),
     ("train_fsdp.py --accumulation 3", 1, "1 ranks x --accumulation 3: 6 or 9 would do"),
     ("train_fsdp.py --batch-size 7", 2, "2 ranks x --accumulation 1: 6 or 8 would do"),
@@ -333,9 +311,6 @@ def test_other_run_is_not_overwritten(trained, text):
     done = train("train_tp.py", 1, text, trained["fsdp 4"])
     assert done.returncode == 1
     assert "is from an earlier run: continue that one with --resume" in done.stderr
-    done = train("train_tp.py", 1, text, trained["fsdp 4"], "--resume", "--layers", 3)
-    assert done.returncode == 1
-    assert "layers was 2, not 3" in done.stderr
 
 
 @pytest.mark.parametrize("data_ranks", [1, 2, 4])
@@ -438,14 +413,14 @@ def alone(text, tmp_path_factory) -> dict[int, float]:
     return read_metrics(folder / "out")
 
 
-NINE = [
-    (way, script)
-    for way in LAUNCHERS
-    for script in ("train_fsdp.py", "train_fsdp.py --hybrid", "train_tp.py")
+THREE = [
+    ("srun", "train_fsdp.py"),
+    ("torchrun", "train_fsdp.py --hybrid"),
+    ("spawn", "train_tp.py"),
 ]
 
 
-@pytest.mark.parametrize(("launcher", "script"), cells(NINE, NINE[4]))
+@pytest.mark.parametrize(("launcher", "script"), cells(THREE, THREE[1]))
 def test_launchers_give_the_same_losses(script, launcher, cluster, alone, text, tmp_path):
     """Two nodes with two ranks each; --hybrid shards inside a node, and so do the tensor-
     parallel groups."""

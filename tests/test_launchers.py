@@ -3,21 +3,18 @@ every way to fail."""
 
 import re
 import shutil
-import subprocess
-import sys
+import socket
 from pathlib import Path
 
 import pytest
 
 from conftest import (
     LAUNCHERS,
-    NAMESPACES,
     REPOSITORY,
     Job,
     cells,
     environment,
     run,
-    wait_for,
 )
 
 VARIABLES, STRANGER = "tests/scripts/variables.py", "tests/scripts/stranger.py"
@@ -129,30 +126,12 @@ def test_many_ranks(way, nodes, ranks, cluster, tmp_path):
     assert_five_variables(job.ranks(), [ranks] * nodes)
 
 
-def test_uneven_allocation(cluster, tmp_path):
-    """11 tasks on 3 nodes, 4(x2),3: one sentence, before any rank."""
-    size = ["--nodes=3", "--ntasks=11", "--ntasks-per-node=4", "--gpus-per-node=4"]
-    job = cluster.sbatch(*size, f"--output={tmp_path}/log", LAUNCHERS["torchrun"], VARIABLES)
-    assert job.state == "FAILED", job.log
-    assert job.log == "env.sh: 11 tasks on 3 nodes: use --ntasks-per-node\n"
-
-
 def test_ranks_on_the_cpu_are_the_tasks(cluster, tmp_path):
     size = ["--nodes=1", "--gpus-per-node=0", "--ntasks-per-node=3", "--cpus-per-task=2"]
     for job in in_all_ways(cluster, tmp_path, VARIABLES, size=size).values():
         assert job.state == "COMPLETED", job.log
         assert_five_variables(job.ranks(), [3])
         assert {(rank["threads"], rank["cuda"]) for rank in job.ranks()} == {("2", None)}
-
-
-def test_default_script_is_train_ddp(cluster, tmp_path):
-    """Without arguments a launcher runs train_ddp.py, which says that there are no data."""
-    for name in (*THREE_FILES["srun"], "distributed/train_ddp.py", "distributed/mnist.py"):
-        copy_file(name, tmp_path)
-    job = cluster.sbatch("--output=log", LAUNCHERS["srun"], cwd=tmp_path)
-    # Long before the 300 seconds of a rank that waits for others.
-    assert job.state == "FAILED" and job.seconds < 120, job.log
-    assert "no MNIST data in data/mnist: prepare it once" in job.log, job.log
 
 
 # --- env.sh ---
@@ -234,6 +213,12 @@ SIZES = [
         "TresPerJob=gres/gpu:a100:5",
         "status 1: env.sh: --gpus=5 on 2 nodes: use --gpus-per-node",
     ),
+    # Its first part would train alone, and the second idle.
+    (
+        {},
+        "HetJobId=89",
+        "status 1: env.sh: a heterogeneous job (sbatch A : B) has nodes that srun leaves out",
+    ),
 ]
 
 
@@ -303,21 +288,22 @@ echo "status $?"
 """
 
 
-@pytest.mark.parametrize("start", [[], ["salloc", "--nodes=2", "--quiet"]], ids=["login", "salloc"])
-def test_source_env_sh_by_hand(start, cluster):
+@pytest.mark.parametrize("job", [{}, {"SLURM_JOB_ID": 7}], ids=["login", "salloc"])
+def test_source_env_sh_by_hand(job):
     """It is one sentence, and leaves the shell as it was."""
-    bash = ["bash", "--norc", "--noprofile", "-i", "-c", BY_HAND]
-    done = cluster.exec(*start, *bash)
+    done = run("bash", "--norc", "--noprofile", "-i", "-c", BY_HAND, env=environment(**job))
     assert done.stdout == "status 1\nthe shell is as it was\n", done.stdout + done.stderr
     # bash itself complains of a shell without a terminal.
     [ours] = [line for line in done.stderr.splitlines() if not line.startswith("bash: ")]
     assert ours.startswith("env.sh is for the launchers: sbatch launch_")
 
 
-def test_outside_slurm():
-    outside = run("bash", LAUNCHERS["torchrun"])
-    assert outside.returncode == 1 and len(outside.stderr.splitlines()) == 1
-    assert "env.sh is for the launchers: sbatch" in outside.stderr
+@pytest.mark.parametrize("job", [{}, {"SLURM_JOB_ID": 7, "SLURM_PROCID": 1}], ids=["none", "task"])
+def test_a_launcher_that_sbatch_has_not_started(job):
+    """Outside Slurm, or as the second task of a srun."""
+    done = run("bash", LAUNCHERS["torchrun"], env=environment(**job))
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "env.sh is for the launchers: sbatch" in done.stderr
 
 
 def test_name_of_the_fast_network(cluster, tmp_path):
@@ -427,37 +413,6 @@ def test_sbatch_export(cluster, tmp_path):
     assert all(".venv/bin" in rank["path"].split(":")[0] for rank in job.ranks())
 
 
-BOUND = [
-    (
-        ["--ntasks=3", "--gpus-per-node=2"],
-        ["0,1 cuda:0", "0,1 cuda:1", "0,1 cpu local rank 2 has no GPU"],
-    ),
-    (["--ntasks=2", "--gpus-per-node=2", "--gpus-per-task=1"], [r"\d cuda:0", r"\d cuda:0"]),
-]
-
-
-@pytest.mark.parametrize(("size", "tasks"), BOUND, ids=["node", "task"])
-def test_gpu_binding(size, tasks, cluster):
-    """The script's own device function with Slurm's variables and a device count that follows
-    CUDA_VISIBLE_DEVICES."""
-    command = ["srun", "--nodes=1", *size, "--label", "python", "tests/scripts/binding.py"]
-    done = cluster.exec(*command)
-    lines = sorted(done.stdout.splitlines())
-    assert len(lines) == len(tasks), done.stderr
-    for number, (line, expected) in enumerate(zip(lines, tasks, strict=True)):
-        assert re.match(f"{number}: {expected}", line), lines
-
-
-def test_two_ranks_on_one_device_are_named(cluster):
-    """Both ranks of a node see the same single GPU: the comparison in Step 0 stops them before
-    NCCL would hang."""
-    size = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=1"]
-    command = ["srun", *size, "python", "tests/scripts/binding.py", "join"]
-    done = cluster.exec(*command)
-    assert done.returncode != 0
-    assert done.stderr.count("ranks 0 and 1 are on one device, GPU uuid-0") == 1, done.stderr
-
-
 # --- failures ---
 
 # By the one who started the rank.
@@ -465,11 +420,6 @@ SAID = {
     "srun": r"^srun: error: node-\d+: task 1: Exited with exit code {}$",
     "torchrun": r"^  host      : node-\d+\n  rank      : 1 \(local_rank: [01]\)\n  exitcode  : {} ",
     "spawn": r"^spawn_ranks.py: rank 1 on node-\d+: process [01] terminated with exit code {}$",
-}
-KILLED = {
-    "srun": r"^srun: error: node-\d+: task 1: Killed$",
-    "torchrun": r"failed \(exitcode: -9\) local_rank: 1 ",
-    "spawn": r"^spawn_ranks.py: rank 1 on node-\d+: process 1 terminated with signal SIGKILL$",
 }
 
 
@@ -482,61 +432,14 @@ def test_a_failing_rank_ends_the_job(cluster, tmp_path):
         assert cluster.left_over(job.id) == []
 
 
-def test_a_killed_rank_ends_the_job(cluster, tmp_path):
-    """Within seconds; what started the rank says which one it was."""
-    submitted = {}
-    for way, launcher in LAUNCHERS.items():
-        submitted[way] = cluster.submit(f"--output={tmp_path}/{way}", launcher, VARIABLES, "wait")
-    for way, number in submitted.items():
-        log = tmp_path / way
-        wait_for(lambda log=log: log.exists() and log.read_text().count("VARIABLES") == 4)
-        victim = Job(number, "RUNNING", 0, log.read_text(), 0).ranks()[1]
-        killed = cluster.exec("kill", "-KILL", victim["process"], node=victim["host"])
-        assert killed.returncode == 0, killed.stderr
-        job = cluster.wait(number, 30)
-        assert job.state == "FAILED" and job.exit_code != 0, job.log
-        assert re.search(KILLED[way], job.log, re.M), job.log
-        assert cluster.left_over(number) == []
-
-
 @pytest.mark.matrix
-def test_independent_worlds_are_named(cluster, tmp_path):
-    """A torchrun of one node, started on two: N trainings that do not know of each other, told
-    before they begin."""
-    wrong = tmp_path / "wrong.sh"
-    wrong.write_text(
-        "#!/bin/bash\nsource ./env.sh\n"
-        'srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 '
-        'torchrun --nnodes 1 --standalone --nproc-per-node=1 "$@"\n'
-    )
-    for script in ("distributed/train_fsdp.py", "aux/check_ranks.py"):
-        options = ["--nodes=2", "--gpus-per-node=1", f"--output={tmp_path}/log-%j"]
-        job = cluster.sbatch(*options, wrong, script)
-        assert job.state == "FAILED", job.log
-        assert job.log.count("2 independent training runs instead of one") == 1, job.log
-
-
-@pytest.mark.matrix
-def test_occupied_port(cluster, tmp_path):
-    """Another program holds the port on the first node: torch's own sentence, FAILED."""
-    listen = (
-        "import socket, sys, time; s = socket.create_server(('', int(sys.argv[1]))); time.sleep(90)"
-    )
-    options = ["--hold", "--nodes=2", "--nodelist=node-[7-8]", f"--output={tmp_path}/log"]
-    number = cluster.submit(*options, LAUNCHERS["torchrun"], STRANGER)
-    port = 61000 + number % 4536
-    command = [NAMESPACES, "exec", "--node", "node-7", sys.executable, "-c", listen, str(port)]
-    holder = subprocess.Popen(command, env=environment(**cluster.environment))
-    try:
-        held = ["bash", "-c", f": 3<>/dev/tcp/node-7/{port}"]
-        wait_for(lambda: cluster.exec(*held).returncode == 0)
-        cluster.exec("scontrol", "release", number)
-        job = cluster.wait(number)
-    finally:
-        holder.terminate()
-        holder.wait()
-    assert job.state == "FAILED" and job.seconds < 60, job.log
-    assert re.search("EADDRINUSE|[Aa]ddress already in use", job.log), job.log
+def test_occupied_port():
+    """Another program holds the port on the first node: torch's own sentence."""
+    with socket.create_server(("", 0)) as taken:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": taken.getsockname()[1]}
+        place |= {"NNODES": 1, "NPROC_PER_NODE": 1, "SLURM_NODEID": 0, "SLURM_JOB_ID": 7}
+        done = run("./torchrun.sh", STRANGER, env=environment(**place))
+    assert done.returncode != 0 and "EADDRINUSE" in done.stderr, done.stderr
 
 
 # --- check_ranks.py ---

@@ -16,16 +16,24 @@ import torch
 from conftest import LAUNCHERS, REPOSITORY, cells, environment, run, wait_for
 from test_launchers import THREE_FILES, copy_file
 from test_plain_scripts import (
-    BY_HAND,
     PREEMPTIBLE,
+    STEPS,
     assert_same_curve,
     evaluations,
-    local,
     losses,
     one_process,  # noqa: F401
 )
 
-ONE_EPOCH = ["--epochs", "1", "--log-every", "1", "--seed", "7"]  # as test_plain_scripts.STEPS
+BY_HAND = {
+    "none": [sys.executable],
+    "torchrun": ["./torchrun.sh"],
+    "spawn": [sys.executable, "distributed/spawn_ranks.py"],
+}
+
+
+def on_two_ranks(*command: object, **variables: object):
+    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, **variables)
+    return run("./torchrun.sh", *command, env=env)
 
 
 # --- in the middle of an epoch, and at its end ---
@@ -35,15 +43,15 @@ ONE_EPOCH = ["--epochs", "1", "--log-every", "1", "--seed", "7"]  # as test_plai
 def test_one_rank_is_asked(at, stopped, one_process, mnist, tmp_path):  # noqa: F811
     """Both stop after the same step, save and do not evaluate, for which there may be no time. The
     resumed run takes the steps that are left, and has the losses of one that was not stopped."""
-    train = ["--data-dir", mnist, *ONE_EPOCH, "--checkpoint-dir", tmp_path]
+    train = ["--data-dir", mnist, *STEPS, "--checkpoint-dir", tmp_path]
     hooked = ["tests/scripts/batches.py", PREEMPTIBLE, *train]
-    first = local("torchrun", 2, *hooked, TERM_AT=at, KILL=1)
+    first = on_two_ranks(*hooked, TERM_AT=at, KILL=1)
     assert first.returncode == 0, first.stderr
     assert f"\nStopped after step {stopped}, saved\n" in first.stdout
     assert list(losses(first.stdout)) == [(1, step) for step in range(1, stopped + 1)]
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["steps_done"] == stopped
 
-    second = local("torchrun", 2, PREEMPTIBLE, *train, "--resume")
+    second = on_two_ranks(PREEMPTIBLE, *train, "--resume")
     assert second.returncode == 0, second.stderr
     assert f"\nResumed after step {stopped}\n" in second.stdout
     assert list(losses(second.stdout)) == [(1, step) for step in range(stopped + 1, 16)]
@@ -55,17 +63,17 @@ def test_saved_within_an_epoch(mnist, tmp_path):
     """Killed in its evaluation, a run goes on after its last checkpoint, and evaluates."""
     train = ["--data-dir", mnist, "--epochs", 2, "--log-every", 1, "--save-every", 8]
     train += ["--checkpoint-dir", tmp_path]
-    killed = local("torchrun", 2, "tests/scripts/batches.py", PREEMPTIBLE, *train, KILL=1)
+    killed = on_two_ranks("tests/scripts/batches.py", PREEMPTIBLE, *train, KILL=1)
     assert killed.returncode != 0 and len(losses(killed.stdout)) == 15
-    resumed = local("torchrun", 2, PREEMPTIBLE, *train, "--resume")
+    resumed = on_two_ranks(PREEMPTIBLE, *train, "--resume")
     assert resumed.returncode == 0 and "\nResumed after step 15\n" in resumed.stdout
     assert len(evaluations(resumed.stdout)) == 2 and len(losses(resumed.stdout)) == 15
 
 
-@pytest.mark.parametrize("way", ["none", *BY_HAND])
+@pytest.mark.parametrize("way", BY_HAND)
 def test_control_c_at_a_terminal(way, mnist, tmp_path):
     """It saves."""
-    command = [*BY_HAND.get(way, [sys.executable]), "tests/scripts/batches.py", PREEMPTIBLE]
+    command = [*BY_HAND[way], "tests/scripts/batches.py", PREEMPTIBLE]
     command += ["--data-dir", str(mnist), "--log-every", "1", "--checkpoint-dir", str(tmp_path)]
     options = {"cwd": REPOSITORY, "text": True, "start_new_session": True}
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

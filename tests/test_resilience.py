@@ -8,20 +8,23 @@ import sys
 import time
 import zlib
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import preemption
+import resilience.group
+import resilience.ranks
 from conftest import REPOSITORY, cells, environment, free_port, read_metrics, run
 from heartbeat import read_beats
 from resilience import checkpoint_files, torch_private
 from resilience.checkpoint_files import find_checkpoints, measure_files
 from resilience.checkpoints import Checkpoints
-from resilience.group import Group, faults_of
+from resilience.group import Group, device_fault, faults_of
 from resilience.progress import Progress
-from resilience.ranks import Ranks, find_ranks
+from resilience.ranks import Ranks, find_ranks, stop_if_independent
 
 FSDP, TP = "train_fsdp.py", "train_tp.py"
 SMALL = "--layers 1 --heads 2 --width 16 --context 16 --batch-size 4 --eval-windows 4 --device cpu "
@@ -143,6 +146,41 @@ def test_ranks_are_compared():
     assert "ranks 1 and 2 are on one device, GPU b: ask" in faults_of(known(gpu="b"))[2]
 
 
+def test_two_ranks_on_one_device(monkeypatch, capsys):
+    """One of them says so, before NCCL would hang."""
+    gpu = SimpleNamespace(uuid="b")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(Group, "gathered", lambda self, mine: [mine, mine])
+    monkeypatch.setattr(resilience.group, "end", sys.exit)
+    second = Group(Ranks(1, 1, 2, 2, "srun"), torch.device("cuda", 0), 9)
+    with pytest.raises(SystemExit):
+        second.compare(None)
+    assert "ranks 0 and 1 are on one device, GPU b: ask" in capsys.readouterr().err
+
+
+def test_a_rank_without_a_gpu(monkeypatch):
+    """Three ranks share a node's two GPUs, or each sees its own as number 0."""
+    ranks = [Ranks(rank, rank, 3, 3, "srun") for rank in range(3)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    *first, last = (device_fault("auto", rank) for rank in ranks)
+    assert first == [None, None] and last.startswith("local rank 2 has no GPU: torch sees 2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert [device_fault("auto", rank) for rank in ranks] == [None] * 3
+
+
+def test_independent_runs(monkeypatch, capsys):
+    """Two nodes, and on each a torchrun that knows of one: srun's first task says so."""
+    step = {"SLURM_STEP_ID": 0, "SLURM_NTASKS": 2, "SLURM_PROCID": 0, "GROUP_WORLD_SIZE": 1}
+    for name, value in step.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(resilience.ranks, "end", sys.exit)
+    with pytest.raises(SystemExit):
+        stop_if_independent(Ranks(0, 0, 2, 2, "torchrun"))
+    assert "2 independent training runs instead of one" in capsys.readouterr().err
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    stop_if_independent(Ranks(0, 0, 2, 2, "torchrun"))
+
+
 def test_ranks_of_a_node(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -225,8 +263,9 @@ def test_a_slow_save_lives_and_a_stuck_rank_does_not(command, tmp_path):
     # The thread has written before step 8.
     command = [REPOSITORY / "tests/scripts/slowly.py", 6, *command]
     command += ["--timeout", 6, "--checkpoint-every", 5]
-    world = {"WORLD_SIZE": 2, "MASTER_PORT": free_port(), "PYTHONPATH": tmp_path, "STUCK": 1}
-    world |= {"SLURM_JOB_ID": 7, "cwd": tmp_path}
+    port = free_port()
+    world = {"WORLD_SIZE": 2, "MASTER_PORT": port, "PYTHONPATH": tmp_path, "STUCK": 1}
+    world |= {"cwd": tmp_path}
     with start_rank(0, *command, **world) as first, start_rank(1, *command, **world) as stuck:
         try:
             for line in first.stdout:
@@ -242,7 +281,8 @@ def test_a_slow_save_lives_and_a_stuck_rank_does_not(command, tmp_path):
     assert first.returncode == 1 and 5 < seconds - 6 < 12, (seconds, said)
     looked_at = r"no step for \d+ s. First to look at: rank 1 on \S+ \(step 7\), which is in$"
     assert re.search(looked_at, said, re.M), said
-    assert "wait_for_ever" in read_beats(tmp_path / "log/7/ranks-0")[1]["stack"][-3], said
+    stuck = read_beats(tmp_path / f"log/local/ranks-{port}")[1]
+    assert "wait_for_ever" in stuck["stack"][-3], said
 
 
 # --- stopped ---

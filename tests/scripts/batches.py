@@ -1,10 +1,9 @@
 """Runs a plain train script (argv[1]) with its arguments as it stands, but for the batches that
 its loaders give.
 
-The variable SLOW says how many seconds later each comes; a requeued job is as fast as it can.
-RAISE says in which step of an epoch an exception comes instead, on rank 1. TERM_AT says in which
-step rank 1, and no other, gets SIGTERM. With KILL=1 an evaluation kills its process. Into the
-folder READS each rank writes a line for each batch: the numbers of its images.
+The variable SLOW says how many seconds later each comes. TERM_AT says in which step rank 1, and no
+other, gets SIGTERM. With KILL=1 an evaluation kills its process. Into the folder READS each rank writes
+a line for each batch: the numbers of its images.
 """
 
 import os
@@ -26,7 +25,7 @@ from torch.utils.data import DataLoader
 import mnist
 
 env = os.environ
-seconds = float(env.get("SLOW", 0)) if env.get("SLURM_RESTART_COUNT", "0") == "0" else 0
+seconds = float(env.get("SLOW", 0))
 batches = DataLoader.__iter__
 
 
@@ -35,9 +34,6 @@ def hooked(self):
         os.kill(os.getpid(), signal.SIGKILL)
     for step, batch in enumerate(batches(self), start=1):
         time.sleep(seconds)
-        if str(step) == env.get("RAISE") and env["RANK"] == "1":
-            print(f"raised at {time.time():.0f}", flush=True)
-            raise ValueError("boom on purpose")
         if str(step) == env.get("TERM_AT") and env["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGTERM)
         yield batch
