@@ -106,7 +106,8 @@ def test_an_epoch_reads_each_image_once(script, tiny, tmp_path):
         folder.mkdir()
         train = ["tests/scripts/batches.py", script, "--data-dir", tiny, "--batch-size", 40]
         train += ["--epochs", 2, "--checkpoint-dir", tmp_path / f"out-{ranks}"]
-        done = local("spawn", ranks, *train, READS=folder)
+        env = environment(OMP_NUM_THREADS=1, NPROC_PER_NODE=ranks, READS=folder)
+        done = run(sys.executable, "distributed/spawn_ranks.py", *train, env=env)
         assert done.returncode == 0, done.stderr
         found.append(reads(folder))
     one, four = found

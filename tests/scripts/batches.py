@@ -2,8 +2,8 @@
 its loaders give.
 
 The variable SLOW says how many seconds later each comes. TERM_AT says in which step rank 1, and no
-other, gets SIGTERM. With KILL=1 an evaluation kills its process. Into the folder READS each rank writes
-a line for each batch: the numbers of its images.
+other, gets SIGTERM. With KILL=1 an evaluation kills its process. Into the folder READS each rank
+writes a line for each batch: the numbers of its images.
 """
 
 import os
