@@ -1,6 +1,8 @@
 """The same on many GPUs: the model, the schedule and the batch over all ranks are as before."""
 
+import faulthandler
 import os
+import sys
 from datetime import timedelta
 
 import torch
@@ -12,16 +14,25 @@ from torchvision.models import resnet18
 from torchvision.transforms import v2
 
 EPOCHS, BATCH = 2, 16
-rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-number = int(os.environ["LOCAL_RANK"]) % max(1, torch.cuda.device_count())
-device = torch.device("cuda", number) if torch.cuda.is_available() else torch.device("cpu")
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    number = int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+faulthandler.dump_traceback_later(300, exit=True)
 backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
 dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))
+rank, world_size = dist.get_rank(), dist.get_world_size()
+dist.barrier()
+print(f"[Rank: {rank} | {os.uname().nodename} | {device}]\n", end="", flush=True)
+faulthandler.cancel_dump_traceback_later()
+if BATCH % world_size != 0:
+    sys.exit(f"{world_size} ranks cannot share a batch of {BATCH}")
 
 to_tensor = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
 data = FakeData(80, (3, 32, 32), num_classes=4, transform=to_tensor)
 train_set, test_set = random_split(data, [64, 16], torch.Generator().manual_seed(0))
-workers = {"num_workers": 2, "pin_memory": device.type == "cuda"}
+workers = {"num_workers": 2, "multiprocessing_context": "fork"}
 sampler = DistributedSampler(train_set, drop_last=True)
 part = Subset(test_set, range(rank, len(test_set), world_size))
 train_loader = DataLoader(train_set, BATCH // world_size, False, sampler, drop_last=True, **workers)
@@ -60,4 +71,5 @@ for epoch in range(EPOCHS):
             torch.save(model.state_dict(), "best.pt")
 dist.barrier()
 dist.destroy_process_group()
-os._exit(0)
+if device.type == "cpu":
+    os._exit(0)  # gloo on a CPU may abort a Python that shuts down

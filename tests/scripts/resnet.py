@@ -122,6 +122,8 @@ for epoch in range(steps_done // len(loader), EPOCHS):
         break
     # Of whole data and not of the epoch's steps, of which a resumed run has only the last ones.
     ddp.eval()
+    for buffer in model.buffers():  # BatchNorm's, which differ between the ranks
+        dist.broadcast(buffer, 0)
     with torch.no_grad():
         held_out = [data[i] for i in range(rank, len(data), dist.get_world_size())]
         pictures, labels = torch.utils.data.default_collate(held_out)
