@@ -9,7 +9,9 @@ sends none, it starts py-spy on the job's nodes, which reads the Python stack of
 NCCL which collective has not been joined. `pip install py-spy` once, where the job's Python is.
 
 The status is 0 if all ranks are alive, and 1 if one is silent, keeps the others waiting, or has not
-begun. JOB is the number in log/JOB, even for a task of an array.
+begun. By py-spy it is 1 if ranks are at different places, which may be chance, so look twice.
+
+JOB is the number in log/JOB, even for a task of an array.
 """
 
 import argparse
@@ -46,14 +48,16 @@ def main():
             print("seen", HOST, text[i : i + 900])
         return
     starts = sorted(Path("log", args.job).glob("ranks-*"), key=lambda path: path.stat().st_mtime)
-    beats = read_beats(starts[-1]) if starts else []
-    sys.exit(report(beats, args.after) if beats else look_into(args.job))
+    beats, now = read_beats(starts[-1]) if starts else [], time.time()
+    silent = [beat for beat in beats if now - beat["time"] > max(args.after, 2 * beat["interval"])]
+    # Those that are left from another run do not count.
+    sys.exit(report(beats, silent, args.after) if silent != beats else look_into(args.job))
 
 
 # --- heartbeats ---
 
 
-def report(beats: list[dict], after: float) -> int | str:
+def report(beats: list[dict], silent: list[dict], after: float) -> int | str:
     """Prints the heartbeats and what they say. Returns the status, or the sentence of a fault."""
     now = time.time()
     print("rank  host              step  heartbeat  what it does")
@@ -66,9 +70,6 @@ def report(beats: list[dict], after: float) -> int | str:
     missing = sorted(set(range(world_size)) - {beat["rank"] for beat in beats})
     if missing:
         return f"{len(missing)} of {world_size} ranks have sent none, first rank {missing[0]}."
-    silent = [beat for beat in beats if now - beat["time"] > max(after, 2 * beat["interval"])]
-    if len(silent) == len(beats):
-        return "No rank sends heartbeats: the job has ended, or the shared folder hangs."
 
     seconds = min(beat["seconds_in_step"] + now - beat["time"] for beat in beats)
     stuck = holds_up(beats) if seconds > after else []
@@ -94,16 +95,15 @@ def look_into(job: str) -> int | str:
     nodes = [look_into_this_node(job)] if job == "local" else ask_the_nodes(job)
     ranks = sorted((rank for node in nodes for rank in node["ranks"]), key=itemgetter("rank"))
     faults = [node["fault"] for node in nodes if node["fault"]]
+    for node in nodes:
+        if node["nccl"]:
+            print(f"NCCL on {node['host']} reports:\n{node['nccl']}\n")
     if not ranks:
-        why = faults[0] if faults else "no process of such a job was found"
-        return f"watch_job.py: no heartbeats in log/{job} of {Path.cwd()}, and {why}"
+        return no_heartbeats(job, faults[0] if faults else "no process of such a job was found")
 
     print("rank  host              process  what it does")
     for rank in ranks:
         print(f"{rank['rank']:>4}  {rank['host']:<16}  {rank['pid']:>7}  {rank['frame']}")
-    for node in nodes:
-        if node["nccl"]:
-            print(f"NCCL on {node['host']} reports:\n{node['nccl']}")
     for fault in faults:
         print(fault)
     world_size = ranks[0]["world_size"]
@@ -122,34 +122,49 @@ def look_into(job: str) -> int | str:
     return 1
 
 
+def no_heartbeats(job: str, why: str) -> str:
+    return f"watch_job.py: no recent heartbeats in log/{job} of {Path.cwd()}, and {why}"
+
+
 def ask_the_nodes(job: str) -> list[dict]:
     if not shutil.which("srun"):
-        sys.exit(f"watch_job.py: no heartbeats in log/{job} of {Path.cwd()}, and no Slurm here")
+        sys.exit(no_heartbeats(job, "no Slurm here"))
     # As many tasks as nodes: a job's own number of tasks is for its ranks.
     size = ["squeue", "--noheader", "--format=%D", "--states=RUNNING", f"--jobs={job}"]
     nodes = subprocess.run(size, stdout=subprocess.PIPE, text=True).stdout.strip()
     if not nodes:
-        sys.exit(f"watch_job.py: no heartbeats in log/{job} of {Path.cwd()}, and no such job runs")
-    srun = ["srun", f"--jobid={job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}"]
-    command = [sys.executable, os.path.abspath(__file__), job, "--this-node"]
-    done = subprocess.run([*srun, *command], stdout=subprocess.PIPE, text=True)
+        sys.exit(no_heartbeats(job, "no such job runs"))
+    # A node may hang: 60 seconds after the first answer, srun ends.
+    command = ["srun", f"--jobid={job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}"]
+    command += ["--wait=60", sys.executable, os.path.abspath(__file__), job, "--this-node"]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+    try:
+        shown = subprocess.run(command, timeout=300, **pipes).stdout
+    except subprocess.TimeoutExpired as error:
+        shown = error.stdout or b""
     texts = defaultdict(str)
-    for line in done.stdout.splitlines():
+    for line in shown.decode(errors="replace").splitlines():
         if line.startswith("seen "):
             _, host, text = line.split(" ", 2)
             texts[host] += text
-    return [json.loads(text) for text in texts.values()]
+    answers = []
+    for text in texts.values():
+        with contextlib.suppress(ValueError):  # it was cut off
+            answers.append(json.loads(text))
+    return answers
 
 
 def look_into_this_node(job: str) -> dict:
     """What py-spy says of each of the job's ranks here, and NCCL of the whole job."""
+    found = ranks_here(job)
     node = {"ranks": [], "fault": None, "nccl": None, "host": HOST}
+    if any(number == 0 for number, _, _ in found):
+        node["nccl"] = nccl_status()
     spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
-    for number, world_size, pid in ranks_here(job):
-        rank = {"rank": number, "host": HOST, "world_size": world_size, "pid": pid, "step": None}
+    for number, world_size, pid in found:
         try:
             command = [spy, "dump", "--json", f"--pid={pid}"]
-            dump = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+            dump = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
         except FileNotFoundError:
             node["fault"] = f"there is no py-spy on {HOST}: pip install py-spy"
             break
@@ -157,13 +172,14 @@ def look_into_this_node(job: str) -> dict:
             said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
             node["fault"] = f"py-spy cannot read rank {number} on {HOST}: {said}"
             continue
-        threads = {thread["thread_name"]: thread for thread in json.loads(dump.stdout)}
-        frames = threads["MainThread"]["frames"]
-        calls = [(frame["name"], frame["filename"], frame["line"]) for frame in frames]
-        rank["stack"], rank["frame"], rank["waits"] = describe(calls)
-        node["ranks"].append(rank)
-        if number == 0:
-            node["nccl"] = nccl_status()
+        # A process's first thread has its number.
+        threads = {thread["os_thread_id"]: thread["frames"] for thread in json.loads(dump.stdout)}
+        calls = [(call["name"], call["filename"], call["line"]) for call in threads.get(pid, [])]
+        if calls:
+            stack, frame, waits = describe(calls)
+            rank = {"rank": number, "host": HOST, "world_size": world_size, "pid": pid}
+            rank |= {"step": None, "stack": stack, "frame": frame, "waits": waits}
+            node["ranks"].append(rank)
     return node
 
 
@@ -215,7 +231,7 @@ def nccl_status() -> str | None:
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             connection.sendall(b"verbose status\n")
             return connection.makefile().read().strip()
-    except OSError:
+    except (OSError, ValueError):
         return None
 
 
