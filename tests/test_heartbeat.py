@@ -1,6 +1,7 @@
 """heartbeat.py and watch_job.py: the rank that hangs is named, whoever wrote the script."""
 
 import json
+import os
 import re
 import socket
 import subprocess

@@ -35,7 +35,9 @@ train_set, test_set = random_split(data, [64, 16], torch.Generator().manual_seed
 workers = {"num_workers": 2, "multiprocessing_context": "fork"}
 sampler = DistributedSampler(train_set, drop_last=True)
 part = Subset(test_set, range(rank, len(test_set), world_size))
-train_loader = DataLoader(train_set, BATCH // world_size, False, sampler, drop_last=True, **workers)
+train_loader = DataLoader(
+    train_set, BATCH // world_size, sampler=sampler, drop_last=True, **workers
+)
 test_loader = DataLoader(part, BATCH, **workers)
 
 model = resnet18(num_classes=4).to(device)
@@ -43,7 +45,7 @@ ddp = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(train_loader))
 
-best = 0.0
+best = -1.0
 for epoch in range(EPOCHS):
     sampler.set_epoch(epoch)
     ddp.train()

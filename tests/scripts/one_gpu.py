@@ -21,7 +21,7 @@ model = resnet18(num_classes=4).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(train_loader))
 
-best = 0.0
+best = -1.0
 for epoch in range(EPOCHS):
     model.train()
     for images, labels in train_loader:
