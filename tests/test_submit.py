@@ -9,13 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, cells, environment, run, wait_for
-from submission import slurmfile
+from submission import jobs, remote, slurmfile
 from test_launchers import NASTY
 from test_readme import CHAPTERS, HOME, assert_shown, copy_of_repository, steps
 
@@ -421,6 +422,37 @@ def write_tools(folder: Path, tools: dict[str, str]) -> Path:
         (folder / name).write_text(f"#!/bin/sh\n{lines}\n")
         (folder / name).chmod(0o755)
     return folder
+
+
+def test_fetch_of_a_job_that_still_runs(tmp_path, monkeypatch):
+    """Its log grows while tar reads it, and two names of one file are two files. What tar cannot
+    read is an error."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / ".submission").touch()
+    os.utime(folder / ".submission", (0, 0))
+    (folder / "log").write_bytes(bytes(1 << 20))
+    (folder / "best.pt").write_text("weights")
+    os.link(folder / "best.pt", folder / "last.pt")
+    extract = tarfile.TarFile.extract
+
+    def while_it_grows(*arguments, **options):
+        with (folder / "log").open("ab") as log:
+            log.write(b"more")
+        extract(*arguments, **options)
+
+    monkeypatch.setattr(tarfile.TarFile, "extract", while_it_grows)
+    record = {"job": 7, "cluster": {"backend": "local"}, "folder": folder}
+    record["file"] = tmp_path / "ours-7.json"
+    jobs.fetch(record)
+    names = sorted(path.name for path in (tmp_path / "ours-7").iterdir())
+    assert names == ["best.pt", "last.pt", "log"]
+    assert (tmp_path / "ours-7/last.pt").read_text() == "weights"
+
+    tools = write_tools(tmp_path / "tools", {"tar": f'{shutil.which("tar")} "$@"; exit 2'})
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    with pytest.raises(remote.RemoteFailed):
+        jobs.fetch(record)
 
 
 # --- tasks ---
