@@ -65,9 +65,10 @@ def write(path: Path, content: bytes):
         name.write_bytes(content)
 
 
-def write_sums(folder: Path, *names: str):
-    lines = [f"{checksums.sha256(folder / name)}  {name}\n" for name in names]
-    write(folder / "SHA256SUMS", "".join(lines).encode())
+def sums_of(files: dict[str, Path]) -> bytes:
+    """The content of SHA256SUMS for files by name, wherever they are now."""
+    lines = [f"{checksums.sha256(path)}  {name}\n" for name, path in files.items()]
+    return "".join(lines).encode()
 
 
 # --- MNIST ---
@@ -107,7 +108,8 @@ def prepare_mnist(folder: Path, synthetic: bool) -> str:
 
     train_set, test_set = mnist.load(folder)
     if not (raw / "SHA256SUMS").exists():
-        write_sums(raw, *sorted(path.name for path in raw.glob("*-ubyte")))
+        files = {path.name: path for path in sorted(raw.glob("*-ubyte"))}
+        write(raw / "SHA256SUMS", sums_of(files))
     counts = f"{len(train_set):,} training and {len(test_set):,} test images"
     return f"{counts}: {mnist.describe(folder)}"
 
@@ -169,7 +171,11 @@ def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, i
     kinds = {"uint8": 1 << 8, "uint16": 1 << 16, "uint32": 1 << 31}
     dtype = next(name for name, numbers in kinds.items() if described["size"] <= numbers)
     itemsize = np.dtype(dtype).itemsize
-    with unfinished(folder / "train.bin", folder / "val.bin") as [train, val]:
+    # vocabulary.json, without which they are another program's, is the last to get its name.
+    names = ["train.bin", "val.bin", "SHA256SUMS", "vocabulary.json"]
+    if described["name"] == "tokenizer.json":
+        names.insert(0, "tokenizer.json")
+    with unfinished(*(folder / name for name in names)) as [*copies, train, val, sums, vocabulary]:
         with train.open("w+b") as file, val.open("wb") as rest:
             for path in files:
                 for piece in pieces(path):
@@ -182,15 +188,14 @@ def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, i
             file.seek(cut * itemsize)
             shutil.copyfileobj(file, rest, 1 << 24)
             file.truncate(cut * itemsize)
-        # Last of all it is written again.
-        (folder / "vocabulary.json").unlink(missing_ok=True)
 
-    vocabulary = {"tokenizer": described, "dtype": dtype, "source": source, "id": identity}
-    vocabulary |= {"train_tokens": cut, "val_tokens": count - cut}
-    if described["name"] == "tokenizer.json":
-        shutil.copyfile(tokenizer, folder / "tokenizer.json")
-    write_sums(folder, "train.bin", "val.bin")
-    write(folder / "vocabulary.json", json.dumps(vocabulary).encode())
+        for copy in copies:
+            shutil.copyfile(tokenizer, copy)
+        sums.write_bytes(sums_of({"train.bin": train, "val.bin": val}))
+        said = {"tokenizer": described, "dtype": dtype, "source": source, "id": identity}
+        said |= {"train_tokens": cut, "val_tokens": count - cut}
+        vocabulary.write_bytes(json.dumps(said).encode())
+        (folder / "vocabulary.json").unlink(missing_ok=True)
 
 
 def prepare_text(folder: Path, synthetic: bool, files: list[Path], tokenizer: str) -> str:

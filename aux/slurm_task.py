@@ -150,6 +150,10 @@ def submit_script(args: Namespace) -> int:
     # Otherwise the number in the launcher's header would apply.
     tasks = -(-options.get("ntasks", options["nodes"]) // options["nodes"])
     tasks = options.setdefault("ntasks_per_node", tasks)
+    even = options["nodes"] * tasks
+    if options.get("ntasks", even) != even:
+        wanted = f"{options['ntasks']} tasks on {options['nodes']} nodes, not {tasks} on each"
+        slurmfile.fail(f"@task: {wanted}: write ntasks={even} or another number of nodes")
     by_slurmfile = {name.replace("-", "_"): value for name, value in settings["submit"].items()}
     if "gres" not in options | by_slurmfile:
         options.setdefault("gpus_per_node", by_slurmfile.get("gpus_per_node", tasks))

@@ -36,7 +36,7 @@ from submission.slurmfile import fail
 USAGE = """submit.py --env NAME [options] [sbatch options] LAUNCHER [ARGUMENT ...]
        submit.py status|logs|cancel|fetch JOB"""
 # Options of sbatch with which there is no one job to follow
-REFUSED = ("--array", "--clusters", "--test-only", "--wrap")
+REFUSED = r"--(array|clusters|test-only|wrap)(=|$)|-[aM]"
 
 # --- arguments ---
 
@@ -65,7 +65,9 @@ def parse_submission(arguments: list[str]) -> Namespace:
     if not args.command:
         parser.error("which launcher? for example launch_slurm_with_torchrun.sh train.py")
     if args.sbatch and "=" not in args.sbatch[-1] and not Path(args.command[0]).is_file():
-        parser.error(f"no launcher {args.command[0]}: write {args.sbatch[-1]}={args.command[0]}")
+        equals = "=" if args.sbatch[-1].startswith("--") else ""  # --nodes=2, but -N2
+        how = f"{args.sbatch[-1]}{equals}{args.command[0]}"
+        parser.error(f"no launcher {args.command[0]}: write {how}")
     return args
 
 
@@ -145,7 +147,7 @@ def submit(args: Namespace) -> int:
     cluster, packaging = settings["cluster"], settings["packaging"]
     options = [*sbatch_options(settings["submit"]), *args.sbatch]
     for option in options:
-        if option.split("=")[0] in REFUSED:
+        if re.match(REFUSED, option):
             fail(f"{option} cannot be used here, because there would not be one job to follow")
     root, files = list_files()
     check_command(root, files, args.command)

@@ -5,8 +5,10 @@ import functools
 import gzip
 import hashlib
 import http.server
+import io
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torchvision
@@ -140,20 +142,37 @@ def test_own_text(tokenizer, tmp_path, monkeypatch, capsys):
     assert text_in(tmp_path / "text").startswith("Call me Ishmael.")
 
 
-def test_a_disk_that_is_full_leaves_no_half_file(tmp_path, monkeypatch):
-    """No name of a data set, so that the next start prepares it again."""
+class FullDisk(io.FileIO):
+    def write(self, content):
+        super().write(content[: len(content) // 2])
+        raise OSError(28, "No space left on device", str(self.name))
 
-    def half(path, content):
-        with path.open("wb") as file:
-            file.write(content[: len(content) // 2])
-        raise OSError(28, "No space left on device", str(path))
 
+@pytest.mark.parametrize("name", ["mnist", "shakespeare"])
+def test_a_disk_that_is_full_leaves_no_half_file(name, tmp_path, monkeypatch):
+    """Whichever of the five files it is, the next start prepares the data again."""
     monkeypatch.setattr(prepare_data, "draw_digits", lambda count, seed: bytes(784 * count))
-    monkeypatch.setattr("pathlib.Path.write_bytes", half)
-    for name in ("mnist", "shakespeare"):
-        with pytest.raises(SystemExit, match=r"cannot read or write .*: No space left on device"):
-            prepare(monkeypatch, name, "--synthetic", "--data-dir", tmp_path / name)
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    draw = functools.partial(prepare_data.draw_mnist, 30, 20)
+    monkeypatch.setattr(prepare_data, "draw_mnist", draw)
+    path_open = Path.open
+    for full in range(5):
+        written = []
+
+        def open_in_turn(path, mode="r", *arguments, written=written, full=full, **options):
+            if "w" in mode:
+                written.append(path)
+                if len(written) == full + 1:
+                    return FullDisk(path, mode)
+            return path_open(path, mode, *arguments, **options)
+
+        command = [name, "--synthetic", "--data-dir", tmp_path / str(full)]
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "open", open_in_turn)
+            with pytest.raises(SystemExit, match=r"cannot read or write .*: No space left on"):
+                prepare(patched, *command)
+        assert not written[full].exists(), "the half of a file"
+        prepare(monkeypatch, *command)
+        assert len([path for path in (tmp_path / str(full)).rglob("*") if path.is_file()]) == 5
 
 
 def test_damage_is_found(served, tmp_path, monkeypatch):

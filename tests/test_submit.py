@@ -9,13 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, cells, environment, run, wait_for
-from submission import slurmfile
+from submission import jobs, remote, slurmfile
 from test_launchers import NASTY
 from test_readme import CHAPTERS, HOME, assert_shown, copy_of_repository, steps
 
@@ -423,6 +424,37 @@ def write_tools(folder: Path, tools: dict[str, str]) -> Path:
     return folder
 
 
+def test_fetch_of_a_job_that_still_runs(tmp_path, monkeypatch):
+    """Its log grows while tar reads it, and two names of one file are two files. What tar cannot
+    read is an error."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / ".submission").touch()
+    os.utime(folder / ".submission", (0, 0))
+    (folder / "log").write_bytes(bytes(1 << 20))
+    (folder / "best.pt").write_text("weights")
+    os.link(folder / "best.pt", folder / "last.pt")
+    extract = tarfile.TarFile.extract
+
+    def while_it_grows(*arguments, **options):
+        with (folder / "log").open("ab") as log:
+            log.write(b"more")
+        extract(*arguments, **options)
+
+    monkeypatch.setattr(tarfile.TarFile, "extract", while_it_grows)
+    record = {"job": 7, "cluster": {"backend": "local"}, "folder": folder}
+    record["file"] = tmp_path / "ours-7.json"
+    jobs.fetch(record)
+    names = sorted(path.name for path in (tmp_path / "ours-7").iterdir())
+    assert names == ["best.pt", "last.pt", "log"]
+    assert (tmp_path / "ours-7/last.pt").read_text() == "weights"
+
+    tools = write_tools(tmp_path / "tools", {"tar": f'{shutil.which("tar")} "$@"; exit 2'})
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    with pytest.raises(remote.RemoteFailed):
+        jobs.fetch(record)
+
+
 # --- tasks ---
 
 
@@ -489,6 +521,7 @@ ASKED = [
     ("nodes=1", "gpus_per_node = 3", ["--gpus-per-node=0"], " --gpus-per-node=0 "),
     ("gpus_per_node='a100:4'", "", [], " launch_slurm_with_torchrun.sh "),
     ("nodes=2, ntasks=4, gpus_per_node=1", "", [], "1 GPUs on a node.*: write gpus_per_node=2 or"),
+    ("nodes=2, ntasks=3", "", [], "3 tasks on 2 nodes, .*: write ntasks=4 or "),
     ("nodes='1-2'", "", [], "--nodes: '1-2' is not a whole number"),
 ]
 
@@ -508,6 +541,21 @@ def test_what_a_task_asks_for(numbers, settings, options, expected, clone):
 
 # --- mistakes ---
 
+SBATCH_OPTIONS = {
+    "--nodes 2": "no launcher 2: write --nodes=2",
+    "-N 2": "no launcher 2: write -N2",
+    "--array=1-3": "--array=1-3 cannot be used here",
+    "-a1-3": "-a1-3 cannot be used here",
+    "-Mother": "-Mother cannot be used here",
+}
+
+
+@pytest.mark.parametrize("option", SBATCH_OPTIONS)
+def test_options_of_sbatch_that_cannot_be_used(option):
+    command = [*SUBMIT, "--env=local", "--dry-run", *option.split(), LAUNCHERS["spawn"]]
+    done = run(*command, env=environment(SLURMFILE=REPOSITORY / "Slurmfile.toml"))
+    assert done.returncode != 0 and SBATCH_OPTIONS[option] in done.stderr, done.stdout
+
 
 def test_mistakes_before_anything_is_sent(laptop, tmp_path):
     (laptop.clone / "ignored.out").write_text("#!/bin/bash\n")
@@ -515,9 +563,7 @@ def test_mistakes_before_anything_is_sent(laptop, tmp_path):
     for status, command, sentence in (
         (2, ["sleep.sh"], "--env NAME is missing"),
         (2, plain, "which launcher?"),
-        (2, [*plain, "--nodes", "2", LAUNCHERS["spawn"]], "write --nodes=2"),
         (1, [*plain, LAUNCHERS["spawn"], "nope.py"], "nope.py would not be copied: it is missing"),
-        (1, [*plain, "--array=1-3", "sleep.sh"], "--array=1-3 cannot be used here"),
         (1, ["--env", "nope", "sleep.sh"], "it has plain, secret"),
         (1, [*plain, "ignored.out"], "ignored.out would not be copied"),
         (1, ["--env", "secret", "sleep.sh"], "ALLOWED is listed in "),

@@ -105,7 +105,9 @@ state() {
 # fetch FOLDER: an archive of every file that the job wrote into its folder
 fetch() {
     cd "$1"
-    find . -type f -newer .submission ! -path '*/__pycache__/*' -print0 | tar -c --null -T - -f -
+    # A running job's log changes as tar reads it, which is tar's status 1.
+    find . -type f -newer .submission ! -path '*/__pycache__/*' -print0 |
+        tar -c --null -T - --hard-dereference --warning=no-file-changed -f - || [ $? = 1 ]
 }
 
 echo "remote.sh is ready" # the output of ~/.bashrc ends here
