@@ -82,12 +82,15 @@ def shapes(text: str) -> list[str]:
     for line in text.splitlines():
         line = re.sub(r"^( +\d+  \S+ +)(?:\d+|-)( +\d+ s  ).+", r"\1 0\2 somewhere", line)
         line = re.sub(rf"\b(vm|{re.escape(socket.gethostname())})\b", "HOST", line)
-        if re.match(r"\[Rank: |task \d+ of ", line):
+        # PyPI's torch is one for CUDA. Slurm 23.11 has another reason for a job that waits.
+        line = re.sub(r"\+(cpu|cu\d+)\b", "", line)
+        line = re.sub(r"\((Resources|Priority|InvalidAccount)\)$", "(REASON)", line)
+        if re.match(r"\[Rank: |task \d+ of |I am rank ", line):
             line = re.sub(r"node-\d+", "node-#", line)
             lines.append(re.sub(r"CPUs: \d+ \| threads: \d+", "CPUs, threads", line))
         elif not re.match(BY_CHANCE, line):
             lines.append(" ".join(re.sub(r"\d+([.:]\d+)*", "#", line).split()))
-    parts = itertools.groupby(lines, lambda line: line.startswith(("[Rank", "task ")))
+    parts = itertools.groupby(lines, lambda line: line.startswith(("[Rank", "task ", "I am")))
     return [line for at_once, part in parts for line in (sorted(part) if at_once else part)]
 
 
