@@ -90,6 +90,9 @@ test-gpu: $(VENV:=/tests)  ## every script on this machine's GPUs, NCCL with one
 gpu-report: $(VENV:=/ready)  ## ten minutes on one GPU leave one page, gpu.md: speed, memory, faults (PYTHON=python3 VENV= ARGS="--device cpu")
 	$(if $(VENV),$(VENV)/bin/python,$(PYTHON)) dev/gpu_report.py --out gpu.md $(ARGS)
 
+# compare.py reads its data here.
+bench: override DATA_DIR = data/mnist
+bench: override TEXT_DIR = data/shakespeare
 bench: .venv/ready data text slurm  ## the speed relative to plain loops, in 25 minutes on a quiet machine (docs/benchmarks.md; ARGS="--only launch")
 	.venv/bin/python dev/bench/compare.py $(ARGS)
 

@@ -53,6 +53,8 @@ def train(args: argparse.Namespace, job: JobContext | None = None) -> dict[str, 
     # --- data, model ---
     train_set, test_set = mnist.load(args.data_dir)
     log(f"Data: {mnist.describe(args.data_dir)}. World size {world_size}, {device.type}")
+    if args.batch_size % world_size != 0 or args.batch_size > len(train_set):
+        sys.exit(f"--batch-size must be a multiple of {world_size} (ranks), up to {len(train_set)}")
     sampler = DistributedSampler(train_set, world_size, rank, drop_last=True)
     options = {"sampler": sampler, "drop_last": True, "collate_fn": mnist.collate}
     loader = DataLoader(train_set, args.batch_size // world_size, **options)

@@ -30,6 +30,11 @@ def test_a_side_that_fails_ends_the_comparison():
         compare.train("dev/bench/scaling.py --rounds 0 env.sh")
 
 
+def test_rows_that_do_not_exist():
+    done = run(sys.executable, "dev/bench/compare.py", "--only", "TYPO")
+    assert done.returncode == 2 and done.stdout == "" and "no row has 'TYPO' in" in done.stderr
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["images, the loader", "MNIST step, fp32", "1 thread, fp32"])
 def test_both_sides_run(name, tiny, text):

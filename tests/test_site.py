@@ -64,6 +64,12 @@ def test_every_page_and_picture_is_there(site):
     front = (site / "index.html").read_text()
     chapters = [path.stem for path in PAGES if re.match(r"\d\d_|appendix_", path.name)]
     assert [name for name in chapters if f"docs/{name}.html" not in front] == []
+    # The navigation is above the page's own text.
+    navigation = front.partition("<article")[0]
+    tutorial = [name for name in chapters if name[0].isdigit()]
+    tutorial.insert(9, "second_node")
+    shown = re.findall(r'href="docs/(\w+)\.html"', navigation)
+    assert list(dict.fromkeys(shown))[: len(tutorial)] == tutorial
 
 
 def test_markdown_is_read_as_on_github(site):

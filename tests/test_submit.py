@@ -503,6 +503,15 @@ def test_tasks_without_a_launcher():
     one_sentence(run(sys.executable, TASK, env=four), "srun started 4 tasks, and each would")
 
 
+@pytest.mark.parametrize(("start", "size"), [("./torchrun.sh", 63), (sys.executable, 1000)])
+def test_a_batch_that_the_ranks_cannot_share(start, size, tiny):
+    command = [start, TASK, "--device=cpu", "--data-dir", tiny, "--batch-size", size]
+    done = run(*command, env=environment(NPROC_PER_NODE=2))
+    ranks = 2 if start == "./torchrun.sh" else 1
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"--batch-size must be a multiple of {ranks} (ranks), up to 300" in done.stderr
+
+
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     """Without a cluster."""

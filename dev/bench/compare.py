@@ -27,6 +27,7 @@ from statistics import median
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "log/bench"
+LIMIT = ["timeout", "300"]  # for a launch, which takes seconds
 HEAD = "| row | other side | times as fast | rounds | result |\n|---|---|---|---|---|\n"
 LAUNCHERS = {
     "srun": "launch_slurm_to_torch.sh",
@@ -65,7 +66,7 @@ def rows() -> list[tuple[str, str, Callable, Callable]]:
     found = [("images, the loader", "per-image DataLoader", ours, theirs)]
     for precision in ("fp32", "bf16"):
         ours = partial(train, f"{DDP} --precision {precision}")
-        theirs = partial(train, f"{PLAIN_MNIST}")
+        theirs = partial(train, PLAIN_MNIST)
         found += [(f"MNIST step, {precision}", EXAMPLES, ours, theirs)]
     for size, arguments, every, threads, precision in (
         ("nanoGPT's CPU settings", SMALL, 40, 1, "fp32"),
@@ -142,7 +143,8 @@ def launch(name: str) -> tuple[float, str]:
     log.unlink(missing_ok=True)
     size = ["--nodes=1", "--gpus-per-node=4", f"--output={log}"]
     size += ["--ntasks-per-node=4"] if name == "srun" else ["--cpus-per-task=4"]
-    done = on_cluster("exec", "sbatch", "--wait", *size, launcher, FOLDER / "first_step.py")
+    sbatch = [*LIMIT, "sbatch", "--wait", *size, launcher, FOLDER / "first_step.py"]
+    done = on_cluster("exec", *sbatch)
     said = log.read_text() if log.exists() else done.stderr
     began = re.search(r"^BEGAN (\S+)$", said, re.M)
     return first_step(said, float(began[1]) if began else 0.0)
@@ -152,7 +154,7 @@ def bare() -> tuple[float, str]:
     start = time.time()
     torchrun = Path(sys.executable).with_name("torchrun")
     command = [torchrun, "--standalone", "--nproc-per-node=4", FOLDER / "first_step.py"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run([*LIMIT, *command], capture_output=True, text=True)
     return first_step(done.stdout + done.stderr, start)
 
 
@@ -231,6 +233,8 @@ def main():
     # Without instructions for it bfloat16 takes many times as long.
     to_measure = [row for row in rows() if run["extensions"] or "bf16" not in row[0]]
     to_measure = [row for row in to_measure if args.only in row[0]]
+    if not to_measure:
+        parser.error(f"no row has {args.only!r} in its name: docs/benchmarks.md lists them")
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "first_step.py").write_text(FIRST_STEP)
     found = []
