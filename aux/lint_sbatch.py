@@ -9,6 +9,7 @@ findings.
 """
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -21,14 +22,15 @@ Findings = Iterator[tuple[int, str]]  # line, sentence
 
 STRING = r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|\$\{[^}]*\}"""
 COMMENT = re.compile(rf"{STRING}|(?<![^\s;&|()])(#[^\n]*)", re.S)
-HERE_DOCUMENT = re.compile(r"((?<!<)<<-?\s*([\"'\\]?)(\w+)\2.*\n)((?:.*\n)*?\s*\3)$", re.M)
+HERE_DOCUMENT = re.compile(r"((?<!<)<<-?\s*([\"']?)\\?(\w+)\2.*\n)((?:.*\n)*?\s*\3)$", re.M)
 # In these, | and & and a line's end do not end a command: `...`, $(...), =(...), ((...)), 2>&1.
 PARENTHESES = r"\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)"
 WHOLE = re.compile(rf"{STRING}|`[^`]*`|(?:[$=]|(?=\(\()){PARENTHESES}|[<>]&|&>", re.S)
 END = re.compile(r"\|\||&&|;;|\|&|[;|&()\n]|\Z")
 
 # They may stand before a command's name.
-KEYWORD = r"(?:[!{]|if|then|elif|else|while|until|do|time|exec|nohup|timeout(?: -\S+)* \S+)\s+"
+TIMEOUT = r"timeout(?: -(?:[ks]|-kill-after|-signal) \S+| -\S+)* \S+"
+KEYWORD = rf"(?:[!{{]|if|then|elif|else|while|until|do|time|exec|nohup|{TIMEOUT})\s+"
 ASSIGNMENT = r"""\w+=(?:"[^"]*"|'[^']*'|[^\s"'])*\s+"""
 
 
@@ -100,6 +102,11 @@ def options(text: str) -> dict[str, str]:
     return found
 
 
+def is_readable(file: Path) -> bool:
+    """Also for names with which Path.is_file() raises an error, as one that is too long."""
+    return os.path.isfile(file) and os.access(file, os.R_OK)
+
+
 def shell_strings(text: str) -> list[tuple[str, str]]:
     """The strings that shells in `text` run: of `bash -lc 'cd a && ls'` (`bash`, `cd a && ls`)."""
     option = r"(?:-\S+\s+|pipefail\s+)*?-\w*c\s+"
@@ -161,7 +168,7 @@ class Script:
         """The contents of the files that `text` names, from here or from the script's folder."""
         names = re.findall(rf"[\w./-]+{re.escape(suffix)}\b", text)
         files = {Path(folder, name) for name in names for folder in (".", self.path.parent)}
-        return [file.read_text(errors="replace") for file in files if file.is_file()]
+        return [file.read_text(errors="replace") for file in files if is_readable(file)]
 
 
 def only_prepares(command: Command) -> bool:
@@ -195,11 +202,11 @@ def no_log_folder(script: Script) -> Findings:
         folder = Path(name).parent
         places = Path(script.asked.get("chdir", ".")), script.path.parent
         # A cluster's /scratch is not on every machine that checks its scripts.
-        elsewhere = folder.is_absolute() and not Path(*folder.parts[:2]).exists()
+        elsewhere = folder.is_absolute() and not os.path.exists(Path(*folder.parts[:2]))
         if "%" in str(folder):
             why = "before the job runs, and it dies without a word"
             yield line, f"no folder {folder} for the log {why}: only name%j"
-        elif not elsewhere and not any((place / folder).is_dir() for place in places):
+        elif not elsewhere and not any(os.path.isdir(place / folder) for place in places):
             why = "and the job dies without a word"
             yield line, f"no folder {folder} for the log, {why}: mkdir before sbatch"
         if "%x" in name and "/" in script.asked.get("job-name", ""):

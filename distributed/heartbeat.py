@@ -30,7 +30,6 @@ from pathlib import Path
 step: int | None = None
 
 HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-SIZE = 4096  # bytes, so that a heartbeat replaces a longer one
 # The files in which a rank waits for others: DDP broadcasts a model's buffers in torch/nn/parallel,
 # and gloo's collectives of a backward pass are in torch/autograd. With NCCL a rank waits where it
 # reads a result: of ours in the last two, and elsewhere in any file, see holds_up.
@@ -51,6 +50,7 @@ class Heart:
         self.rank = int(env.get("RANK", slurm.get("SLURM_PROCID", 0)))
         self.world_size = int(env.get("WORLD_SIZE", slurm.get("SLURM_NTASKS", 1)))
         self.after, self.interval = after, max(2, self.world_size / 30)
+        self.size = 4096  # bytes of a heartbeat
         self.folder = Path("log/local", f"ranks-{env.get('MASTER_PORT', 0)}")
         if "SLURM_JOB_ID" in env:
             restarts = env.get("SLURM_RESTART_COUNT", 0)
@@ -60,7 +60,7 @@ class Heart:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Without O_DSYNC an NFS client would keep the writes to itself for half a minute.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_DSYNC
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DSYNC
             self.file = os.open(self.folder / str(self.rank), flags, 0o666)
         except OSError as error:
             return self.say(f"warning: no heartbeats: {error}")
@@ -97,8 +97,11 @@ class Heart:
             "frame": frame,
             "stack": stack,
         }
+        text = json.dumps(beat).encode()
+        # Never shorter than the one before, whose end would remain behind it.
+        self.size = max(self.size, len(text))
         with contextlib.suppress(OSError):  # a full disk
-            os.pwrite(self.file, json.dumps(beat).encode().ljust(SIZE), 0)
+            os.pwrite(self.file, text.ljust(self.size), 0)
 
     def report(self, seconds: float):
         """Rank 0 says who keeps the others waiting, or rank 1 if rank 0 is silent."""

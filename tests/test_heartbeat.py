@@ -62,6 +62,19 @@ def test_rank_1_speaks_of_a_silent_rank_0(monkeypatch, tmp_path, capsys):
     assert said[0] == "" and re.match(sentence + "which sends no heartbeat", said[1]), said
 
 
+def test_a_short_heartbeat_replaces_a_long_one(monkeypatch, tmp_path):
+    """One that is longer than all are by plan, of files deep in folders."""
+    heart = heartbeat.Heart(after=60)
+    heart.file = os.open(tmp_path / "0", os.O_WRONLY | os.O_CREAT)
+    for length in (2 * heart.size, 10):
+        stack = ["f" * length]
+        monkeypatch.setattr(heartbeat, "main_stack", lambda stack=stack: (stack, "-", False))
+        heart.write(1)
+        [beat] = heartbeat.read_beats(tmp_path)
+        assert beat["stack"] == stack
+    os.close(heart.file)
+
+
 STUCK = [
     # NCCL: the others wait for a GPU, outside torch.distributed.
     ([9, 9, 9, 8, 9, 9], [False] * 6, [], "n1"),

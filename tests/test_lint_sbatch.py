@@ -31,7 +31,8 @@ CASES = {
     "late": (
         "after the first command",
         "cd /tmp\n#SBATCH --time=1:00:00  MISTAKE",
-        "# a comment\n\n#SBATCH --time=1:00\ncd /tmp\ncat <<'EOF' >a.sh\n#SBATCH -n 1\nEOF\necho "
+        "# a comment\n\n#SBATCH --time=1:00\ncd /tmp\ncat <<'EOF' >a.sh\n#SBATCH -n 1\nEOF\n"
+        "cat <<\\EOF >b.sh\n#SBATCH -n 1\nEOF\necho "
         "'\n#SBATCH -n 2'",
     ),
     "variable in a directive": (
@@ -158,6 +159,11 @@ CASES = {
         "torchrun train.py | tee log  # MISTAKE",
         "#SBATCH -N 1\nnvidia-smi | tee log\ntorchrun train.py >log 2>&1 || exit 1\necho 'torchrun "
         "train.py | tee log'",
+    ),
+    "pipe behind a timeout": (
+        "set -o pipefail",
+        "timeout -s INT --kill-after 5 10m torchrun train.py | tee log  # MISTAKE",
+        "#SBATCH -N 1\nset -o pipefail\ntimeout -k 5 10m torchrun train.py | tee log",
     ),
     "pipe with another status": (
         "set -o pipefail",
@@ -301,6 +307,14 @@ def test_the_folder_of_another_machine_is_not_looked_for(tmp_path, capsys):
     absent = "#SBATCH --output=/no_such_file_system/me/%j.out"
     assert lint(tmp_path, absent, capsys) == []
     [found] = lint(tmp_path, f"#SBATCH --output={tmp_path}/absent/%j.out", capsys)
+    assert "no folder" in found
+
+
+def test_what_cannot_be_looked_at_is_not_there(tmp_path, capsys):
+    """A name that is too long for a file is one of several reasons."""
+    name = 300 * "x"
+    assert lint(tmp_path, f"srun -K python {name}.py\nsrun -K bash {name}.sh", capsys) == []
+    [found] = lint(tmp_path, f"#SBATCH --output={name}/%j.out", capsys)
     assert "no folder" in found
 
 
