@@ -204,10 +204,10 @@ def no_log_folder(script: Script) -> Findings:
         # A cluster's /scratch is not on every machine that checks its scripts.
         elsewhere = folder.is_absolute() and not os.path.exists(Path(*folder.parts[:2]))
         if "%" in str(folder):
-            why = "before the job runs, and it dies without a word"
+            why = "before the job runs, and before Slurm 23.11 it dies without a word"
             yield line, f"no folder {folder} for the log {why}: only name%j"
         elif not elsewhere and not any(os.path.isdir(place / folder) for place in places):
-            why = "and the job dies without a word"
+            why = "and before Slurm 23.11 the job dies without a word"
             yield line, f"no folder {folder} for the log, {why}: mkdir before sbatch"
         if "%x" in name and "/" in script.asked.get("job-name", ""):
             why = "which has a /, so the log has no folder"
