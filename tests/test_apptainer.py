@@ -63,13 +63,36 @@ def test_losses_of_torchrun(cluster, clone):
     assert len(losses(inside.log)) == 15 and losses(inside.log) == losses(outside.log)
 
 
+def trains(log: Path):
+    wait_for(lambda: log.exists() and len(losses(log.read_text())) > 2)
+
+
 def test_told_to_stop(cluster, clone):
     """SIGTERM goes through Apptainer's own process: saved, requeued, resumed."""
     number, log = submit(cluster, clone, "run_script.sh", *SLOWLY, "--epochs=3")
-    wait_for(lambda: log.exists() and len(losses(log.read_text())) > 2)
+    trains(log)
     assert cluster.exec("scancel", "--signal=TERM", number).returncode == 0
     job = cluster.wait(number)
     assert job.state == "COMPLETED" and cluster.show(number)["Restarts"] == "1", job.log
     [step] = re.findall(r"^Stopped after step (\d+), saved$", job.log, re.M)
     assert f"Resumed after step {step}\n" in job.log
     assert len(losses(job.log)) == 45
+
+
+def test_time_limit(cluster, clone):
+    number, _ = submit(
+        cluster, clone, "--time=1", "run_script.sh", *SLOWLY[:1], "2", *TRAIN, "--epochs=3"
+    )
+    job = cluster.wait(number, 300)
+    assert job.state == "COMPLETED" and int(cluster.show(number)["Restarts"]) >= 1, job.log
+    assert re.search(r"^Resumed after step [1-9]", job.log, re.M), job.log
+
+
+def test_cancelled(cluster, clone):
+    number, log = submit(cluster, clone, "run_script.sh", *SLOWLY, "--epochs=100")
+    trains(log)
+    assert cluster.exec("scancel", number).returncode == 0
+    job = cluster.wait(number)
+    assert job.state == "CANCELLED", job.log
+    assert re.search(r"^Stopped after step \d+, saved$", job.log, re.M), job.log
+    assert cluster.left_over(number) == []
