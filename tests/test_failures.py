@@ -88,15 +88,16 @@ def start(command: str, request, folder: Path) -> tuple[bool, str]:
     return done.returncode == 0, done.stdout + done.stderr
 
 
-def reason_to_skip(command: str) -> str | None:
+def reason_to_skip(command: str, request) -> str | None:
     """Two scripts show what a torch without CUDA says, and one an older Slurm."""
     import torch
 
     if "cuda_" in command and torch.version.cuda is not None:
         return "this torch is built for CUDA"
-    version = run("sbatch", "--version").stdout.split()[-1]
-    if "log_folder_" in command and [int(part) for part in version.split(".")[:2]] >= [23, 11]:
-        return "this Slurm creates the folder of a log"
+    if "log_folder_" in command:
+        version = request.getfixturevalue("cluster").exec("sbatch", "--version").stdout.split()[-1]
+        if [int(part) for part in version.split(".")[:2]] >= [23, 11]:
+            return "this Slurm creates the folder of a log"
     return None
 
 
@@ -106,7 +107,7 @@ QUICK = [pair for pair in SHOWN if re.search("one_node|log_folder", pair[1])]
 
 @pytest.mark.parametrize(("entry", "command"), cells(SHOWN, *QUICK))
 def test_the_symptom_is_shown_and_then_gone(entry, command, request, tmp_path):
-    if reason := reason_to_skip(command):
+    if reason := reason_to_skip(command, request):
         pytest.skip(reason)
     succeeded, said = start(command, request, tmp_path)
     for symptom, times in Counter(symptoms(entry)).items():
