@@ -503,6 +503,25 @@ def test_tasks_without_a_launcher():
     one_sentence(run(sys.executable, TASK, env=four), "srun started 4 tasks, and each would")
 
 
+MANY_CALLS = """
+import faulthandler, sys
+from argparse import Namespace
+import train_task
+given = Namespace(epochs=1, batch_size=300, device="cpu", data_dir=sys.argv[1], log_every=1)
+for _ in range(60):
+    faulthandler.dump_traceback_later(20, exit=True)
+    train_task.train(given)
+"""
+
+
+def test_a_function_with_ddp_always_ends(tiny):
+    """With DDP as a local variable, one call in some thirty would wait for ever at its end."""
+    path = os.pathsep.join(str(REPOSITORY / folder) for folder in ("distributed", "aux"))
+    done = run(sys.executable, "-c", MANY_CALLS, tiny, env=environment(PYTHONPATH=path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Finished") == 60
+
+
 @pytest.mark.parametrize(("start", "size"), [("./torchrun.sh", 63), (sys.executable, 1000)])
 def test_a_batch_that_the_ranks_cannot_share(start, size, tiny):
     command = [start, TASK, "--device=cpu", "--data-dir", tiny, "--batch-size", size]
