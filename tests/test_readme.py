@@ -157,7 +157,7 @@ def test_the_comparison_can_fail():
 
 
 def test_every_block_is_run():
-    """Here, but four pages: the appendix on containers in test_containers.py, that on laptops in
+    """Here, but four pages: containers.md in test_containers.py, the appendix on laptops in
     test_submit.py, docker.md in test_docker.py, recipes.md in test_recipes.py."""
     tried = (1, 2, 3, 4, 5, 8, 9, 10, 11, "srun", "spawn", "agree")  # by try_chapter
     chapters = [CHAPTERS[chapter] for chapter in tried]
@@ -168,8 +168,8 @@ def test_every_block_is_run():
     assert {name: count for name, count in counts.items() if count} == {
         "README.md": 1,
         "docs/06_your_own_model_and_data.md": 2,
-        "docs/appendix_container.md": 1,
         "docs/appendix_laptop.md": 2,
+        "docs/containers.md": 1,
         "docs/docker.md": 1,
         "docs/recipes.md": 4,
     }
