@@ -159,7 +159,7 @@ def test_the_comparison_can_fail():
 def test_every_block_is_run():
     """Here, but four pages: containers.md in test_containers.py, the appendix on laptops in
     test_submit.py, docker.md in test_docker.py, recipes.md in test_recipes.py."""
-    tried = (1, 2, 3, 4, 5, 8, 9, 10, 11, "srun", "spawn", "agree")  # by try_chapter
+    tried = (1, 2, 3, 4, 5, 8, 9, 10, 11, "launchers", "agree")  # by try_chapter
     chapters = [CHAPTERS[chapter] for chapter in tried]
     others = [path for path in DOCUMENTS if path not in chapters]
     counts = {
@@ -219,9 +219,11 @@ def test_chapters_of_launchers(clone, cluster):
             re.search(r"^epoch=1 test_loss=\S+ .*\nFinished: epoch=1, ", log, re.M) for log in logs
         ), ended
         refused = [job for job in ended if "Unable to create step" in job.log]
-        assert len(refused) == (chapter == "srun") and len(logs) == len(ended) - len(refused), ended
+        assert len(refused) == (chapter == "launchers") and len(logs) == len(ended) - len(
+            refused
+        ), ended
 
-    at_once(scenario, [(chapter, clone) for chapter in (5, "srun", "spawn")])
+    at_once(scenario, [(chapter, clone) for chapter in (5, "launchers")])
 
 
 @pytest.mark.matrix
