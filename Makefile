@@ -93,7 +93,7 @@ gpu-report: $(VENV:=/ready)  ## ten minutes on one GPU leave one page, gpu.md: s
 # compare.py reads its data here.
 bench: override DATA_DIR = data/mnist
 bench: override TEXT_DIR = data/shakespeare
-bench: .venv/ready data text slurm  ## the speed relative to plain loops, in 25 minutes on a quiet machine (docs/benchmarks.md; ARGS="--only launch")
+bench: .venv/ready data text slurm  ## the speed relative to plain loops, in 25 minutes on a quiet machine (ARGS="--only launch")
 	.venv/bin/python dev/bench/compare.py $(ARGS)
 
 lint: .venv/tests  ## ruff and shellcheck

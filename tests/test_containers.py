@@ -26,7 +26,7 @@ from conftest import (
     wait_for,
 )
 from test_launchers import NASTY, copy_file, stand_in
-from test_readme import CHAPTERS, steps, try_block
+from test_readme import steps, try_block
 
 STAND_INS = REPOSITORY / "tests/stand-ins"
 INSIDE = "tests/scripts/inside.py"
@@ -229,9 +229,9 @@ def test_what_is_inside(cluster, site):
 
 @pytest.mark.matrix
 def test_chapter_has_the_losses_of_torchrun(cluster, site, tiny, tmp_path):
-    """The appendix: import the default image, train in it, with a line in the log for every
+    """The page's commands: import the default image, train in it, with a line in the log for every
     step."""
-    (language, commands, shown), _ = steps(CHAPTERS["container"])
+    [(language, commands, shown)] = steps(REPOSITORY / "docs/containers.md")
     commands, count = re.subn(
         r"(distributed/train_ddp.py --epochs 1)", r"\1 --log-every 1", commands
     )

@@ -157,9 +157,9 @@ def test_the_comparison_can_fail():
 
 
 def test_every_block_is_run():
-    """Here, but four pages: the appendix on containers in test_containers.py, that on laptops in
+    """Here, but four pages: containers.md in test_containers.py, the appendix on laptops in
     test_submit.py, docker.md in test_docker.py, recipes.md in test_recipes.py."""
-    tried = (1, 2, 3, 4, 5, 8, 9, 10, 11, "srun", "spawn", "agree")  # by try_chapter
+    tried = (1, 2, 3, 4, 5, 8, 9, 10, 11, "launchers", "agree")  # by try_chapter
     chapters = [CHAPTERS[chapter] for chapter in tried]
     others = [path for path in DOCUMENTS if path not in chapters]
     counts = {
@@ -168,8 +168,8 @@ def test_every_block_is_run():
     assert {name: count for name, count in counts.items() if count} == {
         "README.md": 1,
         "docs/06_your_own_model_and_data.md": 2,
-        "docs/appendix_container.md": 1,
         "docs/appendix_laptop.md": 2,
+        "docs/containers.md": 1,
         "docs/docker.md": 1,
         "docs/recipes.md": 4,
     }
@@ -219,9 +219,11 @@ def test_chapters_of_launchers(clone, cluster):
             re.search(r"^epoch=1 test_loss=\S+ .*\nFinished: epoch=1, ", log, re.M) for log in logs
         ), ended
         refused = [job for job in ended if "Unable to create step" in job.log]
-        assert len(refused) == (chapter == "srun") and len(logs) == len(ended) - len(refused), ended
+        assert len(refused) == (chapter == "launchers") and len(logs) == len(ended) - len(
+            refused
+        ), ended
 
-    at_once(scenario, [(chapter, clone) for chapter in (5, "srun", "spawn")])
+    at_once(scenario, [(chapter, clone) for chapter in (5, "launchers")])
 
 
 @pytest.mark.matrix
@@ -340,50 +342,3 @@ def test_links_and_paths_lead_somewhere(path):
             r"(?<![\w./-])(?:aux|dev|distributed|local|docs|tests)/[\w/-]+\.\w+", span
         ):
             assert (REPOSITORY / name).exists(), name
-
-
-# --- what people are used to ---
-
-
-def habits() -> list[str]:
-    """The commands in the middle column of docs/coming-from.md."""
-    page = (REPOSITORY / "docs/coming-from.md").read_text()
-    cells = "\n".join(re.findall(r"^\| .+? \| (.+?) \| .+? \|$", page, re.M))
-    return list(dict.fromkeys(span for span in re.findall(r"`([^`\n]+)`", cells) if " " in span))
-
-
-# Containers, Docker and submission have tests of their own.
-ELSEWHERE = ("docker ", "sbatch run_script.sh", "python distributed/train_task.py --submit")
-ELSEWHERE += ("@task", "sys.path", "from ")
-HERE = [command for command in habits() if not command.startswith(ELSEWHERE)]
-
-
-def test_habits_of_tasks():
-    """The lines that import the decorator, and its numbers."""
-    lines = [cell for cell in habits() if cell.startswith(("sys.path", "from slurm", "@task"))]
-    lines.sort(key=lambda cell: "sf@".index(cell[0]))
-    lines += ["def train(job=None):", "    return job", "print(train())"]
-    done = run("python3", "-c", "\n".join(["import sys", *lines]))
-    assert len(lines) == 6 and done.stdout == "None\n", done.stderr
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("command", [x for x in HERE if not x.startswith("sbatch ")])
-def test_habits(command, clone):
-    shown = bash(f"source .venv/bin/activate; {command}", clone)
-    assert re.search(r"^Finished: ", shown, re.M), shown
-
-
-@pytest.mark.matrix
-def test_habits_of_sbatch(clone, cluster, tmp_path):
-    """All of them at once."""
-    ids = []
-    for command in [command.split()[1:] for command in HERE if command.startswith("sbatch ")]:
-        # Its header has two tasks on a node.
-        gpus = 2 if "launch_slurm_to_torch.sh" in command else 1
-        options = ["--nodes=2", f"--gpus-per-node={gpus}", f"--output={tmp_path}/%j"]
-        ids.append(cluster.submit(*options, *command, cwd=clone))
-    assert len(ids) > 4
-    for job in map(cluster.wait, ids):
-        assert job.state == "COMPLETED", job.log
-        assert re.search(r"^(Finished: |VERDICT: )", job.log, re.M), job.log

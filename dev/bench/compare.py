@@ -3,10 +3,15 @@
     python dev/bench/compare.py                    # some 25 minutes on two quiet cores
     python dev/bench/compare.py --only MNIST       # the rows with that word in their name
 
-Both sides of a row take turns, and a ratio is the median over the rounds. A training logs
-`..._per_second=`; it counts with the median of its log lines without the first. A launch counts
-from the first line of the batch script to the first step of four ranks, so that queueing does not;
-the jobs run on a cluster that local/cluster/namespaces.sh starts for them (root, Slurm).
+Both sides of a row take turns, and a ratio is the median over the rounds. The other sides always
+compute in float32. Our loss is the mean since the previous log line, and theirs that of the last
+step. A training logs `..._per_second=`; it counts with the median of its log lines without the
+first. A launch counts from the first line of the batch script to the first step of four ranks, so
+that queueing does not; the jobs run on a cluster that local/cluster/namespaces.sh starts for them
+(root, Slurm).
+
+benchmarks.jsonl beside this file has the machine, the commit and the seconds of each round of the
+last published run. Chapter 9 shows some of its ratios.
 """
 
 import argparse
@@ -193,18 +198,6 @@ def ratios(row: dict) -> list[float]:
     return [theirs / ours for ours, theirs in zip(row["ours"], row["theirs"], strict=True)]
 
 
-def table(run: dict, *found: dict) -> str:
-    """The page's block: where it was measured, and the rows."""
-    extensions = ", ".join(run["extensions"]) or "no bfloat16"
-    where = f"{run['cpus']} CPUs of {run['cpu']} with {extensions}, with torch {run['torch']}"
-    return f"Measured on {where}:\n\n{HEAD}{''.join(map(line, found))}"
-
-
-def read(path: Path) -> list[dict]:
-    """Where it was measured, and the rows, each with the seconds of all rounds."""
-    return [json.loads(text) for text in path.read_text().splitlines()]
-
-
 def machine() -> dict:
     """The machine and the versions of a run."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -234,7 +227,8 @@ def main():
     to_measure = [row for row in rows() if run["extensions"] or "bf16" not in row[0]]
     to_measure = [row for row in to_measure if args.only in row[0]]
     if not to_measure:
-        parser.error(f"no row has {args.only!r} in its name: docs/benchmarks.md lists them")
+        names = "; ".join(name for name, *_ in rows())
+        parser.error(f"no row has {args.only!r} in its name. There are: {names}")
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "first_step.py").write_text(FIRST_STEP)
     found = []
