@@ -248,7 +248,7 @@ def judge(training: dict) -> list[str]:
 
 
 STYLE = """
-svg { font: 14px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #24292f }
+svg { font: 14.5px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #24292f }
 .page { fill: #fff } .bold { font-weight: 600 } .quiet { fill: #59636e } .end { text-anchor: end }
 .line { fill: none; stroke: #8a8a8a } .dashed { stroke-dasharray: 5 4 }
 .dot { fill: var(--kind) } .curve { fill: none; stroke: var(--kind); stroke-width: 2.5 }
@@ -264,7 +264,7 @@ svg { font: 14px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #24292f
 
 def draw(result: dict) -> str:
     """An SVG: the losses, and below them how far each kind of run is from one process."""
-    width, height = 480, 372
+    height = 372
     parts = []
 
     def text(x: int, y: int, words: object, look: str):
@@ -306,9 +306,9 @@ def draw(result: dict) -> str:
             text(464, y, f"{gap:.0e}" if gap else "0", "end")
         parts.append("</g>")
     height *= len(result["trainings"])
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
-    head += f' viewBox="0 0 {width} {height}" role="img">\n<style>{STYLE}</style>'
-    page = f'<rect class="page" width="{width}" height="{height}" rx="8"/>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="464" height="{height}"'
+    head += f' viewBox="8 0 464 {height}" role="img">\n<style>{STYLE}</style>'
+    page = f'<rect class="page" x="8" width="464" height="{height}" rx="8"/>'
     return "\n".join([head, page, *parts, "</svg>\n"])
 
 
