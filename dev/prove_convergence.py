@@ -24,9 +24,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
-from PIL import Image
-
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "distributed"))
 
@@ -68,7 +65,7 @@ class Job(NamedTuple):
 
 
 def image_runs() -> Iterator[tuple[str, str, list[Job]]]:
-    """The line in the figure, the name in the table, and the jobs one after the other."""
+    """The row in the figure, the name in the table, and the jobs one after the other."""
     alone = Job("", 1, 1, SINGLE)
     yield "one process", "one process", [alone]
     for launcher in LAUNCHERS:
@@ -250,38 +247,69 @@ def judge(training: dict) -> list[str]:
     return faults
 
 
-def draw(result: dict, path: Path):
-    """All losses on top of each other; below them how far each family is from one process."""
-    plt.rcParams.update({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3})
-    figure, axes = plt.subplots(2, 2, figsize=(9, 6.2), layout="constrained")
-    # A line is told by its dash and marker as well as its colour.
-    looks = [("#1f6099", "-", "o"), ("#b4501a", "--", "s"), ("#1a7f52", ":", "^")]
-    looks += [("#9a3f8b", "-.", "D"), ("black", "--", "v")]
-    for (above, below), training in zip(axes.T, result["trainings"], strict=True):
+STYLE = """
+svg { font: 14.5px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #24292f }
+.page { fill: #fff } .bold { font-weight: 600 } .quiet { fill: #59636e } .end { text-anchor: end }
+.line { fill: none; stroke: #8a8a8a } .dashed { stroke-dasharray: 5 4 }
+.dot { fill: var(--kind) } .curve { fill: none; stroke: var(--kind); stroke-width: 2.5 }
+.wide { stroke: #8a8a8a; stroke-width: 8; opacity: .4 }
+.k0 { --kind: #1f6099 } .k1 { --kind: #b4501a } .k2 { --kind: #1a7f52 } .k3 { --kind: #9a3f8b }
+.k4 { --kind: #24292f }
+@media (prefers-color-scheme: dark) {
+  svg { fill: #e6edf3 } .page { fill: #0d1117 } .quiet { fill: #9198a1 } .k4 { --kind: #e6edf3 }
+  .k0 { --kind: #79b8ff } .k1 { --kind: #f0883e } .k2 { --kind: #56d364 } .k3 { --kind: #d2a8ff }
+}
+"""
+
+
+def draw(result: dict) -> str:
+    """An SVG: the losses, and below them how far each kind of run is from one process."""
+    height = 372
+    parts = []
+
+    def text(x: int, y: int, words: object, look: str):
+        parts.append(f'<text class="{look}" x="{x}" y="{y}">{words}</text>')
+
+    def curve(run: dict, low: float, high: float, look: str):
+        points = ""
+        for step, loss in run["losses"].items():
+            x = 48 + 416 * (int(step) - 1) / (STEPS - 1)
+            points += f"{x:.0f},{170 - 130 * (loss - low) / (high - low):.1f} "
+        parts.append(f'<polyline {look} points="{points}"/>')
+
+    for number, training in enumerate(result["trainings"]):
         one, *others = training["runs"]
-        steps = [int(step) for step in one["losses"]]
-        thick = {"color": "#59636e", "alpha": 0.35, "linewidth": 7}
-        above.plot(steps, one["losses"].values(), label="one process", **thick)
-        families = dict.fromkeys(run["family"] for run in others)
-        for family, (colour, dash, marker) in zip(families, looks, strict=True):
-            look = {"color": colour, "linestyle": dash, "marker": marker, "markevery": 10}
-            look |= {"linewidth": 1.2, "markersize": 4}
-            runs = [run["losses"] for run in others if run["family"] == family]
-            far = [max(abs(run[s] - loss) for run in runs) for s, loss in one["losses"].items()]
-            below.plot(steps, [max(gap, 1e-7) for gap in far], label=family, **look)
-            for losses in runs if family != CONTROL else ():
-                above.plot(steps, losses.values(), **look | {"linewidth": 0.7})
-        above.set(title=f"{training['name']}: the losses of {len(others)} runs", ylabel="loss")
-        above.legend(loc="upper right")
-        below.axhline(LIMIT, color="#59636e", linewidth=1)
-        below.text(steps[-1], LIMIT * 0.8, "limit", ha="right", va="top")
-        below.set(yscale="log", ylim=(7e-8, 0.2), xlabel="step")
-        below.set_title("largest difference from one process; 0 is drawn as 1e-7", fontsize=9)
-        below.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=2, fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    # With a palette the file is a third as large.
-    Image.open(path).convert("RGB").quantize(48).save(path, optimize=True)
+        low, high = min(one["losses"].values()), max(one["losses"].values())
+        parts.append(f'<g transform="translate(0 {number * height})">')
+        text(16, 28, f"{training['name']}: the loss of each kind of run", "bold")
+        parts.append('<path class="line" d="M48 34V176H464"/>')
+        text(42, 46, f"{high:.1f}", "quiet end")
+        text(42, 175, f"{low:.1f}", "quiet end")
+        text(48, 194, "step 1", "quiet")
+        text(464, 194, STEPS, "quiet end")
+        curve(one, low, high, 'class="curve wide"')
+        text(16, 224, "largest difference from one process", "quiet")
+        text(302, 224, "limit", "quiet")
+        parts.append('<path class="line dashed" d="M296 212V356"/>')
+        for place, kind in enumerate(dict.fromkeys(run["family"] for run in others)):
+            # The run of this kind that is farthest from one process.
+            runs = [run for run in others if run["family"] == kind]
+            gap, run = max(((difference(run, one), run) for run in runs), key=lambda pair: pair[0])
+            # The curves lie on each other, so each one has gaps in which the others are seen.
+            dashes = f'stroke-dasharray="8 24" stroke-dashoffset="{-8 * place}"'
+            if kind != CONTROL:
+                curve(run, low, high, f'class="curve k{place}" {dashes}')
+            # From 1e-7 at 200 to 0.1 at 392.
+            x, y = 200 + 32 * (math.log10(max(gap, 1e-7)) + 7), 250 + 24 * place
+            text(16, y, kind, "")
+            parts.append(f'<circle class="dot k{place}" cx="{x:.0f}" cy="{y - 5}" r="6"/>')
+            text(464, y, f"{gap:.0e}" if gap else "0", "end")
+        parts.append("</g>")
+    height *= len(result["trainings"])
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="464" height="{height}"'
+    head += f' viewBox="8 0 464 {height}" role="img">\n<style>{STYLE}</style>'
+    page = f'<rect class="page" x="8" width="464" height="{height}" rx="8"/>'
+    return "\n".join([head, page, *parts, "</svg>\n"])
 
 
 def main():
@@ -298,7 +326,7 @@ def main():
         # A line for each run.
         losses.write_text(json.dumps(prove()).replace('{"name"', '\n{"name"') + "\n")
     result = json.loads(losses.read_text())
-    draw(result, losses.with_suffix(".png"))
+    losses.with_suffix(".svg").write_text(draw(result))
     faults = [fault for training in result["trainings"] for fault in judge(training)]
     if faults:
         sys.exit(f"prove_convergence.py: {'; '.join(faults)}")
