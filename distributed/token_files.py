@@ -182,11 +182,12 @@ def text_functions(tokenizer: dict, file: Path | None) -> tuple[Callable, Callab
 
     if tokenizer["name"] == "characters":
         letters = tokenizer["characters"]
+        numbers_of = {letter: number for number, letter in enumerate(letters)}
 
         def encode(text: str) -> list[int]:
-            if unknown := set(text) - set(letters):
+            if unknown := set(text) - numbers_of.keys():
                 raise ValueError(f"{sorted(unknown)} are not among the {len(letters)} characters")
-            return [letters.index(letter) for letter in text]
+            return [numbers_of[letter] for letter in text]
 
         return encode, lambda numbers: "".join(letters[number] for number in numbers)
 
