@@ -27,7 +27,7 @@ help = "shard inside a node (or among RANKS neighbours in it), and replicate bey
 hybrid = {"type": whole_number(1), "nargs": "?", "const": 0, "metavar": "RANKS"}
 parser.add_argument("--hybrid", help=help, **hybrid)
 args = parse_arguments(parser)
-preemption.listen()  # before the slow imports: Slurm may ask at any time
+preemption.listen()  # before the slow imports, because Slurm may ask at any time
 
 import torch
 import torch.distributed as dist

@@ -34,7 +34,7 @@ parser.add_argument("--sequence-parallel", action="store_true", help=help)
 help = "let a tensor-parallel group span nodes, which is slow"
 parser.add_argument("--across-nodes", action="store_true", help=help)
 args = parse_arguments(parser)
-preemption.listen()  # before the slow imports: Slurm may ask at any time
+preemption.listen()  # before the slow imports, because Slurm may ask at any time
 
 import torch
 import torch.distributed as dist
