@@ -16,7 +16,7 @@ from pathlib import Path
 from resilience.arguments import ArgumentParser
 
 if __name__ == "__main__":
-    ArgumentParser(description=__doc__).parse_args()  # it takes none: any is an error
+    ArgumentParser(description=__doc__).parse_args()  # there are none, so any is an error
 
 import torch
 import torch.distributed as dist
@@ -83,8 +83,8 @@ class RowLinear(nn.Linear):
 
 
 class SplitEmbedding(nn.Module):
-    """Rank r has rows r of weight (V, C): a token it does not have is 0 here, and in the sum
-    what its owner has."""
+    """Rank r has rows r of weight (V, C). For a token of another rank's it has 0, so the sum over
+    all ranks is what the token's owner has."""
 
     def __init__(self, whole: nn.Embedding, rank: int, world_size: int):
         super().__init__()

@@ -147,7 +147,7 @@ class Checkpoints:
     def begin_writing(self, state: dict, values: dict):
         path = self.folder / f"checkpoint_step_{self.step}"
         temporary = path.with_name(f".{path.name}.{JOB}.{RESTART_COUNT}.tmp")
-        # No copying ahead, because its thread would open a context on GPU 0.
+        # Copying ahead is off, because the thread that copies would open a context on GPU 0.
         writer = dcp.FileSystemWriter(temporary, per_thread_copy_ahead=0)
         written = dcp.async_save(
             state, storage_writer=writer, process_group=self.writers, async_stager=self.stager
@@ -170,7 +170,7 @@ class Checkpoints:
         try:
             written.result()
             files = measure_files(temporary, rank, self.group.world_size)
-        # A CheckpointException is no Exception.
+        # A CheckpointException is a BaseException, but no Exception.
         except (Exception, dcp.CheckpointException) as error:
             fault = f"rank {rank}: {first_line(error)}"
         parts = self.group.gathered((files, fault), self.writers)
