@@ -1,6 +1,6 @@
-"""Writes the table of Slurm's versions in docs/tested.md from the reports of make test-slurm.
+"""Write the table of Slurm's versions in docs/tested.md from the reports of make test-slurm.
 
-python dev/slurm_table.py log/slurm/*.xml    # 24.11.5.xml: pytest's --junitxml under 24.11.5
+python dev/slurm_table.py log/slurm/*.xml    # 24.11.5.xml is pytest's --junitxml under 24.11.5
 """
 
 import ast

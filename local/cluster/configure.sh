@@ -30,13 +30,14 @@ cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
   echo "SlurmctldPidFile=$folder/slurmctld.pid"
   echo "SlurmdSpoolDir=$folder/spool/%n"
   echo "SlurmdPidFile=$folder/spool/%n.pid"
-  # One socket, so that srun --cores-per-socket, which some people use, finds as many cores as CPUs.
-  # The memory is only claimed, because all nodes share this machine's.
+  # One socket, so that srun --cores-per-socket finds as many cores as there are CPUs. The memory is
+  # only claimed, because all nodes share this machine's.
   size="CPUs=$cpus Sockets=1 CoresPerSocket=$cpus ThreadsPerCore=1 RealMemory=$((cpus * 4000))"
   if ((gpus > 0)); then size+=" Gres=gpu:$gpus"; fi
   echo "NodeName=node-[1-$nodes] $size"
   if [[ "$cgroups" == none ]]; then
-    # A signal reaches every process of a step; on most sites, only those that slurmstepd started.
+    # With it a signal reaches every process of a step. On most sites it reaches only those that
+    # slurmstepd has started.
     echo "ProctrackType=proctrack/linuxproc"
     # No cgroup limits a job's memory, so Slurm checks every second whether it uses more than it
     # asked for.
@@ -49,8 +50,8 @@ cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
     echo "JobAcctGatherType=jobacct_gather/cgroup"
     echo "JobAcctGatherFrequency=30"
     echo "PrologFlags=Contain"
-    # Binding needs CPUs that exist. Nodes share them: every node's first CPU is the machine's
-    # first.
+    # Binding needs CPUs that exist. The nodes share them, so every node's first CPU is the
+    # machine's first.
     if ((cpus <= $(nproc --all))); then
       echo "TaskPlugin=task/affinity,task/cgroup"
     else

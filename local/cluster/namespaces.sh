@@ -37,7 +37,7 @@ v1_controllers=(cpuset cpuacct memory devices freezer) # those that Slurm uses
 v2_controllers="+cpuset +cpu +memory +pids" # pids, as Slurm 22.05 cannot read the last one
 
 me="$0"
-[[ "$CLUSTER" == default ]] || me="CLUSTER=$CLUSTER $0"
+if [[ "$CLUSTER" != default ]]; then me="CLUSTER=$CLUSTER $0"; fi
 
 fail() {
   echo "namespaces.sh: ${*//[[:cntrl:]]/ }" >&2
@@ -48,8 +48,8 @@ fail() {
 
 up() {
   local nodes=2 cpus gpus=2 # machine, set below, is global because the trap needs it
-  cpus="$(env --unset=OMP_NUM_THREADS nproc)" # else nproc prints that
-  ((cpus >= 2)) || cpus=2                     # the launchers start two ranks on a node
+  cpus="$(env --unset=OMP_NUM_THREADS nproc)" # nproc would print that number
+  if ((cpus < 2)); then cpus=2; fi            # the launchers start two ranks on a node
   while (($#)); do
     case "$1" in
       --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
@@ -178,7 +178,7 @@ make_cgroups() {
   echo v1
 } 2>/dev/null
 
-# For a moment the kernel still counts a process that has just ended.
+# It tries for a while, because the kernel still counts a process that has just ended.
 remove_cgroups() {
   local folder deadline=$((SECONDS + 10))
   for folder in "$cgroup_root"/{.,*}/"$cgroup_name"; do
@@ -234,7 +234,7 @@ exec_on_node() {
   is_up || fail "cluster $CLUSTER is not up: run '$me up'"
   [[ "$node" =~ ^node-[0-9]+$ && -e "$state/$node.pid" ]] ||
     fail "no node '$node' in cluster $CLUSTER, which is up with $(<"$state/size")"
-  # Inside a job of another cluster, srun would take these for its own.
+  # In a job of another cluster these are that job's, and srun would take them for its own.
   [[ ! -v SLURM_JOB_ID ]] || unset "${!SLURM_@}"
   local user=(--pdeathsig TERM) # nsenter waits in between and does not pass signals on
   if [[ -n "${SUDO_UID-}" ]]; then
@@ -242,7 +242,7 @@ exec_on_node() {
     export USER="$SUDO_USER" LOGNAME="$SUDO_USER" HOME
     HOME="$(getent passwd "$SUDO_UID" | cut --delimiter=: --fields=6)"
   fi
-  # The first file that Slurm opens must not become its stdin.
+  # If stdin is closed, the first file that Slurm opens would become its stdin.
   { true <&0; } 2>/dev/null || exec </dev/null
   enter "$node" setpriv "${user[@]}" env --chdir="$PWD" "$@"
 }
@@ -320,7 +320,8 @@ enter_cgroups() {
   local node="node-$1" version="$2" controller become=()
   case "$version" in
     v1)
-      # In place of the machine's, not on top of them, because Enroot takes the first that it finds.
+      # They replace the machine's instead of lying on top of them, because Enroot takes the first
+      # mount that it finds.
       for controller in "${v1_controllers[@]}"; do
         mkdir "$cgroup_root/$controller/$cgroup_name/$node"
         mount --bind "$cgroup_root/$controller/$cgroup_name/$node" "$inside/cgroup"
@@ -340,7 +341,7 @@ enter_cgroups() {
 node() {
   local name="node-$1" mac=02:00:00:00:00:01
   write_host_pid "$name"
-  # This process ends only if something fails, or by SIGKILL.
+  # Unless it is killed by SIGKILL, this process ends only if something fails.
   trap 'echo "$state/log/machine.log" >>"$state/ended"' EXIT
   mount -t proc proc /proc
   mount -t tmpfs tmpfs /dev/shm
