@@ -260,8 +260,9 @@ class Report:
         slow = [f"{step}: {plain / rates[step - 1]:.2f}" for step in (10, 11, 12, 20, 21, 22)]
         _, again, _ = run(f"rm -r {self.folder}/saved/checkpoint_step_30; {command} --resume", 60)
         losses = [re.findall(r"^step=30/.* loss=(\S+)", text, re.M) for text in (output, again)]
-        times = f"Times of steps beside a save, as multiples of the median step's: {', '.join(slow)}"
-        return f"{times}. Loss of step 30, and of the resumed run's: {losses}."
+        sentence = "Times of steps beside a save, as multiples of the median step's"
+        sentence += f": {', '.join(slow)}."
+        return f"{sentence} Loss of step 30, and of the resumed run's: {losses}."
 
     def profile(self) -> str:
         command = f"{self.script} {self.size} --steps 8 --log-every 8"
