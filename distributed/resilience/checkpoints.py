@@ -228,7 +228,10 @@ class Checkpoints:
 
 
 def load_folder(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
-    """Reads a checkpoint into a model, split or not, and its optimizer. All ranks call it."""
+    """Reads a checkpoint into a model, split or not, and its optimizer. All ranks call it.
+
+    Raises dcp's CheckpointException.
+    """
     state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=path)
     set_state_dict(
