@@ -33,9 +33,8 @@ import mnist
 from resilience import checksums
 from token_files import hugging_face_tokenizer, text_functions, unit_of
 
-SHAKESPEARE = (
-    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-)
+SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare"
+SHAKESPEARE += "/input.txt"
 SHAKESPEARE_MD5 = "6fb458f1232090904fb40fe944165e91"
 SYNTHETIC_TEXT = "Python documentation (synthetic)"
 

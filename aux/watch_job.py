@@ -208,11 +208,11 @@ def ranks_here(job: str) -> list[tuple[int, int, int]]:
     # ranks only after that, but starts them in order.
     for _, spawner, _, command, variables in processes:
         if any(word.endswith("spawn_ranks.py") for word in command):
-            children = [
-                pid
-                for _, pid, parent, command, _ in processes
-                if parent == spawner and not any("resource_tracker" in word for word in command)
-            ]
+            children = []
+            for _, pid, parent, words, _ in processes:
+                # Python starts its resource tracker beside the ranks.
+                if parent == spawner and not any("resource_tracker" in word for word in words):
+                    children.append(pid)
             first = int(variables.get("SLURM_NODEID", 0)) * len(children)
             world_size = int(variables.get("NNODES", 1)) * len(children)
             return [(first + i, world_size, pid) for i, pid in enumerate(children)]

@@ -113,12 +113,10 @@ def split_by_hand(model: Transformer, rank: int, world_size: int) -> Transformer
         attention, mlp = block.attention, block.mlp
         attention.register_forward_pre_hook(enter)
         mlp.register_forward_pre_hook(enter)
-        attention.qkv, mlp.up = (
-            ColumnLinear(whole, rank, world_size) for whole in (attention.qkv, mlp.up)
-        )
-        attention.out, mlp.down = (
-            RowLinear(whole, rank, world_size) for whole in (attention.out, mlp.down)
-        )
+        attention.qkv = ColumnLinear(attention.qkv, rank, world_size)
+        attention.out = RowLinear(attention.out, rank, world_size)
+        mlp.up = ColumnLinear(mlp.up, rank, world_size)
+        mlp.down = RowLinear(mlp.down, rank, world_size)
     model.token_embedding = SplitEmbedding(model.token_embedding, rank, world_size)
     model.head = ColumnLinear(model.head, rank, world_size)
     model.head.register_forward_pre_hook(enter)
@@ -132,9 +130,9 @@ def split_loss(model: Transformer, logits: torch.Tensor, targets: torch.Tensor) 
     largest = all_reduce(logits.detach().amax(-1), dist.ReduceOp.MAX)
     row, held = find_rows(targets, model.token_embedding.first, logits.size(-1))
     target = logits.gather(-1, row.unsqueeze(-1)).squeeze(-1) * held
-    total, target = ReduceSplit.apply(
-        torch.stack(((logits - largest.unsqueeze(-1)).exp().sum(-1), target))
-    )
+    total = (logits - largest.unsqueeze(-1)).exp().sum(-1)
+    # One collective for both sums.
+    total, target = ReduceSplit.apply(torch.stack((total, target)))
     return (total.log() + largest - target).mean()
 
 
@@ -167,11 +165,8 @@ def main():
             loss.backward()
             optimizer.step()
         if rank == 0 and (step % 20 == 0 or step == 1):
-            print(
-                f"step={step} loss_whole={loss_whole:.6f} "
-                f"loss_split_over_{world_size}={loss_split:.6f}",
-                flush=True,
-            )
+            line = f"step={step} loss_whole={loss_whole:.6f}"
+            print(f"{line} loss_split_over_{world_size}={loss_split:.6f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ def main(args: argparse.Namespace):
     local_rank = int(os.environ.get("LOCAL_RANK", slurm.get("SLURM_LOCALID", 0)))
     world_size = int(os.environ.get("WORLD_SIZE", slurm.get("SLURM_NTASKS", 1)))
     if world_size == 1:
-        sys.exit("allreduce.py: one rank can reduce with nobody: use a launcher or ./torchrun.sh")
+        remedy = "use a launcher or ./torchrun.sh"
+        sys.exit(f"allreduce.py: one rank has nobody to reduce with: {remedy}")
     device = torch.device("cpu")
     if args.device == "auto" and torch.cuda.is_available():
         device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)

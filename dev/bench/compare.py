@@ -249,9 +249,9 @@ def main():
             turns = [(ours(), theirs()) for _ in range(args.rounds)]
             loss, their_loss = (loss for _, loss in turns[-1])
             row = {"name": name, "other": other}
-            row["ours"], row["theirs"] = (
-                [float(f"{turn[side][0]:.5g}") for turn in turns] for side in (0, 1)
-            )
+            # Five digits of the seconds are enough.
+            row["ours"] = [float(f"{seconds:.5g}") for (seconds, _), _ in turns]
+            row["theirs"] = [float(f"{seconds:.5g}") for _, (seconds, _) in turns]
             row["result"] = f"loss {loss}, theirs {their_loss}" if loss else ""
             found.append(row)
             print(line(row), end="", flush=True)

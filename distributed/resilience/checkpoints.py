@@ -216,11 +216,10 @@ class Checkpoints:
 
     def stop_if_of_another_run(self, run: dict):
         """Rank 0 decides, because other ranks read less of the data that is in `run`."""
-        changed = [
-            f"{name} was {run.get(name)}, not {now}"
-            for name, now in self.run.items()
-            if run.get(name) != now
-        ]
+        changed = []
+        for name, now in self.run.items():
+            if run.get(name) != now:
+                changed.append(f"{name} was {run.get(name)}, not {now}")
         of = f"the checkpoints in {self.folder} are of a different run ({', '.join(changed)})"
         remedy = "use the arguments of that run, or choose another --checkpoint-dir"
         fault = f"{of}: {remedy}" if changed else None
