@@ -412,6 +412,7 @@ def all_reduce(device: torch.device, store: dist.Store, mine: dict, timeout: flo
     mine["right"], where = True, "over all ranks"
 
     def speed_of(ranks: list[int], size: int) -> float:
+        """bus_speed, with a sentence if it does not end."""
         # NCCL can wait for ever in its first collective. gloo gives up by itself before that.
         late = f"the all-reduce {where} has not ended within {timeout:g} s: look for a firewall, "
         timer = threading.Timer(timeout + 5, stop, [late + f"or {hint}"])

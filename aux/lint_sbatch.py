@@ -24,8 +24,8 @@ Findings = Iterator[tuple[int, str]]  # line, sentence
 STRING = r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|\$\{[^}]*\}"""
 # The group is the comment: in `echo a#b "#c" # d` it is "# d", and for a string it is empty.
 COMMENT = re.compile(rf"{STRING}|(?<![^\s;&|()])(#[^\n]*)", re.S)
-# `cat <<-'END' >file`, the lines of the text, and END. The groups are the command's line, the
-# quote, the word, and the rest. In `<<<"$a"` there is no such text.
+# `cat <<-'END' >file`, the lines of the text, and END. The groups are the line from << on, the
+# quote, the word, and the lines below. `<<<"$a"` has no such lines.
 HERE_DOCUMENT = re.compile(r"((?<!<)<<-?\s*([\"']?)\\?(\w+)\2.*\n)((?:.*\n)*?\s*\3)$", re.M)
 # Up to four deep: `(date)`, `(date; (date))`.
 PARENTHESES = r"\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)"
@@ -204,6 +204,7 @@ def only_prepares(command: Command) -> bool:
 
 
 def directives_not_read(script: Script) -> Findings:
+    """Lines that look like directives, and that Slurm takes for comments or as they stand."""
     for line, text in script.comments:
         if re.match(r"(\s*#\s+SBATCH|\s+#SBATCH|#sbatch)\s+-", text):
             yield line, "Slurm takes this line for a comment: begin it with #SBATCH"
@@ -288,6 +289,8 @@ def rank_variables(script: Script) -> Findings:
 
 
 def devices(script: Script) -> Findings:
+    """GPUs that are asked for twice, chosen by hand, or numbered by rank although each rank sees
+    one."""
     gres = re.split("[,:]", script.asked.get("gres", ""))
     if "gpus-per-node" in script.asked and "gpu" in gres:
         what = "--gres=gpu beside --gpus-per-node, which Slurm 26.05 refuses"

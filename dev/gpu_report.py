@@ -118,6 +118,8 @@ def block(text: str, lines: int = 30) -> str:
 
 
 class Report:
+    """The page's parts: each method after `prepare` runs commands, and returns Markdown."""
+
     def __init__(self, device: str, folder: Path):
         self.cpu = device == "cpu"
         self.folder = folder
@@ -148,6 +150,7 @@ class Report:
         return block(f"{shown}\n{versions}, {os.cpu_count()} CPUs, Python.h: {header}")
 
     def speed(self) -> str:
+        """The rates of steps 61 to 70, and the seconds until the first line of the log."""
         rows = ["| train_fsdp.py | tokens/s | MFU | peak memory, GiB | s to the first line |"]
         rows.append("|---|---|---|---|---|")
         for name, options in (SPEED_OF_CPU if self.cpu else SPEED).items():

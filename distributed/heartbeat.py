@@ -89,6 +89,7 @@ class Heart:
             time.sleep(0.5)
 
     def write(self, seconds: float):
+        """Writes the heartbeat of a rank that has been in its step for so many seconds."""
         stack, frame, waits = main_stack()
         beat = {
             "rank": self.rank,

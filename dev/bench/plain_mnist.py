@@ -44,6 +44,7 @@ if args.ours:
 
 
 def batches():
+    """Images and labels, 64 at a time, over and over."""
     found = loader
     if not args.only_load:
         tensors = mnist.load(args.data_dir)[0].tensors

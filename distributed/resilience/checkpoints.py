@@ -97,6 +97,7 @@ class Checkpoints:
         return self.step
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        """Loads the newest whole checkpoint, if there is one."""
         if (path := newest(self.folder, self.group)) is None:
             return
         self.values = read_manifest(path)
@@ -145,6 +146,7 @@ class Checkpoints:
         self.group.seconds_saving += time.perf_counter() - start
 
     def begin_writing(self, state: dict, values: dict):
+        """Copies the state into the CPU's memory, and leaves the rest to the thread."""
         path = self.folder / f"checkpoint_step_{self.step}"
         temporary = path.with_name(f".{path.name}.{JOB}.{RESTART_COUNT}.tmp")
         # Copying ahead is off, because the thread that copies would open a context on GPU 0.

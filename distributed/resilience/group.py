@@ -124,6 +124,7 @@ class Group:
         self.stop_at_first(self.gathered(fault))
 
     def stop_at_first(self, faults: list[str | None]):
+        """The same for the faults of all ranks, which each rank knows already."""
         faulty = [rank for rank, fault in enumerate(faults) if fault]
         if not faulty:
             return

@@ -95,6 +95,7 @@ class Progress:
         self.start_timing(step)
 
     def write_event(self, event: dict[str, float], end: str = ""):
+        """On rank 0 prints a line, and writes one into metrics.jsonl, and for TensorBoard."""
         if self.file is None:
             return
         try:
