@@ -529,14 +529,14 @@ def report(found: list[dict], asked_for_signal: bool) -> int:
         deaf = [f"rank {n} on {its['host']}" for n, its in enumerate(found) if not its["signal"]]
         print("signals reach the ranks:", f"not {', '.join(deaf)}" if deaf else "yes")
 
-    for kind in ("warnings", "bad"):
+    for kind, label in (("warnings", "warning: "), ("bad", "")):
         sentences = {}
         for number, its in enumerate(found):
             for sentence in its[kind]:
                 sentences.setdefault(sentence, []).append(number)
-        for sentence, (first, *more) in sentences.items():
-            where = f"[Rank {first} on {found[first]['host']}] {'warning: ' * (kind != 'bad')}"
-            print(f"{where}{sentence}{f' (and {len(more)} more)' if more else ''}")
+        for sentence, (first, *others) in sentences.items():
+            more = f" (and {len(others)} more)" if others else ""
+            print(f"[Rank {first} on {found[first]['host']}] {label}{sentence}{more}")
     hosts = dict.fromkeys(its["host"] for its in found)
     bad = dict.fromkeys(its["host"] for its in found if its["bad"])
     if not bad:

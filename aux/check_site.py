@@ -330,7 +330,9 @@ def print_partitions(site: Site):
     """A row for each kind of node in each partition, those with GPUs first."""
     rows = []
     for partition in site.partitions:
-        name = partition["PartitionName"] + "*" * (partition.get("Default") == "YES")
+        name = partition["PartitionName"]
+        if partition.get("Default") == "YES":
+            name += "*"
         if why := site.refusal(partition):
             rows.append((1, [name, f"not for you: {why}"]))
             continue
@@ -383,8 +385,10 @@ def main():
 
     print(f"Slurm {site.config['SLURM_VERSION']}, cluster {site.config['ClusterName']}\n")
     print_partitions(site)
-    gpus = site.shapes(partition)[0][0].gpus
-    for whole, what in ((True, "All of a node"), (False, "One GPU"))[: 2 if gpus else 1]:
+    shares = [(True, "All of a node")]
+    if site.shapes(partition)[0][0].gpus:
+        shares.append((False, "One GPU"))
+    for whole, what in shares:
         print(f"\n{what} in the partition {name}:")
         for by_rank, launcher in ((False, "torchrun, mp"), (True, "launch_slurm_to_torch.sh")):
             options = [f"--{k}={v}" for k, v in site.options(partition, whole, by_rank).items()]

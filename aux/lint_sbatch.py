@@ -247,7 +247,8 @@ def torchrun_alone(script: Script) -> Findings:
             written = [each.line for each in script.body if alone[0] in each.text]
             why = "training runs that do not know of each other"
             how = '--nnodes="$SLURM_JOB_NUM_NODES" and one --rdzv-endpoint for all'
-            yield [*written, command.line][0], f"{alone[0]} on {nodes} nodes, {why}: {how}"
+            line = written[0] if written else command.line
+            yield line, f"{alone[0]} on {nodes} nodes, {why}: {how}"
 
 
 def no_srun(script: Script) -> Findings:
@@ -274,13 +275,17 @@ def no_srun(script: Script) -> Findings:
         why = f"so it starts once, though the header asks for {asked}"
         main = re.search("train|torch|main", command.text)
         found.append((not main, command.line, f"{name} without srun, {why}: {how} {name} ..."))
-    for _, line, sentence in sorted(found)[:1]:
+    if found:
+        # One that looks like the training run, or else the first.
+        _, line, sentence = min(found)
         yield line, sentence
 
 
 def rank_variables(script: Script) -> Findings:
     """$SLURM_PROCID outside of single quotes is the batch shell's."""
-    for command in script.body if script.directives or script.sruns else []:
+    if not script.directives and not script.sruns:
+        return
+    for command in script.body:
         live = re.sub(r"""("(?:\\.|[^"\\])*")|'[^']*'""", r"\1", command.text)
         if found := re.search(r"(?<!\\)\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))", live):
             why = "where it is always 0"
@@ -324,7 +329,7 @@ def cpus_for_gpus(script: Script) -> Findings:
     cpus = gpus * script.number("cpus-per-gpu")
     cpus = cpus or script.tasks * max(script.number("cpus-per-task"), 1)
     written = [name for name in ("cpus-per-task", "cpus-per-gpu") if name in asked]
-    line = script.asked_at[[*written, by[0]][0]]
+    line = script.asked_at[written[0] if written else by[0]]
     # An EDIT comment says that the number is one to change.
     if cpus < 2 * gpus and "EDIT" not in script.directives[line]:
         what = "fewer than 2 CPUs for each GPU"
@@ -365,19 +370,22 @@ def exit_status(script: Script) -> Findings:
         if pipe and command.line > pipefail:
             what = "scontrol into head under pipefail, where SIGPIPE ends a job with a long list"
             yield command.line, f"{what}: hosts=$(scontrol ...), then ${{hosts%%$'\\n'*}}"
-    for command in script.trainings if "PIPESTATUS" not in script.text else []:
-        if command.end in ("|", "|&") and command.line < pipefail:
+    for command in script.trainings:
+        piped = command.end in ("|", "|&") and command.line < pipefail
+        if piped and "PIPESTATUS" not in script.text:
             yield command.line, f"a pipe hides the exit status, {why}: set -o pipefail"
 
     # After `set -e` or `bash -e`, or if the script reads $?, the status is not lost. In a script
     # with functions, the last training run may not be what runs last.
     strict = r"^#!.*\s-\w*e|^\s*set\s+(-\w*e|.*\berrexit)|\$\?|^\s*[\w-]+ *\(\)"
-    for command in [] if re.search(strict, script.text, re.M) else script.trainings[-1:]:
-        after = script.commands[script.commands.index(command) + 1 :]
-        after = [each for each in after if not re.match(r"(fi|done|esac)\b|[})]|exit$", each.text)]
-        if command.end in ("\n", ";") and after:
-            what = f"the status is {after[-1].name}'s, not {command.name}'s"
-            yield command.line, f"{what}, {why}: set -e at the top"
+    if re.search(strict, script.text, re.M) or not script.trainings:
+        return
+    command = script.trainings[-1]
+    after = script.commands[script.commands.index(command) + 1 :]
+    after = [each for each in after if not re.match(r"(fi|done|esac)\b|[})]|exit$", each.text)]
+    if command.end in ("\n", ";") and after:
+        what = f"the status is {after[-1].name}'s, not {command.name}'s"
+        yield command.line, f"{what}, {why}: set -e at the top"
 
 
 def srun_options(script: Script) -> Findings:
@@ -415,14 +423,16 @@ def traps(script: Script) -> Findings:
     waits = re.findall(r"^[^#\n]*\bwait\b", script.text, re.M)
     # A script that loops or requeues the job may leave the rest to the next start.
     again = re.search(r"^[^#\n]*(\b(while|until|for)\b|requeue)", script.text, re.M)
-    for command in [each for each in script.trainings[-1:] if each.end == "&"]:
-        if script.directives and not foreground and not waits:
-            why = "and the job ends before it"
-            yield command.line, f"{command.name} in the background, {why}: add wait"
-        if re.search("USR|TERM", script.handled) and len(waits) == 1 and not again:
-            why = "wait ends when the trap has run, and the job with it, before anything is saved"
-            how = "wait again until it has ended"
-            yield command.line, f"{command.name} is waited for once, but {why}: {how}"
+    if not script.trainings or script.trainings[-1].end != "&":
+        return
+    command = script.trainings[-1]
+    if script.directives and not foreground and not waits:
+        why = "and the job ends before it"
+        yield command.line, f"{command.name} in the background, {why}: add wait"
+    if re.search("USR|TERM", script.handled) and len(waits) == 1 and not again:
+        why = "wait ends when the trap has run, and the job with it, before anything is saved"
+        how = "wait again until it has ended"
+        yield command.line, f"{command.name} is waited for once, but {why}: {how}"
 
 
 def signals(script: Script) -> Findings:
@@ -438,7 +448,9 @@ def signals(script: Script) -> Findings:
     if not name.startswith("USR"):
         told = re.search(told, script.text)
         name = told[1] if told else ""
-    for command in script.body if name else []:
+    if not name:
+        return
+    for command in script.body:
         handles = rf"signals[-_]to[-_]handle[ =]\S*{name}"
         if re.search(TORCHRUN, command.text) and not re.search(handles, script.expanded(command)):
             what = f"{name} kills torchrun, which does not know the signal, ranks and all"

@@ -122,6 +122,7 @@ def indivisible(flag: str, value: int, parts: int, what: str) -> str | None:
     """One sentence if `value` is not divisible by `parts` (in words: `what`), or None."""
     if value % parts == 0:
         return None
-    more = value - value % parts + parts
-    near = f"{more - parts or more + parts} or {more} would do"
-    return f"{flag} {value} is not divisible by {what}: {near}"
+    below = value - value % parts
+    above = below + parts
+    other = below if below > 0 else above + parts
+    return f"{flag} {value} is not divisible by {what}: {other} or {above} would do"
