@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC1091
 # pytorch-on-slurm 1.0: sizes, address and settings of a job, for its launcher on the first node.
-# ${A:-B} is A, or B if A is empty; ${A%%[(,]*} is A up to a ( or comma; ${!A@}: names like A*
+# ${A:-B} is A, or B if A is empty; ${A%%[XY]*} is A up to the first X or Y; ${!A@}: names like A*
 if [[ -z "${SLURM_JOB_ID:-}" || "${SLURM_PROCID:-0}" != 0 || "$-" == *i* ]]; then
     echo "env.sh is for the launchers: sbatch launch_slurm_with_torchrun.sh SCRIPT" >&2
     return 1
@@ -8,7 +8,7 @@ fi
 die() { echo "env.sh: $1" >&2 && exit 1; }
 
 # --- ranks: one for each GPU, or without GPUs one for each task ---
-job=$(scontrol show job "$SLURM_JOB_ID") # Slurm's record of it
+job=$(scontrol show job "$SLURM_JOB_ID") # Slurm's record of this job
 [[ "$job" =~ HetJobId= ]] && die "a heterogeneous job (sbatch A : B) has nodes that srun leaves out"
 NNODES=$SLURM_JOB_NUM_NODES
 tasks=${SLURM_NTASKS_PER_NODE:-1}
@@ -24,9 +24,12 @@ if [[ "$job" =~ TresPerNode=gres$number ]]; then gpus=${BASH_REMATCH[1]}; fi
 NPROC_PER_NODE=$((gpus > 0 ? gpus : tasks))
 WORLD_SIZE=$((NNODES * NPROC_PER_NODE))
 
-# --- CPUs of a node: --cpus-per-task x tasks, or what Slurm granted: 16(x4) is 16 on 4 nodes ---
-CPUS_PER_NODE=${SLURM_JOB_CPUS_PER_NODE%%[(,]*}
-[[ "$job" =~ CpusPerTres= ]] && unset SLURM_CPUS_PER_TASK # stale beside --cpus-per-gpu
+# --- CPUs of a node: --cpus-per-task x tasks, or what Slurm granted ---
+# 48(x2),16 is 48 on each of two nodes, and 16 on a third. The smallest number counts for all.
+granted=$(tr , '\n' <<<"$SLURM_JOB_CPUS_PER_NODE" | sort --numeric-sort)
+CPUS_PER_NODE=${granted%%[($'\n']*}
+# With --cpus-per-gpu, SLURM_CPUS_PER_TASK is left from a job in which sbatch was typed.
+[[ "$job" =~ CpusPerTres= ]] && unset SLURM_CPUS_PER_TASK
 if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then CPUS_PER_NODE=$((SLURM_CPUS_PER_TASK * tasks)); fi
 CPUS_PER_RANK=$((CPUS_PER_NODE > NPROC_PER_NODE ? CPUS_PER_NODE / NPROC_PER_NODE : 1))
 
@@ -40,7 +43,7 @@ export NNODES NPROC_PER_NODE CPUS_PER_NODE OMP_NUM_THREADS=$CPUS_PER_RANK MASTER
 unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER_@}" "${!SLURM_GPUS_PER_@}" SLURM_GPUS
 unset SLURM_CPUS_PER_GPU SLURM_NTASKS_PER_GPU SLURM_TRES_PER_TASK
 if ((gpus > 0)); then export SLURM_GPUS_PER_NODE=$gpus; fi
-# srun passes on all variables, even after sbatch --export=NONE. torch needs no MPI.
+# srun is to pass on all variables, even after sbatch --export=NONE. torch needs no MPI.
 export SLURM_EXPORT_ENV=ALL SLURM_MPI_TYPE=none
 
 # --- your cluster: the only part to edit, and most need only its first two lines ---

@@ -31,7 +31,8 @@ export CONTAINER_ENV=
 # Slurm sends SIGTERM before it kills a job. Some scripts then save, and this shell waits for them.
 trap : TERM
 
-# A container has no scontrol: rank 0 of a stopped run leaves this file, and this shell requeues.
+# A container has no scontrol, so rank 0 of a stopped run leaves this file, and this shell requeues
+# the job.
 stopped=log/$SLURM_JOB_ID/requeue
 rm --force "$stopped"
 

@@ -13,14 +13,14 @@ if [[ -z "${NNODES:-}" ]]; then
     exec torchrun --standalone --nproc-per-node="${NPROC_PER_NODE:-$ranks}" "$@"
 fi
 
-# Ignored until torchrun is up, because a job that SIGTERM kills is FAILED, and is not requeued.
+# SIGTERM is ignored until torchrun is up, because a job that it kills is FAILED, and not requeued.
 # Then torchrun passes it on, and waits 600 seconds for ranks that save (30 before torch 2.12).
 # Slurm may kill them earlier, after KillWait, which is often 30 seconds.
 trap '' TERM
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 
-# rdzv is the rendezvous: each node's torchrun waits there, up to 300 seconds, for all others. Its
-# id changes with a requeue, so that none of the earlier start joins.
+# rdzv is the rendezvous, where each node's torchrun waits up to 300 seconds for all others. Its id
+# changes with a requeue, so that no torchrun of the earlier start joins.
 # EDIT: add --numa-binding=node if nodes have two CPU sockets: ranks stay near their GPU.
 # EDIT: add --tee=3 if lines of several ranks run into each other: each then has a rank's label.
 exec torchrun \

@@ -6,10 +6,10 @@
     torchrun --standalone --nproc-per-node=8 check_ranks.py
 
 The last line says that all is well (exit status 0, even with warnings), or which nodes to leave out
-(exit status 1). All ranks compute at once, as in training. A rank that is slower than 0.8 of the
-median is bad, or on CPUs than 0.5. So is a node whose all-reduce, inside it or with each of two
-neighbours, is slower than 0.8 of the median, or on CPUs than 0.1. This file needs only torch, so it
-can be copied by itself.
+(exit status 1). All ranks compute at once, as in training. A rank with less than 0.8 of the median
+speed is bad (on CPUs 0.5). So is a node whose all-reduce, inside it or with each of two neighbours,
+has less than 0.8 of the median (on CPUs 0.1). This file needs only torch, so it can be copied by
+itself.
 """
 
 import argparse
@@ -41,7 +41,8 @@ import torch.distributed as dist
 env = os.environ
 HOST = env.get("SLURMD_NODENAME") or socket.gethostname()
 INFINIBAND = Path("/sys/class/infiniband")
-# A power cap is not among them, because a GPU under constant load reaches it.
+# nvidia-smi's reasons that are faults. A power cap is none, because a GPU under constant load
+# reaches it.
 SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 MIB = 2**20
 
@@ -62,10 +63,10 @@ def parse_arguments() -> argparse.Namespace:
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=text, allow_abbrev=False)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    help = "the folder that all nodes must see"
+    help = "check that all nodes see this folder (default: checkpoints)"
     parser.add_argument("--checkpoint-dir", type=Path, default="checkpoints", help=help)
-    help = "seconds to wait for a rank (default: 300)"
-    parser.add_argument("--timeout", type=float, default=300, help=help)
+    help = "how long to wait for a rank (default: 300)"
+    parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help=help)
     help = "test whether SIGTERM reaches the ranks; torchrun ends after it, and the job is FAILED"
     parser.add_argument("--sigterm", action="store_true", help=help)
     args = parser.parse_args()
@@ -126,8 +127,8 @@ def open_store(timeout: float) -> dist.Store:
         with contextlib.suppress(OSError):
             if (found := socket.gethostbyname(name)).startswith("127."):
                 stop(f"{name} is {found} here, where no other node reaches it: check /etc/hosts")
-    # torchrun's agent has opened the store, or rank 0 opens it and waits for nobody, so that it can
-    # name missing ranks. The others wait longer, so that rank 0 speaks first.
+    # torchrun's agent has opened the store, or rank 0 opens it. Rank 0 waits for nobody, so that it
+    # can name missing ranks. The others wait longer, so that rank 0 speaks first.
     opens = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     patience = timedelta(seconds=timeout if rank == 0 else timeout + 30)
     store = dist.TCPStore(address, port, world_size, opens, patience, False, multi_tenant=True)
@@ -148,7 +149,7 @@ def gather(store: dist.Store, step: str, mine: dict, timeout: float) -> list[dic
         store.wait(keys, timedelta(seconds=timeout))
     except dist.DistError:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        # The others may know why.
+        # The ranks that have come may know why.
         for other in {*range(world_size)} - {*missing}:
             its = json.loads(store.get(keys[other]))
             for sentence in its["bad"]:
@@ -194,8 +195,10 @@ def limits() -> Iterator[str]:
     if files != resource.RLIM_INFINITY and files < needed:
         yield f"may have {files} files open, {needed} are needed: put ulimit -n {needed} in env.sh"
     # Loader workers and NCCL exchange data there. A container has 64 MiB by default.
-    if os.path.isdir("/dev/shm") and (free := shutil.disk_usage("/dev/shm").free // MIB) < 256:
-        yield f"/dev/shm has {free} MiB free, 256 MiB are needed: clear it, or --shm-size=1g"
+    if os.path.isdir("/dev/shm"):
+        free = shutil.disk_usage("/dev/shm").free // MIB
+        if free < 256:
+            yield f"/dev/shm has {free} MiB free, 256 MiB are needed: clear it, or --shm-size=1g"
 
 
 def folder_faults(folder: Path, store: dist.Store) -> list[str]:
@@ -207,16 +210,18 @@ def folder_faults(folder: Path, store: dist.Store) -> list[str]:
     else:
         mark = Path(store.get("mark").decode())
     fault = None
-    space = os.statvfs(mark.parent) if mark.parent.is_dir() else None
-    if space and (free := space.f_bavail * space.f_frsize // MIB) < 1024:
-        what = f"{mark.parent} has {free} MiB free, and 1024 MiB are needed"
-        fault = f"{what}: delete old checkpoints"
+    if mark.parent.is_dir():
+        space = os.statvfs(mark.parent)
+        free = space.f_bavail * space.f_frsize // MIB
+        if free < 1024:
+            what = f"{mark.parent} has {free} MiB free, and 1024 MiB are needed"
+            fault = f"{what}: delete old checkpoints"
     if rank == 0:
         try:
             mark.touch()
         except OSError as error:
             fault = fault or f"cannot write in {folder}: {error.strerror}"
-        # "." exists on all ranks.
+        # With a fault of its own, rank 0 names a file that exists on all ranks.
         store.set("mark", "." if fault else str(mark))
     elif not mark.exists():
         what = f"does not see what rank 0 writes in {mark.parent}"
@@ -239,7 +244,7 @@ def warnings(device: torch.device) -> Iterator[str]:
 
 
 def ask_nvidia_smi() -> tuple[list[str], list[str]]:
-    """The faults of this node's GPUs, and the warnings. It leaves out other jobs' GPUs."""
+    """The faults of this node's GPUs, and the warnings. Other jobs' GPUs are left out."""
     bad, notes = [], []
     if not shutil.which("nvidia-smi"):
         return bad, notes
@@ -252,11 +257,11 @@ def ask_nvidia_smi() -> tuple[list[str], list[str]]:
     seen = range(torch.cuda.device_count())
     uuids = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in seen]
     ours = [(number, gpu) for number, gpu in gpus if gpu.findtext("uuid") in uuids]
-    # If this rank sees fewer, Slurm hides its peers'.
+    # If this rank sees fewer GPUs than the node has ranks, Slurm hides its peers' GPUs from it.
     for number, gpu in ours if len(ours) >= ranks_per_node else gpus:
-        counts = [each for each in gpu.iterfind("ecc_errors/volatile/*")]
+        counts = gpu.iterfind("ecc_errors/volatile/*")
         texts = [each.text for each in counts if "uncorrectable" in each.tag]
-        errors = sum(int(text) for text in texts if text.isdigit())  # or N/A
+        errors = sum(int(text) for text in texts if text.isdigit())  # not N/A
         if errors:
             bad.append(f"GPU {number} has {errors} uncorrected ECC errors")
         for each in gpu.iter():
@@ -296,7 +301,7 @@ def measure(device: torch.device, mine: dict):
     if on_gpu:
         free, total = torch.cuda.mem_get_info()
         mine["GPU memory in use"] = f"{(total - free) / 2**30:.1f} GiB"
-        # Half a gigabyte or so is CUDA's own.
+        # Some 512 MiB are CUDA's own.
         if total - free > 2048 * MIB:
             mine["bad"].append("other programs use its GPU's memory: nvidia-smi names them")
 
@@ -304,7 +309,7 @@ def measure(device: torch.device, mine: dict):
     a, b, c = torch.rand(3, size, size, device=device, dtype=dtype)
     mine["TFLOP/s"] = rate(device, 2 * size**3 / 1e12, lambda: torch.mm(a, b, out=c))
 
-    # From piece to piece, so that none is in a cache
+    # It copies from piece to piece, so that no piece is in a cache.
     total, piece = (2048 * MIB, 1024 * MIB) if on_gpu else (128 * MIB, 4 * MIB)
     pieces = itertools.cycle(torch.ones(total, device=device, dtype=torch.uint8).split(piece))
     with ThreadPoolExecutor(1) as pool:
@@ -321,7 +326,7 @@ def measure(device: torch.device, mine: dict):
 
 def log_of_nccl() -> Path | None:
     """The file in which NCCL says how it connects the ranks, of one rank on each node."""
-    # env.sh asks for its warnings.
+    # env.sh asks for WARN. With any other setting the log is the user's.
     if local_rank > 0 or env.get("NCCL_DEBUG", "WARN").upper() not in ("WARN", "VERSION"):
         return None
     try:
@@ -370,20 +375,27 @@ def bus_speed(
         finish(device)
         times.append(time.perf_counter() - start)
         mine["right"] &= bool((numbers == total).all())
-    # The first one connects. CPUs have other work, so the best one counts.
+    # The first call connects. CPUs have other work as well, so their best call counts.
     seconds = statistics.median(times[1:]) if device.type == "cuda" else min(times[1:])
     return 2 * (len(ranks) - 1) / len(ranks) * size / seconds / 1e9
 
 
 def neighbours(node: int, count: int) -> list[int]:
-    """The nodes form a ring, in which each has two neighbours. Its partner in each round, or itself
-    if it has none in this round."""
-    if count % 2 == 0:
-        return [node ^ 1, (((node - 1) ^ 1) + 1) % count]
-    last = count - 1
-    first = node ^ 1 if node < last else last
-    second = ((node - 1) ^ 1) + 1 if node > 0 else 0
-    return [first, second, {0: last, last: 0}.get(node, node)]
+    """A node's partner in each round, or itself if it has none.
+
+    The nodes form a ring, in which each has two neighbours. In a round every node is in at most one
+    pair, so with an odd number of nodes the ring's last pair needs a third round.
+    """
+    pairs = [(i, (i + 1) % count) for i in range(count)]
+    even = count - count % 2
+    rounds = [pairs[0:even:2], pairs[1:even:2]]
+    if count % 2:
+        rounds.append(pairs[-1:])
+    partners = []
+    for pairs in rounds:
+        mine = [pair for pair in pairs if node in pair]
+        partners.append(sum(mine[0]) - node if mine else node)
+    return partners
 
 
 def all_reduce(device: torch.device, store: dist.Store, mine: dict, timeout: float):
@@ -400,7 +412,8 @@ def all_reduce(device: torch.device, store: dist.Store, mine: dict, timeout: flo
     mine["right"], where = True, "over all ranks"
 
     def speed_of(ranks: list[int], size: int) -> float:
-        # NCCL can wait for ever in its first collective. gloo gives up by itself.
+        """bus_speed, with a sentence if it does not end."""
+        # NCCL can wait for ever in its first collective. gloo gives up by itself before that.
         late = f"the all-reduce {where} has not ended within {timeout:g} s: look for a firewall, "
         timer = threading.Timer(timeout + 5, stop, [late + f"or {hint}"])
         timer.daemon = True
@@ -464,6 +477,7 @@ def compare(found: list[dict]):
         other = gpus.setdefault((its["host"], its["gpu"] or number), number)
         if other != number:
             its["bad"].append(f"shares a GPU with rank {other}: ask for one GPU for each rank")
+        # All have read their clocks within a second or so of each other.
         ahead = its.get("clock", 0) - first.get("clock", 0)
         if abs(ahead) > 5:
             how = "ahead of" if ahead > 0 else "behind"
@@ -472,9 +486,9 @@ def compare(found: list[dict]):
         median = statistics.median(its.get(name, 0) for its in found)
         for its in found:
             # GPUs of one model differ by some 8 %, and bad ones have two thirds of the median's
-            # speed (Sinha et al. 2022, arxiv.org/abs/2208.11035), so 0.8 tells them apart. All
-            # programs of a node share its CPUs, so their speed varies more by itself: a healthy
-            # one had 0.79 of the median's.
+            # speed (Sinha et al. 2022, arxiv.org/abs/2208.11035), so 0.8 tells them apart. The
+            # speed of CPUs varies more by itself, because all programs of a node share them. One
+            # in order had 0.79 of the median's.
             share = 0.5 if its["device"] == "cpu" else 0.8
             if its.get(name, 0) < share * median:
                 its["bad"].append(f"{its[name]:.3f} {name}, and the median is {median:.3f}")
@@ -483,6 +497,7 @@ def compare(found: list[dict]):
         by_node = {its["host"]: its for its in reversed(found) if name in its}
         median = statistics.median_high([its[name] for its in by_node.values()] or [0])
         for its in by_node.values():
+            # Between CPUs in order the speeds were up to five times apart.
             share = 0.1 if its["device"] == "cpu" else 0.8
             if its[name] < share * median:
                 speed = f"{its[name]:.3f} GB/s in the all-reduce {where}"
@@ -514,14 +529,14 @@ def report(found: list[dict], asked_for_signal: bool) -> int:
         deaf = [f"rank {n} on {its['host']}" for n, its in enumerate(found) if not its["signal"]]
         print("signals reach the ranks:", f"not {', '.join(deaf)}" if deaf else "yes")
 
-    for kind in ("warnings", "bad"):
+    for kind, label in (("warnings", "warning: "), ("bad", "")):
         sentences = {}
         for number, its in enumerate(found):
             for sentence in its[kind]:
                 sentences.setdefault(sentence, []).append(number)
-        for sentence, (first, *more) in sentences.items():
-            where = f"[Rank {first} on {found[first]['host']}] {'warning: ' * (kind != 'bad')}"
-            print(f"{where}{sentence}{f' (and {len(more)} more)' if more else ''}")
+        for sentence, (first, *others) in sentences.items():
+            more = f" (and {len(others)} more)" if others else ""
+            print(f"[Rank {first} on {found[first]['host']}] {label}{sentence}{more}")
     hosts = dict.fromkeys(its["host"] for its in found)
     bad = dict.fromkeys(its["host"] for its in found if its["bad"])
     if not bad:
@@ -537,13 +552,13 @@ def report(found: list[dict], asked_for_signal: bool) -> int:
 
 def main():
     args = parse_arguments()
-    # More threads than free CPUs would wait for each other, and the node would seem slow.
+    # If there are more threads than free CPUs, they wait for each other, and the node seems slow.
     torch.set_num_threads(1)
     check_world_size()
     store = open_store(args.timeout)
     device, bad = choose_device(args.device)
     bad += [*limits(), *folder_faults(args.checkpoint_dir.absolute(), store)]
-    # It tells two GPUs of a node apart, even if CUDA_VISIBLE_DEVICES renumbers them.
+    # The UUID tells two GPUs of a node apart, even if CUDA_VISIBLE_DEVICES renumbers them.
     gpu = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else ""
     mine = {"host": HOST, "local rank": local_rank, "device": str(device), "gpu": str(gpu)}
     mine |= {"CPUs": len(os.sched_getaffinity(0)), "torch": torch.__version__, "bad": bad}

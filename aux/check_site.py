@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""What this cluster wants, before your first job: run it on a login node.
+"""Find out what this cluster wants, on a login node, before your first job.
 
     python aux/check_site.py                           # partitions, and lines for a launcher
     python aux/check_site.py --partition gpu           # for that one
     python aux/check_site.py --write LAUNCHER          # puts the lines into the launcher's header
 
-It only asks Slurm, and starts nothing. It needs Python 3.9, and can be copied by itself.
+It only asks Slurm, and starts nothing. It needs Python 3.9, and can be copied by itself. MB are
+Slurm's, of 1024 x 1024 bytes.
 """
 
 from __future__ import annotations  # for Python 3.9
@@ -26,27 +27,21 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# What a rank on a GPU can need: torch and CUDA, loader workers, a checkpoint on its way to the disk
-MEMORY_OF_A_RANK = 16_000  # MB
+# MB that a rank on a GPU can need, for torch and CUDA, loader workers, and a checkpoint on its way
+# to the disk.
+MEMORY_OF_A_RANK = 16_000
+# What --gpus-per-node asks for, and GRES that are surely no GPUs. Any other may be one.
 NOT_GPUS = ("gpu", "shard", "mps", "nic", "bandwidth", "craynetwork", "lscratch", "tmpdisk")
-NOT_USABLE = {
-    "DOWN",
-    "DRAIN",
-    "DRAINED",
-    "DRAINING",
-    "FAIL",
-    "FAILING",
-    "MAINT",
-    "UNKNOWN",
-    "FUTURE",
-}
-NOT_USABLE |= {"NOT_RESPONDING", "INVALID_REG", "ERROR"}
+# Words in a node's state with which it runs no new job.
+NOT_USABLE = {"DOWN", "DRAIN", "DRAINED", "DRAINING", "ERROR", "FAIL", "FAILING", "FUTURE"}
+NOT_USABLE |= {"INVALID_REG", "MAINT", "NOT_RESPONDING", "UNKNOWN"}
 PLAIN_TOPOLOGY = ("", "topology/none", "topology/default", "topology/flat")
+# File systems that several machines can mount.
 SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "panfs", "wekafs", "9p")
 
 
 def ask(*command: str) -> str:
-    """The output of one of Slurm's commands; an empty text if it fails."""
+    """The output of one of Slurm's commands, or an empty text if the command fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -55,13 +50,15 @@ def ask(*command: str) -> str:
 
 
 def records(text: str, key: str) -> list[dict]:
-    """The lines of `scontrol --oneliner show ...` that begin with `key`, as dictionaries."""
+    """The lines of `scontrol --oneliner show ...` that begin with `key`, as dictionaries:
+    `NodeName=a Gres=gpu:4 ...` is {"NodeName": "a", "Gres": "gpu:4", ...}."""
     lines = [line for line in text.splitlines() if line.startswith(f"{key}=")]
     return [dict(re.findall(r"(\w+)=(\S+)", line)) for line in lines]
 
 
 def gres(text: str) -> list[tuple[str, str, int]]:
-    """(name, type, count) of each resource: "gpu:a100:4(S:0-1),nic:2"."""
+    """(name, type, count) of each resource: "gpu:a100:4(S:0-1),nic:2" is [("gpu", "a100", 4),
+    ("nic", "", 2)]."""
     found = []
     for part in re.sub(r"\([^)]*\)", "", text).split(","):
         name, *more = part.split(":")
@@ -72,12 +69,12 @@ def gres(text: str) -> list[tuple[str, str, int]]:
 
 
 def number(text: str) -> float:
-    """Of one of Slurm's limits; infinite for UNLIMITED."""
+    """The value of one of Slurm's limits, which is infinite for UNLIMITED."""
     return float(text) if text.isdigit() else math.inf
 
 
 def minutes(limit: str) -> float:
-    """Of a time limit like 1-00:30:00."""
+    """The minutes of a time limit: 1470 for 1-00:30:00."""
     if limit == "UNLIMITED":
         return math.inf
     days, _, rest = limit.rpartition("-")
@@ -98,16 +95,17 @@ class Shape:
         self.gpus = sum(self.types.values())
         self.cpus = int(node.get("CPUEfctv", node.get("CPUTot", 1)))
         self.memory = int(node.get("RealMemory", 0)) - int(node.get("MemSpecLimit", 0))
+        # Nodes of one kind have one key, and those with the most GPUs the lowest.
         self.key = (-self.gpus, tuple(sorted(self.types.items())), self.cpus, self.memory)
 
     def named_gpus(self) -> str:
-        return (
-            ", ".join(f"{count} {kind or 'GPUs'}" for kind, count in self.types.items()) or "none"
-        )
+        """For the table: "4 a100", or "none"."""
+        named = [f"{count} {kind or 'GPUs'}" for kind, count in self.types.items()]
+        return ", ".join(named) or "none"
 
 
 class Site:
-    """What Slurm's commands say. Another `ask` may answer from a record."""
+    """What Slurm's commands say. The tests' `ask` answers from a record of another cluster."""
 
     def __init__(self, ask: Callable = ask):
         lines = re.findall(r"^(\w+) *= (.*?) *$", ask("scontrol", "show", "config"), re.M)
@@ -126,7 +124,8 @@ class Site:
             self.accounts = sorted({*ask(*show, *where, "format=account").split()})
 
     def shapes(self, partition: dict) -> list[tuple[Shape, int, int]]:
-        """(shape, its nodes, those of them that are up), most GPUs first."""
+        """(shape, its nodes, those of them that are up). Shapes with nodes that are up come first,
+        and of these the one with the most GPUs."""
         shapes, all_of, up = {}, Counter(), Counter()
         for node in self.nodes:
             if partition["PartitionName"] in node.get("Partitions", "").split(","):
@@ -173,9 +172,10 @@ class Site:
         return "MEMORY" in self.config["SelectTypeParameters"]
 
     def options(self, partition: dict, whole: bool, by_rank: bool) -> dict[str, str]:
-        """sbatch's options for all of a node or for one GPU of it. `by_rank`: srun starts each
-        rank, and not torchrun or spawn_ranks.py those of a node."""
+        """sbatch's options for all of a node, or for one GPU of it. With `by_rank` srun starts each
+        rank; otherwise torchrun or spawn_ranks.py starts the ranks of a node."""
         shape = self.shapes(partition)[0][0]
+        # Without GPUs there is a rank for every two CPUs.
         ranks = shape.gpus or max(1, shape.cpus // 2)
         share = 1 if whole else ranks
         cpus = min(shape.cpus, number(partition.get("MaxCPUsPerNode", "UNLIMITED"))) // share
@@ -202,21 +202,21 @@ def write(path: Path, site: Site, partition: dict) -> str:
     except (OSError, UnicodeDecodeError) as error:
         sys.exit(f"check_site.py: cannot read {path}: {error}")
     if "#SBATCH --gpus-per-node=" not in old:
-        sys.exit(
-            f"check_site.py: {path} has no line '#SBATCH --gpus-per-node=', so it is no launcher"
-        )
+        what = "has no line '#SBATCH --gpus-per-node=', so it is no launcher"
+        sys.exit(f"check_site.py: {path} {what}")
+    # A number of tasks that is the user's to edit: srun starts each rank.
     by_rank = re.search(r"^#SBATCH --ntasks-per-node=\S+ +# EDIT", old, re.M) is not None
     options = site.options(partition, True, by_rank)
     for name, value in options.items():
         line = f"#SBATCH --{name}={value}"
         found = re.search(rf"^##?SBATCH --{name}=\S* *", new, re.M)
-        # A comment behind it keeps its column.
-        new = (
-            new.replace(found[0], line.ljust(len(found[0])), 1)
-            if found
-            else new.replace("#SBATCH", f"{line}\n#SBATCH", 1)
-        )
-    if "partition" not in options:  # of another call
+        if found:
+            # A comment behind it keeps its column.
+            new = new.replace(found[0], line.ljust(len(found[0])), 1)
+        else:
+            new = new.replace("#SBATCH", f"{line}\n#SBATCH", 1)
+    if "partition" not in options:
+        # An earlier call has put in another partition.
         new = re.sub(r"^#SBATCH --partition=.*\n", "", new, flags=re.M)
     try:
         path.write_text(new)
@@ -230,15 +230,13 @@ def write(path: Path, site: Site, partition: dict) -> str:
 
 
 def facts(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
-    """(sentence, the setting that says so)."""
+    """Sentences on what a job gets, each with the setting of Slurm that says so."""
     config, shape = site.config, site.shapes(partition)[0][0]
     yield f"a job may run for {partition['MaxTime']}", "MaxTime"
     if partition.get("DefaultTime", "NONE") != "NONE":
         yield f"without --time it gets {partition['DefaultTime']}", "DefaultTime"
-    yield (
-        f"at its end SIGTERM comes {config['KillWait']} before SIGKILL, for a checkpoint",
-        "KillWait",
-    )
+    sentence = f"at its end SIGTERM comes {config['KillWait']} before SIGKILL, for a checkpoint"
+    yield sentence, "KillWait"
     mode = partition.get("PreemptMode", config["PreemptMode"])
     if config["PreemptType"] in ("preempt/none", "") or mode == "OFF":
         yield "a job is not preempted", f"PreemptType={config['PreemptType']}, PreemptMode={mode}"
@@ -254,10 +252,8 @@ def facts(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
     again = re.search(r"cred_expire=(\d+)", config["AuthInfo"])
     yield f"a requeued job waits for {again[1] if again else 120} s", "cred_expire in AuthInfo"
     if config["JobRequeue"] == "0":
-        yield (
-            "a job is only requeued with `#SBATCH --requeue`, which the launchers have",
-            "JobRequeue",
-        )
+        sentence = "a job is only requeued with `#SBATCH --requeue`, which the launchers have"
+        yield sentence, "JobRequeue"
     if config["ProctrackType"] == "proctrack/cgroup":
         yield "a signal reaches what srun starts, not its children: use exec", "ProctrackType"
     if site.has_accounts:
@@ -268,7 +264,7 @@ def facts(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
         yield "Slurm does not count memory, so --mem reserves none", "SelectTypeParameters"
         return
     names = {"DefMemPerCPU": "each CPU", "DefMemPerNode": "each node"}
-    # One of them in the partition replaces the cluster's.
+    # If the partition sets one of them, neither of the cluster's applies.
     source = partition if any(number(partition.get(n, "")) < math.inf for n in names) else config
     for name, whose in names.items():
         default = number(source.get(name, ""))
@@ -281,7 +277,7 @@ def facts(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
 
 
 def unusual(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
-    """(what is unusual, what to do)."""
+    """What is unusual here, each with what to do."""
     config, shapes = site.config, [shape for shape, _, _ in site.shapes(partition)]
     version = config["SLURM_VERSION"]
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < (22, 5):
@@ -294,10 +290,9 @@ def unusual(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
         kinds = "; ".join(f"{s.named_gpus()}, {s.cpus} CPUs, {s.memory} MB" for s in shapes)
         how = "the lines above are for the first; --constraint or --gpus-per-node=TYPE:N chooses"
         yield f"different nodes in one partition ({kinds})", how
-    # Exclusive is 26.05's name for it.
-    exclusive = partition.get("OverSubscribe") == "EXCLUSIVE" or "NODE" in partition.get(
-        "Exclusive", ""
-    )
+    # Slurm 26.05 has a field of its own for it, Exclusive.
+    exclusive = partition.get("OverSubscribe") == "EXCLUSIVE"
+    exclusive = exclusive or "NODE" in partition.get("Exclusive", "")
     if exclusive or config["SelectType"] == "select/linear":
         yield "a job gets whole nodes", "use all GPUs of a node"
     if config["MpiDefault"] not in ("none", ""):
@@ -319,6 +314,7 @@ def unusual(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
 
 
 def file_systems() -> Iterator[str]:
+    """On which file systems the folders are that jobs use."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     places = {"this folder": Path.cwd(), "your home": Path.home()}
     if "SCRATCH" in os.environ:
@@ -334,7 +330,9 @@ def print_partitions(site: Site):
     """A row for each kind of node in each partition, those with GPUs first."""
     rows = []
     for partition in site.partitions:
-        name = partition["PartitionName"] + "*" * (partition.get("Default") == "YES")
+        name = partition["PartitionName"]
+        if partition.get("Default") == "YES":
+            name += "*"
         if why := site.refusal(partition):
             rows.append((1, [name, f"not for you: {why}"]))
             continue
@@ -370,7 +368,7 @@ def sbatch_says(options: list[str]) -> str:
 def main():
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=text, allow_abbrev=False)
-    parser.add_argument("--partition", help="for this one, and not for the default")
+    parser.add_argument("--partition", help="look at this partition instead of the default one")
     help = "put the lines for whole nodes into this launcher, and show the diff"
     parser.add_argument("--write", type=Path, metavar="LAUNCHER", help=help)
     args = parser.parse_args()
@@ -387,8 +385,10 @@ def main():
 
     print(f"Slurm {site.config['SLURM_VERSION']}, cluster {site.config['ClusterName']}\n")
     print_partitions(site)
-    gpus = site.shapes(partition)[0][0].gpus
-    for whole, what in ((True, "All of a node"), (False, "One GPU"))[: 2 if gpus else 1]:
+    shares = [(True, "All of a node")]
+    if site.shapes(partition)[0][0].gpus:
+        shares.append((False, "One GPU"))
+    for whole, what in shares:
         print(f"\n{what} in the partition {name}:")
         for by_rank, launcher in ((False, "torchrun, mp"), (True, "launch_slurm_to_torch.sh")):
             options = [f"--{k}={v}" for k, v in site.options(partition, whole, by_rank).items()]

@@ -16,7 +16,7 @@ if ! command -v enroot >/dev/null; then
     die "no enroot on this node: ask for nodes that have it, or see docs/containers.md"
 fi
 
-# sbatch passes on the login node's /run/user/UID, in which a node without it fails.
+# sbatch passes on the login node's /run/user/UID, and on a node without it Enroot fails.
 if [[ ! -w "${XDG_RUNTIME_DIR:-/}" ]]; then unset XDG_RUNTIME_DIR; fi
 
 # --- the container ---
@@ -76,7 +76,7 @@ for mount in "${mounts[@]}"; do
     options+=(--mount "${mount%:rw}")
 done
 
-# --- which variables go in: a container has nothing else of the node's environment ---
+# --- which variables go in, because a container has nothing else of the node's environment ---
 IFS=, read -r -a names <<<"$CONTAINER_ENV"
 names+=(MASTER_ADDR MASTER_PORT NNODES NPROC_PER_NODE CPUS_PER_NODE OMP_NUM_THREADS)
 names+=(PYTHONUNBUFFERED PYTHONFAULTHANDLER LOGLEVEL)
@@ -87,7 +87,7 @@ for variable in "${names[@]}"; do
     if [[ -v "$variable" ]]; then options+=(--env "$variable"); fi
 done
 
-# With this job's umask, because a login shell may take one from the image.
+# The command gets this job's umask, because a login shell may take one from the image.
 # shellcheck disable=SC2016  # expanded by the shell in the container, which becomes the command
 exec enroot start "${options[@]}" "$name" \
     bash -c 'umask "$0" && cd "$1" && shift && exec "$@"' "$(umask)" "$inside" "$@"

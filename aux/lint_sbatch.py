@@ -20,21 +20,28 @@ Findings = Iterator[tuple[int, str]]  # line, sentence
 
 # --- reading bash ---
 
+# What can hide a # or a ; from bash: \# or 'a # b' or "a \" # b" or ${a#b}.
 STRING = r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|\$\{[^}]*\}"""
+# The group is the comment: in `echo a#b "#c" # d` it is "# d", and for a string it is empty.
 COMMENT = re.compile(rf"{STRING}|(?<![^\s;&|()])(#[^\n]*)", re.S)
+# `cat <<-'END' >file`, the lines of the text, and END. The groups are the line from << on, the
+# quote, the word, and the lines below. `<<<"$a"` has no such lines.
 HERE_DOCUMENT = re.compile(r"((?<!<)<<-?\s*([\"']?)\\?(\w+)\2.*\n)((?:.*\n)*?\s*\3)$", re.M)
-# In these, | and & and a line's end do not end a command: `...`, $(...), =(...), ((...)), 2>&1.
+# Up to four deep: `(date)`, `(date; (date))`.
 PARENTHESES = r"\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)"
+# In these, | and & and a line's end do not end a command: `...`, $(...), =(...), ((...)), 2>&1.
 WHOLE = re.compile(rf"{STRING}|`[^`]*`|(?:[$=]|(?=\(\()){PARENTHESES}|[<>]&|&>", re.S)
 END = re.compile(r"\|\||&&|;;|\|&|[;|&()\n]|\Z")
 
-# They may stand before a command's name.
+# What may stand before a command's name: `if ! A="1 2" timeout -k 5 --signal=INT 10m python`.
 TIMEOUT = r"timeout(?: -(?:[ks]|-kill-after|-signal) \S+| -\S+)* \S+"
 KEYWORD = rf"(?:[!{{]|if|then|elif|else|while|until|do|time|exec|nohup|{TIMEOUT})\s+"
 ASSIGNMENT = r"""\w+=(?:"[^"]*"|'[^']*'|[^\s"'])*\s+"""
 
 
 class Command(NamedTuple):
+    """A simple command, or one with what stands before it, such as `if` or `A=1`."""
+
     line: int
     text: str
     end: str  # | or || or & or && or ; or a line's end
@@ -52,7 +59,7 @@ def blanks(text: str) -> str:
 
 def read_bash(text: str) -> tuple[list[tuple[int, str]], list[Command]]:
     """The lines of a script that are comments, with their numbers, and its commands."""
-    # What is no command becomes blank, so that places in the text remain the same.
+    # What is no command becomes blanks, so that all other characters keep their places.
     text = HERE_DOCUMENT.sub(lambda found: found[1] + blanks(found[4]), text)
     code = COMMENT.sub(lambda found: blanks(found[0]) if found[1] else found[0], text)
     lines = enumerate(zip(text.split("\n"), code.split("\n"), strict=True), 1)
@@ -61,6 +68,7 @@ def read_bash(text: str) -> tuple[list[tuple[int, str]], list[Command]]:
     flat = WHOLE.sub(lambda found: "_" * len(found[0]), code)
     commands, start = [], 0
     for end in END.finditer(flat):
+        # A line that ends with a backslash goes on in the next one.
         words = code[start : end.start()].replace("\\\n", "  ")
         if words.strip():
             first = start + len(words) - len(words.lstrip())
@@ -73,24 +81,29 @@ def read_bash(text: str) -> tuple[list[tuple[int, str]], list[Command]]:
 
 SHORT = {"-N": "nodes", "-n": "ntasks", "-c": "cpus-per-task", "-G": "gpus", "-o": "output"}
 SHORT |= {"-e": "error", "-J": "job-name", "-D": "chdir", "-K": "kill-on-bad-exit"}
-# Their arguments may mention commands, but are not run.
+# Commands whose arguments may mention other commands, but do not run them.
 SPEAK = r"echo|printf|die|log|note|info|warn|error|cat|logger|grep|sed|which|type|trap|p(kill|grep)"
+# torchrun or torch.distributed.run, but not my.torchrun, torchrun.sh or torchrun-env.
 TORCHRUN = r"(?<![\w.])(?:torchrun|torch\.distributed\.(?:run|launch))(?![\w./-])"
+# --standalone, --nnodes=1 or --nnodes 1, but not --nnodes=1:4.
 ALONE = re.compile(r"--standalone|--nnodes[ =]+1(?![\w:.])")
 STARTERS = r"torchrun|python[\d.]*|accelerate|deepspeed|apptainer|singularity"
+# A starter such as python3 or bash, a script such as a.py, or "$@". Not A=python or my-bash.
 TRAINS = rf"{TORCHRUN}|(?<![\w=.:-])(?:{STARTERS}|bash)(?![\w.])|\.(?:py|sh)\b|\$@"
-# They prepare a training run, or show something.
+# Commands that prepare a training run, or show something.
 ASIDE = r"hostname|nvidia-smi|date|lscpu|free|df|ls|mkdir|cp|rsync|rm|tar|mv|ln|chmod|touch|unzip"
 ASIDE += r"|gunzip|find|cd|export|set|echo|sleep|env|:|true"
 
 
 def first_number(text: str | None) -> int:
+    """2 for "2-4"; 0 for a text without a number, and for None."""
     found = re.search(r"\d+", text or "")
     return int(found[0]) if found else 0
 
 
 def options(text: str) -> dict[str, str]:
-    """Slurm's options in `text` by their long names; one without a value has an empty one."""
+    """Slurm's options in `text` by their long names, with their values: `-N2 --exclusive` is
+    {"nodes": "2", "exclusive": ""}."""
     words = re.sub("[\"']", "", text).split(" #")[0].split()
     found = {}
     for word, following in zip(words, [*words[1:], "-"], strict=False):
@@ -103,12 +116,12 @@ def options(text: str) -> dict[str, str]:
 
 
 def is_readable(file: Path) -> bool:
-    """Also for names with which Path.is_file() raises an error, as one that is too long."""
+    """Whether it is a file to read. Path.is_file() would raise an error if a name is too long."""
     return os.path.isfile(file) and os.access(file, os.R_OK)
 
 
 def shell_strings(text: str) -> list[tuple[str, str]]:
-    """The strings that shells in `text` run: of `bash -lc 'cd a && ls'` (`bash`, `cd a && ls`)."""
+    """The strings that shells in `text` run: ("bash", "cd a && ls") of `bash -lc 'cd a && ls'`."""
     option = r"(?:-\S+\s+|pipefail\s+)*?-\w*c\s+"
     strings = re.finditer(rf"(?<![\w.-])(\w*sh)\s+{option}(['\"])((?:\\.|(?!\2).)*)\2", text, re.S)
     return [(found[1], found[3]) for found in strings]
@@ -136,29 +149,35 @@ class Script:
         per_node = max(self.number("ntasks-per-node"), 1)
         self.tasks = self.number("ntasks") or max(self.nodes, 1) * per_node
 
+        # A="1 2", A='1', A=(1 2), A=$(date) or A=1, with = or +=. All values of a name count.
         self.values: dict[str, str] = {}
         value = r"(\"(?:\\.|[^\"])*\"|'[^']*'|\([^()]*\)|\$\([^()]*\)|\S+)"
         for command in self.commands:
             for name, text in re.findall(rf"(?<![\w-])(\w+)\+?={value}", command.text):
-                more = re.sub(rf"\$\{{?{name}\b", "", text.strip("\"'()"))  # X="$X --more"
+                # In A="$A --more" the name stands for what is there already.
+                more = re.sub(rf"\$\{{?{name}\b", "", text.strip("\"'()"))
                 self.values[name] = f"{self.values.get(name, '')} {more}"
 
+        # The command, but not my-srun, --with=srun or "srun.
         srun = re.compile(r"(?<![\w.=\"'-])srun\s")
         self.sruns = [command for command in self.body if srun.search(command.text)]
         starts = re.compile(rf'srun|{STARTERS}|"\$@"')
         starters = [command for command in self.body if starts.fullmatch(command.name)]
         self.trainings = [each for each in starters if re.search(TRAINS, self.expanded(each))]
 
+        # `trap -- 'save now' USR1 SIGTERM`: the action, and the signals.
         trap = re.compile(r"trap\s+(?:--\s+)?(\S.*?)((?:\s+(?:SIG)?[A-Z]+[12]?)+)$", re.S)
         traps = [found for command in self.commands if (found := trap.match(command.text))]
         # After trap '' and trap : nothing handles the signal.
-        self.handled = " ".join(t[2] for t in traps if t[1] not in ("''", '""', "-", ":"))
+        handlers = [found for found in traps if found[1] not in ("''", '""', "-", ":")]
+        self.handled = " ".join(found[2] for found in handlers)
 
     def number(self, option: str) -> int:
         return first_number(self.asked.get(option))
 
     def expanded(self, command: Command) -> str:
         """The command with the values of the variables that the script itself sets."""
+        # $A, ${A} or ${A[@]}. A value may have a variable, whose value may have another one.
         text, variable = command.text, re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
         for _ in range(3):
             text = variable.sub(lambda found: self.values.get(found[1], found[0]), text)
@@ -174,6 +193,7 @@ class Script:
 def only_prepares(command: Command) -> bool:
     """Whether an srun trains nothing: `srun hostname`, `srun bash -c 'mkdir a && cp b a'`."""
     started = command.text.partition("srun")[2]
+    # After options such as -N2 or --exclusive, the command's name.
     names = re.findall(r"^(?:\s+-\S+)*\s+([\w-]+)", started)
     if strings := shell_strings(started):
         names = [inner.name for _, text in strings for inner in read_bash(text)[1]]
@@ -184,6 +204,7 @@ def only_prepares(command: Command) -> bool:
 
 
 def directives_not_read(script: Script) -> Findings:
+    """Lines that look like directives, and that Slurm takes for comments or as they stand."""
     for line, text in script.comments:
         if re.match(r"(\s*#\s+SBATCH|\s+#SBATCH|#sbatch)\s+-", text):
             yield line, "Slurm takes this line for a comment: begin it with #SBATCH"
@@ -197,6 +218,7 @@ def directives_not_read(script: Script) -> Findings:
 
 
 def no_log_folder(script: Script) -> Findings:
+    """Slurm opens the log before the job runs, and makes no folder for it."""
     for option in script.asked.keys() & {"output", "error"}:
         name, line = script.asked[option], script.asked_at[option]
         folder = Path(name).parent
@@ -215,6 +237,7 @@ def no_log_folder(script: Script) -> Findings:
 
 
 def torchrun_alone(script: Script) -> Findings:
+    """A torchrun that knows of one node, started on several."""
     for command in script.body:
         text = script.expanded(command)
         alone = ALONE.search(text)
@@ -224,7 +247,8 @@ def torchrun_alone(script: Script) -> Findings:
             written = [each.line for each in script.body if alone[0] in each.text]
             why = "training runs that do not know of each other"
             how = '--nnodes="$SLURM_JOB_NUM_NODES" and one --rdzv-endpoint for all'
-            yield [*written, command.line][0], f"{alone[0]} on {nodes} nodes, {why}: {how}"
+            line = written[0] if written else command.line
+            yield line, f"{alone[0]} on {nodes} nodes, {why}: {how}"
 
 
 def no_srun(script: Script) -> Findings:
@@ -237,12 +261,13 @@ def no_srun(script: Script) -> Findings:
     found = []
     for command in script.trainings:
         text, name = script.expanded(command), command.name
-        # torchrun starts a process for each GPU, but only on its own node.
+        # These start a process for each GPU, but only on their own node.
         on_a_node = re.search(rf"{TORCHRUN}|\baccelerate\b", text)
         several = script.nodes if on_a_node else script.tasks
-        # Several of them side by side are also tasks, and "$@" may be srun.
+        # Several in the background are tasks as well, and "$@" may be srun.
         if several < 2 or command.end == "&" or name == '"$@"':
             continue
+        # python train.py, python -m train or python $SCRIPT trains; python -m venv does not.
         if not re.search(r"\.py\b|\s-m\s*(?!pip|venv)\w|\$", text):
             continue
         asked = f"{several} {'tasks' if several > script.nodes else 'nodes'}"
@@ -250,12 +275,17 @@ def no_srun(script: Script) -> Findings:
         why = f"so it starts once, though the header asks for {asked}"
         main = re.search("train|torch|main", command.text)
         found.append((not main, command.line, f"{name} without srun, {why}: {how} {name} ..."))
-    for _, line, sentence in sorted(found)[:1]:
+    if found:
+        # One that looks like the training run, or else the first.
+        _, line, sentence = min(found)
         yield line, sentence
 
 
 def rank_variables(script: Script) -> Findings:
-    for command in script.body if script.directives or script.sruns else []:
+    """$SLURM_PROCID outside of single quotes is the batch shell's."""
+    if not script.directives and not script.sruns:
+        return
+    for command in script.body:
         live = re.sub(r"""("(?:\\.|[^"\\])*")|'[^']*'""", r"\1", command.text)
         if found := re.search(r"(?<!\\)\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))", live):
             why = "where it is always 0"
@@ -264,6 +294,8 @@ def rank_variables(script: Script) -> Findings:
 
 
 def devices(script: Script) -> Findings:
+    """GPUs that are asked for twice, chosen by hand, or numbered by rank although each rank sees
+    one."""
     gres = re.split("[,:]", script.asked.get("gres", ""))
     if "gpus-per-node" in script.asked and "gpu" in gres:
         what = "--gres=gpu beside --gpus-per-node, which Slurm 26.05 refuses"
@@ -297,7 +329,7 @@ def cpus_for_gpus(script: Script) -> Findings:
     cpus = gpus * script.number("cpus-per-gpu")
     cpus = cpus or script.tasks * max(script.number("cpus-per-task"), 1)
     written = [name for name in ("cpus-per-task", "cpus-per-gpu") if name in asked]
-    line = script.asked_at[[*written, by[0]][0]]
+    line = script.asked_at[written[0] if written else by[0]]
     # An EDIT comment says that the number is one to change.
     if cpus < 2 * gpus and "EDIT" not in script.directives[line]:
         what = "fewer than 2 CPUs for each GPU"
@@ -308,6 +340,8 @@ def cpus_for_gpus(script: Script) -> Findings:
 
 
 def addresses(script: Script) -> Findings:
+    """A port in MASTER_PORT=29500, MASTER_PORT=${MASTER_PORT:-29500}, --master-port 29500 or
+    --rdzv-endpoint=node:29500; and an address of which other nodes may know nothing."""
     port = r"MASTER_PORT=[\"']?(?:\$\{\w+:-)?|--(?:master|main_process)[-_]port[ =]"
     port = rf"(?:{port}|--rdzv[-_]endpoint[ =]\S+:)([1-9]\d*)"
     address = r"(?:MASTER_ADDR=|--(?:master[-_]addr|rdzv[-_]endpoint)[ =])(.*)"
@@ -336,31 +370,36 @@ def exit_status(script: Script) -> Findings:
         if pipe and command.line > pipefail:
             what = "scontrol into head under pipefail, where SIGPIPE ends a job with a long list"
             yield command.line, f"{what}: hosts=$(scontrol ...), then ${{hosts%%$'\\n'*}}"
-    for command in script.trainings if "PIPESTATUS" not in script.text else []:
-        if command.end in ("|", "|&") and command.line < pipefail:
+    for command in script.trainings:
+        piped = command.end in ("|", "|&") and command.line < pipefail
+        if piped and "PIPESTATUS" not in script.text:
             yield command.line, f"a pipe hides the exit status, {why}: set -o pipefail"
 
-    # In a script with functions, the last training run may not be what runs last.
+    # After `set -e` or `bash -e`, or if the script reads $?, the status is not lost. In a script
+    # with functions, the last training run may not be what runs last.
     strict = r"^#!.*\s-\w*e|^\s*set\s+(-\w*e|.*\berrexit)|\$\?|^\s*[\w-]+ *\(\)"
-    for command in [] if re.search(strict, script.text, re.M) else script.trainings[-1:]:
-        after = script.commands[script.commands.index(command) + 1 :]
-        after = [each for each in after if not re.match(r"(fi|done|esac)\b|[})]|exit$", each.text)]
-        if command.end in ("\n", ";") and after:
-            what = f"the status is {after[-1].name}'s, not {command.name}'s"
-            yield command.line, f"{what}, {why}: set -e at the top"
+    if re.search(strict, script.text, re.M) or not script.trainings:
+        return
+    command = script.trainings[-1]
+    after = script.commands[script.commands.index(command) + 1 :]
+    after = [each for each in after if not re.match(r"(fi|done|esac)\b|[})]|exit$", each.text)]
+    if command.end in ("\n", ";") and after:
+        what = f"the status is {after[-1].name}'s, not {command.name}'s"
+        yield command.line, f"{what}, {why}: set -e at the top"
 
 
 def srun_options(script: Script) -> Findings:
+    """Options that srun needs each time, on its command line or as a variable."""
     sets = " ".join(script.values)
     for command in script.sruns:
         before, *training = re.split(TRAINS, script.expanded(command))
-        # The options may be set in another file.
+        # Options in a variable of this name may be set in another file.
         unknown = re.search(r"\$\{?\w*(srun|opt|arg|flag)\w*", before, re.I)
         if not training or unknown or only_prepares(command):
             continue
         given = options(before)
-        sizes = script.asked | given
-        sizes = [sizes.get(name, "1") for name in ("nodes", "ntasks", "ntasks-per-node")]
+        asked = script.asked | given
+        sizes = [asked.get(name, "1") for name in ("nodes", "ntasks", "ntasks-per-node")]
         several = given.get("ntasks") != "1" and sizes != ["1", "1", "1"]
         if several and "kill-on-bad-exit" not in given and "SLURM_KILL_BAD_EXIT" not in sets:
             what = "srun lets the others wait for a failed rank until the time limit"
@@ -384,28 +423,34 @@ def traps(script: Script) -> Findings:
     waits = re.findall(r"^[^#\n]*\bwait\b", script.text, re.M)
     # A script that loops or requeues the job may leave the rest to the next start.
     again = re.search(r"^[^#\n]*(\b(while|until|for)\b|requeue)", script.text, re.M)
-    for command in [each for each in script.trainings[-1:] if each.end == "&"]:
-        if script.directives and not foreground and not waits:
-            why = "and the job ends before it"
-            yield command.line, f"{command.name} in the background, {why}: add wait"
-        if re.search("USR|TERM", script.handled) and len(waits) == 1 and not again:
-            why = "wait ends when the trap has run, and the job with it, before anything is saved"
-            how = "wait again until it has ended"
-            yield command.line, f"{command.name} is waited for once, but {why}: {how}"
+    if not script.trainings or script.trainings[-1].end != "&":
+        return
+    command = script.trainings[-1]
+    if script.directives and not foreground and not waits:
+        why = "and the job ends before it"
+        yield command.line, f"{command.name} in the background, {why}: add wait"
+    if re.search("USR|TERM", script.handled) and len(waits) == 1 and not again:
+        why = "wait ends when the trap has run, and the job with it, before anything is saved"
+        how = "wait again until it has ended"
+        yield command.line, f"{command.name} is waited for once, but {why}: {how}"
 
 
 def signals(script: Script) -> Findings:
     """--signal=USR1@120 is for srun's tasks, and --signal=B:USR1@120 for the batch shell."""
+    # USR1, SIGUSR1@120 or R:USR1@120. B:... does not match.
     asked = re.fullmatch(r"R?:?(?:SIG)?(\w+)(?:@.*)?", script.asked.get("signal", ""))
     name = asked[1] if asked else ""
     if name and name in script.handled:
         how = f"let the train script handle it, or say --signal=B:{name}@..."
         yield script.asked_at["signal"], f"{name} reaches the ranks, not this shell's trap: {how}"
+    # `kill -USR1 "$pid"` or `scancel --signal=USR1 "$SLURM_JOB_ID"` in the script itself.
     told = r"\b(?:kill|scancel)\b.*(?:-|--signal[= ]|-s *)(?:SIG)?(USR[12])"
     if not name.startswith("USR"):
         told = re.search(told, script.text)
         name = told[1] if told else ""
-    for command in script.body if name else []:
+    if not name:
+        return
+    for command in script.body:
         handles = rf"signals[-_]to[-_]handle[ =]\S*{name}"
         if re.search(TORCHRUN, command.text) and not re.search(handles, script.expanded(command)):
             what = f"{name} kills torchrun, which does not know the signal, ranks and all"

@@ -13,11 +13,11 @@ Data that are already there stay. SHA256SUMS beside them is for `sha256sum --che
 import argparse
 import hashlib
 import json
-import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,13 +31,12 @@ from draw_digits import draw_digits
 sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))
 import mnist
 from resilience import checksums
-from token_files import hugging_face_tokenizer, unit_of
+from token_files import hugging_face_tokenizer, text_functions, unit_of
 
-SHAKESPEARE = (
-    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-)
-SYNTHETIC_TEXT = "Python documentation (synthetic)"
+SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare"
+SHAKESPEARE += "/input.txt"
 SHAKESPEARE_MD5 = "6fb458f1232090904fb40fe944165e91"
+SYNTHETIC_TEXT = "Python documentation (synthetic)"
 
 
 class DownloadError(Exception):
@@ -45,30 +44,19 @@ class DownloadError(Exception):
 
 
 @contextmanager
-def unfinished(*paths: Path) -> Iterator[list[Path]]:
-    """Other names for the files, which get their own if all are written."""
-    names = [path.with_name(f".{path.name}.{os.getpid()}") for path in paths]
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield names
-        for name, path in zip(names, paths, strict=True):
-            os.replace(name, path)
-    finally:
-        for name in names:
-            name.unlink(missing_ok=True)
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A temporary folder, whose files move into `folder` once all are written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as temporary:
+        yield Path(temporary)
+        # By name, so vocabulary.json, without which token files do not count, comes last.
+        for path in sorted(Path(temporary).iterdir()):
+            path.replace(folder / path.name)
 
 
-def write(path: Path, content: bytes):
-    """Writes the file whole or not at all. Raises OSError."""
-    with unfinished(path) as [name]:
-        name.write_bytes(content)
-
-
-def sums_of(files: dict[str, Path]) -> bytes:
-    """The content of SHA256SUMS for files by name, wherever they are now."""
-    lines = [f"{checksums.sha256(path)}  {name}\n" for name, path in files.items()]
-    return "".join(lines).encode()
+def sums_of(*paths: Path) -> bytes:
+    """The content of SHA256SUMS for these files."""
+    return "".join(f"{checksums.sha256(path)}  {path.name}\n" for path in paths).encode()
 
 
 # --- MNIST ---
@@ -81,7 +69,7 @@ def idx(content: bytes, *shape: int) -> bytes:
 
 
 def draw_mnist(train: int = 60_000, test: int = 10_000) -> dict[str, bytes]:
-    """The four files of synthetic digits, whose labels are 0, 1, ..., 9, 0, 1, ... in turn."""
+    """The four files of synthetic digits by name. Their labels are 0, 1, ..., 9, 0, 1, ..."""
     # On a busy machine several threads wait for each other, and take ten times as long as one.
     torch.set_num_threads(1)
     files = {}
@@ -92,7 +80,10 @@ def draw_mnist(train: int = 60_000, test: int = 10_000) -> dict[str, bytes]:
 
 
 def prepare_mnist(folder: Path, synthetic: bool) -> str:
-    """Fill `folder` as torchvision.datasets.MNIST does. Returns one line that describes it."""
+    """Fills `folder` as torchvision.datasets.MNIST does. Returns one line that describes it.
+
+    Raises DownloadError, or OSError.
+    """
     raw = folder / "MNIST/raw"
     there = mnist.describe(folder) if (raw / "t10k-labels-idx1-ubyte").exists() else ""
     drawn = there.startswith("SYNTHETIC")
@@ -103,22 +94,24 @@ def prepare_mnist(folder: Path, synthetic: bool) -> str:
     if not synthetic:
         download_mnist(folder)
     elif not drawn:
-        for name, content in draw_mnist().items():
-            write(raw / name, content)
+        with written_whole(raw) as new:
+            for name, content in draw_mnist().items():
+                (new / name).write_bytes(content)
 
     train_set, test_set = mnist.load(folder)
     if not (raw / "SHA256SUMS").exists():
-        files = {path.name: path for path in sorted(raw.glob("*-ubyte"))}
-        write(raw / "SHA256SUMS", sums_of(files))
+        with written_whole(raw) as new:
+            (new / "SHA256SUMS").write_bytes(sums_of(*sorted(raw.glob("*-ubyte"))))
     counts = f"{len(train_set):,} training and {len(test_set):,} test images"
     return f"{counts}: {mnist.describe(folder)}"
 
 
 def download_mnist(folder: Path):
+    """Leaves what is there: torchvision compares the archives with its own checksums."""
     try:
         datasets.MNIST(folder, download=True)
     except RuntimeError as error:
-        # Otherwise the files are there, and mnist.load says what is wrong with them.
+        # With any other error the files are there, and mnist.load says what is wrong with them.
         if str(error).startswith("Error downloading"):
             reason = str(error).strip().splitlines()[-1]
             hint = f"bring its four .gz files into {folder}/MNIST/raw by hand, or use --synthetic"
@@ -138,44 +131,34 @@ def pieces(path: Path, characters: int = 1 << 22) -> Iterator[str]:
         sys.exit(f"{path.name} is not UTF-8 text: {error.reason}")
 
 
-def encoder(tokenizer: str, files: list[Path]) -> tuple[dict, Callable, list[int]]:
-    """A tokenizer's entry in vocabulary.json, a function from text to numbers, and the numbers that
-    end a file."""
-    if tokenizer == "characters":
-        found = set()
-        for path in files:
-            for piece in pieces(path):
-                found.update(piece)
-        characters = sorted(found)
-        number = {character: i for i, character in enumerate(characters)}
-        described = {"name": "characters", "size": len(characters), "characters": characters}
-        return described, lambda piece: [number[character] for character in piece], []
-    if tokenizer == "bytes":
-        return {"name": "bytes", "size": 256}, lambda piece: list(piece.encode()), []
-    try:
-        known = hugging_face_tokenizer(Path(tokenizer))
-    except ValueError as error:
-        sys.exit(str(error))
-    described = {"name": "tokenizer.json", "size": known.get_vocab_size()}
+def describe_tokenizer(name: str, files: list[Path]) -> tuple[dict, list[int]]:
+    """The tokenizer's entry in vocabulary.json, and the numbers that end a file.
+
+    Raises ValueError with a sentence.
+    """
+    if name == "bytes":
+        return {"name": name, "size": 256}, []
+    if name == "characters":
+        characters = sorted(set().union(*(piece for path in files for piece in pieces(path))))
+        return {"name": name, "size": len(characters), "characters": characters}, []
+    known = hugging_face_tokenizer(Path(name))
     end = known.token_to_id("<|endoftext|>")
-    return (
-        described,
-        lambda piece: known.encode(piece, add_special_tokens=False).ids,
-        [] if end is None else [end],
-    )
+    described = {"name": "tokenizer.json", "size": known.get_vocab_size()}
+    return described, [] if end is None else [end]
 
 
 def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, identity: str):
     """The token files of a text: its first 90 % in train.bin, the rest in val.bin."""
-    described, encode, end = encoder(tokenizer, files)
+    try:
+        described, end = describe_tokenizer(tokenizer, files)
+        encode, _ = text_functions(described, Path(tokenizer))
+    except ValueError as error:
+        sys.exit(str(error))
     kinds = {"uint8": 1 << 8, "uint16": 1 << 16, "uint32": 1 << 31}
     dtype = next(name for name, numbers in kinds.items() if described["size"] <= numbers)
     itemsize = np.dtype(dtype).itemsize
-    # vocabulary.json, without which they are another program's, is the last to get its name.
-    names = ["train.bin", "val.bin", "SHA256SUMS", "vocabulary.json"]
-    if described["name"] == "tokenizer.json":
-        names.insert(0, "tokenizer.json")
-    with unfinished(*(folder / name for name in names)) as [*copies, train, val, sums, vocabulary]:
+    with written_whole(folder) as new:
+        train, val = new / "train.bin", new / "val.bin"
         with train.open("w+b") as file, val.open("wb") as rest:
             for path in files:
                 for piece in pieces(path):
@@ -189,24 +172,28 @@ def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, i
             shutil.copyfileobj(file, rest, 1 << 24)
             file.truncate(cut * itemsize)
 
-        for copy in copies:
-            shutil.copyfile(tokenizer, copy)
-        sums.write_bytes(sums_of({"train.bin": train, "val.bin": val}))
+        if described["name"] == "tokenizer.json":
+            shutil.copyfile(tokenizer, new / "tokenizer.json")
+        (new / "SHA256SUMS").write_bytes(sums_of(train, val))
         said = {"tokenizer": described, "dtype": dtype, "source": source, "id": identity}
         said |= {"train_tokens": cut, "val_tokens": count - cut}
-        vocabulary.write_bytes(json.dumps(said).encode())
+        (new / "vocabulary.json").write_bytes(json.dumps(said).encode())
         (folder / "vocabulary.json").unlink(missing_ok=True)
 
 
 def prepare_text(folder: Path, synthetic: bool, files: list[Path], tokenizer: str) -> str:
-    """Fill `folder` with token files. Returns one line that describes them."""
-    described = folder / "vocabulary.json"
-    held = json.loads(described.read_text()) if described.exists() else {}
+    """Fills `folder` with token files. Returns one line that describes them.
+
+    Raises DownloadError, or OSError.
+    """
+    described, held = folder / "vocabulary.json", {}
+    if described.exists():
+        held = json.loads(described.read_text())
+    elif (folder / "train.bin").exists():
+        held = {"source": "token files of another program"}
     source = ", ".join(path.name for path in files) or "Tiny Shakespeare"
     if synthetic:
         source = SYNTHETIC_TEXT
-    if not held and (folder / "train.bin").exists():
-        held = {"source": "token files of another program"}
     if held and held["source"] not in (source, SYNTHETIC_TEXT):
         hint = "give another --data-dir"
         sys.exit(f"{folder} is left as it is, because it holds {held['source']}: {hint}")
@@ -216,11 +203,13 @@ def prepare_text(folder: Path, synthetic: bool, files: list[Path], tokenizer: st
             # English prose that comes with every Python.
             from pydoc_data.topics import topics
 
-            write(files[0], "\n".join(topics[key] for key in sorted(topics)).encode())
-        elif held.get("source") != source:
+            with written_whole(folder) as new:
+                prose = "\n".join(topics[key] for key in sorted(topics))
+                (new / "input.txt").write_bytes(prose.encode())
+        else:
             download_shakespeare(folder)
 
-    # Written again if the text or the tokenizer has changed
+    # Written again if the text or the tokenizer has changed.
     parts = [checksums.sha256(path) for path in (Path(tokenizer), *files) if path.is_file()]
     identity = hashlib.sha256(" ".join([Path(tokenizer).name, *parts]).encode()).hexdigest()
     if held.get("id") != identity:
@@ -233,6 +222,7 @@ def prepare_text(folder: Path, synthetic: bool, files: list[Path], tokenizer: st
 
 
 def download_shakespeare(folder: Path):
+    """Leaves input.txt if it is there and has the right checksum."""
     try:
         download_url(SHAKESPEARE, folder, md5=SHAKESPEARE_MD5)
     except (RuntimeError, OSError) as error:
@@ -244,10 +234,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("dataset", nargs="?", choices=["mnist", "shakespeare", "text", "all"], default="all")
-    add("--data-dir", type=Path, help="default: data/mnist, data/shakespeare or data/text")
-    add("--synthetic", action="store_true", help="make data here, without internet")
-    add("--input", type=Path, nargs="+", metavar="FILE", default=[], help="text: UTF-8 files")
-    help = "text: characters (the default), bytes, or the tokenizer.json of a Hugging Face model"
+    help = "write into this folder (default: data/mnist, data/shakespeare or data/text)"
+    add("--data-dir", type=Path, help=help)
+    add("--synthetic", action="store_true", help="make the data here, without internet")
+    help = "your own text, in UTF-8, for the data set text"
+    add("--input", type=Path, nargs="+", metavar="FILE", default=[], help=help)
+    help = "what a token of your own text is: characters (the default), bytes, or those of a "
+    help += "Hugging Face model, whose tokenizer.json you give"
     add("--tokenizer", default="characters", metavar="NAME", help=help)
     args = parser.parse_args()
     if (args.dataset == "text") != bool(args.input):

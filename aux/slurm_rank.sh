@@ -2,8 +2,8 @@
 # Becomes the command as one rank. launch_slurm_to_torch.sh has srun start it once for each rank.
 set -euo pipefail
 
-# Not SLURM_PROCID: with some topology plugins task 0 is not on the first node, but rank 0 must be,
-# because MASTER_ADDR is that node.
+# RANK is not SLURM_PROCID, because with some topology plugins task 0 is not on the first node. Rank
+# 0 must be there, because MASTER_ADDR is that node.
 export RANK=$((SLURM_NODEID * NPROC_PER_NODE + SLURM_LOCALID))
 export LOCAL_RANK=$SLURM_LOCALID
 export WORLD_SIZE=$((NNODES * NPROC_PER_NODE))

@@ -1,5 +1,5 @@
-"""@task: a function that runs here when it is called, and as a job with --submit --env NAME on
-the command line.
+"""Decorate a function with @task: when it is called, it runs here, or with --submit --env NAME on
+the command line as a job.
 
     @task(time="01:00:00", nodes=2, ntasks_per_node=4)
     def train(args: Namespace, job: JobContext | None = None) -> dict: ...
@@ -58,8 +58,8 @@ class JobContext:
 
 
 def find_job() -> JobContext | None:
-    """This rank's place in the Slurm job in which a launcher started it; None elsewhere, as in a
-    batch shell."""
+    """This rank's place in its Slurm job, or None if no launcher has started it, as in a batch
+    shell. Stops with a sentence if srun has started several ranks without a launcher."""
     env = os.environ
     # Batch and interactive shells have a step id near 2**32, or with Slurm 26.05 below 0.
     in_step = 0 <= int(env.get("SLURM_STEP_ID", -1)) < 2**31
@@ -116,7 +116,8 @@ def task(**resources: str | int) -> Callable[[Callable], Callable]:
 
 
 def parse_submission(resources: dict[str, str | int]) -> Namespace:
-    """The options of the submission, removed from sys.argv. `options` are sbatch's."""
+    """The options of the submission, which it removes from sys.argv. `options` of the result are
+    sbatch's."""
     import submit
     from resilience.arguments import ArgumentParser, whole_number
 
@@ -127,7 +128,8 @@ def parse_submission(resources: dict[str, str | int]) -> Namespace:
     names = {"nodes": 1, "gpus_per_node": None} | resources
     for name, value in names.items():
         option = f"--{name.replace('_', '-')}"
-        help = f"as for sbatch (@task: {'one GPU per task' if value is None else value})"
+        default = "one GPU per task" if value is None else value
+        help = f"sbatch's option (default, from @task: {default})"
         if name in ("nodes", "ntasks", "ntasks_per_node"):
             # As text, so that the parser also checks the numbers of @task
             parser.add_argument(option, default=str(value), type=whole_number(1), help=help)
@@ -147,7 +149,7 @@ def submit_script(args: Namespace) -> int:
 
     options = args.options
     settings = slurmfile.read(slurmfile.find(), args.env)
-    # Otherwise the number in the launcher's header would apply.
+    # Without the option, the number in the launcher's header would apply.
     tasks = -(-options.get("ntasks", options["nodes"]) // options["nodes"])
     tasks = options.setdefault("ntasks_per_node", tasks)
     even = options["nodes"] * tasks
@@ -174,7 +176,7 @@ def submit_script(args: Namespace) -> int:
 
 
 def write_result(result: object, folder: Path):
-    """result.json: the whole file or none. Values that JSON lacks are written as text."""
+    """Writes result.json, whole or not at all. Values that JSON lacks are written as text."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".result.json.{os.getpid()}.tmp"
     temporary.write_text(json.dumps(result, indent=1, default=str) + "\n")

@@ -43,11 +43,11 @@ REFUSED = r"--(array|clusters|test-only|wrap)(=|$)|-[aM]"
 
 def add_options(parser: ArgumentParser):
     add = parser.add_argument
-    add("--env", metavar="NAME", help="which environment of Slurmfile.toml")
+    add("--env", metavar="NAME", help="submit to this environment of Slurmfile.toml")
     add("--follow", action="store_true", help="print the log as it grows, until the job ends")
     add("--wait", action="store_true", help="wait until the job ends")
     add("--fetch", action="store_true", help="wait, then copy the job's files to this machine")
-    add("--dry-run", action="store_true", help="print the commands, run none")
+    add("--dry-run", action="store_true", help="print the commands instead of running them")
 
 
 def parse_submission(arguments: list[str]) -> Namespace:
@@ -72,9 +72,10 @@ def parse_submission(arguments: list[str]) -> Namespace:
 
 
 def parse_verb(verb: str, arguments: list[str]) -> Namespace:
+    """The arguments of status, logs, cancel or fetch."""
     parser = ArgumentParser(prog=f"submit.py {verb}", description=__doc__)
     parser.add_argument("job", metavar="JOB", help="the job id")
-    parser.add_argument("--env", metavar="NAME", help="if two have a job of this id")
+    parser.add_argument("--env", metavar="NAME", help="needed if two have a job of this id")
     if verb == "logs":
         help = "show the log as it grows, until the job ends"
         parser.add_argument("--follow", action="store_true", help=help)

@@ -1,4 +1,4 @@
-"""Where every rank of a running job is, and which one to look at when it hangs.
+"""Show where every rank of a running job is, and which one to look at when the job hangs.
 
     python aux/watch_job.py JOB          # in the folder the job was submitted from
     python aux/watch_job.py local        # of ranks that were started by hand
@@ -35,7 +35,7 @@ from heartbeat import HOST, describe, holds_up, read_beats
 def main():
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=text)
-    parser.add_argument("job", metavar="JOB")
+    parser.add_argument("job", metavar="JOB", help="the number in log/JOB, or local")
     help = "how long a rank may go without a heartbeat or a step (default: 60)"
     parser.add_argument("--after", type=float, default=60, metavar="SECONDS", help=help)
     parser.add_argument("--this-node", action="store_true", help=argparse.SUPPRESS)
@@ -49,9 +49,12 @@ def main():
         return
     starts = sorted(Path("log", args.job).glob("ranks-*"), key=lambda path: path.stat().st_mtime)
     beats, now = read_beats(starts[-1]) if starts else [], time.time()
+    # In a large job the ranks write less often, and one heartbeat may be late.
     silent = [beat for beat in beats if now - beat["time"] > max(args.after, 2 * beat["interval"])]
-    # Those that are left from another run do not count.
-    sys.exit(report(beats, silent, args.after) if silent != beats else look_into(args.job))
+    if silent == beats:
+        # There are none, or only those of a run that has ended.
+        sys.exit(look_into(args.job))
+    sys.exit(report(beats, silent, args.after))
 
 
 # --- heartbeats ---
@@ -123,18 +126,20 @@ def look_into(job: str) -> int | str:
 
 
 def no_heartbeats(job: str, why: str) -> str:
+    """The sentence for a job of which nothing can be seen."""
     return f"watch_job.py: no recent heartbeats in log/{job} of {Path.cwd()}, and {why}"
 
 
 def ask_the_nodes(job: str) -> list[dict]:
+    """What look_into_this_node returns on each of the job's nodes that answers."""
     if not shutil.which("srun"):
         sys.exit(no_heartbeats(job, "no Slurm here"))
-    # As many tasks as nodes: a job's own number of tasks is for its ranks.
+    # It starts one task on each node, because the job's own number of tasks is for its ranks.
     size = ["squeue", "--noheader", "--format=%D", "--states=RUNNING", f"--jobs={job}"]
     nodes = subprocess.run(size, stdout=subprocess.PIPE, text=True).stdout.strip()
     if not nodes:
         sys.exit(no_heartbeats(job, "no such job runs"))
-    # A node may hang: 60 seconds after the first answer, srun ends.
+    # Because a node may hang, srun ends 60 seconds after the first answer.
     command = ["srun", f"--jobid={job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}"]
     command += ["--wait=60", sys.executable, os.path.abspath(__file__), job, "--this-node"]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
@@ -172,7 +177,7 @@ def look_into_this_node(job: str) -> dict:
             said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
             node["fault"] = f"py-spy cannot read rank {number} on {HOST}: {said}"
             continue
-        # A process's first thread has its number.
+        # The first thread of a process has the process's number.
         threads = {thread["os_thread_id"]: thread["frames"] for thread in json.loads(dump.stdout)}
         calls = [(call["name"], call["filename"], call["line"]) for call in threads.get(pid, [])]
         if calls:
@@ -191,7 +196,7 @@ def ranks_here(job: str) -> list[tuple[int, int, int]]:
             pairs = (folder / "environ").read_text(errors="replace").split("\0")
             variables = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
             command = (folder / "cmdline").read_text(errors="replace").split("\0")
-            # After the name in parentheses: state, parent, and as the 20th the start.
+            # After the name in parentheses come its state, its parent, and as the 20th its start.
             stat = (folder / "stat").read_text().rpartition(")")[2].split()
             python = "python" in Path(os.readlink(folder / "exe")).name
             if python and variables.get("SLURM_JOB_ID", "local") == job:
@@ -199,20 +204,21 @@ def ranks_here(job: str) -> list[tuple[int, int, int]]:
                 processes.append((start, int(folder.name), parent, command, variables))
     processes.sort()
 
-    # The spawner starts the ranks in their order, and they learn their number only then.
+    # /proc shows the variables with which a process was started. spawn_ranks.py sets RANK in its
+    # ranks only after that, but starts them in order.
     for _, spawner, _, command, variables in processes:
         if any(word.endswith("spawn_ranks.py") for word in command):
-            children = [
-                pid
-                for _, pid, parent, command, _ in processes
-                if parent == spawner and not any("resource_tracker" in word for word in command)
-            ]
+            children = []
+            for _, pid, parent, words, _ in processes:
+                # Python starts its resource tracker beside the ranks.
+                if parent == spawner and not any("resource_tracker" in word for word in words):
+                    children.append(pid)
             first = int(variables.get("SLURM_NODEID", 0)) * len(children)
             world_size = int(variables.get("NNODES", 1)) * len(children)
             return [(first + i, world_size, pid) for i, pid in enumerate(children)]
 
-    # A rank's loader workers have its variables, but are younger. torchrun has only the second, and
-    # so has this program, in a step of its own.
+    # A rank's loader workers have its variables, but are younger. torchrun has only the second pair
+    # of variables, and so has this program, in a step of its own.
     here = os.environ.get("SLURM_STEP_ID", "none")
     for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
         found = {}

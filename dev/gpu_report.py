@@ -29,8 +29,7 @@ from prepare_data import draw_mnist
 
 PYTHON = sys.executable
 RUNNING: list[subprocess.Popen] = []
-# Of GPT-2, whose vocabulary does not divide by 64.
-VOCABULARY = 50257
+VOCABULARY = 50257  # GPT-2's, which is no multiple of 64
 PADDED = "--size gpt2 --batch-size 32"
 SPEED = {
     "gpt2, eager": f"{PADDED} --no-pad-vocabulary --no-compile",
@@ -41,6 +40,7 @@ SPEED = {
     "gpt2, FSDP of one rank": PADDED,
 }
 TINY = "--layers 2 --heads 4 --width 64 --context 32 --batch-size 8"
+# Small enough for the dry run on a CPU.
 SPEED_OF_CPU = {"eager": TINY, "padded, FSDP of one rank": f"{TINY} --pad-vocabulary"}
 HANG = """
 import datetime, torch, torch.distributed as dist
@@ -118,6 +118,8 @@ def block(text: str, lines: int = 30) -> str:
 
 
 class Report:
+    """The page's parts: each method after `prepare` runs commands, and returns Markdown."""
+
     def __init__(self, device: str, folder: Path):
         self.cpu = device == "cpu"
         self.folder = folder
@@ -140,15 +142,15 @@ class Report:
 
     def machine(self) -> str:
         query = "nvidia-smi --query-gpu=name,memory.total,driver_version,power.limit --format=csv"
-        shown = (
-            "" if self.cpu else run(f"{query}; nvidia-smi topo -m; gcc --version | head -1", 20)[1]
-        )
+        commands = f"{query}; nvidia-smi topo -m; gcc --version | head -1"
+        shown = "" if self.cpu else run(commands, 20)[1]
         header = Path(sysconfig.get_path("include"), "Python.h").exists()
         nccl = "no NCCL" if self.cpu else f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
         versions = f"Python {sys.version.split()[0]}, torch {torch.__version__}, {nccl}"
         return block(f"{shown}\n{versions}, {os.cpu_count()} CPUs, Python.h: {header}")
 
     def speed(self) -> str:
+        """The rates of steps 61 to 70, and the seconds until the first line of the log."""
         rows = ["| train_fsdp.py | tokens/s | MFU | peak memory, GiB | s to the first line |"]
         rows.append("|---|---|---|---|---|")
         for name, options in (SPEED_OF_CPU if self.cpu else SPEED).items():
@@ -161,10 +163,8 @@ class Report:
             read = "while read -r line && [[ $line != step=70/* ]]; do echo $SECONDS $line; done"
             _, output, _ = run(f"{start} {command} | {read}", 110)
             lines = re.findall(r"^(\d+) step=.*tokens_per_second=.*$", output, re.M)
-            found = [
-                re.findall(rf"{value}=(\S+)", output)
-                for value in ("tokens_per_second", "mfu", "peak_memory_gib")
-            ]
+            values = ("tokens_per_second", "mfu", "peak_memory_gib")
+            found = [re.findall(rf"{value}=(\S+)", output) for value in values]
             cells = [values[-1] if values else "-" for values in (*found, lines[:1])]
             rows.append(f"| {name} | {' | '.join(cells)} |")
             if not lines:
@@ -211,12 +211,11 @@ class Report:
         return copy
 
     def never_comes(self) -> str:
-        """A second rank that is at the meeting point, and not in the first collective."""
+        """A second rank that comes to the meeting point, but not to the first collective."""
         script = self.changed("distributed/train_ddp.py", "later(300,", "later(20,")
         store = "TCPStore('127.0.0.1', 29577, 2, False); time.sleep(50)"
-        command = (
-            f'RANK=1 {PYTHON} -c "import time; from torch.distributed import TCPStore; {store}" &'
-        )
+        imports = "import time; from torch.distributed import TCPStore"
+        command = f'RANK=1 {PYTHON} -c "{imports}; {store}" &'
         command += f" RANK=0 {PYTHON} {script} {self.device} --data-dir {self.folder}/mnist"
         command += "; echo status $?; kill %1"
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29577, "WORLD_SIZE": 2}
@@ -254,9 +253,8 @@ class Report:
     def checkpoints(self) -> str:
         """What a save costs the steps beside it, and the resume after it."""
         saves = self.fsdp.replace("--checkpoint-every 100000", "--checkpoint-every 10")
-        command = (
-            f"{saves} {self.size} --log-every 1 --steps 30 --checkpoint-dir {self.folder}/saved"
-        )
+        command = f"{saves} {self.size} --log-every 1 --steps 30"
+        command += f" --checkpoint-dir {self.folder}/saved"
         _, output, _ = run(command, 80)
         rates = [float(rate) for rate in re.findall(r"tokens_per_second=(\S+)", output)]
         if len(rates) < 30:
@@ -266,9 +264,8 @@ class Report:
         _, again, _ = run(f"rm -r {self.folder}/saved/checkpoint_step_30; {command} --resume", 60)
         losses = [re.findall(r"^step=30/.* loss=(\S+)", text, re.M) for text in (output, again)]
         sentence = "Times of steps beside a save, as multiples of the median step's"
-        return (
-            f"{sentence}: {', '.join(slow)}. Loss of step 30, and of the resumed run's: {losses}."
-        )
+        sentence += f": {', '.join(slow)}."
+        return f"{sentence} Loss of step 30, and of the resumed run's: {losses}."
 
     def profile(self) -> str:
         command = f"{self.script} {self.size} --steps 8 --log-every 8"
@@ -278,7 +275,7 @@ class Report:
         return block("\n".join(lines or [output]), 10)
 
 
-# Those of one dictionary run at once, because they mostly wait.
+# The parts of one dictionary run at once, because they mostly wait.
 PARTS = [
     {"Machine": Report.machine},
     {"Speed and memory": Report.speed},

@@ -1,4 +1,4 @@
-"""The same training run started in every way, by real Slurm jobs: are all losses the same?
+"""Start the same training run in every way, by real Slurm jobs. Are all losses the same?
 
     ./local/cluster/namespaces.sh up --cpus 4
     ./local/cluster/namespaces.sh exec python dev/prove_convergence.py
@@ -314,7 +314,7 @@ def draw(result: dict) -> str:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--draw", action="store_true", help="no runs: from convergence.json")
+    parser.add_argument("--draw", action="store_true", help="from convergence.json, without runs")
     args = parser.parse_args()
     os.chdir(REPOSITORY)
     losses = OUT / "convergence.json"

@@ -46,7 +46,7 @@ if [[ ! -e "$root/ready" ]]; then
     touch "$root/ready"
 fi
 
-# By pivot_root, because nsenter would leave a chroot.
+# The root is entered by pivot_root, because nsenter would leave a chroot.
 export root here
 # shellcheck disable=SC2016
 exec unshare --mount --propagation private bash -euo pipefail -c '

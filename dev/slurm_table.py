@@ -1,6 +1,6 @@
-"""Writes the table of Slurm's versions in docs/tested.md from the reports of make test-slurm.
+"""Write the table of Slurm's versions in docs/tested.md from the reports of make test-slurm.
 
-python dev/slurm_table.py log/slurm/*.xml    # 24.11.5.xml: pytest's --junitxml under 24.11.5
+python dev/slurm_table.py log/slurm/*.xml    # 24.11.5.xml is pytest's --junitxml under 24.11.5
 """
 
 import ast
@@ -33,13 +33,11 @@ def main(reports: list[str]):
         versions[report.stem.partition("-")[0]].update(read(report))
     columns = sorted(versions, key=lambda version: [int(part) for part in version.split(".")])
     rows = ["| tests | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    for file in sorted({file for counts in versions.values() for file, _ in counts}):
+    for file in sorted({file for count in versions.values() for file, _ in count}):
         text = ast.get_docstring(ast.parse((REPOSITORY / f"tests/{file}.py").read_text()))
         about = re.split(r"\.\s|\.$", text)[0].replace("\n", " ")
-        cells = [
-            f"{counts[file, 'passed']} of {counts[file, 'ran']}"
-            for counts in map(versions.get, columns)
-        ]
+        counts = [versions[version] for version in columns]
+        cells = [f"{count[file, 'passed']} of {count[file, 'ran']}" for count in counts]
         rows.append(f"| `{file}.py`: {about} | " + " | ".join(cells).replace("0 of 0", "-") + " |")
     table = "\n".join(rows) + "\n"
     text, count = re.subn(r"(?m)^\| tests \|.*\n(?:\|.*\n)+", lambda _: table, PAGE.read_text())

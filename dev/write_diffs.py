@@ -66,15 +66,13 @@ def with_diffs(text: str) -> str:
     def fresh(found: re.Match) -> str:
         head, command, names = found[1], found[2], found[3]
         wanted = names.split(", ") if names else None
-        hunks = [
-            hunk for block, hunk in hunks_by_block(command) if wanted is None or block in wanted
-        ]
-        return f"{head}{''.join(hunks)}```"
+        hunks = hunks_by_block(command)
+        shown = [hunk for block, hunk in hunks if wanted is None or block in wanted]
+        return f"{head}{''.join(shown)}```"
 
     def excerpt(found: re.Match) -> str:
-        done = subprocess.run(
-            shlex.split(found[2]), cwd=REPOSITORY, capture_output=True, text=True, check=True
-        )
+        options = {"cwd": REPOSITORY, "capture_output": True, "text": True, "check": True}
+        done = subprocess.run(shlex.split(found[2]), **options)
         return f"{found[1]}{done.stdout}```"
 
     return EXCERPT.sub(excerpt, DIFF.sub(fresh, text))

@@ -30,9 +30,9 @@ from pathlib import Path
 step: int | None = None
 
 HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-# The files in which a rank waits for others: DDP broadcasts a model's buffers in torch/nn/parallel,
-# and gloo's collectives of a backward pass are in torch/autograd. With NCCL a rank waits where it
-# reads a result: of ours in the last two, and elsewhere in any file, see holds_up.
+# Files in which a rank waits for others: DDP broadcasts a model's buffers in torch/nn/parallel, and
+# with gloo the collectives of a backward pass are in torch/autograd. With NCCL a rank waits in the
+# line that reads a result. That may be in any file of yours, so holds_up looks at the step first.
 WAITING = ("torch/distributed/", "torch/nn/parallel/", "torch/autograd/")
 WAITING += ("/preemption.py", "/resilience/group.py")
 LIBRARIES = (os.path.dirname(os.__file__), "/site-packages/", "/dist-packages/", "<frozen")
@@ -44,11 +44,14 @@ def start(after: float = 60):
 
 
 class Heart:
+    """The thread of a rank. `after` is the time in seconds without a step until a report."""
+
     def __init__(self, after: float):
         env = os.environ
         slurm = env if 0 <= int(env.get("SLURM_STEP_ID", -1)) < 2**31 else {}
         self.rank = int(env.get("RANK", slurm.get("SLURM_PROCID", 0)))
         self.world_size = int(env.get("WORLD_SIZE", slurm.get("SLURM_NTASKS", 1)))
+        # The interval is in seconds. All ranks together write at most 30 times a second.
         self.after, self.interval = after, max(2, self.world_size / 30)
         self.size = 4096  # bytes of a heartbeat
         self.folder = Path("log/local", f"ranks-{env.get('MASTER_PORT', 0)}")
@@ -57,6 +60,7 @@ class Heart:
             self.folder = Path("log", env["SLURM_JOB_ID"], f"ranks-{restarts}")
 
     def beat(self):
+        """Writes and reports, as long as the process lives."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Without O_DSYNC an NFS client would keep the writes to itself for half a minute.
@@ -72,8 +76,9 @@ class Heart:
             if step != last:
                 last, since, late, reported = step, now, False, False
             seconds = now - since
-            # Late is a rank when half of the time is over. It writes that at once, so that a report
-            # at the end of the time tells it from one that hangs as a whole.
+            # A rank is late when half of the time is over. It writes that at once. So at the end of
+            # the time, a rank whose last heartbeat is not late can no longer write: its process has
+            # hung, or its node.
             if now >= next_write or (seconds > self.after / 2 and not late):
                 late = seconds > self.after / 2
                 self.write(seconds)
@@ -84,6 +89,7 @@ class Heart:
             time.sleep(0.5)
 
     def write(self, seconds: float):
+        """Writes the heartbeat of a rank that has been in its step for so many seconds."""
         stack, frame, waits = main_stack()
         beat = {
             "rank": self.rank,
@@ -107,6 +113,7 @@ class Heart:
         """Rank 0 says who keeps the others waiting, or rank 1 if rank 0 is silent."""
         if self.rank > 1:
             return
+        # An earlier run with more ranks may have left heartbeats in log/local.
         beats = [beat for beat in read_beats(self.folder) if beat["rank"] < self.world_size]
         missing = sorted(set(range(self.world_size)) - {beat["rank"] for beat in beats})
         silent = [beat for beat in beats if beat["seconds_in_step"] <= self.after / 2]
@@ -142,8 +149,11 @@ def main_stack() -> tuple[list[str], str, bool]:
 
 
 def describe(calls: list[tuple[str, str, int]]) -> tuple[list[str], str, bool]:
-    """Of calls as (function, file, line), the innermost first: their texts, the innermost last; the
-    innermost that is not a library's, or "-"; and whether the innermost waits for other ranks."""
+    """Where a thread is, from its calls as (function, file, line), the innermost first.
+
+    Returns the texts of the 12 innermost calls, the innermost last; the text of the innermost that
+    is not in a library, or "-"; and whether the innermost of all waits for other ranks.
+    """
     texts, own = [], "-"
     for function, path, line in calls:
         text = f"{function} ({path}:{line})"
@@ -154,7 +164,7 @@ def describe(calls: list[tuple[str, str, int]]) -> tuple[list[str], str, bool]:
 
 
 def read_beats(folder: Path) -> list[dict]:
-    """The last heartbeat of each rank, by rank, but for those that are being written."""
+    """The last heartbeat of each rank, by rank. One that is just being written is left out."""
     beats = []
     for path in folder.iterdir():
         with contextlib.suppress(OSError, ValueError):
@@ -163,11 +173,11 @@ def read_beats(folder: Path) -> list[dict]:
 
 
 def holds_up(beats: list[dict]) -> list[dict]:
-    """The heartbeats of the ranks for which the others wait: those at the lowest step, of these
-    those that wait for nobody, of these the fewest at one place. None if all are at one place.
+    """The heartbeats of the ranks for which the others wait; an empty list if all are at one place.
 
-    The step comes first, because with NCCL the others get some steps further before they wait, and
-    then not always inside torch.
+    They are at the lowest step. Of several groups there, they are the one that waits for nobody,
+    and of several such the smallest. The step comes first, because with NCCL the others get some
+    steps further before they wait, and then not always inside torch.
     """
     places = defaultdict(list)
     for beat in beats:

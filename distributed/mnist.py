@@ -27,12 +27,13 @@ def load(folder: str | Path) -> tuple[BatchDataset, BatchDataset]:
     """The training and the test set, of images (N, 1, 28, 28) float32 and labels (N,) int64.
 
     The images have mean 0 and standard deviation 1. `folder` is the root of
-    torchvision.datasets.MNIST. If it has no such files, SystemExit with one sentence.
+    torchvision.datasets.MNIST. Raises SystemExit with one sentence if it has no such files.
     """
     return read(folder, train=True), read(folder, train=False)
 
 
 def read(folder: str | Path, train: bool) -> BatchDataset:
+    """One of the two sets. Raises SystemExit with one sentence."""
     raw = Path(folder, "MNIST/raw")
     if not raw.is_dir():
         prepare = "prepare it once, before the job: python aux/prepare_data.py mnist"
@@ -52,7 +53,8 @@ def read(folder: str | Path, train: bool) -> BatchDataset:
 
 
 def describe(folder: str | Path) -> str:
-    """For the log: whether `folder` has MNIST, synthetic digits, or something else."""
+    """For the log: whether `folder` has MNIST, synthetic digits, or something else. Raises
+    OSError."""
     labels = Path(folder, "MNIST/raw/t10k-labels-idx1-ubyte").read_bytes()
     if hashlib.sha256(labels).hexdigest() == TEST_LABELS_SHA256:
         return f"MNIST, in {folder}"

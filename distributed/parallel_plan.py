@@ -43,8 +43,8 @@ def parallel_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
     or split over T.
 
     A column-wise linear holds rows of its weight and makes a part of the channels, so no rank
-    needs another's; the row-wise one after it sums over them, with one all-reduce forward, and
-    one backward where x enters. The vocabulary is split too, and with it the logits (B, T, V),
+    needs another's; the row-wise linear after it sums over all ranks, with one all-reduce forward,
+    and one backward where x enters. The vocabulary is split too, and with it the logits (B, T, V),
     which loss_parallel takes as they are. 65 characters split unevenly.
     """
     x = Shard(1) if sequence_parallel else Replicate()
@@ -96,11 +96,8 @@ def whole(loss: torch.Tensor) -> torch.Tensor:
 def sum_partial_gradients(model: torch.nn.Module):
     """Sums the norms' gradients in one all-reduce, because with sequence parallelism a rank has
     only those of its own tokens."""
-    partial = [
-        w
-        for w in model.parameters()
-        if isinstance(w.grad, DTensor) and w.grad.placements[-1].is_partial()
-    ]
+    split = [weight for weight in model.parameters() if isinstance(weight.grad, DTensor)]
+    partial = [weight for weight in split if weight.grad.placements[-1].is_partial()]
     if partial:
         flat = torch.cat([weight.grad.to_local() for weight in partial])
         dist.all_reduce(flat, group=partial[0].device_mesh.get_group("tensor"))

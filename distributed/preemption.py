@@ -1,7 +1,7 @@
 """Stop together, save, requeue: with this one file any script survives the end of its job.
 
     import preemption
-    preemption.listen()                # before the slow imports: Slurm may ask at any time
+    preemption.listen()                # before the slow imports, because Slurm may ask at any time
     ...
     stopped = False
     for step, batch in ...:            # with loader workers: worker_init_fn=preemption.ignore
@@ -35,7 +35,7 @@ received = False
 def listen():
     """From now on SIGTERM, SIGUSR1 and the first Ctrl-C are requests to stop.
 
-    Processes that this one forks wait with these signals until they call `ignore`.
+    In a process that this one forks the signals wait until it calls `ignore`.
     """
     for number in REQUESTS:
         signal.signal(number, set_flag)
@@ -78,9 +78,9 @@ def asked(device) -> bool:
 def requeue(arguments: str = "") -> bool:
     """Puts this job back into the queue. Only on rank 0, once all is saved.
 
-    A job that scancel ends stays cancelled. Returns False if Slurm refuses, and prints what to
-    type: this script with its own arguments and the given ones. In a container run_script.sh does
-    that later. Without a job there is nothing to do.
+    A job that scancel ends stays cancelled. If Slurm refuses, it prints the command that resumes
+    the run, this script with its own arguments and the given ones, and returns False. In a
+    container run_script.sh requeues the job later. Without a job there is nothing to do.
     """
     command = f"{shlex.join(sys.argv)} {arguments}"
     if "SLURM_JOB_ID" not in os.environ:
@@ -95,6 +95,7 @@ def requeue(arguments: str = "") -> bool:
 
 
 def requeue_job(command: str) -> bool:
+    """The part of `requeue` that asks Slurm. `command` is the script with its arguments."""
     env = os.environ
     job = env["SLURM_JOB_ID"]
     if "SLURM_ARRAY_TASK_ID" in env:
@@ -102,8 +103,8 @@ def requeue_job(command: str) -> bool:
         job = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
     shown = scontrol("show", "job", job)
     reason, state = shown.stderr.strip(), shown.stdout
-    # With more restarts than this start knows of, Slurm has requeued the job by itself. In other
-    # states than these two, scancel is ending it.
+    # If Slurm counts more restarts than this start knows of, it has requeued the job by itself. In
+    # any state but these two, scancel is ending the job.
     if f"Restarts={env.get('SLURM_RESTART_COUNT', 0)} " in state:
         reason = "Slurm is ending it"
         if re.search("JobState=(RUNNING|COMPLETING Reason=TimeLimit) ", state):

@@ -30,7 +30,10 @@ def can_compile(device: torch.device) -> bool:
 
 
 def be_deterministic():
-    """Before the first use of CUDA or NCCL. What the user has set stays."""
+    """Makes sums come out the same every time. Variables that are set already stay as they are.
+
+    Call it before the first use of CUDA or NCCL.
+    """
     torch.use_deterministic_algorithms(True)
     # Otherwise cuBLAS chooses among algorithms that sum in different orders
     # (docs.pytorch.org/docs/stable/notes/randomness.html), and so does NCCL
@@ -66,10 +69,10 @@ def initialize(
     given = gpt2.Weights(init_from, model) if init_from else None
     model.to_empty(device=device)
     model.tie()  # to_empty made two weights out of one
-    # Smaller, the more layers add to the residual stream
+    # The more layers add to the residual stream, the less each is to add.
     residual = 0.02 / math.sqrt(2 * len(model.blocks))
     for name, weight in model.named_parameters():
-        whole = torch.ones(weight.shape)  # of a norm
+        whole = torch.ones(weight.shape)  # a norm's weight
         if given:
             whole = given.read(name, weight.shape)
         elif weight.dim() >= 2:
@@ -109,10 +112,10 @@ def learning_rate(args: Namespace, step: int) -> float:
 
 
 def clip_gradients(args: Namespace, model: torch.nn.Module) -> torch.Tensor:
-    """Returns the norm of the whole gradient before it was clipped."""
+    """Clips the gradient to the norm args.clip. Returns its norm before that."""
     weights = list(model.parameters())
-    # foreach takes a few kernels for all weights; on CUDA torch chooses it by itself.
-    foreach = weights[0].device.type == "cpu" or None
+    # A few kernels for all weights. With None torch chooses this by itself, but only on CUDA.
+    foreach = True if weights[0].device.type == "cpu" else None
     return torch.nn.utils.clip_grad_norm_(weights, args.clip or math.inf, foreach=foreach)
 
 

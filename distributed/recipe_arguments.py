@@ -26,51 +26,52 @@ ONE_B |= {"batch_size": 512, "steps": 286_000}
 SIZES = {"cpu": CPU, "gpu": GPU, "gpt2": GPT2, "gpt2-medium": MEDIUM, "1b": ONE_B}
 
 SIZED = {
-    "layers": (whole_number(1), "transformer blocks"),
-    "heads": (whole_number(1), "attention heads, a divisor of --width"),
-    "width": (whole_number(1), "channels between the layers"),
-    "context": (whole_number(1), "tokens that the model sees at once"),
-    "dropout": (number(0, below=1), "share of the activations that are set to 0"),
-    "batch_size": (whole_number(1), "sequences per step, over all ranks"),
-    "steps": (whole_number(1), "training steps; the learning rate falls until the last one"),
-    "learning_rate": (number(0), "highest learning rate"),
-    "warmup_steps": (whole_number(0), "steps in which the learning rate rises"),
-    "beta2": (number(0, below=1), "AdamW's momentum of the squared gradients"),
+    "layers": (whole_number(1), "how many transformer blocks the model has"),
+    "heads": (whole_number(1), "how many attention heads a block has, a divisor of --width"),
+    "width": (whole_number(1), "how many channels there are between the layers"),
+    "context": (whole_number(1), "how many tokens the model sees at once"),
+    "dropout": (number(0, below=1), "which share of the activations to set to 0"),
+    "batch_size": (whole_number(1), "how many sequences a step has, over all ranks"),
+    "steps": (whole_number(1), "how many steps to train; the learning rate falls until the last"),
+    "learning_rate": (number(0), "the highest learning rate"),
+    "warmup_steps": (whole_number(0), "in how many steps the learning rate rises"),
+    "beta2": (number(0, below=1), "momentum of the squared gradients in AdamW"),
 }
 
 
 def add_recipe_arguments(parser: ArgumentParser):
+    """Model, recipe, data and devices, and how often the run logs, validates and saves."""
     add, count, positive = parser.add_argument, whole_number(0), whole_number(1)
-    help = "sets the defaults of the next ten options, which show them in this order"
+    help = "set the defaults of the next ten options, whose help lists them in this order"
     add("--size", choices=SIZES, default="cpu", help=help)
     for name, (kind, help) in SIZED.items():
-        help += f" ({', '.join(str(size[name]) for size in SIZES.values())})"
+        help += f"; by --size: {', '.join(str(size[name]) for size in SIZES.values())}"
         add(f"--{name.replace('_', '-')}", type=kind, help=help)
     help = "start from a GPT-2: config.json and model.safetensors as transformers saves them"
     add("--init-from", type=Path, metavar="FOLDER", help=help)
-    help = "parts of a rank's share, computed one after the other: less memory for activations, "
-    help += "but each adds communication (with FSDP from half a billion weights on)"
+    help = "compute a rank's share in so many parts: less memory for activations, but each part "
+    help += "adds communication (with FSDP from half a billion weights on)"
     add("--accumulation", type=positive, default=1, help=help)
-    add("--weight-decay", type=number(0), default=0.1, help="for matrices; vectors have none")
-    add("--clip", type=number(0), default=1.0, help="largest norm of the gradient; 0 for no limit")
-    help = "less memory for a third more computation"
+    add("--weight-decay", type=number(0), default=0.1, help="of matrices; vectors have none")
+    add("--clip", type=number(0), default=1.0, help="the gradient's largest norm; 0: no limit")
+    help = "compute activations again in the backward pass: less memory, a third more computation"
     add("--activation-checkpointing", action="store_true", help=help)
-    help = "torch.compile (default: on CUDA with Triton and a C compiler)"
+    help = "use torch.compile (default: on CUDA with Triton and a C compiler)"
     add("--compile", action=argparse.BooleanOptionalAction, help=help)
     help = "add tokens that never occur, up to a multiple of 64: faster matmuls on GPUs (default "
     help += "from --size gpt2 on)"
     add("--pad-vocabulary", action=argparse.BooleanOptionalAction, help=help)
-    help = "dtype of the matmuls (default: bf16 on CUDA, fp32 on a CPU)"
+    help = "compute matmuls in this dtype (default: bf16 on CUDA, fp32 on a CPU)"
     add("--precision", choices=["fp32", "bf16"], help=help)
-    add("--seed", type=count, default=0, help="of weights, windows and dropout")
-    help = "auto: CUDA if there is a GPU"
+    add("--seed", type=count, default=0, help="draws weights, windows and dropout")
+    help = "auto takes CUDA if there is a GPU"
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help=help)
-    help = "written by aux/prepare_data.py"
+    help = "where aux/prepare_data.py wrote the token files"
     add("--data-dir", type=Path, default="data/shakespeare", help=help)
     steps = {"type": positive, "metavar": "STEPS"}
-    add("--log-every", default=50, help="steps between two log lines", **steps)
-    add("--eval-every", default=250, help="steps between two validation losses", **steps)
-    add("--eval-windows", type=count, default=500, help="windows to validate on; 0: all")
+    add("--log-every", default=50, help="log after so many steps", **steps)
+    add("--eval-every", default=250, help="validate after so many steps", **steps)
+    add("--eval-windows", type=count, default=500, help="validate on so many; 0: on all")
     parser.add_checkpoint_arguments()
     parser.add_timeout_arguments()
 

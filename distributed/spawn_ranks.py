@@ -46,7 +46,7 @@ def run_rank(local_rank: int, ready: Any, node_rank: int, nnodes: int, command: 
         "LOCAL_WORLD_SIZE": nproc_per_node,
         "GROUP_RANK": node_rank,
         "GROUP_WORLD_SIZE": nnodes,
-        # Lightning looks for it before it takes RANK.
+        # Lightning looks for this variable before it takes RANK.
         "TORCHELASTIC_RUN_ID": os.environ.get("SLURM_JOB_ID", "none"),
     }
     os.environ.update({name: str(value) for name, value in variables.items()})
@@ -63,7 +63,7 @@ def run_rank(local_rank: int, ready: Any, node_rank: int, nnodes: int, command: 
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception:
-        # As python does. mp.spawn would hand the error to the parent, which prints it later.
+        # Printed as python does. mp.spawn would hand the error to the parent, which prints it late.
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
 
@@ -74,7 +74,8 @@ def free_port() -> int:
 
 
 def main(command: list[str]) -> int:
-    """Returns 0 when all ranks have ended well, or the status of the first one that has not."""
+    """Starts the ranks of this node. Returns 0 once all have ended well, or the status of the first
+    one that has not."""
     if "NNODES" in os.environ:
         nnodes, node_rank = int(os.environ["NNODES"]), int(os.environ["SLURM_NODEID"])
         nproc_per_node = int(os.environ["NPROC_PER_NODE"])
@@ -93,8 +94,8 @@ def main(command: list[str]) -> int:
     seconds = 0
     try:
         while not ranks.join(timeout=1):
-            # A script that listens for signals does so in its first seconds. Before, a signal would
-            # end it.
+            # A script that listens for signals begins to in its first seconds. An earlier signal
+            # would end it.
             seconds += ready.get_value() == nproc_per_node
             if asked and seconds > 3:
                 for process in ranks.processes:

@@ -16,7 +16,7 @@ from pathlib import Path
 from resilience.arguments import ArgumentParser
 
 if __name__ == "__main__":
-    ArgumentParser(description=__doc__).parse_args()  # it takes none: any is an error
+    ArgumentParser(description=__doc__).parse_args()  # there are none, so any is an error
 
 import torch
 import torch.distributed as dist
@@ -83,8 +83,8 @@ class RowLinear(nn.Linear):
 
 
 class SplitEmbedding(nn.Module):
-    """Rank r has rows r of weight (V, C): a token it does not have is 0 here, and in the sum
-    what its owner has."""
+    """Rank r has rows r of weight (V, C). For a token of another rank's it has 0, so the sum over
+    all ranks is what the token's owner has."""
 
     def __init__(self, whole: nn.Embedding, rank: int, world_size: int):
         super().__init__()
@@ -113,12 +113,10 @@ def split_by_hand(model: Transformer, rank: int, world_size: int) -> Transformer
         attention, mlp = block.attention, block.mlp
         attention.register_forward_pre_hook(enter)
         mlp.register_forward_pre_hook(enter)
-        attention.qkv, mlp.up = (
-            ColumnLinear(whole, rank, world_size) for whole in (attention.qkv, mlp.up)
-        )
-        attention.out, mlp.down = (
-            RowLinear(whole, rank, world_size) for whole in (attention.out, mlp.down)
-        )
+        attention.qkv = ColumnLinear(attention.qkv, rank, world_size)
+        attention.out = RowLinear(attention.out, rank, world_size)
+        mlp.up = ColumnLinear(mlp.up, rank, world_size)
+        mlp.down = RowLinear(mlp.down, rank, world_size)
     model.token_embedding = SplitEmbedding(model.token_embedding, rank, world_size)
     model.head = ColumnLinear(model.head, rank, world_size)
     model.head.register_forward_pre_hook(enter)
@@ -132,9 +130,9 @@ def split_loss(model: Transformer, logits: torch.Tensor, targets: torch.Tensor) 
     largest = all_reduce(logits.detach().amax(-1), dist.ReduceOp.MAX)
     row, held = find_rows(targets, model.token_embedding.first, logits.size(-1))
     target = logits.gather(-1, row.unsqueeze(-1)).squeeze(-1) * held
-    total, target = ReduceSplit.apply(
-        torch.stack(((logits - largest.unsqueeze(-1)).exp().sum(-1), target))
-    )
+    total = (logits - largest.unsqueeze(-1)).exp().sum(-1)
+    # One collective for both sums.
+    total, target = ReduceSplit.apply(torch.stack((total, target)))
     return (total.log() + largest - target).mean()
 
 
@@ -167,11 +165,8 @@ def main():
             loss.backward()
             optimizer.step()
         if rank == 0 and (step % 20 == 0 or step == 1):
-            print(
-                f"step={step} loss_whole={loss_whole:.6f} "
-                f"loss_split_over_{world_size}={loss_split:.6f}",
-                flush=True,
-            )
+            line = f"step={step} loss_whole={loss_whole:.6f}"
+            print(f"{line} loss_split_over_{world_size}={loss_split:.6f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -48,10 +48,8 @@ def read_vocabulary(folder: Path) -> dict:
             meta = NothingButData(file).load()
         letters = [meta["itos"][i] for i in range(meta["vocab_size"])]
         tokenizer = {"name": "characters", "size": len(letters), "characters": letters}
-    counts = {
-        f"{split}_tokens": (folder / f"{split}.bin").stat().st_size // 2
-        for split in ("train", "val")
-    }
+    sizes = {split: (folder / f"{split}.bin").stat().st_size for split in ("train", "val")}
+    counts = {f"{split}_tokens": size // 2 for split, size in sizes.items()}
     source = "token files of nanoGPT"
     described = {"tokenizer": tokenizer, "dtype": "uint16", "source": source, **counts}
     return described | {"id": f"{counts['train_tokens']} + {counts['val_tokens']} tokens"}
@@ -92,7 +90,7 @@ def missing_data(folder: Path, context: int, local_rank: int = 0) -> str | None:
 
 
 def read_tokens(folder: Path, split: str) -> torch.Tensor:
-    """A split's tokens (n), in the type of the file, as a view of it: nothing is read yet."""
+    """A split's tokens (n), in the file's dtype, as a view of the file: nothing is read yet."""
     vocabulary = read_vocabulary(folder)
     path, count = str(Path(folder) / f"{split}.bin"), vocabulary[f"{split}_tokens"]
     return torch.from_file(path, shared=False, size=count, dtype=DTYPES[vocabulary["dtype"]])
@@ -111,11 +109,9 @@ def windows(folder: Path, split: str, context: int) -> torch.Tensor:
 def read(windows: torch.Tensor, starts: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The windows that begin at `starts`, (n, context + 1) int64, on the way to `device`."""
     batch = windows[starts].to(torch.int64)
-    return (
-        batch.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else batch.to(device)
-    )
+    if device.type == "cuda":
+        return batch.pin_memory().to(device, non_blocking=True)
+    return batch.to(device)
 
 
 def random_batch(
@@ -182,11 +178,12 @@ def text_functions(tokenizer: dict, file: Path | None) -> tuple[Callable, Callab
 
     if tokenizer["name"] == "characters":
         letters = tokenizer["characters"]
+        numbers_of = {letter: number for number, letter in enumerate(letters)}
 
         def encode(text: str) -> list[int]:
-            if unknown := set(text) - set(letters):
+            if unknown := set(text) - numbers_of.keys():
                 raise ValueError(f"{sorted(unknown)} are not among the {len(letters)} characters")
-            return [letters.index(letter) for letter in text]
+            return [numbers_of[letter] for letter in text]
 
         return encode, lambda numbers: "".join(letters[number] for number in numbers)
 

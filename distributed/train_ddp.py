@@ -31,17 +31,17 @@ import mnist  # EDIT: your data
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--batch-size", type=int, default=64, help="images per step, over all ranks")
-parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
-parser.add_argument("--seed", type=int, default=0, help="of the weights and of the images' order")
+parser.add_argument("--learning-rate", type=float, default=0.02, help="for SGD with momentum 0.9")
+parser.add_argument("--seed", type=int, default=0, help="draws the weights and the images' order")
 parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
 parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
-parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
+parser.add_argument("--data-dir", default="data/mnist", help="where prepare_data.py wrote MNIST")
 parser.add_argument("--log-every", type=int, default=100, metavar="STEPS")
-parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/, job id or time")
+parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/JOB, or the time")
 # A requeued job runs the same command again, so it resumes without being told.
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 parser.add_argument(
-    "--resume", action="store_true", default=requeued, help="the run in --checkpoint-dir"
+    "--resume", action="store_true", default=requeued, help="go on with the run in --checkpoint-dir"
 )
 args = parser.parse_args()
 if min(args.epochs, args.batch_size, args.log_every) < 1:
@@ -109,7 +109,7 @@ model = nn.Sequential(
 )  # fmt: skip
 # Convolutions are faster in this layout.
 model = model.to(device, memory_format=torch.channels_last)
-# DDP warns of a weight with one channel or pixel, in which both layouts are the same.
+# DDP warns about weights with one channel or pixel, for which both layouts are the same.
 warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
 # ddp takes rank 0's weights, and its backward() averages the gradients over all ranks.
 ddp = nn.parallel.DistributedDataParallel(model)
@@ -130,7 +130,7 @@ if path.exists():
         sys.exit(f"{path} exists: pass --resume, or choose another --checkpoint-dir")
     checkpoint = torch.load(path, map_location=device, weights_only=True)
     model.load_state_dict(checkpoint["model"])
-    # Its state includes the learning rate, so a new --learning-rate has no effect.
+    # The state includes the learning rate, so a new --learning-rate has no effect.
     optimizer.load_state_dict(checkpoint["optimizer"])
     epochs_done = checkpoint["epochs_done"]
     log(f"Resumed after epoch {epochs_done}")
@@ -177,8 +177,8 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             losses, start = [], time.perf_counter()
 
     model.eval()
-    # EDIT: your metrics. Sum of the losses, number of correct predictions. With model, because ddp
-    # may wait for all ranks in each batch, and a rank may have one batch less.
+    # EDIT: your metrics. The sum of the losses, and the number of correct predictions. It calls
+    # model, because ddp may wait for all ranks in each batch, and a rank may have one batch less.
     sums = torch.zeros(2, device=device)
     with torch.inference_mode(), autocast:
         for images, labels in test_loader:
@@ -190,7 +190,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     log(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}")
 
     if rank == 0:
-        # Written under another name, then renamed: a job that ends here leaves the old file whole.
+        # Written under another name and renamed, so a job that ends here leaves the old file whole.
         checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(checkpoint | {"epochs_done": epoch}, folder / "part")
         os.replace(folder / "part", path)

@@ -27,7 +27,7 @@ help = "shard inside a node (or among RANKS neighbours in it), and replicate bey
 hybrid = {"type": whole_number(1), "nargs": "?", "const": 0, "metavar": "RANKS"}
 parser.add_argument("--hybrid", help=help, **hybrid)
 args = parse_arguments(parser)
-preemption.listen()  # before the slow imports: Slurm may ask at any time
+preemption.listen()  # before the slow imports, because Slurm may ask at any time
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,7 @@ if world_size % copy:
     would_do = f"{divisors(world_size)} would do"
     fault = f"--hybrid {copy} does not divide the {world_size} ranks: {would_do}"
 elif args.hybrid is not None and local_rank < rank % copy:
+    # This rank's copy of the model begins rank % copy ranks before it, so on an earlier node.
     remedy = "use the same number of ranks on every node"
     fault = f"--hybrid: {copy} neighbouring ranks are not all on this node; {remedy}"
 share = f"{world_size} ranks x --accumulation {args.accumulation}"
@@ -81,8 +82,8 @@ if args.deterministic:
     recipe.be_deterministic()
 
 group, mesh = Group(ranks, device, args.init_timeout), None
-# A rank that does not reach the others prints where it waits, and ends. A little later than torch's
-# own errors, which say more.
+# A rank that does not reach the others prints where it waits, and ends. It does so 10 seconds after
+# torch's own errors would come, because they say more.
 faulthandler.dump_traceback_later(args.init_timeout + 10, exit=True)
 if world_size > 1:
     # The ranks meet at MASTER_ADDR:MASTER_PORT. NCCL communicates between GPUs, gloo between CPUs.
@@ -133,7 +134,7 @@ if args.compile:
 dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
 autocast = torch.autocast(device.type, torch.bfloat16, args.precision == "bf16" and not mesh)
 # The parts of a batch (--accumulation) communicate only once per step if each rank has room for all
-# weights and gradients, which are 3 to 4 GB of half a billion.
+# weights and gradients: 3 to 4 GB for half a billion weights.
 weights = sum(weight.numel() for weight in model.parameters())
 once = args.accumulation > 1 and weights < 5e8
 if mesh:
@@ -176,7 +177,7 @@ def evaluate(step: int) -> float:
 
 
 val_loss = math.nan
-# What the start before had no time for.
+# The job's earlier start may have had no time for this evaluation.
 if first and (first % args.eval_every == 0 or first == args.steps):
     val_loss = evaluate(first)
 model.train()
@@ -208,9 +209,9 @@ for step in range(first + 1, args.steps + 1):
 
     save, stop = checkpoints.due(step)
     if save:
-        progress.check_loss(step)  # weights that are not finite must not replace good ones
+        progress.check_loss(step)  # weights that are not finite are not to replace good ones
         checkpoints.save(step, model, optimizer, **metadata)
-    # Before the evaluation, because Slurm may not leave time for both.
+    # It stops before the evaluation, because Slurm may not leave time for both.
     if stop and step < args.steps:
         break
     if step % args.eval_every == 0 or step == args.steps:

@@ -21,7 +21,7 @@ from slurm_task import JobContext, task
 
 @task(time="01:00:00", nodes=1, ntasks_per_node=2)
 def train(args: argparse.Namespace, job: JobContext | None = None) -> dict[str, float]:
-    """Returns loss and accuracy on the test images. Those of rank 0 go into result.json."""
+    """Returns loss and accuracy on the test images. Rank 0's go into result.json."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -97,9 +97,11 @@ def train(args: argparse.Namespace, job: JobContext | None = None) -> dict[str, 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=64, help="images, over all ranks")
+    help = "images per step, over all ranks"
+    parser.add_argument("--batch-size", type=int, default=64, help=help)
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
-    parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
+    help = "where prepare_data.py wrote MNIST"
+    parser.add_argument("--data-dir", default="data/mnist", help=help)
     parser.add_argument("--log-every", type=int, default=100, metavar="STEPS")
     args = parser.parse_args()
     if min(args.epochs, args.batch_size, args.log_every) < 1:

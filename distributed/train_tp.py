@@ -27,14 +27,14 @@ from resilience.arguments import ArgumentParser, indivisible, whole_number
 # --- arguments ---
 parser = ArgumentParser(description=__doc__)
 add_recipe_arguments(parser)
-help = "ranks that hold one model between them (default: 2, or 1 in one process)"
+help = "how many ranks hold one model between them (default: 2, or 1 in one process)"
 parser.add_argument("--tensor-parallel", type=whole_number(1), metavar="RANKS", help=help)
 help = "also split the tokens between the linears"
 parser.add_argument("--sequence-parallel", action="store_true", help=help)
 help = "let a tensor-parallel group span nodes, which is slow"
 parser.add_argument("--across-nodes", action="store_true", help=help)
 args = parse_arguments(parser)
-preemption.listen()  # before the slow imports: Slurm may ask at any time
+preemption.listen()  # before the slow imports, because Slurm may ask at any time
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,7 @@ if common % size:
 elif args.sequence_parallel and args.context % size:
     fault = indivisible("--context", args.context, size, f"--tensor-parallel {size}")
 elif local_rank < rank % size and not args.across_nodes:
+    # This rank's group begins rank % size ranks before it, so on an earlier node.
     remedy = "choose a divisor of every node's number of ranks, or accept slow steps with "
     remedy += "--across-nodes"
     fault = f"--tensor-parallel {size}: {neighbours} are not all on this node; {remedy}"
@@ -96,8 +97,8 @@ if args.deterministic:
     recipe.be_deterministic()
 
 group, mesh = Group(ranks, device, args.init_timeout), None
-# A rank that does not reach the others prints where it waits, and ends. A little later than torch's
-# own errors, which say more.
+# A rank that does not reach the others prints where it waits, and ends. It does so 10 seconds after
+# torch's own errors would come, because they say more.
 faulthandler.dump_traceback_later(args.init_timeout + 10, exit=True)
 if world_size > 1:
     # The ranks meet at MASTER_ADDR:MASTER_PORT. NCCL communicates between GPUs, gloo between CPUs.
@@ -143,11 +144,11 @@ with torch.device("meta"):  # without memory, because no rank is to hold it whol
 flops_per_token = model.flops_per_token(args.context)
 for block in model.blocks:
     block.recompute = args.activation_checkpointing
-    if args.compile:  # only what is recomputed: torch 2.13 cannot compile a checkpoint of DTensors
+    if args.compile:  # what is recomputed, because torch 2.13 cannot compile the checkpoint itself
         block.layer = torch.compile(block.layer)
 cross_entropy = recipe.cross_entropy
 if args.compile and not mesh:
-    # Not for split logits, because torch 2.13 assumes that all ranks' parts are equally long.
+    # Split logits are left out, because torch 2.13 assumes that all ranks' parts are equally long.
     cross_entropy = torch.compile(cross_entropy)
 if mesh:
     parallelize_module(model, mesh["tensor"], parallel_plan(args.sequence_parallel))
@@ -196,7 +197,7 @@ def evaluate(step: int) -> float:
 
 
 val_loss = math.nan
-# What the start before had no time for.
+# The job's earlier start may have had no time for this evaluation.
 if first and (first % args.eval_every == 0 or first == args.steps):
     val_loss = evaluate(first)
 model.train()
@@ -223,9 +224,9 @@ for step in range(first + 1, args.steps + 1):
 
     save, stop = checkpoints.due(step)
     if save:
-        progress.check_loss(step)  # weights that are not finite must not replace good ones
+        progress.check_loss(step)  # weights that are not finite are not to replace good ones
         checkpoints.save(step, model, optimizer, **metadata)
-    # Before the evaluation, because Slurm may not leave time for both.
+    # It stops before the evaluation, because Slurm may not leave time for both.
     if stop and step < args.steps:
         break
     if step % args.eval_every == 0 or step == args.steps:

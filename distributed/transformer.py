@@ -21,7 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 # FLOP/s in dense bfloat16 from the data sheets (half of their number with sparsity), by words in
 # torch's name of the device: "NVIDIA H100 80GB HBM3" is SXM, "NVIDIA H100 PCIe" and "NVIDIA H100
-# NVL" are slower.
+# NVL" are slower. They are at www.nvidia.com/en-us/data-center/: a40, a100, l4, l40s, h100, h200,
+# grace-hopper-superchip, hgx (B200 and B300), gb200-nvl72, gb300-nvl72, products/a10-gpu and
+# products/a30-gpu; and at www.amd.com/en/products/accelerators/instinct/mi300/: mi300x.html and
+# mi325x.html. H20 and H800 were made for China, and have none there.
 PEAK_FLOPS = {
     "A10": 125e12,
     "A30": 165e12,
@@ -50,9 +53,8 @@ PEAK_FLOPS = {
 def peak_flops(device: torch.device) -> float:
     """The FLOP/s that a device's data sheet promises; nan if it is not in the table, or is only a
     part of a GPU."""
-    words = set(
-        re.split("[ -]", torch.cuda.get_device_name(device) if device.type == "cuda" else "")
-    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    words = set(re.split("[ -]", name))
     # "NVIDIA A10-4Q" is a virtual GPU.
     if any(word == "MIG" or re.fullmatch(r"\d+[QCAB]", word) for word in words):
         return math.nan
@@ -120,11 +122,9 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (
-            checkpoint(self.layer, x, use_reentrant=False)
-            if self.recompute and self.training
-            else self.layer(x)
-        )
+        if self.recompute and self.training:
+            return checkpoint(self.layer, x, use_reentrant=False)
+        return self.layer(x)
 
     def layer(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))

@@ -26,17 +26,17 @@ import mnist  # EDIT: your data
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--batch-size", type=int, default=64, help="images per step, over all ranks")
-parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD with momentum 0.9")
-parser.add_argument("--seed", type=int, default=0, help="of the weights and of the images' order")
+parser.add_argument("--learning-rate", type=float, default=0.02, help="for SGD with momentum 0.9")
+parser.add_argument("--seed", type=int, default=0, help="draws the weights and the images' order")
 parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
 parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
-parser.add_argument("--data-dir", default="data/mnist", help="written by aux/prepare_data.py")
+parser.add_argument("--data-dir", default="data/mnist", help="where prepare_data.py wrote MNIST")
 parser.add_argument("--log-every", type=int, default=100, metavar="STEPS")
-parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/, job id or time")
+parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/JOB, or the time")
 # A requeued job runs the same command again, so it resumes without being told.
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 parser.add_argument(
-    "--resume", action="store_true", default=requeued, help="the run in --checkpoint-dir"
+    "--resume", action="store_true", default=requeued, help="go on with the run in --checkpoint-dir"
 )
 args = parser.parse_args()
 if min(args.epochs, args.batch_size, args.log_every) < 1:
@@ -91,7 +91,7 @@ if path.exists():
         sys.exit(f"{path} exists: pass --resume, or choose another --checkpoint-dir")
     checkpoint = torch.load(path, map_location=device, weights_only=True)
     model.load_state_dict(checkpoint["model"])
-    # Its state includes the learning rate, so a new --learning-rate has no effect.
+    # The state includes the learning rate, so a new --learning-rate has no effect.
     optimizer.load_state_dict(checkpoint["optimizer"])
     epochs_done = checkpoint["epochs_done"]
     log(f"Resumed after epoch {epochs_done}")
@@ -138,7 +138,7 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     test_loss, accuracy = (sums / len(test_set)).tolist()
     log(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}")
 
-    # Written under another name, then renamed: a job that ends here leaves the old file whole.
+    # Written under another name and renamed, so a job that ends here leaves the old file whole.
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(checkpoint | {"epochs_done": epoch}, folder / "part")
     os.replace(folder / "part", path)

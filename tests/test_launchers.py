@@ -184,6 +184,8 @@ SIZES = [
     ({"SLURM_GPUS_ON_NODE": 8}, "", "2 8 16 node-1 61089 4 1 WARN"),
     ({"SLURM_GPUS_ON_NODE": 2, "SLURM_CPUS_PER_TASK": 16}, "", "2 2 4 node-1 61089 32 16 WARN"),
     ({"SLURM_NTASKS_PER_NODE": None, "SLURM_NTASKS": None}, "", "2 1 2 node-1 61089 4 4 WARN"),
+    # The fewest, because srun asks for as many CPUs on every node.
+    ({"SLURM_JOB_CPUS_PER_NODE": "48,16"}, "", "2 2 4 node-1 61089 16 8 WARN"),
     # The CPUs of a task are those of the shell in which sbatch was typed.
     ({"SLURM_CPUS_PER_TASK": 1}, "CpusPerTres=gres:gpu:2", "2 2 4 node-1 61089 4 2 WARN"),
     # As asked for, before as granted: an exclusive node has all its GPUs, its steps only those

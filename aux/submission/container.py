@@ -15,6 +15,7 @@ SQUASHFS = "pytorch.sqsh"  # its name in the job's folder, as in run_script.sh
 
 
 def engine() -> str:
+    """docker or podman. Stops with a sentence if there is neither."""
     for name in ("docker", "podman"):
         if shutil.which(name):
             return name

@@ -25,6 +25,7 @@ def save(folder: Path, record: dict):
 
 
 def find_record(job: str, environment: str | None) -> dict:
+    """The record of a job. Stops with a sentence if there is none, or more than one."""
     folder = slurmfile.find().parent / "slurm-jobs"
     paths = sorted(folder.glob(f"{environment or '*'}-{job}.json"))
     if not paths:
@@ -38,7 +39,8 @@ def watch(record: dict, show_log: bool) -> int:
     """Follows the job to its end, over as many connections as it takes, and returns its exit
     status."""
     cluster, job = record["cluster"], record["job"]
-    log, position, connected = record["log"] if show_log else "/dev/null", 0, None
+    log = record["log"] if show_log else "/dev/null"
+    position, connected = 0, None
     while True:
         try:
             with remote.run(cluster, "watch", job, log, position) as stream:

@@ -15,16 +15,10 @@ from typing import BinaryIO
 
 SCRIPT = Path(__file__).with_name("remote.sh")
 READY = b"remote.sh is ready\n"  # printed first; anything before it is from ~/.bashrc
-SSH_OPTIONS = [
-    "BatchMode=yes",
-    "StrictHostKeyChecking=yes",
-    "ConnectTimeout=6",
-    "LogLevel=ERROR",
-    "ClearAllForwardings=yes",
-    # A silent connection counts as broken after 15 seconds.
-    "ServerAliveInterval=5",
-    "ServerAliveCountMax=3",
-]
+SSH_OPTIONS = ["BatchMode=yes", "StrictHostKeyChecking=yes", "ClearAllForwardings=yes"]
+# A silent connection counts as broken after 15 seconds.
+SSH_OPTIONS += ["ConnectTimeout=6", "ServerAliveInterval=5", "ServerAliveCountMax=3"]
+SSH_OPTIONS += ["LogLevel=ERROR"]
 # As over SSH, a job gets no other variables of a shell on this machine.
 LOCAL_VARIABLES = re.compile(
     "HOME|LANG|LANGUAGE|LC_.*|LD_LIBRARY_PATH|LOGNAME|PATH|SBATCH_.*|SHELL|SLURM_CONF|TERM|TMPDIR"
@@ -43,6 +37,7 @@ class RemoteFailed(Exception):
 
 
 def host_of(cluster: dict) -> str:
+    """The cluster's name for messages."""
     return cluster["backend_config"].get("hostname", "this machine")
 
 

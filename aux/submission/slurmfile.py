@@ -34,6 +34,7 @@ def fail(sentence: str):
 
 
 def find() -> Path:
+    """The Slurmfile. Stops with a sentence if there is none."""
     if named := os.environ.get("SLURMFILE"):
         if not Path(named).is_file():
             fail(f"SLURMFILE names {named}, which is missing")
@@ -45,8 +46,8 @@ def find() -> Path:
 
 
 def read(path: Path, name: str) -> dict[str, dict]:
-    """The tables cluster, packaging and submit of one environment; [default] has the values that
-    it lacks."""
+    """The tables cluster, packaging and submit of one environment. What it lacks comes from
+    [default]. Stops with a sentence at the first fault."""
     try:
         environments = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:

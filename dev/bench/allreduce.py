@@ -22,9 +22,9 @@ import torch.distributed as dist
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
-    parser.add_argument("--largest", type=int, default=64, metavar="MB", help="largest message")
-    parser.add_argument("--rounds", type=int, default=5, help="of which the median is shown")
-    parser.add_argument("--calls", type=int, default=20, help="in a round")
+    parser.add_argument("--largest", type=int, default=64, metavar="MIB", help="end at this size")
+    parser.add_argument("--rounds", type=int, default=5, help="show the median of so many rounds")
+    parser.add_argument("--calls", type=int, default=20, help="make so many calls in a round")
     args = parser.parse_args()
     if min(args.largest, args.rounds, args.calls) < 1:
         parser.error("--largest, --rounds and --calls must be 1 or more")
@@ -39,9 +39,8 @@ def main(args: argparse.Namespace):
     local_rank = int(os.environ.get("LOCAL_RANK", slurm.get("SLURM_LOCALID", 0)))
     world_size = int(os.environ.get("WORLD_SIZE", slurm.get("SLURM_NTASKS", 1)))
     if world_size == 1:
-        sys.exit(
-            "allreduce.py: one rank has nobody to reduce with: use a launcher or ./torchrun.sh"
-        )
+        remedy = "use a launcher or ./torchrun.sh"
+        sys.exit(f"allreduce.py: one rank has nobody to reduce with: {remedy}")
     device = torch.device("cpu")
     if args.device == "auto" and torch.cuda.is_available():
         device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
@@ -65,7 +64,7 @@ def main(args: argparse.Namespace):
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    # A thread of gloo can outlive the group, and crash Python while it shuts down.
+    # A thread of gloo can outlive the group and crash Python's shutdown, which this skips.
     os._exit(0)
 
 
@@ -73,9 +72,8 @@ def measure(args: argparse.Namespace, device: torch.device, group, name: str):
     """Prints the table of a group on rank 0."""
     ranks = dist.get_world_size(group)
     if dist.get_rank() == 0:
-        print(
-            f"\nAll-reduce {name}, {ranks} ranks\n| bytes | time, us | algbw, GB/s | busbw, GB/s |"
-        )
+        print(f"\nAll-reduce {name}, {ranks} ranks")
+        print("| bytes | time, us | algbw, GB/s | busbw, GB/s |")
         print("|---|---|---|---|")
     size = 8
     while size <= args.largest << 20:

@@ -1,10 +1,10 @@
-"""MNIST in the style of pytorch/examples, on the CPU: the other side of compare.py.
+"""Train on MNIST in the style of pytorch/examples, on the CPU: the other side of compare.py.
 
-Without the example's dropout, because train_ddp.py has none.
+    python dev/bench/plain_mnist.py                      # batches are slices, to time the steps
+    python dev/bench/plain_mnist.py --only-load          # the loader by itself, image by image
+    python dev/bench/plain_mnist.py --only-load --ours   # the loader of train_ddp.py
 
-python dev/bench/plain_mnist.py                      # batches are slices, to time the steps
-python dev/bench/plain_mnist.py --only-load          # the loader by itself, image by image
-python dev/bench/plain_mnist.py --only-load --ours   # the loader of train_ddp.py
+It leaves out the example's dropout, because train_ddp.py has none.
 """
 
 import argparse
@@ -44,6 +44,7 @@ if args.ours:
 
 
 def batches():
+    """Images and labels, 64 at a time, over and over."""
     found = loader
     if not args.only_load:
         tensors = mnist.load(args.data_dir)[0].tensors

@@ -1,4 +1,4 @@
-"""A language model in the style of nanoGPT, in one process on the CPU: compare.py's other side.
+"""Train a language model in the style of nanoGPT, on the CPU: the other side of compare.py.
 
 python dev/bench/plain_text.py --layers 4 --heads 4 --width 128 --context 64 --batch-size 12
 """

@@ -18,15 +18,14 @@ from statistics import median
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    text = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=text)
     parser.add_argument("--sizes", nargs="+", default=["1x1", "1x2", "2x2"], metavar="NxR")
-    parser.add_argument("--rounds", type=int, default=3, help="jobs of each size, in turns")
+    parser.add_argument("--rounds", type=int, default=3, help="run so many jobs of each size")
     parser.add_argument("--launcher", default="launch_slurm_with_torchrun.sh")
     parser.add_argument("--cpus-per-rank", type=int, default=1)
-    parser.add_argument("--cpu", action="store_true", help="no GPUs, instead of one per rank")
-    parser.add_argument("--out", type=Path, default=Path("log/scaling"), help="for the jobs' logs")
+    parser.add_argument("--cpu", action="store_true", help="ask for no GPUs, not one per rank")
+    parser.add_argument("--out", type=Path, default=Path("log/scaling"), help="keep the logs there")
     parser.add_argument("script", nargs="+", help="a train script and its arguments")
     args = parser.parse_args()
     if not all(re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", size) for size in args.sizes):
@@ -49,9 +48,8 @@ def main(args: argparse.Namespace):
             print(f"Round {number} of {args.rounds}, {size}", file=sys.stderr, flush=True)
             found[size].append(run(args, size, args.out / f"{size}-{number}.out"))
 
-    print(
-        "| nodes x ranks | per second | speed-up | efficiency | last loss |\n|---|---|---|---|---|"
-    )
+    print("| nodes x ranks | per second | speed-up | efficiency | last loss |")
+    print("|---|---|---|---|---|")
     first, first_ranks = None, None
     for size, runs in found.items():
         nodes, per_node = map(int, size.split("x"))
@@ -62,7 +60,7 @@ def main(args: argparse.Namespace):
 
 
 def run(args: argparse.Namespace, size: str, log: Path) -> tuple[float, str]:
-    """A job. Returns its throughput and its last loss."""
+    """Runs a job of this size. Returns its throughput and its last loss."""
     nodes, per_node = size.split("x")
     gpus = 0 if args.cpu else per_node
     sbatch = ["sbatch", "--wait", "--parsable", f"--output={log}", f"--nodes={nodes}"]

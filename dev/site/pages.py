@@ -1,4 +1,4 @@
-"""Tells mkdocs which pages the site of `make docs` has, and their order. mkdocs.yml names this
+"""Tell mkdocs which pages the site of `make docs` has, and in which order. mkdocs.yml names this
 file.
 
 Every page has the same place in the site as in the repository, so that links lead to the same
@@ -52,15 +52,8 @@ def on_files(files, config):
     theme = [file for file in files if file.src_dir != config.docs_dir]
     names = [str(path.relative_to(REPOSITORY)) for path in [*PAGES, *sorted(linked_files())]]
     names += [*config.extra_css, *config.extra["polyfills"]]
-    return Files(
-        [
-            *theme,
-            *(
-                File(name, str(REPOSITORY), config.site_dir, config.use_directory_urls)
-                for name in names
-            ),
-        ]
-    )
+    folders = str(REPOSITORY), config.site_dir, config.use_directory_urls
+    return Files([*theme, *(File(name, *folders) for name in names)])
 
 
 def on_page_markdown(markdown, page, config, files):

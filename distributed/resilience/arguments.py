@@ -13,6 +13,8 @@ from .ranks import RESTART_COUNT, find_ranks
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Adds the default to the help of an option if it is a number or a text."""
+
     def _get_help_string(self, action: argparse.Action) -> str:
         has_one = type(action.default) in (int, float, str) and action.default != argparse.SUPPRESS
         if has_one and "default" not in action.help:
@@ -30,7 +32,7 @@ class ArgumentParser(argparse.ArgumentParser):
         # Rank 0 has the same arguments, and fails the job.
         if find_ranks().rank != 0:
             raise SystemExit(0)
-        # No control characters.
+        # The message may quote control characters, which a terminal would obey.
         shown = "".join(character if character.isprintable() else " " for character in message)
         sentence = f"{self.prog}: {shown} (--help lists the arguments)"
         print(sentence, file=sys.stderr, flush=True)
@@ -39,17 +41,17 @@ class ArgumentParser(argparse.ArgumentParser):
     def add_checkpoint_arguments(self):
         """Where and how often a run saves its state, and whether it resumes."""
         add = self.add_argument
-        help = "default: checkpoints/ and the job id, or date and time"
+        help = "where to save (default: checkpoints/JOB, or date and time without a job)"
         add("--checkpoint-dir", type=Path, help=help)
-        help = "in steps, such as 500, or minutes, such as 10m; a run also saves at its end, and "
-        help += "when asked to stop"
+        help = "save after so many steps, such as 500, or minutes, such as 10m; a run also saves "
+        help += "at its end, and when it is asked to stop"
         add("--checkpoint-every", type=interval, default="10m", metavar="N|Nm", help=help)
         help = "keep the newest N checkpoints"
         add("--keep-checkpoints", type=whole_number(2), default=2, metavar="N", help=help)
         help = "resume from the newest checkpoint in --checkpoint-dir (a requeued job does)"
         add("--resume", action="store_true", default=RESTART_COUNT != "0", help=help)
-        help = "slower, but resumed runs are equal on the same number and kind of CUDA nodes, as "
-        help += "they are on CPUs"
+        help = "make resumed runs equal to uninterrupted ones on the same number and kind of CUDA "
+        help += "nodes, as they always are on CPUs; this is slower"
         add("--deterministic", action="store_true", help=help)
         help = "also write the metrics for TensorBoard, into tensorboard/ beside metrics.jsonl"
         add("--tensorboard", action="store_true", help=help)
@@ -57,14 +59,15 @@ class ArgumentParser(argparse.ArgumentParser):
     def add_timeout_arguments(self):
         """How long a rank waits for others: shorter in steps than at the start and around files."""
         seconds = {"type": number(1), "metavar": "SECONDS"}
-        help = "to wait for a rank at the start, until the first step is done"
+        help = "how long to wait for a rank at the start, until the first step is done"
         self.add_argument("--init-timeout", default=300, help=help, **seconds)
-        self.add_argument("--timeout", default=120, help="to wait for a rank in a step", **seconds)
-        help = "to wait for a rank in a save, a load or an evaluation"
+        help = "how long to wait for a rank in a step"
+        self.add_argument("--timeout", default=120, help=help, **seconds)
+        help = "how long to wait for a rank in a save, a load or an evaluation"
         self.add_argument("--save-timeout", default=1800, help=help, **seconds)
 
     def parse_args(self, arguments: list[str] | None = None) -> argparse.Namespace:
-        """Fills in the folder for checkpoints."""
+        """Parses, and fills in the folder for checkpoints."""
         args = super().parse_args(arguments)
         if "checkpoint_dir" in args and args.checkpoint_dir is None:
             if args.resume and "SLURM_JOB_ID" not in os.environ:
@@ -119,6 +122,7 @@ def indivisible(flag: str, value: int, parts: int, what: str) -> str | None:
     """One sentence if `value` is not divisible by `parts` (in words: `what`), or None."""
     if value % parts == 0:
         return None
-    more = value - value % parts + parts
-    near = f"{more - parts or more + parts} or {more} would do"
-    return f"{flag} {value} is not divisible by {what}: {near}"
+    below = value - value % parts
+    above = below + parts
+    other = below if below > 0 else above + parts
+    return f"{flag} {value} is not divisible by {what}: {other} or {above} would do"

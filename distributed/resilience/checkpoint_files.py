@@ -79,7 +79,7 @@ def owner(folder: Path) -> str:
 def claim(folder: Path) -> str | None:
     """Makes this start of the job the only one that may write into `folder`. Only on rank 0.
 
-    Returns one sentence if that cannot be, as for a start that has been superseded; or None.
+    Returns one sentence if a later start has claimed it, or it cannot be written; or None.
     """
     start = re.fullmatch(r"job (\d+), start (\d+), .*", owner(folder))
     if start and start[1] == JOB and int(start[2]) > int(RESTART_COUNT):
@@ -88,7 +88,7 @@ def claim(folder: Path) -> str | None:
         write_atomically(folder / "owner", token())
     except OSError as error:
         return f"{folder} cannot be written ({error.strerror}): nothing could be saved"
-    # Left by starts that were killed while they saved.
+    # Starts that were killed while they saved have left these.
     for path in folder.glob(".checkpoint_step_*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
     return None
@@ -114,6 +114,7 @@ def write_atomically(path: Path, text: str):
 
 
 def write_manifest(folder: Path, metadata: dict):
+    """The metadata as a line of JSON, and a line with its CRC-32. Raises OSError."""
     text = json.dumps(metadata)
     with (folder / "manifest.json").open("w") as file:
         file.write(f"{text}\n{zlib.crc32(text.encode())}\n")
@@ -122,7 +123,10 @@ def write_manifest(folder: Path, metadata: dict):
 
 
 def publish(temporary: Path, path: Path):
-    """Gives a whole folder its name, or ends this process, rank 0, if another start owns `path`."""
+    """Gives a whole folder its name, or ends this process, rank 0, if another start owns `path`.
+
+    Raises OSError.
+    """
     if fault := owner_fault(path.parent):
         say(fault, 0)
         end()
@@ -171,7 +175,7 @@ def newest(folder: Path, group: Group) -> Path | None:
 
 
 def read_manifest(folder: Path) -> dict:
-    """Raises ValueError if it is not what was written."""
+    """The metadata. Raises ValueError if the file is not the one that was written, or OSError."""
     text, _, checksum = (folder / "manifest.json").read_text(errors="replace").partition("\n")
     if checksum.strip() == str(zlib.crc32(text.encode())):
         metadata = json.loads(text)
@@ -181,7 +185,7 @@ def read_manifest(folder: Path) -> dict:
 
 
 def check_folder(folder: Path, rank: int, world_size: int):
-    """Raises ValueError if a file of this rank's share is not what was written."""
+    """Raises ValueError if a file of this rank's share is not as it was written, or OSError."""
     found = measure_files(folder, rank, world_size)
     for name, measured in read_manifest(folder)["files"].items():
         if is_in_share(name, rank, world_size) and found.get(name) != measured:
@@ -189,7 +193,7 @@ def check_folder(folder: Path, rank: int, world_size: int):
 
 
 def measure_files(folder: Path, rank: int, world_size: int) -> dict[str, list[int]]:
-    """Length and CRC-32 of this rank's share of all files but manifest.json."""
+    """Length in bytes and CRC-32 of each file of this rank's share, by name. Raises OSError."""
     measured = {}
     for path in folder.iterdir():
         if path.name == "manifest.json" or not is_in_share(path.name, rank, world_size):
@@ -203,7 +207,8 @@ def measure_files(folder: Path, rank: int, world_size: int) -> dict[str, list[in
 
 
 def is_in_share(name: str, rank: int, world_size: int) -> bool:
-    """Each rank reads the files that it has just written or needs to load, __RANK_NUMBER.distcp."""
+    """Whether this rank checks the file: on as many ranks the tensors that it has written itself,
+    __RANK_NUMBER.distcp, on fewer also others'; and rank 0 what is no rank's."""
     writer = re.match(r"__(\d+)_", name)
     return (int(writer[1]) if writer else 0) % world_size == rank
 

@@ -97,6 +97,7 @@ class Checkpoints:
         return self.step
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        """Loads the newest whole checkpoint, if there is one."""
         if (path := newest(self.folder, self.group)) is None:
             return
         self.values = read_manifest(path)
@@ -145,9 +146,10 @@ class Checkpoints:
         self.group.seconds_saving += time.perf_counter() - start
 
     def begin_writing(self, state: dict, values: dict):
+        """Copies the state into the CPU's memory, and leaves the rest to the thread."""
         path = self.folder / f"checkpoint_step_{self.step}"
         temporary = path.with_name(f".{path.name}.{JOB}.{RESTART_COUNT}.tmp")
-        # No copying ahead, because its thread would open a context on GPU 0.
+        # Copying ahead is off, because the thread that copies would open a context on GPU 0.
         writer = dcp.FileSystemWriter(temporary, per_thread_copy_ahead=0)
         written = dcp.async_save(
             state, storage_writer=writer, process_group=self.writers, async_stager=self.stager
@@ -170,7 +172,7 @@ class Checkpoints:
         try:
             written.result()
             files = measure_files(temporary, rank, self.group.world_size)
-        # A CheckpointException is no Exception.
+        # A CheckpointException is a BaseException, but no Exception.
         except (Exception, dcp.CheckpointException) as error:
             fault = f"rank {rank}: {first_line(error)}"
         parts = self.group.gathered((files, fault), self.writers)
@@ -216,11 +218,10 @@ class Checkpoints:
 
     def stop_if_of_another_run(self, run: dict):
         """Rank 0 decides, because other ranks read less of the data that is in `run`."""
-        changed = [
-            f"{name} was {run.get(name)}, not {now}"
-            for name, now in self.run.items()
-            if run.get(name) != now
-        ]
+        changed = []
+        for name, now in self.run.items():
+            if run.get(name) != now:
+                changed.append(f"{name} was {run.get(name)}, not {now}")
         of = f"the checkpoints in {self.folder} are of a different run ({', '.join(changed)})"
         remedy = "use the arguments of that run, or choose another --checkpoint-dir"
         fault = f"{of}: {remedy}" if changed else None
@@ -228,7 +229,10 @@ class Checkpoints:
 
 
 def load_folder(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
-    """Reads a checkpoint into a model, split or not, and its optimizer. All ranks call it."""
+    """Reads a checkpoint into a model, split or not, and its optimizer. All ranks call it.
+
+    Raises dcp's CheckpointException.
+    """
     state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=path)
     set_state_dict(

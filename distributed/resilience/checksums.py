@@ -24,7 +24,10 @@ def damaged(folder: Path) -> str | None:
 
 
 def of(path: Path) -> str:
-    """A file's checksum: from SHA256SUMS, in which damaged() has found no fault, or by reading."""
+    """A file's checksum: from SHA256SUMS, in which damaged() has found no fault, or by reading.
+
+    Raises OSError or ValueError.
+    """
     return listed(path.parent).get(path.name) or sha256(path)
 
 

@@ -52,7 +52,7 @@ class Group:
         mine = {"host": HOST, "fault": fault, "torch": torch.__version__, "gpu": None}
         mine["columns"] = " | ".join(f"{name}: {value}" for name, value in shown.items())
         if self.device.type == "cuda":
-            # It tells a node's GPUs apart, even if CUDA_VISIBLE_DEVICES renumbers them.
+            # The UUID tells a node's GPUs apart, even if CUDA_VISIBLE_DEVICES renumbers them.
             properties = torch.cuda.get_device_properties(self.device)
             mine["gpu"] = str(getattr(properties, "uuid", self.rank))  # not in every build of torch
 
@@ -72,7 +72,7 @@ class Group:
             total = torch.ones(1, device=self.device)
             dist.all_reduce(total, group=group)
             total.item()
-        # Else the meshes' collectives would keep a timeout of their own.
+        # Without this the meshes' collectives would keep a timeout of their own.
         self.set_timeout(self.timeout)
         sys.excepthook = end_after(sys.excepthook)
 
@@ -93,7 +93,7 @@ class Group:
         before = self.timeout
         self.set_timeout(max(seconds, before))
         yield
-        # In their next step the others would not wait long enough for one that is still writing.
+        # Without it, the others' next step would not wait long enough for a rank that still writes.
         self.barrier()
         self.set_timeout(before)
 
@@ -124,6 +124,7 @@ class Group:
         self.stop_at_first(self.gathered(fault))
 
     def stop_at_first(self, faults: list[str | None]):
+        """The same for the faults of all ranks, which each rank knows already."""
         faulty = [rank for rank, fault in enumerate(faults) if fault]
         if not faulty:
             return
@@ -141,7 +142,7 @@ class Group:
         """
         if not dist.is_initialized():
             return sys.exit(self.status) if self.status else None
-        # Rank 0 may still be writing, and srun may end a step soon after its first task.
+        # Rank 0 may still be writing, and srun may end a step soon after its first task has ended.
         self.barrier()
         dist.destroy_process_group()
         sys.stdout.flush()
@@ -150,7 +151,8 @@ class Group:
 
 
 def faults_of(known: list[dict]) -> list[str | None]:
-    """Each rank's fault: its own, another version of torch than rank 0's, or another's GPU."""
+    """Each rank's fault: one that it has found itself; a version of torch that differs from rank
+    0's; or a GPU that another rank has, too."""
     faults, first_on = [its["fault"] for its in known], {}
     if any(faults):
         return faults

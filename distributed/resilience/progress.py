@@ -45,13 +45,13 @@ class Progress:
 
                 folder = args.checkpoint_dir / "tensorboard"
                 self.board = SummaryWriter(folder, purge_step=first_step + 1)
-        # Since the last log line, and read only there, because that waits for the GPU.
+        # Since the last log line. It is read only there, because reading waits for the GPU.
         self.loss_sum = torch.zeros((), device=group.device)
         self.last_step = first_step
         self.start_timing(first_step)
 
     def start_timing(self, step: int):
-        """Throughput counts the steps after this one. A GPU must have finished all work before."""
+        """Throughput counts the steps after this one. Before, a GPU must have finished its work."""
         self.timed_step, self.timed_from = step, time.perf_counter() - self.group.seconds_saving
 
     def add(self, step: int, loss: torch.Tensor) -> bool:
@@ -95,6 +95,7 @@ class Progress:
         self.start_timing(step)
 
     def write_event(self, event: dict[str, float], end: str = ""):
+        """On rank 0 prints a line, and writes one into metrics.jsonl, and for TensorBoard."""
         if self.file is None:
             return
         try:

@@ -12,71 +12,72 @@ folder="$1" nodes="$2" cpus="$3" gpus="$4" cgroups="$5"
 
 cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
 {
-  # One munged per node, because newer Slurm takes a credential that one munged decodes twice for a
-  # replay. cred_expire: a requeued job waits this many seconds, plus one, instead of two minutes.
-  # A job must reach its last node in that time, which takes longer the more nodes share this
-  # machine.
-  echo "AuthInfo=socket=$folder/munge/socket,cred_expire=$((4 + nodes / 2))"
-  # The default, 10, is too short when many nodes share two cores. UnkillableStepTimeout must be at
-  # least five times as long.
-  wait=$((nodes > 100 ? 300 : 60))
-  echo "MessageTimeout=$wait"
-  echo "UnkillableStepTimeout=$((5 * wait))"
-  # A different range for each key, so that no cluster finds another's logs and checkpoints under
-  # its own job ids.
-  checksum=$(cksum <"$folder/key/munge.key")
-  echo "FirstJobId=$((${checksum%% *} % 60000000 + 1))"
-  echo "StateSaveLocation=$folder/state"
-  echo "SlurmctldPidFile=$folder/slurmctld.pid"
-  echo "SlurmdSpoolDir=$folder/spool/%n"
-  echo "SlurmdPidFile=$folder/spool/%n.pid"
-  # One socket, so that srun --cores-per-socket, which some people use, finds as many cores as CPUs.
-  # The memory is only claimed, because all nodes share this machine's.
-  size="CPUs=$cpus Sockets=1 CoresPerSocket=$cpus ThreadsPerCore=1 RealMemory=$((cpus * 4000))"
-  if ((gpus > 0)); then size+=" Gres=gpu:$gpus"; fi
-  echo "NodeName=node-[1-$nodes] $size"
-  if [[ "$cgroups" == none ]]; then
-    # A signal reaches every process of a step; on most sites, only those that slurmstepd started.
-    echo "ProctrackType=proctrack/linuxproc"
-    # No cgroup limits a job's memory, so Slurm checks every second whether it uses more than it
-    # asked for.
-    echo "JobAcctGatherType=jobacct_gather/linux"
-    echo "JobAcctGatherFrequency=task=1"
-    echo "JobAcctGatherParams=OverMemoryKill"
-    echo "TaskPlugin=task/none"
-  else
-    echo "ProctrackType=proctrack/cgroup"
-    echo "JobAcctGatherType=jobacct_gather/cgroup"
-    echo "JobAcctGatherFrequency=30"
-    echo "PrologFlags=Contain"
-    # Binding needs CPUs that exist. Nodes share them: every node's first CPU is the machine's
-    # first.
-    if ((cpus <= $(nproc --all))); then
-      echo "TaskPlugin=task/affinity,task/cgroup"
+    # One munged per node, because newer Slurm takes a credential that one munged decodes twice for
+    # a replay. A requeued job waits for cred_expire seconds, plus one, instead of two minutes. A
+    # job must reach its last node in that time, which takes longer the more nodes share this
+    # machine.
+    echo "AuthInfo=socket=$folder/munge/socket,cred_expire=$((4 + nodes / 2))"
+    # The default, 10, is too short when many nodes share two cores. UnkillableStepTimeout must be
+    # at least five times as long.
+    wait=$((nodes > 100 ? 300 : 60))
+    echo "MessageTimeout=$wait"
+    echo "UnkillableStepTimeout=$((5 * wait))"
+    # A different range for each key, so that no cluster finds another's logs and checkpoints under
+    # its own job ids.
+    checksum=$(cksum <"$folder/key/munge.key")
+    echo "FirstJobId=$((${checksum%% *} % 60000000 + 1))"
+    echo "StateSaveLocation=$folder/state"
+    echo "SlurmctldPidFile=$folder/slurmctld.pid"
+    echo "SlurmdSpoolDir=$folder/spool/%n"
+    echo "SlurmdPidFile=$folder/spool/%n.pid"
+    # One socket, so that srun --cores-per-socket finds as many cores as there are CPUs. The memory
+    # is only claimed, because all nodes share this machine's.
+    size="CPUs=$cpus Sockets=1 CoresPerSocket=$cpus ThreadsPerCore=1 RealMemory=$((cpus * 4000))"
+    if ((gpus > 0)); then size+=" Gres=gpu:$gpus"; fi
+    echo "NodeName=node-[1-$nodes] $size"
+    if [[ "$cgroups" == none ]]; then
+        # With it a signal reaches every process of a step. On most sites it reaches only those that
+        # slurmstepd has started.
+        echo "ProctrackType=proctrack/linuxproc"
+        # No cgroup limits a job's memory, so Slurm checks every second whether it uses more than it
+        # asked for.
+        echo "JobAcctGatherType=jobacct_gather/linux"
+        echo "JobAcctGatherFrequency=task=1"
+        echo "JobAcctGatherParams=OverMemoryKill"
+        echo "TaskPlugin=task/none"
     else
-      echo "TaskPlugin=task/cgroup"
+        echo "ProctrackType=proctrack/cgroup"
+        echo "JobAcctGatherType=jobacct_gather/cgroup"
+        echo "JobAcctGatherFrequency=30"
+        echo "PrologFlags=Contain"
+        # Binding needs CPUs that exist. The nodes share them, so every node's first CPU is the
+        # machine's first.
+        if ((cpus <= $(nproc --all))); then
+            echo "TaskPlugin=task/affinity,task/cgroup"
+        else
+            echo "TaskPlugin=task/cgroup"
+        fi
     fi
-  fi
 } >"$folder/generated.conf"
 
 if [[ "$cgroups" == none ]]; then
-  # slurmd wants a cgroup plugin, although nothing here uses cgroups. 22.05 cannot disable it yet,
-  # but its v1 plugin touches nothing until it is used.
-  if [[ "$(slurmd -V)" == *" 22."* ]]; then
-    echo "CgroupPlugin=cgroup/v1" >"$folder/cgroup.conf"
-  else
-    echo "CgroupPlugin=disabled" >"$folder/cgroup.conf"
-  fi
-else
-  {
-    echo "CgroupPlugin=cgroup/$cgroups"
-    echo "CgroupMountpoint=/sys/fs/cgroup"
-    if [[ "$cgroups" == v2 ]]; then
-      echo "IgnoreSystemd=yes" # the nodes are not its services
+    # slurmd wants a cgroup plugin, although nothing here uses cgroups. 22.05 cannot disable it yet,
+    # but its v1 plugin touches nothing until it is used.
+    if [[ "$(slurmd -V)" == *" 22."* ]]; then
+        echo "CgroupPlugin=cgroup/v1" >"$folder/cgroup.conf"
+    else
+        echo "CgroupPlugin=disabled" >"$folder/cgroup.conf"
     fi
-    echo "ConstrainCores=$( ((cpus <= $(nproc --all))) && echo yes || echo no)"
-    echo "ConstrainRAMSpace=yes"
-    echo "ConstrainSwapSpace=yes"
-    echo "ConstrainDevices=yes"
-  } >"$folder/cgroup.conf"
+else
+    {
+        echo "CgroupPlugin=cgroup/$cgroups"
+        echo "CgroupMountpoint=/sys/fs/cgroup"
+        if [[ "$cgroups" == v2 ]]; then
+            echo "IgnoreSystemd=yes" # the nodes are not its services
+        fi
+        echo "ConstrainCores=$( ((cpus <= $(nproc --all))) && echo yes || echo no)"
+        echo "ConstrainRAMSpace=yes"
+        echo "ConstrainSwapSpace=yes"
+        echo "ConstrainDevices=yes"
+    } >"$folder/cgroup.conf"
 fi
