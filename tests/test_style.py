@@ -1,5 +1,6 @@
 """What the repository promises of its own files: blocks that are the same, clean linters."""
 
+import os
 import re
 import subprocess
 import sys
@@ -82,6 +83,14 @@ def test_in_the_background():
     command = ["bash", "-c", 'trap "" INT; exec "$0" -c "$1"', sys.executable]
     done = run(*command, f"import conftest, signal; assert {handler}", cwd=REPOSITORY / "tests")
     assert done.returncode == 0, done.stderr
+
+
+def test_what_a_command_has_started_ends_with_it():
+    """In a session of its own as well, as torchrun's ranks are."""
+    sleeps = f"sleep 600.{os.getpid()}"
+    with pytest.raises(subprocess.TimeoutExpired):
+        run("bash", "-c", f"setsid {sleeps} & wait", timeout=2)
+    assert run("pgrep", "--full", f"^{sleeps}").stdout == ""
 
 
 def test_linters():
