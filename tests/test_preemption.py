@@ -24,6 +24,7 @@ from test_plain_scripts import (
     one_process,  # noqa: F401
 )
 
+HOOKED = ["tests/scripts/slowly.py", 0, PREEMPTIBLE]
 BY_HAND = {
     "none": [sys.executable],
     "torchrun": ["./torchrun.sh"],
@@ -44,8 +45,7 @@ def test_one_rank_is_asked(at, stopped, one_process, mnist, tmp_path):  # noqa: 
     """Both stop after the same step, save and do not evaluate, for which there may be no time. The
     resumed run takes the steps that are left, and has the losses of one that was not stopped."""
     train = ["--data-dir", mnist, *STEPS, "--checkpoint-dir", tmp_path]
-    hooked = ["tests/scripts/batches.py", PREEMPTIBLE, *train]
-    first = on_two_ranks(*hooked, TERM_AT=at, KILL=1)
+    first = on_two_ranks(*HOOKED, *train, TERM_AT=at, KILL=1)
     assert first.returncode == 0, first.stderr
     assert f"\nStopped after step {stopped}, saved\n" in first.stdout
     assert list(losses(first.stdout)) == [(1, step) for step in range(1, stopped + 1)]
@@ -63,7 +63,7 @@ def test_saved_within_an_epoch(mnist, tmp_path):
     """Killed in its evaluation, a run goes on after its last checkpoint, and evaluates."""
     train = ["--data-dir", mnist, "--epochs", 2, "--log-every", 1, "--save-every", 8]
     train += ["--checkpoint-dir", tmp_path]
-    killed = on_two_ranks("tests/scripts/batches.py", PREEMPTIBLE, *train, KILL=1)
+    killed = on_two_ranks(*HOOKED, *train, KILL=1)
     assert killed.returncode != 0 and len(losses(killed.stdout)) == 15
     resumed = on_two_ranks(PREEMPTIBLE, *train, "--resume")
     assert resumed.returncode == 0 and "\nResumed after step 15\n" in resumed.stdout
@@ -73,11 +73,11 @@ def test_saved_within_an_epoch(mnist, tmp_path):
 @pytest.mark.parametrize("way", BY_HAND)
 def test_control_c_at_a_terminal(way, mnist, tmp_path):
     """It saves."""
-    command = [*BY_HAND[way], "tests/scripts/batches.py", PREEMPTIBLE]
+    command = [*BY_HAND[way], "tests/scripts/slowly.py", "0.1", PREEMPTIBLE]
     command += ["--data-dir", str(mnist), "--log-every", "1", "--checkpoint-dir", str(tmp_path)]
     options = {"cwd": REPOSITORY, "text": True, "start_new_session": True}
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, SLOW=0.1)
+    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1)
     shown = ""
     with subprocess.Popen(command, env=env, **options) as process:
         for line in process.stdout:
