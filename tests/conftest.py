@@ -92,6 +92,15 @@ def environment(**values: object) -> dict[str, str]:
     return clean | {name: str(value) for name, value in values.items()}
 
 
+def stand_ins(folder: Path, programs: dict[str, str]) -> Path:
+    """Shell scripts by name, for a PATH."""
+    folder.mkdir(exist_ok=True)
+    for name, lines in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{lines}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
 def run(*command: object, timeout: float = 120, **options) -> subprocess.CompletedProcess:
     """A command in the repository, its output as text; ended with everything it started when the
     time is up."""

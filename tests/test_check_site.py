@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import check_site
-from conftest import LAUNCHERS, REPOSITORY, cells, run
+from conftest import LAUNCHERS, REPOSITORY, cells, run, stand_ins
 from test_launchers import VARIABLES
 from test_python_versions import violations
 
@@ -209,8 +209,7 @@ def test_elsewhere(tmp_path):
     done = subprocess.run([sys.executable, CHECK], env={"PATH": "/nowhere"}, cwd=REPOSITORY,
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 1 and "there is no scontrol here" in done.stderr
-    (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "scontrol").chmod(0o755)
+    stand_ins(tmp_path, {"scontrol": "exit 1"})
     done = run(sys.executable, CHECK, env={"PATH": f"{tmp_path}:/bin"})
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert "Slurm does not answer here" in done.stderr

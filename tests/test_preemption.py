@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import LAUNCHERS, REPOSITORY, cells, environment, run, wait_for
+from conftest import LAUNCHERS, REPOSITORY, cells, environment, run, stand_ins, wait_for
 from test_launchers import THREE_FILES, copy_file
 from test_plain_scripts import (
     PREEMPTIBLE,
@@ -105,8 +105,7 @@ STATES = {
     # slurmctld does not answer
     "": "Unable to contact slurm controller",
 }
-SCONTROL = """#!/bin/bash
-echo "$@" >>calls
+SCONTROL = """echo "$@" >>calls
 if [[ $1 == show && -z "$STATE" ]]; then echo "Unable to contact slurm controller" >&2; exit 1; fi
 if [[ $1 == show ]]; then echo "$STATE Command=/home/me/launch.sh train.py"; fi
 if [[ $1 == requeue && $STATE == *Disabled* ]]; then echo "{}" >&2; exit 1; fi
@@ -117,8 +116,7 @@ CALL = "import sys, preemption; sys.exit(not preemption.requeue('--resume'))"
 @pytest.mark.parametrize("state", STATES)
 def test_what_is_requeued(state, tmp_path):
     """Of an array this task alone. Otherwise it says what to type."""
-    (tmp_path / "scontrol").write_text(SCONTROL.format(DISABLED))
-    (tmp_path / "scontrol").chmod(0o755)
+    stand_ins(tmp_path, {"scontrol": SCONTROL.format(DISABLED)})
     array = {"SLURM_JOB_ID": 9, "SLURM_ARRAY_JOB_ID": 8, "SLURM_ARRAY_TASK_ID": 1}
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     path["PYTHONPATH"] = REPOSITORY / "distributed"
