@@ -3,7 +3,7 @@ a real cluster.
 
 A job that resumes must have the losses of an uninterrupted run on as many ranks: train_fsdp.py and
 train_tp.py with dropout, and weights that are bit for bit the same; train_preemptible.py up to
-rounding. Without options a quick part runs: `pytest -m faults` is the whole of it.
+rounding. Without options a quick part runs, and with `-m matrix` the rest.
 """
 
 import contextlib
@@ -38,8 +38,6 @@ from conftest import (
     wait_for,
 )
 from resilience.checkpoint_files import find_checkpoints, step_of
-
-pytestmark = pytest.mark.faults
 
 PREEMPTIBLE = "train_preemptible.py"
 MNIST = shlex.split("--epochs 3 --batch-size 20 --log-every 1")  # 300 images: 45 steps

@@ -524,21 +524,6 @@ def test_what_a_task_asks_for(numbers, settings, options, expected, clone):
 
 # --- mistakes ---
 
-SBATCH_OPTIONS = {
-    "--nodes 2": "no launcher 2: write --nodes=2",
-    "-N 2": "no launcher 2: write -N2",
-    "--array=1-3": "--array=1-3 cannot be used here",
-    "-a1-3": "-a1-3 cannot be used here",
-    "-Mother": "-Mother cannot be used here",
-}
-
-
-@pytest.mark.parametrize("option", SBATCH_OPTIONS)
-def test_options_of_sbatch_that_cannot_be_used(option):
-    command = [*SUBMIT, "--env=local", "--dry-run", *option.split(), LAUNCHERS["spawn"]]
-    done = run(*command, env=environment(SLURMFILE=REPOSITORY / "Slurmfile.toml"))
-    assert done.returncode != 0 and SBATCH_OPTIONS[option] in done.stderr, done.stdout
-
 
 def test_mistakes_before_anything_is_sent(laptop, tmp_path):
     (laptop.clone / "ignored.out").write_text("#!/bin/bash\n")
@@ -547,6 +532,10 @@ def test_mistakes_before_anything_is_sent(laptop, tmp_path):
         (2, ["sleep.sh"], "--env NAME is missing"),
         (2, plain, "which launcher?"),
         (1, [*plain, LAUNCHERS["spawn"], "nope.py"], "nope.py would not be copied: it is missing"),
+        (2, [*plain, "--nodes", "2", "sleep.sh"], "no launcher 2: write --nodes=2"),
+        (2, [*plain, "-N", "2", "sleep.sh"], "no launcher 2: write -N2"),
+        (1, [*plain, "--array=1-3", "sleep.sh"], "--array=1-3 cannot be used here"),
+        (1, [*plain, "-Mother", "sleep.sh"], "-Mother cannot be used here"),
         (1, ["--env", "nope", "sleep.sh"], "it has plain, secret"),
         (1, [*plain, "ignored.out"], "ignored.out would not be copied"),
         (1, ["--env", "secret", "sleep.sh"], "ALLOWED is listed in "),
