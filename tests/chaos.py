@@ -34,16 +34,21 @@ def show(job: int) -> dict[str, str]:
     return dict(part.split("=", 1) for part in shown.split() if "=" in part)
 
 
-def all_processes(job: int, node: str = "") -> Iterator[tuple[int, str]]:
-    """The processes of a job, on one node or any: their ids on the host and command lines."""
+def processes_with(*variables: str) -> Iterator[tuple[int, str]]:
+    """The processes that have these variables: their ids on the host and command lines."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             env, command = (process / "environ").read_bytes(), (process / "cmdline").read_text()
         except OSError:
             continue  # it has ended meanwhile
-        there = not node or f"SLURMD_NODENAME={node}\0".encode() in env
-        if there and f"SLURM_JOB_ID={job}\0".encode() in env:
+        if {variable.encode() for variable in variables} <= set(env.split(b"\0")):
             yield int(process.name), command
+
+
+def all_processes(job: int, node: str = "") -> Iterator[tuple[int, str]]:
+    """Those of a job, on one node or any."""
+    where = [f"SLURMD_NODENAME={node}"] if node else []
+    return processes_with(f"SLURM_JOB_ID={job}", *where)
 
 
 def processes(job: int, name: str, node: str = "") -> Iterator[int]:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -91,23 +92,40 @@ def environment(**values: object) -> dict[str, str]:
     return clean | {name: str(value) for name, value in values.items()}
 
 
+def stand_ins(folder: Path, programs: dict[str, str]) -> Path:
+    """Shell scripts by name, for a PATH."""
+    folder.mkdir(exist_ok=True)
+    for name, lines in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{lines}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
 def run(*command: object, timeout: float = 120, **options) -> subprocess.CompletedProcess:
     """A command in the repository, its output as text; ended with everything it started when the
     time is up."""
-    options = {
-        "cwd": REPOSITORY,
-        "env": environment(OMP_NUM_THREADS=1),
-        "stdin": subprocess.DEVNULL,
-    } | options
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    pipes["start_new_session"] = True
-    with subprocess.Popen([str(part) for part in command], **pipes, **options) as process:
+    mark = f"STARTED_BY_RUN={uuid.uuid4()}"
+    env = options.pop("env", None) or environment(OMP_NUM_THREADS=1)
+    options = {"cwd": REPOSITORY, "stdin": subprocess.DEVNULL, "text": True} | options
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+    options["env"] = env | dict([mark.split("=")])
+    with subprocess.Popen([str(part) for part in command], **options) as process:
         try:
             out, err = process.communicate(timeout=timeout)
         except BaseException:
-            os.killpg(process.pid, 9)
+            # torchrun's ranks have sessions of their own, so a signal to the group is not enough.
+            wait_for(lambda: not kill(mark), 10)
             raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def kill(mark: str) -> bool:
+    """Kills all processes that have this variable. Returns whether there were any."""
+    found = [process for process, _ in chaos.processes_with(mark)]
+    for process in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    return bool(found)
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 90):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import check_site
-from conftest import LAUNCHERS, REPOSITORY, cells, run
+from conftest import LAUNCHERS, REPOSITORY, cells, run, stand_ins
 from test_launchers import VARIABLES
 from test_python_versions import violations
 
@@ -161,7 +161,7 @@ def test_three_hundred_partitions(capsys):
     assert len(lines) == 22 and lines[-1] == "... and 580 more rows"
 
 
-@pytest.mark.parametrize("way", cells([(way,) for way in LAUNCHERS], ("srun",)))
+@pytest.mark.parametrize("way", cells([("srun",), ("torchrun",)], ("srun",)))
 def test_its_lines_in_a_launcher_that_runs(cluster, tmp_path, way):
     """The diff, the comments where they were, and a job that has what was asked for."""
     said = cluster.exec(sys.executable, CHECK)
@@ -209,8 +209,7 @@ def test_elsewhere(tmp_path):
     done = subprocess.run([sys.executable, CHECK], env={"PATH": "/nowhere"}, cwd=REPOSITORY,
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 1 and "there is no scontrol here" in done.stderr
-    (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "scontrol").chmod(0o755)
+    stand_ins(tmp_path, {"scontrol": "exit 1"})
     done = run(sys.executable, CHECK, env={"PATH": f"{tmp_path}:/bin"})
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert "Slurm does not answer here" in done.stderr

@@ -75,7 +75,10 @@ def test_cpus_are_bound(way, tasks, cpus, small, tmp_path):
     size = [f"--ntasks-per-node={tasks}", f"--gpus-per-node={2 - tasks}", f"--cpus-per-task={cpus}"]
     job = small.sbatch(*size, f"--output={tmp_path}/log", LAUNCHERS[way], VARIABLES)
     assert job.state == "COMPLETED", job.log
-    assert [len(rank["cpus"]) for rank in job.ranks()] == [cpus] * 2 * tasks
+    for node in ("node-1", "node-2"):
+        used = [rank["cpus"] for rank in job.ranks() if rank["host"] == node]
+        assert [len(its) for its in used] == [cpus] * tasks
+        assert len({cpu for its in used for cpu in its}) == 2, "no CPU belongs to two ranks"
     assert {rank["threads"] for rank in job.ranks()} == {str(cpus)}
 
 

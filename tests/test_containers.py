@@ -23,10 +23,11 @@ from conftest import (
     Job,
     environment,
     run,
+    stand_ins,
     wait_for,
 )
-from test_launchers import NASTY, copy_file, stand_in
-from test_readme import steps, try_block
+from test_launchers import NASTY, copy_file
+from test_readme import copy_of_repository, steps, try_block
 
 STAND_INS = REPOSITORY / "tests/stand-ins"
 INSIDE = "tests/scripts/inside.py"
@@ -60,13 +61,7 @@ class Site:
         env="",
     ) -> Path:
         """A copy of the repository with the settings edited in run_script.sh, as a user would."""
-        clone = self.folder / name
-        tracked = subprocess.run(
-            ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True
-        ).stdout
-        for path in filter(None, tracked.split("\0")):
-            (clone / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(REPOSITORY / path, clone / path)
+        clone = copy_of_repository(self.folder / name)
         settings = {"IMAGE": image or self.image, "NAME": container, "ENV": env}
         settings["MOUNTS"] = self.without_torch if mounts is None else mounts
         text = (clone / "run_script.sh").read_text()
@@ -378,10 +373,10 @@ def test_not_requeued(tmp_path):
     """The shell outside the container says what to type, and fails. It needs no cluster."""
     for name in ("run_script.sh", "env.sh", "distributed/preemption.py"):
         copy_file(name, tmp_path)
-    stand_in(tmp_path, "getent", "true")
-    stand_in(tmp_path, "srun", "mkdir --parents log/7 && echo train.py --resume >log/7/requeue")
+    programs = {"srun": "mkdir --parents log/7 && echo train.py --resume >log/7/requeue"}
     refuses = "if [[ $1 == requeue ]]; then echo no requeue is allowed >&2; exit 1; fi; "
-    stand_in(tmp_path, "scontrol", f"{refuses} echo JobState=RUNNING Restarts=0 Command=/run.sh")
+    programs["scontrol"] = f"{refuses} echo JobState=RUNNING Restarts=0 Command=/run.sh"
+    stand_ins(tmp_path, programs | {"getent": "true"})
     slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "n", "SLURM_JOB_NUM_NODES": 1}
     slurm |= {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_CPUS_PER_NODE": "2"}
     env = environment(PATH=f"{tmp_path}:{environment()['PATH']}", **slurm)

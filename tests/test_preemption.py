@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import LAUNCHERS, REPOSITORY, cells, environment, run, wait_for
+from conftest import LAUNCHERS, REPOSITORY, cells, environment, run, stand_ins, wait_for
 from test_launchers import THREE_FILES, copy_file
 from test_plain_scripts import (
     PREEMPTIBLE,
@@ -24,6 +24,7 @@ from test_plain_scripts import (
     one_process,  # noqa: F401
 )
 
+HOOKED = ["tests/scripts/slowly.py", 0, PREEMPTIBLE]
 BY_HAND = {
     "none": [sys.executable],
     "torchrun": ["./torchrun.sh"],
@@ -44,8 +45,7 @@ def test_one_rank_is_asked(at, stopped, one_process, mnist, tmp_path):  # noqa: 
     """Both stop after the same step, save and do not evaluate, for which there may be no time. The
     resumed run takes the steps that are left, and has the losses of one that was not stopped."""
     train = ["--data-dir", mnist, *STEPS, "--checkpoint-dir", tmp_path]
-    hooked = ["tests/scripts/batches.py", PREEMPTIBLE, *train]
-    first = on_two_ranks(*hooked, TERM_AT=at, KILL=1)
+    first = on_two_ranks(*HOOKED, *train, TERM_AT=at, KILL=1)
     assert first.returncode == 0, first.stderr
     assert f"\nStopped after step {stopped}, saved\n" in first.stdout
     assert list(losses(first.stdout)) == [(1, step) for step in range(1, stopped + 1)]
@@ -63,7 +63,7 @@ def test_saved_within_an_epoch(mnist, tmp_path):
     """Killed in its evaluation, a run goes on after its last checkpoint, and evaluates."""
     train = ["--data-dir", mnist, "--epochs", 2, "--log-every", 1, "--save-every", 8]
     train += ["--checkpoint-dir", tmp_path]
-    killed = on_two_ranks("tests/scripts/batches.py", PREEMPTIBLE, *train, KILL=1)
+    killed = on_two_ranks(*HOOKED, *train, KILL=1)
     assert killed.returncode != 0 and len(losses(killed.stdout)) == 15
     resumed = on_two_ranks(PREEMPTIBLE, *train, "--resume")
     assert resumed.returncode == 0 and "\nResumed after step 15\n" in resumed.stdout
@@ -73,11 +73,11 @@ def test_saved_within_an_epoch(mnist, tmp_path):
 @pytest.mark.parametrize("way", BY_HAND)
 def test_control_c_at_a_terminal(way, mnist, tmp_path):
     """It saves."""
-    command = [*BY_HAND[way], "tests/scripts/batches.py", PREEMPTIBLE]
+    command = [*BY_HAND[way], "tests/scripts/slowly.py", "0.1", PREEMPTIBLE]
     command += ["--data-dir", str(mnist), "--log-every", "1", "--checkpoint-dir", str(tmp_path)]
     options = {"cwd": REPOSITORY, "text": True, "start_new_session": True}
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, SLOW=0.1)
+    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1)
     shown = ""
     with subprocess.Popen(command, env=env, **options) as process:
         for line in process.stdout:
@@ -105,8 +105,7 @@ STATES = {
     # slurmctld does not answer
     "": "Unable to contact slurm controller",
 }
-SCONTROL = """#!/bin/bash
-echo "$@" >>calls
+SCONTROL = """echo "$@" >>calls
 if [[ $1 == show && -z "$STATE" ]]; then echo "Unable to contact slurm controller" >&2; exit 1; fi
 if [[ $1 == show ]]; then echo "$STATE Command=/home/me/launch.sh train.py"; fi
 if [[ $1 == requeue && $STATE == *Disabled* ]]; then echo "{}" >&2; exit 1; fi
@@ -117,8 +116,7 @@ CALL = "import sys, preemption; sys.exit(not preemption.requeue('--resume'))"
 @pytest.mark.parametrize("state", STATES)
 def test_what_is_requeued(state, tmp_path):
     """Of an array this task alone. Otherwise it says what to type."""
-    (tmp_path / "scontrol").write_text(SCONTROL.format(DISABLED))
-    (tmp_path / "scontrol").chmod(0o755)
+    stand_ins(tmp_path, {"scontrol": SCONTROL.format(DISABLED)})
     array = {"SLURM_JOB_ID": 9, "SLURM_ARRAY_JOB_ID": 8, "SLURM_ARRAY_TASK_ID": 1}
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     path["PYTHONPATH"] = REPOSITORY / "distributed"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import check_ranks
-from conftest import LAUNCHERS, Cluster, Job, cells, environment, one_rank_a_node, run
+from conftest import LAUNCHERS, Cluster, Job, cells, environment, one_rank_a_node, run, stand_ins
 
 # On which of the job's two nodes the fault is, how it is made, and the sentence. FOLDER is where
 # checkpoints go, HOSTS a copy of /etc/hosts in which the name of that node (OWN) or of the first
@@ -116,7 +116,7 @@ def faulty_jobs(
                 environment = {"PYTHONPATH": here}
                 # Only the second node looks for it there.
                 text = XML.format(mig="N/A", reasons="event_reason", hot="Not Active")
-                stand_in(here, f"cat <<'END'\n{text}\nEND")
+                nvidia_smi_says(here, text)
             size = [f"--nodelist={first},{second}", *one_rank_a_node("srun"), "--cpus-per-task=2"]
             command = ["aux/check_ranks.py", "--checkpoint-dir", here / "checkpoints"]
             output = f"--output={here}/log"
@@ -149,14 +149,13 @@ def test_a_fault_is_one_sentence_of_the_node_that_has_it(faults, cluster, tmp_pa
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("way", ["torchrun", "spawn"])
-def test_a_fault_behind_torchrun_or_the_spawner(way, cluster, tmp_path):
-    """Both ranks of a node have the fault, and one sentence says so."""
+def test_a_fault_of_both_ranks_of_a_node(cluster, tmp_path):
+    """One sentence says so."""
     node, folder = "node-15", tmp_path / "own"
     folder.mkdir()
     assert cluster.exec("mount", "-t", "tmpfs", "own", folder, node=node).returncode == 0
     try:
-        options = ["--nodelist=node-[14-15]", f"--output={tmp_path}/log", LAUNCHERS[way]]
+        options = ["--nodelist=node-[14-15]", f"--output={tmp_path}/log", LAUNCHERS["torchrun"]]
         command = ["aux/check_ranks.py", "--checkpoint-dir", folder / "checkpoints"]
         job = cluster.sbatch(*options, *command)
     finally:
@@ -224,11 +223,8 @@ XML = """<nvidia_smi_log><driver_version>580.95.05</driver_version>
 </nvidia_smi_log>"""
 
 
-def stand_in(folder: Path, script: str):
-    """An nvidia-smi."""
-    path = folder / "nvidia-smi"
-    path.write_text(f"#!/bin/bash\n{script}\n")
-    path.chmod(0o755)
+def nvidia_smi_says(folder: Path, text: str):
+    stand_ins(folder, {"nvidia-smi": f"cat <<'END'\n{text}\nEND"})
 
 
 @pytest.mark.parametrize("reasons", ["throttle_reason", "event_reason"])
@@ -236,7 +232,7 @@ def test_what_nvidia_smi_says(reasons, tmp_path, monkeypatch):
     """Its drivers before 535 and after have two names for a reason."""
     text = XML.format(mig="Enabled", reasons=reasons, hot="Active")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    stand_in(tmp_path, f"cat <<'END'\n{text}\nEND")
+    nvidia_smi_says(tmp_path, text)
     bad, notes = check_ranks.ask_nvidia_smi()
     assert bad == [
         "GPU 1 has 3 uncorrected ECC errors",
@@ -249,7 +245,7 @@ def test_other_jobs_gpus_are_not_ours(tmp_path, monkeypatch):
     """On a shared node nvidia-smi may list them."""
     text = XML.format(mig="Enabled", reasons="event_reason", hot="Active")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    stand_in(tmp_path, f"cat <<'END'\n{text}\nEND")
+    nvidia_smi_says(tmp_path, text)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     first = SimpleNamespace(uuid="07")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: first)
@@ -299,7 +295,7 @@ def test_nccl_s_log_is_asked_for(debug, reads, tmp_path, monkeypatch):
 
 def test_nvidia_smi_that_fails_or_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    stand_in(tmp_path, "exit 15")
+    stand_ins(tmp_path, {"nvidia-smi": "exit 15"})
     [bad], notes = check_ranks.ask_nvidia_smi()
     assert "nvidia-smi fails here" in bad and "15" in bad and notes == []
     (tmp_path / "nvidia-smi").unlink()

@@ -17,16 +17,16 @@ import torch.distributed as dist
 import preemption
 import resilience.group
 import resilience.ranks
-from conftest import REPOSITORY, cells, environment, free_port, read_metrics, run
+from conftest import REPOSITORY, environment, free_port, read_metrics, run
 from heartbeat import read_beats
-from resilience import checkpoint_files, torch_private
+from resilience import arguments, checkpoint_files, torch_private
 from resilience.checkpoint_files import find_checkpoints, measure_files
 from resilience.checkpoints import Checkpoints
 from resilience.group import Group, device_fault, faults_of
 from resilience.progress import Progress
 from resilience.ranks import Ranks, find_ranks, stop_if_independent
 
-FSDP, TP = "train_fsdp.py", "train_tp.py"
+FSDP = "train_fsdp.py"
 SMALL = "--layers 1 --heads 2 --width 16 --context 16 --batch-size 4 --eval-windows 4 --device cpu "
 SMALL = (SMALL + "--precision fp32 --log-every 1").split()
 ALONE = Ranks(0, 0, 1, 1, "hand")
@@ -45,12 +45,27 @@ def test_light_modules_import_no_torch():
     assert run(sys.executable, "-c", code, cwd=REPOSITORY / "distributed").returncode == 0
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loss_that_is_not_finite_ends_the_run(ranks, command, tmp_path):
+WRONG = ["one", "nan", "1_", "½", "", "-1", "1e400", "9" * 5000, "\x1b[2J\x07", "$(touch canary)"]
+
+
+@pytest.mark.parametrize("option", ["whole", "number", "often", "unknown"])
+def test_an_argument_that_is_wrong_is_one_sentence(option, capsys):
+    """Without control characters."""
+    parser = arguments.ArgumentParser()
+    parser.add_argument("--whole", type=arguments.whole_number(1))
+    parser.add_argument("--number", type=arguments.number(0))
+    parser.add_argument("--often", type=arguments.interval)
+    for wrong in WRONG:
+        with pytest.raises(SystemExit, match="2"):
+            parser.parse_args([f"--{option}={wrong}"])
+        sentence = capsys.readouterr().err.removesuffix("\n")
+        assert f"--{option}" in sentence and sentence.isprintable()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(command, tmp_path):
     """With one sentence and status 1, and no checkpoint of weights that are not finite."""
-    launch = [sys.executable] if ranks == 1 else ["./torchrun.sh"]
     command += ["--learning-rate", 1e8, "--clip", 0, "--warmup-steps", 0, "--checkpoint-every", 5]
-    done = run(*launch, *command, env=environment(NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1))
+    done = run("./torchrun.sh", *command)
     assert done.returncode == 1 and "Finished" not in done.stdout, done.stderr
     sentence = r"^\[Rank 0 on .*the loss is (?:nan|inf) at step \d+: try a lower"
     assert len(re.findall(sentence, done.stderr, re.M)) == 1, done.stderr
@@ -228,11 +243,10 @@ runpy.run_path(sys.argv[0], run_name='__main__')
 """
 
 
-@pytest.mark.parametrize("script", cells([(FSDP,), (TP,)], (FSDP,)))
-def test_which_timeout_holds_when(script, text, tmp_path):
+def test_which_timeout_holds_when(text, tmp_path):
     """The first step has that of the rendezvous, evaluation, save and load a long one, all other
     steps a short one."""
-    command = [sys.executable, "-c", SHOW_TIMEOUTS, script, "--checkpoint-dir", tmp_path, *SMALL]
+    command = [sys.executable, "-c", SHOW_TIMEOUTS, FSDP, "--checkpoint-dir", tmp_path, *SMALL]
     command += ["--data-dir", text, "--steps", 2, "--eval-every", 2, "--checkpoint-every", "1"]
     command += ["--init-timeout", "20", "--timeout", "7", "--save-timeout", "50"]
 

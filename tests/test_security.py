@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from conftest import LAUNCHERS, REPOSITORY, run
+from test_launchers import in_all_ways
 
 TRACKED = subprocess.run(
     ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True
@@ -20,16 +21,12 @@ def test_no_secret_in_log_script_or_command_line(cluster, tmp_path):
     """By all launchers at once."""
     secrets = {"SECRET_TOKEN": SECRET, "WANDB_API_KEY": SECRET}
     size = ["--nodes=1", "--gpus-per-node=1", "--ntasks-per-node=1"]
-    submitted = {}
-    for way, launcher in LAUNCHERS.items():
-        command = [f"--output={tmp_path}/{way}", launcher, "tests/scripts/find_secret.py"]
-        submitted[launcher] = cluster.submit(*size, *command, env=secrets)
-    for launcher, number in submitted.items():
-        job = cluster.wait(number)
+    command = ["tests/scripts/find_secret.py"]
+    for way, job in in_all_ways(cluster, tmp_path, *command, size=size, env=secrets).items():
         assert job.state == "COMPLETED" and "LOOKED" in job.log, job.log
         assert SECRET not in job.log and "LEAK" not in job.log, job.log
-        script = cluster.exec("scontrol", "write", "batch_script", number, "-").stdout
-        assert script.strip() == (REPOSITORY / launcher).read_text().strip()
+        script = cluster.exec("scontrol", "write", "batch_script", job.id, "-").stdout
+        assert script.strip() == (REPOSITORY / LAUNCHERS[way]).read_text().strip()
 
 
 RUNS_TEXT = ("eval", "exec", "os.system", "os.popen", "pickle.load", "pickle.loads")

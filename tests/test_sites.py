@@ -1,14 +1,14 @@
-"""What production sites configure: sizes, names of nodes, arrays, launchers inside of jobs.
+"""What production sites configure: sizes, an MPI plugin, launchers inside of jobs.
 
-test_launchers.py has exclusive nodes, salloc, --export and sbatch typed in a job;
-test_fault_tolerance.py has signals, limits, --no-requeue and memory.
+test_launchers.py has salloc, --export and sbatch typed in a job; test_fault_tolerance.py has
+signals, time limits and --no-requeue.
 """
 
 import re
 
 import pytest
 
-from conftest import LAUNCHERS, REPOSITORY, at_once, wait_for
+from conftest import LAUNCHERS, REPOSITORY, at_once
 from test_launchers import VARIABLES
 
 
@@ -37,7 +37,7 @@ SIZES = [
 ]
 
 
-def test_cpus_and_gpus_by_every_option(without_sizes, cluster, tmp_path):
+def test_ranks_and_threads_by_every_option(without_sizes, cluster, tmp_path):
     """Two nodes x two tasks: ranks are GPUs, threads their share of the CPUs."""
 
     def scenario(index, options, ranks, threads):
@@ -80,27 +80,3 @@ def test_an_mpi_plugin_that_does_not_load(cluster, tmp_path):
     size = ["--nodes=1", "--gpus-per-node=1", f"--output={tmp_path}/log"]
     job = cluster.sbatch("--export=ALL,SLURM_MPI_TYPE=absent", *size, LAUNCHERS["srun"], VARIABLES)
     assert job.state == "COMPLETED", job.log
-
-
-@pytest.mark.matrix
-def test_one_task_of_an_array_is_told_to_stop(cluster, tiny, tmp_path):
-    """That one alone is requeued, and goes on. Its neighbour, which has finished, is not."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import os, runpy, sys\n"
-        "task = os.environ['SLURM_ARRAY_TASK_ID']\n"
-        "train = ['distributed/train_preemptible.py', '--epochs', '4']\n"
-        f"train += ['--data-dir', {str(tiny)!r}]\n"
-        f"train += ['--checkpoint-dir', {str(tmp_path / 'checkpoints-')!r} + task, '--resume']\n"
-        "sys.argv = ['slowly.py', '1' if task == '1' else '0', *train]\n"
-        "runpy.run_path('tests/scripts/slowly.py', run_name='__main__')\n"
-    )
-    size = ["--array=0-1", "--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1"]
-    array = cluster.submit(*size, f"--output={tmp_path}/log-%a", LAUNCHERS["srun"], script)
-    wait_for(lambda: cluster.show(f"{array}_0")["JobState"] == "COMPLETED")
-    wait_for(lambda: "Data: " in (tmp_path / "log-1").read_text())
-    assert cluster.exec("scancel", "--signal=TERM", f"{array}_1").returncode == 0
-    job = cluster.wait(f"{array}_1")
-    assert job.state == "COMPLETED" and "Requeued: it resumes by itself" in job.log, job.log
-    assert [cluster.show(f"{array}_{task}")["Restarts"] for task in (0, 1)] == ["0", "1"]
-    assert cluster.show(f"{array}_0")["JobState"] == "COMPLETED"

@@ -1,5 +1,6 @@
 """What the repository promises of its own files: blocks that are the same, clean linters."""
 
+import os
 import re
 import subprocess
 import sys
@@ -84,6 +85,14 @@ def test_in_the_background():
     assert done.returncode == 0, done.stderr
 
 
+def test_what_a_command_has_started_ends_with_it():
+    """In a session of its own as well, as torchrun's ranks are."""
+    sleeps = f"sleep 600.{os.getpid()}"
+    with pytest.raises(subprocess.TimeoutExpired):
+        run("bash", "-c", f"setsid {sleeps} & wait", timeout=2)
+    assert run("pgrep", "--full", f"^{sleeps}").stdout == ""
+
+
 def test_linters():
     lint = run("make", "lint")
     assert lint.returncode == 0, lint.stdout + lint.stderr
@@ -119,12 +128,15 @@ def test_make_help_lists_every_target():
     assert all(f"make {target} " in shown for target in targets)
 
 
-def test_the_tests_that_tested_md_lists():
-    """For each mistake, tests that exist."""
+@pytest.mark.parametrize("heading", ["What is promised", "Mistakes that the tests catch"])
+def test_the_tests_that_tested_md_lists(heading):
+    """They exist, for each promise and for each mistake."""
     page = (REPOSITORY / "docs/tested.md").read_text()
-    table = page.partition("| mistake | the test that fails |\n|---|---|\n")[2].partition("\n\n")[0]
-    rows = re.findall(r"^\| .* \| (.*) \|$", table, re.M)
+    section = page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    _, *rows = re.findall(r"^\| .* \| (.*) \|$", section, re.M)
     for row in rows:
-        for file, name in re.findall(r"(\w+), (\w+)", row):
-            assert f"def test_{name}(" in (REPOSITORY / f"tests/test_{file}.py").read_text(), name
-    assert len(rows) > 40
+        names = [re.fullmatch(r"(\w+), (\w+)\*?", test).groups() for test in row.split("; ")]
+        for file, name in names:
+            [path] = (REPOSITORY / "tests").rglob(f"test_{file}.py")
+            assert f"def test_{name}(" in path.read_text(), name
+    assert len(rows) >= 40

@@ -11,10 +11,10 @@ import sysconfig
 
 import pytest
 
-from conftest import DIST_PACKAGES, REPOSITORY, environment, run
+from conftest import DIST_PACKAGES, REPOSITORY, environment, run, stand_ins
 from test_docker import engine  # noqa: F401  a fixture
 from test_readme import copy_of_repository
-from test_submit import laptop, one_sentence, write_tools  # noqa: F401  the first is a fixture
+from test_submit import laptop, one_sentence  # noqa: F401  the first is a fixture
 
 # --- without an engine ---
 
@@ -38,7 +38,7 @@ def packed(tmp_path):
     """submit.py or train_task.py in a copy of the repository, with an engine that cannot build."""
     clone = copy_of_repository(tmp_path / "clone")
     subprocess.run(["git", "init", "--quiet"], cwd=clone, check=True)
-    path = f"{write_tools(tmp_path / 'bin', {'docker': CANNOT_BUILD})}:{environment()['PATH']}"
+    path = f"{stand_ins(tmp_path / 'bin', {'docker': CANNOT_BUILD})}:{environment()['PATH']}"
 
     def submit(*command: object, image="registry.example.org/me/torch:1", more="", PATH=path):
         (clone / "Slurmfile.toml").write_text(SLURMFILE.replace("IMAGE", image) + more)
@@ -80,7 +80,7 @@ def test_what_is_pushed_is_imported_by_the_cluster(packed, tmp_path, monkeypatch
     (tmp_path / "registry").mkdir()
     (tmp_path / "registry/registry.example.org+me+torch:1").write_text("an image")
     shutil.rmtree(tmp_path / "bin")
-    write_tools(tmp_path / "bin", {"docker": "", "sbatch": "echo 7", "scontrol": ""})
+    stand_ins(tmp_path / "bin", {"docker": "", "sbatch": "echo 7", "scontrol": ""})
     (tmp_path / "bin/enroot").symlink_to(REPOSITORY / "tests/stand-ins/bin/enroot")
     monkeypatch.setenv("ENROOT_STAND_IN", str(tmp_path))
     settings = '[default.cluster]\nenvironment = ["ENROOT_STAND_IN"]\n'
@@ -95,9 +95,9 @@ def test_failed_build_podman_and_no_engine(packed, tmp_path):
     failed = submit(*SUBMIT, "run_script.sh")
     one_sentence(failed, "no container image: docker build ended with exit status 7")
     assert "what went wrong" in failed.stderr and not (clone / "jobs").exists()
-    tools = write_tools(tmp_path / "tools", {"git": f'exec {shutil.which("git")} "$@"'})
+    tools = stand_ins(tmp_path / "tools", {"git": f'exec {shutil.which("git")} "$@"'})
     one_sentence(submit(*SUBMIT, "run_script.sh", PATH=tools), "needs docker or podman")
-    podman = f"{write_tools(tmp_path / 'podman', {'podman': ''})}:{tools}"
+    podman = f"{stand_ins(tmp_path / 'podman', {'podman': ''})}:{tools}"
     assert "podman build" in submit(*SUBMIT, "--dry-run", "run_script.sh", PATH=podman).stdout
 
 
@@ -164,7 +164,7 @@ def boxed(laptop, engine, base_image, tmp_path_factory):  # noqa: F811
     (site / "torch.pth").write_text("/opt/torch\n")
     torchrun = 'exec python3 -m torch.distributed.run "$@"'
     tools = {"python": 'exec python3 "$@"', "torchrun": torchrun}
-    tools = write_tools(site / "tools", tools)
+    tools = stand_ins(site / "tools", tools)
     mounts = ",".join(
         [
             f"{sysconfig.get_path('purelib')}:/opt/torch",

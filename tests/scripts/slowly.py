@@ -9,14 +9,17 @@ resumed script goes on where it stopped.
 A requeued job is as fast as it can, unless the variable ALWAYS is set, because what was to happen
 has happened. LATE says how many seconds the ranks sleep once they listen for signals. With
 SLOW_SAVE rank 0 takes so many seconds more for each checkpoint, and with LONG_STEP step number N
-takes five, and every rank prints "In step N" before. With HOLD the checkpoint of step N of
-train_fsdp.py or train_tp.py is not written as long as there is a file HOLD/N. The rank that STUCK
-names stays for ever in step 8. The one that HUNGRY names takes memory without end from there on.
+takes five, and every rank prints "In step N" before. TERM_AT says in which step rank 1, and no
+other, gets SIGTERM. With HOLD the checkpoint of step N of train_fsdp.py or train_tp.py is not
+written as long as there is a file HOLD/N. The rank that STUCK names stays for ever in step 8. With
+KILL an evaluation of train_preemptible.py kills its process. Into the folder READS each rank writes
+a line for each batch of MNIST: the numbers of its images.
 """
 
 import os
 import re
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -27,7 +30,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "distributed"))
 import preemption
 from resilience.ranks import find_ranks
 
-env, memory = os.environ, []
+env = os.environ
 first_start = env.get("SLURM_RESTART_COUNT", "0") == "0"
 seconds = float(sys.argv[1]) if first_start or "ALWAYS" in env else 0
 
@@ -42,10 +45,10 @@ def delay(step: int):
         print(f"In step {step}\n", end="", flush=True)
         time.sleep(5)
     time.sleep(seconds)
+    if str(step) == env.get("TERM_AT") and rank == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
     if step == 8 and rank == env.get("STUCK"):
         wait_for_ever()
-    if step >= 8 and rank == env.get("HUNGRY"):
-        memory.append(b"\1" * 500_000_000)
 
 
 def slow_save(save):
@@ -82,6 +85,8 @@ def slow_down_any_script():
     import torch
     from torch.utils.data import DataLoader, DistributedSampler
 
+    import mnist
+
     load = DataLoader.__iter__
 
     def batches(self):
@@ -89,12 +94,21 @@ def slow_down_any_script():
         if trains := isinstance(self.sampler, DistributedSampler):
             skipped = getattr(self.sampler, "start", 0) // self.batch_size
             done = (self.sampler.epoch - 1) * len(self) + skipped
+        elif "KILL" in env:
+            os.kill(os.getpid(), signal.SIGKILL)
         for step, batch in enumerate(load(self), start=done + 1):
             if trains:
                 delay(step)
             yield batch
 
+    def recorded(self, numbers):
+        with open(f"{env['READS']}/{env['RANK']}", "a") as file:
+            print(numbers, file=file)
+        return self[numbers]
+
     DataLoader.__iter__, torch.save = batches, slow_save(torch.save)
+    if "READS" in env:
+        mnist.BatchDataset.__getitems__ = recorded
 
 
 # As the script itself does, before torch.
