@@ -89,7 +89,7 @@ for epoch in range(steps_done // len(train_loader), EPOCHS):
     sampler.start = steps_done % len(train_loader) * (BATCH // world_size)
     ddp.train()
     for images, labels in train_loader:
-        # Before a step, so that an epoch in which the job stops is never over.
+        # Before a step, so that a stopped epoch has steps left, and is evaluated after them.
         if steps_done % 10 == 0 and preemption.asked(device):
             stopped = True
             break
