@@ -167,6 +167,7 @@ def submit(cluster, way: str, folder: Path, **env) -> int:
     return cluster.submit(*command, cwd=folder, env=env)
 
 
+@pytest.mark.matrix
 def test_chapter_s_script_resumes(tmp_path):
     """Chapter 6's script for many GPUs, with chapter 8's lines. Only rank 1 is asked: both stop
     after the same step, and the resumed run ends with the loss of one that was not stopped."""
