@@ -10,12 +10,12 @@ import heartbeat
 
 dist.init_process_group("gloo")
 heartbeat.start()
-stuck = int(os.environ.get("SLURM_JOB_ID", 1)) % dist.get_world_size()
+rank, stuck = dist.get_rank(), int(os.environ.get("SLURM_JOB_ID", 1)) % dist.get_world_size()
 model = DistributedDataParallel(torch.nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for step in range(1, 1001):
     loss = model(torch.randn(16, 4)).square().mean()
-    while step == 50 and dist.get_rank() == stuck:
+    while step == 50 and rank == stuck:
         pass
     optimizer.zero_grad()
     loss.backward()
