@@ -43,8 +43,8 @@ class ResumableSampler(DistributedSampler):
 
 
 to_tensor = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
-data = FakeData(208, (3, 32, 32), num_classes=4, transform=to_tensor)
-train_set, test_set = random_split(data, [192, 16], torch.Generator().manual_seed(0))
+data = FakeData(112, (3, 32, 32), num_classes=4, transform=to_tensor)
+train_set, test_set = random_split(data, [96, 16], torch.Generator().manual_seed(0))
 workers = {"num_workers": 2, "multiprocessing_context": "fork"}
 workers["worker_init_fn"] = preemption.ignore
 sampler = ResumableSampler(train_set, drop_last=True)
