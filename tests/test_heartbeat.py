@@ -42,6 +42,26 @@ def test_a_rank_that_hangs_is_named(cluster, tmp_path):
     assert job.log.count("(step 7), which is in") == 1, job.log
 
 
+@pytest.mark.matrix
+def test_the_lab_s_endless_loop(tmp_path):
+    """All have done 49 steps, and only one of them is to blame."""
+    script = REPOSITORY / "tests/failures/endless_loop.py"
+    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, PYTHONPATH=REPOSITORY / "distributed")
+    command = [REPOSITORY / "torchrun.sh", script]
+    watch = (sys.executable, WATCH, "local", "--after", 5)
+    with subprocess.Popen(command, env=env, cwd=tmp_path) as ranks:
+        try:
+            said = " rank 1 keeps the others waiting\n"
+            wait_for(lambda: said in run(*watch, cwd=tmp_path).stdout)
+            watched = run(*watch, cwd=tmp_path).stdout
+        finally:
+            ranks.terminate()
+    row = r"^   (\d)  \S+ +49 +\d s  <module> \(\S+endless_loop\.py:(\d+)\)$"
+    lines = dict(re.findall(row, watched, re.M))
+    assert list(lines) == ["0", "1"], watched
+    assert script.read_text().splitlines()[int(lines["0"]) - 1] == "    loss.backward()"
+
+
 def test_rank_1_speaks_of_a_silent_rank_0(monkeypatch, tmp_path, capsys):
     """By hand, and on a node of its own. Otherwise rank 0 speaks."""
     place = {"RANK": 1, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": 61000}

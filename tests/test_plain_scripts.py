@@ -234,7 +234,7 @@ def test_from_one_gpu_to_many(cluster, tmp_path):
     alone = run(sys.executable, script.with_name("one_gpu.py"), cwd=tmp_path)
     line = r"^epoch (\d): loss \d\.\d{4}, test accuracy (\d\.\d{4})$"
     assert [epoch for epoch, _ in re.findall(line, alone.stdout, re.M)] == ["0", "1"], alone
-    job = cluster.wait(number)
+    job = cluster.wait(number, 240)
     evaluated = re.findall(line, job.log, re.M)
     assert job.state == "COMPLETED" and [epoch for epoch, _ in evaluated] == ["0", "1"], job.log
 

@@ -165,6 +165,32 @@ def submit(cluster, way: str, folder: Path, **env) -> int:
     return cluster.submit(*command, cwd=folder, env=env)
 
 
+@pytest.mark.matrix
+def test_chapter_s_script_resumes(tmp_path):
+    """Chapter 6's script for many GPUs, with chapter 8's lines. Only rank 1 is asked: both stop
+    after the same step, and the resumed run ends with the loss of one that was not stopped."""
+    scripts = REPOSITORY / "tests/scripts"
+
+    def train(*before: Path, **variables: object) -> str:
+        env = {"PYTHONPATH": REPOSITORY / "distributed", **variables}
+        env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, **env)
+        command = [REPOSITORY / "torchrun.sh", *before, scripts / "many_gpus_preemptible.py"]
+        done = run(*command, cwd=tmp_path, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    whole = train()
+    (tmp_path / "last_by_hand.pt").unlink()
+    stopped = train(scripts / "batches.py", TERM_AT=3)
+    assert "\nStopped after step 10, saved\n" in stopped
+    resumed = train()
+    assert "\nResumed after step 10\n" in resumed
+    # An epoch has six steps, so the run was stopped in its second one.
+    first, second = re.findall(r"^epoch \d: loss .*$", whole, re.M)
+    assert re.findall(r"^epoch .*$", stopped, re.M) == [first]
+    assert re.findall(r"^epoch .*$", resumed, re.M) == [second]
+
+
 YOUNG_WORKER = """
 import os, signal
 import preemption

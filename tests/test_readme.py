@@ -167,11 +167,12 @@ def test_every_block_is_run():
     }
     assert {name: count for name, count in counts.items() if count} == {
         "README.md": 1,
-        "docs/06_your_own_model_and_data.md": 2,
+        "docs/06_your_own_model_and_data.md": 1,
         "docs/appendix_laptop.md": 2,
         "docs/containers.md": 1,
         "docs/docker.md": 1,
-        "docs/recipes.md": 4,
+        "docs/recipes.md": 5,
+        "docs/your_cluster.md": 1,
     }
 
 
@@ -233,9 +234,9 @@ def test_chapters_of_language_models(clone):
     shown = "".join(try_chapter(10, clone) + try_chapter(11, clone))
     found = re.findall(r"^Finished: step=100 val_loss=(\S+)$", shown, re.M)
     losses = [float(loss) for loss in found]
-    # FSDP, then FSDP on the reader's own text, then tensor parallel on the first text
-    assert len(losses) == 3 and losses[0] < 3.2
-    assert losses[0] == pytest.approx(losses[2], abs=0.02)
+    # FSDP, then tensor parallel
+    assert len(losses) == 2 and losses[0] < 3.2
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
     assert len(shown.partition("\nSample from checkpoints/tp/checkpoint_step_100:\n")[2]) > 200
 
 
@@ -244,7 +245,7 @@ def test_on_a_cluster(clone, cluster):
     already."""
     script = block("sbatch --nodes=4")
     prepare, jobs = script.split("\n", 1)
-    assert prepare.startswith("python aux/prepare_data.py mnist ")
+    assert prepare == "python aux/prepare_data.py mnist"
     before = time.time()
     shown = bash(jobs, clone, prefix=(NAMESPACES, "exec"), **cluster.environment)
     ids = [int(job) for job in re.findall(r"Submitted batch job (\d+)", shown)]

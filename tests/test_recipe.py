@@ -134,8 +134,8 @@ def test_peak_flops_are_those_of_the_data_sheet_or_unknown(name, monkeypatch):
 
 @pytest.mark.parametrize("size", ["gpt2", "gpt2-medium", "1b"])
 def test_the_table_of_sizes(size):
-    """Chapter 10's, by its formulas."""
-    page = (REPOSITORY / "docs/10_when_the_model_does_not_fit.md").read_text()
+    """That of the recipe, by its formulas."""
+    page = (REPOSITORY / "docs/recipes.md").read_text()
     [row] = re.findall(rf"^\| `{size}` \|(.*)\|$", page, re.M)
     weights, state, sequence, accumulation, hours = (
         float(re.search(r"[\d.]+", cell)[0]) for cell in row.split("|")

@@ -18,7 +18,7 @@ def test_recipes(clone, cluster, text):  # noqa: F811  the fixture
     prefix = (NAMESPACES, "exec")
     blocks = [step for step in steps(PAGE) if step[0] == "bash"]
     printed = [try_block(*step, clone, prefix, **cluster.environment) for step in blocks]
-    allocation, sweep, chain, staged = printed
+    allocation, sweep, chain, own_text, staged = printed
     assert "VERDICT: all well, 4 ranks" in allocation
 
     losses = re.findall(r"_([012])\.out:test_loss=(\S+) ", sweep)
@@ -27,6 +27,9 @@ def test_recipes(clone, cluster, text):  # noqa: F811  the fixture
 
     assert re.search(r"^Sample from checkpoints/\d+/checkpoint_step_20:\n", chain, re.M), chain
     assert "not found" not in chain, chain
+
+    assert re.search(r"^Finished: step=100 val_loss=", own_text, re.M), own_text
+    assert "\nSample from checkpoints/text/checkpoint_step_100:\n" in own_text
 
     assert "in /tmp/data-" in staged
     assert (clone / "staged.out").read_text().count("\nFinished: epoch=1") == 1

@@ -30,8 +30,8 @@ if BATCH % world_size != 0:
     sys.exit(f"{world_size} ranks cannot share a batch of {BATCH}")
 
 to_tensor = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
-data = FakeData(80, (3, 32, 32), num_classes=4, transform=to_tensor)
-train_set, test_set = random_split(data, [64, 16], torch.Generator().manual_seed(0))
+data = FakeData(112, (3, 32, 32), num_classes=4, transform=to_tensor)
+train_set, test_set = random_split(data, [96, 16], torch.Generator().manual_seed(0))
 workers = {"num_workers": 2, "multiprocessing_context": "fork"}
 sampler = DistributedSampler(train_set, drop_last=True)
 part = Subset(test_set, range(rank, len(test_set), world_size))
@@ -40,6 +40,7 @@ train_loader = DataLoader(
 )
 test_loader = DataLoader(part, BATCH, **workers)
 
+torch.manual_seed(0)
 model = resnet18(num_classes=4).to(device)
 ddp = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -11,12 +11,13 @@ EPOCHS, BATCH = 2, 16
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 to_tensor = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
-data = FakeData(80, (3, 32, 32), num_classes=4, transform=to_tensor)
-train_set, test_set = random_split(data, [64, 16])
+data = FakeData(112, (3, 32, 32), num_classes=4, transform=to_tensor)
+train_set, test_set = random_split(data, [96, 16])
 workers = {"num_workers": 2, "multiprocessing_context": "fork"}
 train_loader = DataLoader(train_set, BATCH, shuffle=True, drop_last=True, **workers)
 test_loader = DataLoader(test_set, BATCH, **workers)
 
+torch.manual_seed(0)
 model = resnet18(num_classes=4).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(train_loader))

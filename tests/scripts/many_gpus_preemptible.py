@@ -1,0 +1,129 @@
+"""The same in a job that Slurm may end: it stops within an epoch, saves, and resumes there."""
+
+import preemption
+
+preemption.listen()
+
+import faulthandler
+import itertools
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, Subset, random_split
+from torchvision.datasets import FakeData
+from torchvision.models import resnet18
+from torchvision.transforms import v2
+
+EPOCHS, BATCH = 2, 16
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    number = int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+faulthandler.dump_traceback_later(300, exit=True)
+backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))
+rank, world_size = dist.get_rank(), dist.get_world_size()
+dist.barrier()
+print(f"[Rank: {rank} | {os.uname().nodename} | {device}]\n", end="", flush=True)
+faulthandler.cancel_dump_traceback_later()
+if BATCH % world_size != 0:
+    sys.exit(f"{world_size} ranks cannot share a batch of {BATCH}")
+
+
+class ResumableSampler(DistributedSampler):
+    start = 0
+
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), self.start, None)
+
+
+to_tensor = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+data = FakeData(112, (3, 32, 32), num_classes=4, transform=to_tensor)
+train_set, test_set = random_split(data, [96, 16], torch.Generator().manual_seed(0))
+workers = {"num_workers": 2, "multiprocessing_context": "fork"}
+workers["worker_init_fn"] = preemption.ignore
+sampler = ResumableSampler(train_set, drop_last=True)
+part = Subset(test_set, range(rank, len(test_set), world_size))
+train_loader = DataLoader(
+    train_set, BATCH // world_size, sampler=sampler, drop_last=True, **workers
+)
+test_loader = DataLoader(part, BATCH, **workers)
+
+torch.manual_seed(0)
+model = resnet18(num_classes=4).to(device)
+ddp = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(train_loader))
+
+# A requeued job keeps its number.
+path = f"last_{os.environ.get('SLURM_JOB_ID', 'by_hand')}.pt"
+steps_done, best = 0, -1.0
+if os.path.exists(path):
+    saved = torch.load(path, map_location=device, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    schedule.load_state_dict(saved["schedule"])
+    steps_done, best = saved["steps_done"], saved["best"]
+    if rank == 0:
+        print(f"Resumed after step {steps_done}", flush=True)
+
+
+def save():
+    if rank == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        state |= {"schedule": schedule.state_dict(), "steps_done": steps_done, "best": best}
+        # Written under another name, then renamed, so that an end in between loses nothing.
+        torch.save(state, "part")
+        os.replace("part", path)
+    dist.barrier()  # no rank leaves while rank 0 saves
+
+
+stopped = False
+for epoch in range(steps_done // len(train_loader), EPOCHS):
+    sampler.set_epoch(epoch)
+    sampler.start = steps_done % len(train_loader) * (BATCH // world_size)
+    ddp.train()
+    for images, labels in train_loader:
+        # Before a step, so that a stopped epoch has steps left, and is evaluated after them.
+        if steps_done % 10 == 0 and preemption.asked(device):
+            stopped = True
+            break
+        loss = nn.functional.cross_entropy(ddp(images.to(device)), labels.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        steps_done += 1
+    if stopped:
+        break
+    model.eval()
+    # BatchNorm's averages are each rank's own: all test with those of rank 0, which it saves.
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)
+    correct = torch.zeros(1, device=device)
+    with torch.no_grad():
+        for images, labels in test_loader:
+            correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+    dist.all_reduce(correct)
+    accuracy = correct.item() / len(test_set)
+    if rank == 0:
+        print(f"epoch {epoch}: loss {loss.item():.4f}, test accuracy {accuracy:.4f}", flush=True)
+    if accuracy > best:
+        best = accuracy
+        if rank == 0:
+            torch.save(model.state_dict(), "best.pt")
+    save()
+if stopped:
+    save()
+    if rank == 0:
+        print(f"Stopped after step {steps_done}, saved", flush=True)
+        preemption.requeue()
+dist.barrier()
+dist.destroy_process_group()
+if device.type == "cpu":
+    os._exit(0)  # gloo on a CPU may abort a Python that shuts down
