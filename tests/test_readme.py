@@ -243,7 +243,7 @@ def test_chapters_of_language_models(clone):
 def test_on_a_cluster(clone, cluster):
     """The commands for a login node, typed on one, except the first: the (small) data are there
     already."""
-    script = block("sbatch --nodes=4")
+    script = block("mnist\nsbatch launch_slurm")
     prepare, jobs = script.split("\n", 1)
     assert prepare == "python aux/prepare_data.py mnist"
     before = time.time()
