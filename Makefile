@@ -49,10 +49,10 @@ docker-cluster-down:  ## stop that cluster and leave nothing behind but the imag
 test: .venv/tests slurm docker sshd  ## install what the tests need (root: Slurm, Docker, sshd), and run them
 	.venv/bin/python -m pytest tests --numprocesses 2 $(ARGS)
 
-test-all: .venv/tests .venv-guests/ready slurm docker sshd podman accounting  ## everything that make test leaves out, such as the whole failure matrix: an hour
+test-all: .venv/tests .venv-guests/ready slurm docker sshd podman accounting  ## what make test leaves out, such as the whole failure matrix, and the oldest and the newest torch: an hour
 	.venv/bin/python -m pytest tests -m matrix --numprocesses 2 --ignore tests/test_bench.py $(ARGS)
 	.venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2 --dist load
-	$(MAKE) test-torch TORCH="$(firstword $(TORCH)) $(lastword $(TORCH))"
+	$(MAKE) test-torch TORCH="$(sort $(firstword $(TORCH)) $(lastword $(TORCH)))"
 	.venv/bin/python -m pytest tests/test_bench.py -m matrix  # ratios of speed, so nothing else may run
 
 test-torch:     ## every script under other versions of torch, each in its own environment (TORCH="2.9.1 2.11.0")

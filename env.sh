@@ -25,7 +25,8 @@ NPROC_PER_NODE=$((gpus > 0 ? gpus : tasks))
 WORLD_SIZE=$((NNODES * NPROC_PER_NODE))
 
 # --- CPUs of a node: --cpus-per-task x tasks, or what Slurm granted ---
-# 48(x2),16 is 48 on each of two nodes, and 16 on a third. The smallest number counts for all.
+# 48(x2),16 is 48 on each of two nodes, and 16 on a third. srun asks for the same number on every
+# node, so the smallest one counts.
 granted=$(tr , '\n' <<<"$SLURM_JOB_CPUS_PER_NODE" | sort --numeric-sort)
 CPUS_PER_NODE=${granted%%[($'\n']*}
 # With --cpus-per-gpu, SLURM_CPUS_PER_TASK is left from a job in which sbatch was typed.

@@ -392,8 +392,8 @@ def neighbours(node: int, count: int) -> list[int]:
     if count % 2:
         rounds.append(pairs[-1:])
     partners = []
-    for pairs in rounds:
-        mine = [pair for pair in pairs if node in pair]
+    for disjoint in rounds:
+        mine = [pair for pair in disjoint if node in pair]
         partners.append(sum(mine[0]) - node if mine else node)
     return partners
 
@@ -487,8 +487,8 @@ def compare(found: list[dict]):
         for its in found:
             # GPUs of one model differ by some 8 %, and bad ones have two thirds of the median's
             # speed (Sinha et al. 2022, arxiv.org/abs/2208.11035), so 0.8 tells them apart. The
-            # speed of CPUs varies more by itself, because all programs of a node share them. One
-            # in order had 0.79 of the median's.
+            # speed of CPUs varies more by itself, because all programs of a node share them. A
+            # healthy one had 0.79 of the median's.
             share = 0.5 if its["device"] == "cpu" else 0.8
             if its.get(name, 0) < share * median:
                 its["bad"].append(f"{its[name]:.3f} {name}, and the median is {median:.3f}")
@@ -497,7 +497,7 @@ def compare(found: list[dict]):
         by_node = {its["host"]: its for its in reversed(found) if name in its}
         median = statistics.median_high([its[name] for its in by_node.values()] or [0])
         for its in by_node.values():
-            # Between CPUs in order the speeds were up to five times apart.
+            # Between healthy CPUs the speeds were up to five times apart.
             share = 0.1 if its["device"] == "cpu" else 0.8
             if its[name] < share * median:
                 speed = f"{its[name]:.3f} GB/s in the all-reduce {where}"

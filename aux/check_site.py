@@ -216,7 +216,7 @@ def write(path: Path, site: Site, partition: dict) -> str:
         else:
             new = new.replace("#SBATCH", f"{line}\n#SBATCH", 1)
     if "partition" not in options:
-        # An earlier call has put in another partition.
+        # An earlier call may have put in another partition.
         new = re.sub(r"^#SBATCH --partition=.*\n", "", new, flags=re.M)
     try:
         path.write_text(new)
@@ -277,7 +277,7 @@ def facts(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
 
 
 def unusual(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
-    """What is unusual here, each with what to do."""
+    """What is unusual here, and for each thing what to do."""
     config, shapes = site.config, [shape for shape, _, _ in site.shapes(partition)]
     version = config["SLURM_VERSION"]
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < (22, 5):
@@ -368,7 +368,8 @@ def sbatch_says(options: list[str]) -> str:
 def main():
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=text, allow_abbrev=False)
-    parser.add_argument("--partition", help="look at this partition instead of the default one")
+    help = "look at this partition (default: the default one, or the first that has GPUs)"
+    parser.add_argument("--partition", help=help)
     help = "put the lines for whole nodes into this launcher, and show the diff"
     parser.add_argument("--write", type=Path, metavar="LAUNCHER", help=help)
     args = parser.parse_args()

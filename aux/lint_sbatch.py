@@ -204,7 +204,7 @@ def only_prepares(command: Command) -> bool:
 
 
 def directives_not_read(script: Script) -> Findings:
-    """Lines that look like directives, and that Slurm takes for comments or as they stand."""
+    """Directives that Slurm ignores, or whose variables it does not expand."""
     for line, text in script.comments:
         if re.match(r"(\s*#\s+SBATCH|\s+#SBATCH|#sbatch)\s+-", text):
             yield line, "Slurm takes this line for a comment: begin it with #SBATCH"

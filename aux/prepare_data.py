@@ -49,7 +49,8 @@ def written_whole(folder: Path) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as temporary:
         yield Path(temporary)
-        # By name, so vocabulary.json, without which token files do not count, comes last.
+        # By name, so the files that show that all are there come last: vocabulary.json, and of
+        # MNIST train-labels-idx1-ubyte.
         for path in sorted(Path(temporary).iterdir()):
             path.replace(folder / path.name)
 
@@ -85,7 +86,7 @@ def prepare_mnist(folder: Path, synthetic: bool) -> str:
     Raises DownloadError, or OSError.
     """
     raw = folder / "MNIST/raw"
-    there = mnist.describe(folder) if (raw / "t10k-labels-idx1-ubyte").exists() else ""
+    there = mnist.describe(folder) if (raw / "train-labels-idx1-ubyte").exists() else ""
     drawn = there.startswith("SYNTHETIC")
     if synthetic and there and not drawn:
         sys.exit(f"there is {there}: give another --data-dir")
@@ -139,7 +140,7 @@ def describe_tokenizer(name: str, files: list[Path]) -> tuple[dict, list[int]]:
     if name == "bytes":
         return {"name": name, "size": 256}, []
     if name == "characters":
-        characters = sorted(set().union(*(piece for path in files for piece in pieces(path))))
+        characters = sorted({c for path in files for piece in pieces(path) for c in set(piece)})
         return {"name": name, "size": len(characters), "characters": characters}, []
     known = hugging_face_tokenizer(Path(name))
     end = known.token_to_id("<|endoftext|>")
@@ -239,8 +240,8 @@ def main():
     add("--synthetic", action="store_true", help="make the data here, without internet")
     help = "your own text, in UTF-8, for the data set text"
     add("--input", type=Path, nargs="+", metavar="FILE", default=[], help=help)
-    help = "what a token of your own text is: characters (the default), bytes, or those of a "
-    help += "Hugging Face model, whose tokenizer.json you give"
+    help = "for your own text: characters (the default), bytes, or the path of a Hugging Face "
+    help += "model's tokenizer.json"
     add("--tokenizer", default="characters", metavar="NAME", help=help)
     args = parser.parse_args()
     if (args.dataset == "text") != bool(args.input):

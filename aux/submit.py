@@ -75,7 +75,7 @@ def parse_verb(verb: str, arguments: list[str]) -> Namespace:
     """The arguments of status, logs, cancel or fetch."""
     parser = ArgumentParser(prog=f"submit.py {verb}", description=__doc__)
     parser.add_argument("job", metavar="JOB", help="the job id")
-    parser.add_argument("--env", metavar="NAME", help="needed if two have a job of this id")
+    parser.add_argument("--env", metavar="NAME", help="needed if two environments have this job id")
     if verb == "logs":
         help = "show the log as it grows, until the job ends"
         parser.add_argument("--follow", action="store_true", help=help)

@@ -277,6 +277,10 @@ def draw(result: dict) -> str:
             points += f"{x:.0f},{170 - 130 * (loss - low) / (high - low):.1f} "
         parts.append(f'<polyline {look} points="{points}"/>')
 
+    def across(gap: float) -> int:
+        """1e-7 is at 200, and 0.1 or more at 392."""
+        return round(200 + 32 * (math.log10(min(max(gap, 1e-7), 0.1)) + 7))
+
     for number, training in enumerate(result["trainings"]):
         one, *others = training["runs"]
         low, high = min(one["losses"].values()), max(one["losses"].values())
@@ -289,20 +293,20 @@ def draw(result: dict) -> str:
         text(464, 194, STEPS, "quiet end")
         curve(one, low, high, 'class="curve wide"')
         text(16, 224, "largest difference from one process", "quiet")
-        text(302, 224, "limit", "quiet")
-        parts.append('<path class="line dashed" d="M296 212V356"/>')
+        text(across(LIMIT) + 6, 224, "limit", "quiet")
+        parts.append(f'<path class="line dashed" d="M{across(LIMIT)} 212V356"/>')
         for place, kind in enumerate(dict.fromkeys(run["family"] for run in others)):
             # The run of this kind that is farthest from one process.
             runs = [run for run in others if run["family"] == kind]
-            gap, run = max(((difference(run, one), run) for run in runs), key=lambda pair: pair[0])
+            run = max(runs, key=lambda its: difference(its, one))
+            gap = difference(run, one)
             # The curves lie on each other, so each one has gaps in which the others are seen.
             dashes = f'stroke-dasharray="8 24" stroke-dashoffset="{-8 * place}"'
             if kind != CONTROL:
                 curve(run, low, high, f'class="curve k{place}" {dashes}')
-            # From 1e-7 at 200 to 0.1 at 392.
-            x, y = 200 + 32 * (math.log10(max(gap, 1e-7)) + 7), 250 + 24 * place
+            x, y = across(gap), 250 + 24 * place
             text(16, y, kind, "")
-            parts.append(f'<circle class="dot k{place}" cx="{x:.0f}" cy="{y - 5}" r="6"/>')
+            parts.append(f'<circle class="dot k{place}" cx="{x}" cy="{y - 5}" r="6"/>')
             text(464, y, f"{gap:.0e}" if gap else "0", "end")
         parts.append("</g>")
     height *= len(result["trainings"])

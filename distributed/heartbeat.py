@@ -175,9 +175,10 @@ def read_beats(folder: Path) -> list[dict]:
 def holds_up(beats: list[dict]) -> list[dict]:
     """The heartbeats of the ranks for which the others wait; an empty list if all are at one place.
 
-    They are at the lowest step. Of several groups there, they are the one that waits for nobody,
-    and of several such the smallest. The step comes first, because with NCCL the others get some
-    steps further before they wait, and then not always inside torch.
+    These are the ranks at the lowest step; if they are at different places, those that wait for
+    nobody; and if these are at different places, those at the place with the fewest ranks. The step
+    comes first, because with NCCL the others get some steps further before they wait, and then not
+    always inside torch.
     """
     places = defaultdict(list)
     for beat in beats:

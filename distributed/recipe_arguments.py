@@ -63,7 +63,7 @@ def add_recipe_arguments(parser: ArgumentParser):
     add("--pad-vocabulary", action=argparse.BooleanOptionalAction, help=help)
     help = "compute matmuls in this dtype (default: bf16 on CUDA, fp32 on a CPU)"
     add("--precision", choices=["fp32", "bf16"], help=help)
-    add("--seed", type=count, default=0, help="draws weights, windows and dropout")
+    add("--seed", type=count, default=0, help="seed of weights, windows and dropout")
     help = "auto takes CUDA if there is a GPU"
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help=help)
     help = "where aux/prepare_data.py wrote the token files"

@@ -13,14 +13,14 @@ from pathlib import Path
 from resilience.arguments import ArgumentParser, number, whole_number
 
 parser = ArgumentParser(description=__doc__)
-parser.add_argument("checkpoint_dir", type=Path, help="a run's folder; the newest is read")
+parser.add_argument("checkpoint_dir", type=Path, help="a run's folder; reads its newest checkpoint")
 parser.add_argument("--length", type=whole_number(1), default=500, help="how many tokens to write")
 parser.add_argument("--prompt", default="\n", help="the text to continue (default: a line break)")
 parser.add_argument("--temperature", type=number(0), default=0.8, help="0 takes the likeliest")
 help = "the data's tokenizer.json, if they use a Hugging Face tokenizer"
 parser.add_argument("--tokenizer", type=Path, metavar="FILE", help=help)
-parser.add_argument("--export", type=Path, metavar="FOLDER", help="write the model into it")
-parser.add_argument("--seed", type=whole_number(0), default=0, help="draws the tokens")
+parser.add_argument("--export", type=Path, metavar="FOLDER", help="write the model to this folder")
+parser.add_argument("--seed", type=whole_number(0), default=0, help="seed of the drawn tokens")
 help = "auto takes CUDA if there is a GPU"
 parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=help)
 args = parser.parse_args()

@@ -88,7 +88,8 @@ def train(args: argparse.Namespace, job: JobContext | None = None) -> dict[str, 
     if job and rank == 0:
         job.output_dir.mkdir(parents=True, exist_ok=True)
         torch.save(model.state_dict(), job.output_dir / "model.pt")
-    # Otherwise the function's end removes it, which can wait for ever for one of gloo's threads.
+    # Before the process group: at the function's end, the removal of ddp can wait for ever for one
+    # of gloo's threads.
     del ddp
     dist.destroy_process_group()
     return {"test_loss": test_loss, "test_accuracy": accuracy, "world_size": world_size}

@@ -144,7 +144,8 @@ with torch.device("meta"):  # without memory, because no rank is to hold it whol
 flops_per_token = model.flops_per_token(args.context)
 for block in model.blocks:
     block.recompute = args.activation_checkpointing
-    if args.compile:  # what is recomputed, because torch 2.13 cannot compile the checkpoint itself
+    # What is recomputed is compiled, because torch 2.13 cannot compile a checkpoint of DTensors.
+    if args.compile:
         block.layer = torch.compile(block.layer)
 cross_entropy = recipe.cross_entropy
 if args.compile and not mesh:

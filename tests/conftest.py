@@ -104,17 +104,17 @@ def stand_ins(folder: Path, programs: dict[str, str]) -> Path:
 def run(*command: object, timeout: float = 120, **options) -> subprocess.CompletedProcess:
     """A command in the repository, its output as text; ended with everything it started when the
     time is up."""
-    mark = f"STARTED_BY_RUN={uuid.uuid4()}"
+    name, value = "STARTED_BY_RUN", str(uuid.uuid4())
     env = options.pop("env", None) or environment(OMP_NUM_THREADS=1)
     options = {"cwd": REPOSITORY, "stdin": subprocess.DEVNULL, "text": True} | options
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
-    options["env"] = env | dict([mark.split("=")])
+    options["env"] = env | {name: value}
     with subprocess.Popen([str(part) for part in command], **options) as process:
         try:
             out, err = process.communicate(timeout=timeout)
         except BaseException:
             # torchrun's ranks have sessions of their own, so a signal to the group is not enough.
-            wait_for(lambda: not kill(mark), 10)
+            wait_for(lambda: not kill(f"{name}={value}"), 10)
             raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 

@@ -53,3 +53,10 @@ def test_what_differs_is_told(number, loss, sentence):
         training["runs"][number]["losses"]["50"] = loss
     [fault] = prove_convergence.judge(training)
     assert sentence in fault
+
+
+def test_losses_of_a_plain_log():
+    log = "epoch=1 step=1/2 loss=2.5 x\nepoch=1 step=2/2 loss=2.25 x\nepoch=1 test_loss=2.0 x\n"
+    log += log.replace("epoch=1", "epoch=2").replace("2.5", "1.5")
+    losses, evaluations = prove_convergence.read_log(log)
+    assert losses == {1: 2.5, 2: 2.25, 3: 1.5, 4: 2.25} and evaluations == {2: 2.0, 4: 2.0}

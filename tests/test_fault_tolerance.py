@@ -54,8 +54,7 @@ SCRIPTS = {
 # Of jobs on two nodes. On two ranks of a node train_tp.py splits its layers.
 RANKS = {PREEMPTIBLE: 2, "train_fsdp.py": 4, "train_tp.py": 4}
 IN_ALL_WAYS = [(way, PREEMPTIBLE) for way in LAUNCHERS]
-DIAGONAL = list(zip(LAUNCHERS, SCRIPTS, strict=True))
-SRUN, TORCHRUN, SPAWN = DIAGONAL
+SRUN, TORCHRUN, SPAWN = zip(LAUNCHERS, SCRIPTS, strict=True)
 FSDP = ("srun", "train_fsdp.py")
 
 
@@ -306,8 +305,8 @@ def test_stopped_requeued_and_cancelled(cluster, data, uninterrupted, tmp_path):
 
 @pytest.mark.matrix
 def test_term(cluster, data, uninterrupted, tmp_path):
-    """The other scripts, to their end. SIGUSR1 does the same, but under torchrun. A checkpoint that
-    is still being written in the background is finished first."""
+    """The other scripts, to their end. SIGUSR1 does the same, but under torchrun, whose run here
+    saves every two steps in the background."""
 
     def scenario(way, script, name, *options):
         trial = Trial(cluster, way, script, data, tmp_path / way, *options)

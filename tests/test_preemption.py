@@ -171,7 +171,7 @@ def test_chapter_s_script_resumes(tmp_path):
     after the same step, and the resumed run ends with the loss of one that was not stopped."""
     scripts = REPOSITORY / "tests/scripts"
 
-    def train(*before: Path, **variables: object) -> str:
+    def train(*before: object, **variables: object) -> str:
         env = {"PYTHONPATH": REPOSITORY / "distributed", **variables}
         env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, **env)
         command = [REPOSITORY / "torchrun.sh", *before, scripts / "many_gpus_preemptible.py"]
@@ -181,7 +181,8 @@ def test_chapter_s_script_resumes(tmp_path):
 
     whole = train()
     (tmp_path / "last_by_hand.pt").unlink()
-    stopped = train(scripts / "batches.py", TERM_AT=3)
+    # Step 3 of the second epoch, because slowly.py takes this script's epoch 1 for the first.
+    stopped = train(scripts / "slowly.py", 0, TERM_AT=3)
     assert "\nStopped after step 10, saved\n" in stopped
     resumed = train()
     assert "\nResumed after step 10\n" in resumed

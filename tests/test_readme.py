@@ -220,9 +220,8 @@ def test_chapters_of_launchers(clone, cluster):
             re.search(r"^epoch=1 test_loss=\S+ .*\nFinished: epoch=1, ", log, re.M) for log in logs
         ), ended
         refused = [job for job in ended if "Unable to create step" in job.log]
-        assert len(refused) == (chapter == "launchers") and len(logs) == len(ended) - len(
-            refused
-        ), ended
+        assert len(refused) == (chapter == "launchers"), ended
+        assert len(logs) == len(ended) - len(refused), ended
 
     at_once(scenario, [(chapter, clone) for chapter in (5, "launchers")])
 

@@ -379,6 +379,20 @@ def test_a_connection_that_breaks(laptop):
     assert [path.read_text() for path in fetched.iterdir()] == [lines]
 
 
+def test_a_changed_host_key_is_refused(laptop):
+    known = laptop.home / ".ssh/known_hosts"
+    kept, before = known.read_text(), laptop.job_folders()
+    other = (laptop.clone.parent / "sshd/user_key.pub").read_text().split()[1]
+    known.write_text(changed := kept.replace(kept.split()[2], other))
+    try:
+        refused = laptop.submit("--env", "plain", "sleep.sh")
+        one_sentence(refused, "no connection to the cluster")
+        assert "Host key verification failed" in refused.stderr and known.read_text() == changed
+    finally:
+        known.write_text(kept)
+    assert laptop.job_folders() == before
+
+
 def test_what_cannot_be_submitted_leaves_nothing(laptop):
     """No sbatch there, and an archive that is cut short, or that lacks its last file."""
     profile = laptop.clone.parent / "there/.bashrc"
@@ -478,13 +492,14 @@ def test_tasks_without_a_launcher():
 
 
 MANY_CALLS = """
-import faulthandler, sys
+import faulthandler, os, sys
 from argparse import Namespace
 import train_task
 given = Namespace(epochs=1, batch_size=300, device="cpu", data_dir=sys.argv[1], log_every=1)
 for _ in range(60):
     faulthandler.dump_traceback_later(20, exit=True)
     train_task.train(given)
+os._exit(0)  # as the script does
 """
 
 

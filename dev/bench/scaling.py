@@ -24,8 +24,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="run so many jobs of each size")
     parser.add_argument("--launcher", default="launch_slurm_with_torchrun.sh")
     parser.add_argument("--cpus-per-rank", type=int, default=1)
-    parser.add_argument("--cpu", action="store_true", help="ask for no GPUs, not one per rank")
-    parser.add_argument("--out", type=Path, default=Path("log/scaling"), help="keep the logs there")
+    parser.add_argument("--cpu", action="store_true", help="no GPUs instead of one per rank")
+    parser.add_argument("--out", type=Path, default=Path("log/scaling"), help="folder for the logs")
     parser.add_argument("script", nargs="+", help="a train script and its arguments")
     args = parser.parse_args()
     if not all(re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", size) for size in args.sizes):

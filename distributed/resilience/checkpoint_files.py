@@ -207,8 +207,9 @@ def measure_files(folder: Path, rank: int, world_size: int) -> dict[str, list[in
 
 
 def is_in_share(name: str, rank: int, world_size: int) -> bool:
-    """Whether this rank checks the file: on as many ranks the tensors that it has written itself,
-    __RANK_NUMBER.distcp, on fewer also others'; and rank 0 what is no rank's."""
+    """Whether this rank checks the file. Rank r checks what a rank r wrote (__r_NUMBER.distcp). If
+    fewer ranks read than wrote, it also checks what the ranks r + world_size, ... wrote. Rank 0
+    checks all other files."""
     writer = re.match(r"__(\d+)_", name)
     return (int(writer[1]) if writer else 0) % world_size == rank
 

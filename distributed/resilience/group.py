@@ -93,7 +93,7 @@ class Group:
         before = self.timeout
         self.set_timeout(max(seconds, before))
         yield
-        # Without it, the others' next step would not wait long enough for a rank that still writes.
+        # Without a barrier the others' next step would not wait long enough for a rank that writes.
         self.barrier()
         self.set_timeout(before)
 

@@ -36,8 +36,8 @@ cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
     if ((gpus > 0)); then size+=" Gres=gpu:$gpus"; fi
     echo "NodeName=node-[1-$nodes] $size"
     if [[ "$cgroups" == none ]]; then
-        # With it a signal reaches every process of a step. On most sites it reaches only those that
-        # slurmstepd has started.
+        # With linuxproc a signal reaches every process of a step. On most sites it reaches only
+        # those that slurmstepd has started.
         echo "ProctrackType=proctrack/linuxproc"
         # No cgroup limits a job's memory, so Slurm checks every second whether it uses more than it
         # asked for.

@@ -48,7 +48,7 @@ fail() {
 
 up() {
     local nodes=2 cpus gpus=2 # machine, set below, is global because the trap needs it
-    cpus="$(env --unset=OMP_NUM_THREADS nproc)" # nproc would print that number
+    cpus="$(env --unset=OMP_NUM_THREADS nproc)" # nproc would print OMP_NUM_THREADS
     if ((cpus < 2)); then cpus=2; fi            # the launchers start two ranks on a node
     while (($#)); do
         case "$1" in
