@@ -118,12 +118,14 @@ for epoch in range(steps_done // len(train_loader), EPOCHS):
         if rank == 0:
             torch.save(model.state_dict(), "best.pt")
     save()
+failed = False
 if stopped:
     save()
     if rank == 0:
         print(f"Stopped after step {steps_done}, saved", flush=True)
-        preemption.requeue()
+        failed = not preemption.requeue()
 dist.barrier()
 dist.destroy_process_group()
 if device.type == "cpu":
-    os._exit(0)  # gloo on a CPU may abort a Python that shuts down
+    os._exit(failed)  # gloo on a CPU may abort a Python that shuts down
+sys.exit(failed)
