@@ -108,7 +108,7 @@ docs: .venv-docs/ready  ## README and docs/ as a site to read offline: open site
 # MNIST, or synthetic digits if it cannot be downloaded; the log of every run says which.
 .PHONY: data text
 data: .venv/ready
-	@if [[ ! -e $(DATA_DIR)/MNIST/raw/train-images-idx3-ubyte ]]; then \
+	@if [[ ! -e $(DATA_DIR)/MNIST/raw/t10k-labels-idx1-ubyte ]]; then \
 	    .venv/bin/python aux/prepare_data.py mnist --data-dir $(DATA_DIR) || \
 	    { echo "make: drawing synthetic digits instead, which takes some ten seconds"; \
 	      .venv/bin/python aux/prepare_data.py mnist --data-dir $(DATA_DIR) --synthetic; }; \

@@ -37,6 +37,7 @@ SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/t
 SHAKESPEARE += "/input.txt"
 SHAKESPEARE_MD5 = "6fb458f1232090904fb40fe944165e91"
 SYNTHETIC_TEXT = "Python documentation (synthetic)"
+LAST_OF_MNIST = "t10k-labels-idx1-ubyte"  # also the last one that torchvision downloads
 
 
 class DownloadError(Exception):
@@ -44,14 +45,13 @@ class DownloadError(Exception):
 
 
 @contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
-    """A temporary folder, whose files move into `folder` once all are written."""
+def written_whole(folder: Path, last: str) -> Iterator[Path]:
+    """A temporary folder, whose files move into `folder` once all are written. `last` is the file
+    that shows that all are there."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as temporary:
         yield Path(temporary)
-        # By name, so the files that show that all are there come last: vocabulary.json, and of
-        # MNIST train-labels-idx1-ubyte.
-        for path in sorted(Path(temporary).iterdir()):
+        for path in sorted(Path(temporary).iterdir(), key=lambda path: path.name == last):
             path.replace(folder / path.name)
 
 
@@ -86,7 +86,7 @@ def prepare_mnist(folder: Path, synthetic: bool) -> str:
     Raises DownloadError, or OSError.
     """
     raw = folder / "MNIST/raw"
-    there = mnist.describe(folder) if (raw / "train-labels-idx1-ubyte").exists() else ""
+    there = mnist.describe(folder) if (raw / LAST_OF_MNIST).exists() else ""
     drawn = there.startswith("SYNTHETIC")
     if synthetic and there and not drawn:
         sys.exit(f"there is {there}: give another --data-dir")
@@ -95,13 +95,13 @@ def prepare_mnist(folder: Path, synthetic: bool) -> str:
     if not synthetic:
         download_mnist(folder)
     elif not drawn:
-        with written_whole(raw) as new:
+        with written_whole(raw, LAST_OF_MNIST) as new:
             for name, content in draw_mnist().items():
                 (new / name).write_bytes(content)
 
     train_set, test_set = mnist.load(folder)
     if not (raw / "SHA256SUMS").exists():
-        with written_whole(raw) as new:
+        with written_whole(raw, "SHA256SUMS") as new:
             (new / "SHA256SUMS").write_bytes(sums_of(*sorted(raw.glob("*-ubyte"))))
     counts = f"{len(train_set):,} training and {len(test_set):,} test images"
     return f"{counts}: {mnist.describe(folder)}"
@@ -158,7 +158,7 @@ def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, i
     kinds = {"uint8": 1 << 8, "uint16": 1 << 16, "uint32": 1 << 31}
     dtype = next(name for name, numbers in kinds.items() if described["size"] <= numbers)
     itemsize = np.dtype(dtype).itemsize
-    with written_whole(folder) as new:
+    with written_whole(folder, "vocabulary.json") as new:
         train, val = new / "train.bin", new / "val.bin"
         with train.open("w+b") as file, val.open("wb") as rest:
             for path in files:
@@ -204,7 +204,7 @@ def prepare_text(folder: Path, synthetic: bool, files: list[Path], tokenizer: st
             # English prose that comes with every Python.
             from pydoc_data.topics import topics
 
-            with written_whole(folder) as new:
+            with written_whole(folder, "input.txt") as new:
                 prose = "\n".join(topics[key] for key in sorted(topics))
                 (new / "input.txt").write_bytes(prose.encode())
         else:

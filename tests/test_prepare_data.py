@@ -175,6 +175,39 @@ def test_a_disk_that_is_full_leaves_no_half_file(name, tmp_path, monkeypatch):
         assert len([path for path in (tmp_path / str(full)).rglob("*") if path.is_file()]) == 5
 
 
+def test_digits_are_drawn_again_after_an_end_between_two_files(tmp_path, monkeypatch):
+    """Whichever file is the first that does not get its place."""
+    monkeypatch.setattr(prepare_data, "draw_digits", lambda count, seed: bytes(784 * count))
+    draw = functools.partial(prepare_data.draw_mnist, 30, 20)
+    monkeypatch.setattr(prepare_data, "draw_mnist", draw)
+    path_replace = Path.replace
+    for end in range(5):
+        command = ["mnist", "--synthetic", "--data-dir", tmp_path / str(end)]
+        left = iter(range(end))
+
+        def replace_in_turn(path, target, left=left):
+            if next(left, None) is None:
+                raise OSError("ended")
+            return path_replace(path, target)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "replace", replace_in_turn)
+            with pytest.raises(SystemExit, match="cannot read or write"):
+                prepare(patched, *command)
+        prepare(monkeypatch, *command)
+        assert len([path for path in (tmp_path / str(end)).rglob("*") if path.is_file()]) == 5
+
+
+def test_a_download_that_ended_early_gives_way_to_synthetic_digits(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_data, "draw_digits", lambda count, seed: bytes(784 * count))
+    raw = tmp_path / "MNIST/raw"
+    raw.mkdir(parents=True)
+    for kind in ("images-idx3", "labels-idx1"):
+        (raw / f"train-{kind}-ubyte").write_bytes(b"of MNIST")
+    prepare(monkeypatch, "mnist", "--synthetic", "--data-dir", tmp_path)
+    assert prepare_data.mnist.describe(tmp_path).startswith("SYNTHETIC")
+
+
 def test_damage_is_found(served, tmp_path, monkeypatch):
     prepare(monkeypatch, "mnist", "--data-dir", tmp_path)
     raw = tmp_path / "MNIST/raw"
