@@ -142,6 +142,14 @@ def test_own_text(tokenizer, tmp_path, monkeypatch, capsys):
     assert text_in(tmp_path / "text").startswith("Call me Ishmael.")
 
 
+@pytest.fixture
+def few_digits(monkeypatch):
+    """Fifty synthetic digits, without a stroke, instead of 70,000."""
+    monkeypatch.setattr(prepare_data, "draw_digits", lambda count, seed: bytes(784 * count))
+    draw = functools.partial(prepare_data.draw_mnist, 30, 20)
+    monkeypatch.setattr(prepare_data, "draw_mnist", draw)
+
+
 class FullDisk(io.FileIO):
     def write(self, content):
         super().write(content[: len(content) // 2])
@@ -149,11 +157,8 @@ class FullDisk(io.FileIO):
 
 
 @pytest.mark.parametrize("name", ["mnist", "shakespeare"])
-def test_a_disk_that_is_full_leaves_no_half_file(name, tmp_path, monkeypatch):
+def test_a_disk_that_is_full_leaves_no_half_file(name, tmp_path, monkeypatch, few_digits):
     """Whichever of the five files it is, the next start prepares the data again."""
-    monkeypatch.setattr(prepare_data, "draw_digits", lambda count, seed: bytes(784 * count))
-    draw = functools.partial(prepare_data.draw_mnist, 30, 20)
-    monkeypatch.setattr(prepare_data, "draw_mnist", draw)
     path_open = Path.open
     for full in range(5):
         written = []
@@ -175,11 +180,8 @@ def test_a_disk_that_is_full_leaves_no_half_file(name, tmp_path, monkeypatch):
         assert len([path for path in (tmp_path / str(full)).rglob("*") if path.is_file()]) == 5
 
 
-def test_digits_are_drawn_again_after_an_end_between_two_files(tmp_path, monkeypatch):
+def test_digits_are_drawn_again_after_an_end_between_two_files(tmp_path, monkeypatch, few_digits):
     """Whichever file is the first that does not get its place."""
-    monkeypatch.setattr(prepare_data, "draw_digits", lambda count, seed: bytes(784 * count))
-    draw = functools.partial(prepare_data.draw_mnist, 30, 20)
-    monkeypatch.setattr(prepare_data, "draw_mnist", draw)
     path_replace = Path.replace
     for end in range(5):
         command = ["mnist", "--synthetic", "--data-dir", tmp_path / str(end)]
@@ -198,8 +200,7 @@ def test_digits_are_drawn_again_after_an_end_between_two_files(tmp_path, monkeyp
         assert len([path for path in (tmp_path / str(end)).rglob("*") if path.is_file()]) == 5
 
 
-def test_a_download_that_ended_early_gives_way_to_synthetic_digits(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_data, "draw_digits", lambda count, seed: bytes(784 * count))
+def test_a_download_that_ended_early_gives_way_to_synthetic(tmp_path, monkeypatch, few_digits):
     raw = tmp_path / "MNIST/raw"
     raw.mkdir(parents=True)
     for kind in ("images-idx3", "labels-idx1"):

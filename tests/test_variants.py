@@ -123,15 +123,23 @@ def test_signals_to_all_processes_of_a_step(cluster, tiny, tmp_path):
 
 
 def test_nodes_that_differ(cluster, tmp_path):
-    """Node 2 has more GPUs and CPUs. An exclusive job has the ranks that its header asks for."""
+    """Node 1 has more GPUs and CPUs. An exclusive job has the ranks that its header asks for."""
     bash(cluster, 'mknod "$(dirname "$SLURM_CONF")/gpu2" c 195 2')
-    first = r"NodeName=node-1 CPUs=2 RealMemory=8000 Gres=gpu:2"
-    second = r"NodeName=node-2 CPUs=4 RealMemory=16000 Gres=gpu:3"
-    gpus = r"s/^Name=gpu File=(.*)gpu0$/NodeName=node-1 Name=gpu File=\1gpu[0-1]\n"
-    gpus += r"NodeName=node-2 Name=gpu File=\1gpu[0-2]/"
+    first = r"NodeName=node-1 CPUs=4 RealMemory=16000 Gres=gpu:3"
+    second = r"NodeName=node-2 CPUs=2 RealMemory=8000 Gres=gpu:2"
+    gpus = r"s/^Name=gpu File=(.*)gpu0$/NodeName=node-1 Name=gpu File=\1gpu[0-2]\n"
+    gpus += r"NodeName=node-2 Name=gpu File=\1gpu[0-1]/"
     restart(cluster, rf"s/^NodeName=.*/{first}\n{second}/", gpus, "/^Name=gpu File=.*gpu1$/d")
     assert "gpu:3" in cluster.exec("sinfo", "--Node", "--format=%G").stdout
     assert_all_ways(cluster, tmp_path, "--exclusive")
+
+    # Without this line of its header a job has all CPUs, and a step can use two on both nodes.
+    launcher = (REPOSITORY / LAUNCHERS["torchrun"]).read_text()
+    edited = tmp_path / "launcher.sh"
+    edited.write_text(re.sub(r"^#SBATCH --cpus-per-task.*\n", "", launcher, flags=re.M))
+    job = cluster.sbatch("--exclusive", f"--output={tmp_path}/log", edited, VARIABLES)
+    assert job.state == "COMPLETED", job.log
+    assert_five_variables(job.ranks(), [2, 2])
 
 
 def test_accounting(cluster, tiny, tmp_path):
