@@ -168,23 +168,24 @@ def submit(cluster, way: str, folder: Path, **env) -> int:
 @pytest.mark.matrix
 def test_chapter_s_script_resumes(tmp_path):
     """Chapter 6's script for many GPUs, with chapter 8's lines. Only rank 1 is asked: both stop
-    after the same step, and the resumed run ends with the loss of one that was not stopped."""
+    after the same step, and a run that gets the file ends with the loss of one that was not
+    stopped."""
     scripts = REPOSITORY / "tests/scripts"
+    script = scripts / "many_gpus_preemptible.py"
 
-    def train(*before: object, **variables: object) -> str:
+    def train(*command: object, **variables: object) -> str:
         env = {"PYTHONPATH": REPOSITORY / "distributed", **variables}
         env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, **env)
-        command = [REPOSITORY / "torchrun.sh", *before, scripts / "many_gpus_preemptible.py"]
-        done = run(*command, cwd=tmp_path, env=env)
+        done = run(REPOSITORY / "torchrun.sh", *command, cwd=tmp_path, env=env)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    whole = train()
-    (tmp_path / "last_by_hand.pt").unlink()
+    whole = train(script)
     # Step 3 of the second epoch, because slowly.py takes this script's epoch 1 for the first.
-    stopped = train(scripts / "slowly.py", 0, TERM_AT=3)
+    stopped = train(scripts / "slowly.py", 0, script, TERM_AT=3)
     assert "\nStopped after step 10, saved\n" in stopped
-    resumed = train()
+    (tmp_path / "last_by_hand.pt").rename(tmp_path / "of_job_1.pt")
+    resumed = train(script, "of_job_1.pt")
     assert "\nResumed after step 10\n" in resumed
     # An epoch has six steps, so the run was stopped in its second one.
     first, second = re.findall(r"^epoch \d: loss .*$", whole, re.M)

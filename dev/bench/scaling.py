@@ -77,7 +77,8 @@ def run(args: argparse.Namespace, size: str, log: Path) -> tuple[float, str]:
     rates = [float(rate) for rate in re.findall(r"_per_second=([\d.e+]+)", text)]
     losses = re.findall(r" loss=(\S+)", text)
     if done.returncode != 0 or len(rates) < 2:
-        sys.exit(f"scaling.py: the job on {size} has failed or logged too little, see {log}")
+        wanted = "two lines with loss=... and ..._per_second=..."
+        sys.exit(f"scaling.py: the job on {size} has failed, or its log lacks {wanted}: see {log}")
     # The first line includes the start-up.
     return median(rates[1:]), losses[-1]
 

@@ -269,8 +269,8 @@ machine() {
     head --bytes=1024 /dev/urandom >"$inside/key/munge.key"
     chmod 400 "$inside/key/munge.key"
     write_configuration "$nodes" "$cpus" "$gpus" "$cgroups"
-    # Every node twice, because torch also looks up IPv4 addresses in IPv6 form.
-    echo "127.0.0.1 localhost" >"$inside/hosts"
+    # Every name twice, because torch also looks up IPv4 addresses in IPv6 form.
+    printf '%s\n' "127.0.0.1 localhost" "::ffff:127.0.0.1 localhost" >"$inside/hosts"
     for ((node = 1; node <= nodes; node++)); do
         printf '%s\n' "$(address "$node") node-$node" "::ffff:$(address "$node") node-$node"
     done >>"$inside/hosts"

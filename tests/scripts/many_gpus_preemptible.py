@@ -60,10 +60,13 @@ ddp = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(train_loader))
 
-# A requeued job keeps its number.
+# A requeued job keeps its number, and resumes. Any other run resumes from the file in its argument.
 path = f"last_{os.environ.get('SLURM_JOB_ID', 'by_hand')}.pt"
+resume = "SLURM_RESTART_COUNT" in os.environ and os.path.exists(path)
+if len(sys.argv) > 1:
+    path, resume = sys.argv[1], True
 steps_done, best = 0, -1.0
-if os.path.exists(path):
+if resume:
     saved = torch.load(path, map_location=device, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
@@ -78,8 +81,8 @@ def save():
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         state |= {"schedule": schedule.state_dict(), "steps_done": steps_done, "best": best}
         # Written under another name, then renamed, so that an end in between loses nothing.
-        torch.save(state, "part")
-        os.replace("part", path)
+        torch.save(state, path + ".part")
+        os.replace(path + ".part", path)
     dist.barrier()  # no rank leaves while rank 0 saves
 
 
@@ -123,7 +126,7 @@ if stopped:
     save()
     if rank == 0:
         print(f"Stopped after step {steps_done}, saved", flush=True)
-        failed = not preemption.requeue()
+        failed = not preemption.requeue(path)
 dist.barrier()
 dist.destroy_process_group()
 if device.type == "cpu":

@@ -88,8 +88,8 @@ def save(name: str):
     if rank == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         state |= {"schedule": schedule.state_dict(), "steps_done": steps_done, "best": best}
-        torch.save(state, "part")
-        os.replace("part", name)
+        torch.save(state, name + ".part")
+        os.replace(name + ".part", name)
     dist.barrier()
 
 
