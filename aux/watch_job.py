@@ -54,7 +54,19 @@ def main():
     if silent == beats:
         # There are none, or only those of a run that has ended.
         sys.exit(look_into(args.job))
+    if has_ended(args.job):
+        sys.exit(f"watch_job.py: job {args.job} has ended, its log says how")
     sys.exit(report(beats, silent, args.after))
+
+
+def has_ended(job: str) -> bool:
+    """Whether Slurm says so. The last heartbeats of a job may be a few seconds old."""
+    if job == "local" or not shutil.which("squeue"):
+        return False
+    command = ["squeue", "--noheader", f"--jobs={job}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    # Some minutes after its end Slurm does not know the number any more.
+    return not done.stdout and (done.returncode == 0 or "Invalid job id" in done.stderr)
 
 
 # --- heartbeats ---

@@ -40,6 +40,9 @@ def test_a_rank_that_hangs_is_named(cluster, tmp_path):
     cluster.exec("scancel", number)
     job = cluster.wait(number)
     assert job.log.count("(step 7), which is in") == 1, job.log
+    # Its heartbeats are seconds old.
+    watched = cluster.exec(sys.executable, WATCH, number, cwd=tmp_path)
+    assert watched.stderr == f"watch_job.py: job {number} has ended, its log says how\n", watched
 
 
 @pytest.mark.matrix
@@ -112,7 +115,7 @@ def test_watch_job_excludes_the_node_of_the_rank_that_hangs(
     steps, waits, silent, exclude, tmp_path
 ):
     """All have stood still for two minutes."""
-    folder = tmp_path / "log/7/ranks-0"
+    folder = tmp_path / "log/local/ranks-0"
     folder.mkdir(parents=True)
     for rank in range(6):
         beat = {"rank": rank, "host": f"n{rank // 2}", "world_size": 6, "step": steps[rank]}
@@ -120,7 +123,7 @@ def test_watch_job_excludes_the_node_of_the_rank_that_hangs(
         beat |= {"stack": ["f"], "frame": "f", "waits": waits[rank]}
         beat |= {"seconds_in_step": 120.0}
         (folder / str(rank)).write_text(json.dumps(beat))
-    done = run(sys.executable, WATCH, 7, cwd=tmp_path)
+    done = run(sys.executable, WATCH, "local", cwd=tmp_path)
     assert done.returncode == (exclude is not None), done.stdout + done.stderr
     end = r"All 6 ranks are alive, at step 9\. No step for 12\d s\."
     end = rf".* sbatch --exclude={exclude}" if exclude else end

@@ -65,6 +65,8 @@ for epoch in range(EPOCHS):
         for images, labels in test_loader:
             correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
     dist.all_reduce(correct)
+    loss = loss.detach() / world_size
+    dist.all_reduce(loss)
     accuracy = correct.item() / len(test_set)
     if rank == 0:
         print(f"epoch {epoch}: loss {loss.item():.4f}, test accuracy {accuracy:.4f}", flush=True)
