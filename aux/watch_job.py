@@ -9,7 +9,8 @@ sends none, it starts py-spy on the job's nodes, which reads the Python stack of
 NCCL which collective has not been joined. `pip install py-spy` once, where the job's Python is.
 
 The status is 0 if all ranks are alive, and 1 if one is silent, keeps the others waiting, or has not
-begun. By py-spy it is 1 if ranks are at different places, which may be chance, so look twice.
+begun, or if the job has ended. By py-spy it is 1 if ranks are at different places, which may be
+chance, so look twice.
 
 JOB is the number in log/JOB, even for a task of an array.
 """

@@ -225,7 +225,8 @@ def images(tmp_path) -> Path:
 
 def test_from_one_gpu_to_many(cluster, tmp_path):
     """Chapter 6's ordinary script, and the same on four ranks of two nodes: one of them prints and
-    saves, and the accuracy is that of the saved weights on all test images."""
+    saves, all have the same loss, and the accuracy is that of the saved weights on all test
+    images."""
     script = REPOSITORY / "tests/scripts/many_gpus.py"
     for name in (*THREE_FILES["torchrun"], "tests/scripts/many_gpus.py"):
         copy_file(name, tmp_path)
@@ -251,6 +252,13 @@ def test_from_one_gpu_to_many(cluster, tmp_path):
     with torch.no_grad():
         accuracy = (model(images).argmax(1) == labels).float().mean().item()
     assert f"{accuracy:.4f}" == max(share for _, share in evaluated), job.log
+
+    # If both ranks print, each text is there twice. Their line breaks may come after both.
+    (tmp_path / "all.py").write_text(script.read_text().replace("if rank == 0:", "if True:", 1))
+    env = environment(NPROC_PER_NODE=2)
+    both = run(REPOSITORY / "torchrun.sh", "all.py", cwd=tmp_path, env=env)
+    printed = re.findall(r"epoch \d: loss \d\.\d{4}, test accuracy \d\.\d{4}", both.stdout)
+    assert len(printed) == 4 and len(set(printed)) == 2, both
 
 
 @pytest.mark.matrix

@@ -168,8 +168,8 @@ def submit(cluster, way: str, folder: Path, **env) -> int:
 @pytest.mark.matrix
 def test_chapter_s_script_resumes(tmp_path):
     """Chapter 6's script for many GPUs, with chapter 8's lines. Only rank 1 is asked: both stop
-    after the same step, and a run that gets the file ends with the loss of one that was not
-    stopped."""
+    after the same step. A requeued run and one that gets the file end with the loss of one that was
+    not stopped."""
     scripts = REPOSITORY / "tests/scripts"
     script = scripts / "many_gpus_preemptible.py"
 
@@ -184,13 +184,13 @@ def test_chapter_s_script_resumes(tmp_path):
     # Step 3 of the second epoch, because slowly.py takes this script's epoch 1 for the first.
     stopped = train(scripts / "slowly.py", 0, script, TERM_AT=3)
     assert "\nStopped after step 10, saved\n" in stopped
-    (tmp_path / "last_by_hand.pt").rename(tmp_path / "of_job_1.pt")
-    resumed = train(script, "of_job_1.pt")
-    assert "\nResumed after step 10\n" in resumed
     # An epoch has six steps, so the run was stopped in its second one.
     first, second = re.findall(r"^epoch \d: loss .*$", whole, re.M)
     assert re.findall(r"^epoch .*$", stopped, re.M) == [first]
-    assert re.findall(r"^epoch .*$", resumed, re.M) == [second]
+    shutil.copy(tmp_path / "last_by_hand.pt", tmp_path / "of_job_1.pt")
+    for resumed in (train(script, SLURM_RESTART_COUNT=1), train(script, "of_job_1.pt")):
+        assert "\nResumed after step 10\n" in resumed
+        assert re.findall(r"^epoch .*$", resumed, re.M) == [second]
 
 
 YOUNG_WORKER = """

@@ -60,7 +60,7 @@ ddp = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(train_loader))
 
-# A requeued job keeps its number, and resumes. Any other run resumes from the file in its argument.
+# A requeued job keeps its number, and so its file. Another run resumes from that in its argument.
 path = f"last_{os.environ.get('SLURM_JOB_ID', 'by_hand')}.pt"
 resume = "SLURM_RESTART_COUNT" in os.environ and os.path.exists(path)
 if len(sys.argv) > 1:
