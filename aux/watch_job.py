@@ -8,8 +8,8 @@ Reads the heartbeats of the job's latest start in log/JOB (distributed/heartbeat
 sends none, it starts py-spy on the job's nodes, which reads the Python stack of each rank, and asks
 NCCL which collective has not been joined. `pip install py-spy` once, where the job's Python is.
 
-The status is 0 if all ranks are alive, and 1 if one is silent, keeps the others waiting, or has not
-begun, or if the job has ended. By py-spy it is 1 if ranks are at different places, which may be
+The status is 0 if all ranks are alive, and 1 if the job has ended, or if one is silent, keeps the
+others waiting, or has not begun. By py-spy it is 1 if ranks are at different places, which may be
 chance, so look twice.
 
 JOB is the number in log/JOB, even for a task of an array.
