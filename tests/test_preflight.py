@@ -1,17 +1,34 @@
 """aux/check_ranks.py before a long job, on the real cluster: a fault provoked on one node is one
 sentence from it."""
 
+import json
+import os
 import re
 import resource
+import runpy
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import check_ranks
-from conftest import LAUNCHERS, Cluster, Job, cells, environment, one_rank_a_node, run, stand_ins
+import watch_job
+from conftest import (
+    LAUNCHERS,
+    Cluster,
+    Job,
+    at_once,
+    cells,
+    environment,
+    one_rank_a_node,
+    run,
+    stand_ins,
+)
 
 # On which of the job's two nodes the fault is, how it is made, and the sentence. FOLDER is where
 # checkpoints go, HOSTS a copy of /etc/hosts in which the name of that node (OWN) or of the first
@@ -280,6 +297,57 @@ def test_what_nccl_s_log_says(tmp_path, monkeypatch, capsys):
     assert read(f"{chosen} IB\n") == ("IB", [])
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_gloo_is_tried_beside_nccl(alone, monkeypatch):
+    """Over an interface that is not there, over one that is, and with a wrong sum."""
+
+    def findings() -> dict:
+        mine = {"right": True, "bad": []}
+        check_ranks.try_gloo(mine, timeout=20)
+        return mine
+
+    assert findings() == {"right": True, "bad": []}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none7")
+    [said] = findings()["bad"]
+    assert re.match(
+        r"gloo's all-reduce, which checkpoints need, fails \(.*none7.*\): set GLOO_S", said
+    )
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(check_ranks, "world_size", 2)
+    assert findings() == {"right": False, "bad": []}
+
+
+@pytest.mark.parametrize(("backend", "tried"), [("gloo", 0), ("cpu:gloo", 1)])
+def test_gloo_is_tried_if_the_ranks_have_another_backend(backend, tried, monkeypatch):
+    store, calls = dist.HashStore(), []
+    store.set("hosts", json.dumps([check_ranks.HOST]))
+    monkeypatch.setattr(dist, "get_default_backend_for_device", lambda device: backend)
+    monkeypatch.setattr(check_ranks, "try_gloo", lambda *arguments: calls.append(arguments))
+    mine = {"bad": []}
+    check_ranks.all_reduce(torch.device("cpu"), store, mine, 20)
+    dist.destroy_process_group()
+    assert mine["bad"] == [] and calls == [(mine, 20)] * tried
+
+
+def test_rank_0_says_what_does_not_end(monkeypatch):
+    said = []
+    monkeypatch.setattr(check_ranks, "stop", said.append)
+    for rank in (0, 1):
+        monkeypatch.setattr(check_ranks, "rank", rank)
+        with check_ranks.watched("it", "look there", -4.8):
+            time.sleep(0.5)
+        with check_ranks.watched("another", "look there", 20):
+            pass
+    assert said == ["it has not ended within -4.8 s: look for a firewall, or look there"]
+
+
 @pytest.mark.parametrize(("debug", "reads"), [("WARN", True), (None, True), ("INFO", False)])
 def test_nccl_s_log_is_asked_for(debug, reads, tmp_path, monkeypatch):
     """Although env.sh has set NCCL_DEBUG, and not if the user wants to see the log."""
@@ -307,7 +375,7 @@ def test_warnings(tmp_path, monkeypatch):
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(check_ranks, "INFINIBAND", tmp_path)
     monkeypatch.setattr(check_ranks, "ranks_per_node", 4)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (65536, 65536))
     [hidden] = check_ranks.warnings(gpu)
@@ -315,7 +383,7 @@ def test_warnings(tmp_path, monkeypatch):
     (tmp_path / "mlx5_0").mkdir()
     [locked] = check_ranks.warnings(torch.device("cpu"))
     assert "may lock 64 KiB" in locked and "ulimit -l unlimited" in locked
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     infinity = resource.RLIM_INFINITY
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (infinity, infinity))
     assert list(check_ranks.warnings(gpu)) == []
@@ -329,6 +397,68 @@ def test_a_batch_shell_is_one_rank(step, tmp_path):
     done = run(*command, env=environment(**batch))
     assert "VERDICT: all well, 1 ranks started by hand" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0 and done.stderr == ""
+
+
+# --- a bare srun ---
+
+TASK = {"SLURM_STEP_NUM_TASKS": 8, "SLURM_STEP_NUM_NODES": 4, "SLURM_STEP_TASKS_PER_NODE": "2(x4)"}
+TASK |= {"SLURM_PROCID": 1, "SLURM_NODEID": 3, "SLURM_LOCALID": 1}
+BARE = [
+    ({}, (7, 1, 8)),
+    ({"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": 0, "SLURM_STEP_NUM_TASKS": 2}, (1, 1, 2)),
+    # Of uneven tasks only Slurm knows the order.
+    ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NUM_TASKS": 7}, (1, 1, 7)),
+    ({"RANK": 5, "LOCAL_RANK": 0, "WORLD_SIZE": 16}, (5, 0, 16)),
+]
+
+
+@pytest.mark.parametrize(("changes", "place"), BARE)
+def test_the_ranks_of_a_bare_srun(changes, place, monkeypatch):
+    """By node, although task 1 is on the last one."""
+    for name, value in (TASK | changes).items():
+        monkeypatch.setenv(name, str(value))
+    its = runpy.run_path(check_ranks.__file__)
+    assert (its["rank"], its["local_rank"], its["world_size"]) == place
+
+
+def test_a_bare_srun_whose_task_0_is_on_the_second_node(cluster, tmp_path):
+    """As with a topology plugin of Slurm 26.05. Rank 0 is on the first node nevertheless."""
+    said = {}
+
+    def scenario(task: int):
+        node = f"node-{2 - task}"
+        place = {"SLURM_PROCID": task, "SLURM_NODEID": 1 - task, "SLURM_LOCALID": 0}
+        place |= {"SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_NUM_NODES": 2}
+        place |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "node-[1-2]"}
+        place |= {"SLURM_JOB_ID": os.getpid(), "SLURM_STEP_ID": 0, "SLURMD_NODENAME": node}
+        variables = [f"{name}={value}" for name, value in place.items()]
+        command = ["aux/check_ranks.py", "--timeout", 30, "--checkpoint-dir", tmp_path]
+        said[node] = cluster.exec("env", *variables, sys.executable, *command, node=node)
+
+    at_once(scenario, [(0,), (1,)])
+    assert said["node-2"].stdout == "", said["node-2"]
+    rows = re.findall(r"^(\d) +0 +(\S+)", said["node-1"].stdout, re.M)
+    assert rows == [("0", "node-1"), ("1", "node-2")], said["node-1"]
+    assert "VERDICT: all well, 2 ranks started by srun" in said["node-1"].stdout
+
+
+def test_watch_job_finds_the_ranks_of_a_bare_srun():
+    """With the numbers that scripts take. A Python of the batch shell is no rank, though it has
+    SLURM_PROCID."""
+    job = os.getpid()
+    batch = environment(SLURM_JOB_ID=job, SLURM_PROCID=0, SLURM_NTASKS=2)
+    task = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": 3, "SLURM_STEP_NUM_TASKS": 2}
+    tasks = [environment(**task, SLURM_PROCID=i, SLURM_NODEID=1 - i) for i in (0, 1)]
+    started = []
+    try:
+        for env in (batch, *tasks):
+            command = [sys.executable, "-c", "input()"]
+            started.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE))
+        found = watch_job.ranks_here(str(job))
+    finally:
+        for process in started:
+            process.communicate()
+    assert found == [(i, 2, started[1 + i].pid) for i in (0, 1)]
 
 
 # --- in the long run ---
