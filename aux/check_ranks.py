@@ -52,11 +52,12 @@ rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
 local_rank = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", 0)))
 world_size = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", 1)))
 slurm = env if "SLURM_STEP_NUM_TASKS" in env else {}
+# 2(x3),1 is two tasks on each of three nodes, and one on a fourth.
+counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", slurm.get("SLURM_STEP_TASKS_PER_NODE", ""))
+tasks = [int(count) for count, times in counts for _ in range(int(times or 1))]
 # With a topology plugin of Slurm 26.05, task 0 need not be on the first node, where the ranks meet.
-# 2(x4) is two tasks on each of four nodes. If their numbers differ, as in 2,1, Slurm's own stay.
-even = re.fullmatch(r"(\d+)(\(x\d+\))?", slurm.get("SLURM_STEP_TASKS_PER_NODE", ""))
-if even and "RANK" not in env:
-    rank = int(env["SLURM_NODEID"]) * int(even[1]) + local_rank
+if tasks and "RANK" not in env:
+    rank = sum(tasks[: int(env["SLURM_NODEID"])]) + local_rank
 nodes = int(slurm.get("SLURM_STEP_NUM_NODES", 1))
 ranks_per_node = int(env.get("LOCAL_WORLD_SIZE", -(-world_size // nodes)))
 launcher = "srun" if slurm else "hand"
@@ -92,12 +93,14 @@ def stop(sentence: str):
 # --- the ranks meet ---
 
 
-def hosts_of_step() -> list[str]:
-    """The nodes of this srun in the order of their ranks; none without scontrol."""
+def hosts_of_ranks() -> list[str]:
+    """The node of each rank of this srun; none without scontrol."""
     if not slurm or not shutil.which("scontrol"):
         return []
     command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
-    return subprocess.run(command, capture_output=True, text=True).stdout.split()
+    hosts = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    ranks = tasks if launcher == "srun" else [ranks_per_node] * nodes
+    return [host for host, count in zip(hosts, ranks, strict=False) for _ in range(count)]
 
 
 def check_world_size():
@@ -121,7 +124,7 @@ def open_store(timeout: float) -> dist.Store:
     if world_size == 1:
         return dist.HashStore()
     if "MASTER_ADDR" not in env:
-        hosts = hosts_of_step()
+        hosts = hosts_of_ranks()
         if not hosts:
             stop(f"this is one of {world_size} ranks, but MASTER_ADDR is not set: use a launcher")
         env["MASTER_ADDR"] = hosts[0]
@@ -136,7 +139,11 @@ def open_store(timeout: float) -> dist.Store:
     # can name missing ranks. The others wait longer, so that rank 0 speaks first.
     opens = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     patience = timedelta(seconds=timeout if rank == 0 else timeout + 30)
-    store = dist.TCPStore(address, port, world_size, opens, patience, False, multi_tenant=True)
+    try:
+        store = dist.TCPStore(address, port, world_size, opens, patience, False, multi_tenant=True)
+    except dist.DistError as error:
+        what = f"cannot reach rank 0 at {address}:{port}"
+        stop(f"{what} ({str(error).splitlines()[0]}): look for its error, or for a firewall")
     return dist.PrefixStore("check_ranks", store)
 
 
@@ -159,8 +166,8 @@ def gather(store: dist.Store, step: str, mine: dict, timeout: float) -> list[dic
             its = json.loads(store.get(keys[other]))
             for sentence in its["bad"]:
                 sys.stderr.write(f"[Rank {other} on {its['host']}] {sentence}\n")
-        hosts = hosts_of_step() or ["a node that Slurm does not name"] * world_size
-        named = [f"rank {other} on {hosts[other // ranks_per_node]}" for other in missing]
+        hosts = hosts_of_ranks() or ["a node that Slurm does not name"] * world_size
+        named = [f"rank {other} on {hosts[other]}" for other in missing]
         what = f"{len(missing)} of {world_size} ranks have not reached the {step} in {timeout:g} s"
         stop(f"{what}: {', '.join(named[:8])}{', ...' if len(named) > 8 else ''}")
     store.set(step, "")

@@ -406,8 +406,7 @@ TASK |= {"SLURM_PROCID": 1, "SLURM_NODEID": 3, "SLURM_LOCALID": 1}
 BARE = [
     ({}, (7, 1, 8)),
     ({"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": 0, "SLURM_STEP_NUM_TASKS": 2}, (1, 1, 2)),
-    # Of uneven tasks only Slurm knows the order.
-    ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NUM_TASKS": 7}, (1, 1, 7)),
+    ({"SLURM_STEP_TASKS_PER_NODE": "1,2,1(x2)", "SLURM_LOCALID": 0}, (4, 0, 8)),
     ({"RANK": 5, "LOCAL_RANK": 0, "WORLD_SIZE": 16}, (5, 0, 16)),
 ]
 
