@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -184,10 +185,96 @@ def test_its_lines_in_a_launcher_that_runs(cluster, tmp_path, way):
     }
     assert len(column) == 1, launcher.read_text()
     again = cluster.exec(sys.executable, CHECK, "--write", launcher)
-    assert again.stdout == f"{launcher} has these lines\n"
+    there = f"{tmp_path}/site.sh is there, and stays as it is"
+    assert again.stdout == f"{launcher} has these lines\n{there}\n"
     job = cluster.sbatch(f"--output={tmp_path}/log", f"--chdir={tmp_path}", launcher, VARIABLES)
     assert job.state == "COMPLETED", job.log
     assert "16 ranks on node-" in job.log and "GPUs 8 of 8, CPUs 8" in job.log, job.log
+
+
+LOADED = [
+    ({}, []),
+    ({"LOADEDMODULES": "gcc/12:cuda/12.8"}, ["source PROFILE", "module load gcc/12 cuda/12.8"]),
+    ({"LOADEDMODULES": ":", "VIRTUAL_ENV": "HERE/.venv"}, []),
+    ({"VIRTUAL_ENV": "HERE/a b"}, ["source 'HERE/a b'/bin/activate"]),
+    (
+        {"CONDA_PREFIX": "HERE/envs/a", "CONDA_EXE": "HERE/bin/conda"},
+        ["source HERE/etc/profile.d/conda.sh", "conda activate HERE/envs/a"],
+    ),
+    ({"CONDA_PREFIX": "HERE/envs/a"}, ["export PATH=HERE/envs/a/bin:$PATH"]),
+    # It was activated in conda's shell.
+    ({"CONDA_PREFIX": "HERE", "VIRTUAL_ENV": "HERE/v"}, ["source HERE/v/bin/activate"]),
+]
+
+
+@pytest.mark.parametrize(("variables", "expected"), LOADED)
+def test_site_sh_has_what_this_shell_has(variables, expected, tmp_path, monkeypatch):
+    """And is not written over."""
+    for name in ("LOADEDMODULES", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_EXE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.replace("HERE", str(tmp_path)))
+    monkeypatch.chdir(tmp_path)
+    said = check_site.write_site(Path("launch.sh"))
+    assert said == "site.sh is new, with the modules and the environment of this shell: look at it"
+    lines = Path("site.sh").read_text().splitlines()
+    live = [line.partition("  #")[0] for line in lines if line and line[0] != "#"]
+    places = {"PROFILE": "/etc/profile", "HERE": str(tmp_path)}
+    assert live == [re.sub("PROFILE|HERE", lambda word: places[word[0]], line) for line in expected]
+
+    Path("site.sh").write_text("mine\n")
+    said = check_site.write_site(Path("launch.sh"))
+    assert said == "site.sh is there, and stays as it is"
+    assert Path("site.sh").read_text() == "mine\n"
+
+
+def test_every_line_of_site_sh_can_be_used(tmp_path, monkeypatch):
+    """As env.sh sources it, also the commented lines, and even if a site's profile reads a variable
+    that is not set."""
+    (tmp_path / "profile").write_text('module() { echo "$@"; }\nfalse\necho $UNSET >/dev/null\n')
+    for modules in ("", "gcc/12"):
+        monkeypatch.setenv("LOADEDMODULES", modules)
+        text = check_site.site_lines(tmp_path / "launch.sh")
+        text = text.replace("/etc/profile", str(tmp_path / "profile"))
+        text = re.sub(r"^# (?=source|MASTER|export)", "", text, flags=re.M)
+        (tmp_path / "site.sh").write_text(text)
+        script = "set -euo pipefail; MASTER_ADDR=node-1; set +eu; source ./site.sh; set -eu; "
+        script += "echo $MASTER_ADDR $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME $NCCL_DEBUG"
+        done = run("bash", "-c", script, cwd=tmp_path)
+        loaded = f"load {modules or 'cuda/12.8'}\n"
+        assert done.stdout == f"{loaded}node-1i ib0 ib0 INFO\n" and done.returncode == 0, done
+
+
+def test_the_header_s_other_lines_stay(tmp_path):
+    """Those to uncomment, such as --signal, and --mem where Slurm counts no memory."""
+    launcher = tmp_path / "launch.sh"
+    header = "#!/bin/bash\n#SBATCH --nodes=2             # EDIT\n#SBATCH --partition=old\n"
+    header += "#SBATCH --gpus-per-node=2     # EDIT\n#SBATCH --cpus-per-task=16    # EDIT\n"
+    header += "##SBATCH --mem=0              # EDIT\n##SBATCH --signal=TERM@300   # EDIT\n"
+    launcher.write_text(f"{header}srun true\n")
+    site = site_of(GPU.replace("Default=NO", "Default=YES"))
+    check_site.write(launcher, site, site.choose(None))
+    expected = header.replace("#SBATCH --partition=old\n", "")
+    expected = expected.replace("node=2     #", "node=8     #").replace("=16 ", "=96 ")
+    expected = expected.replace("##SBATCH --mem=0 ", "#SBATCH --mem=0  ")
+    first, rest = launcher.read_text().split("#SBATCH --ntasks-per-node=1\n")
+    assert first + rest == f"{expected}srun true\n"
+    config = CONFIG.replace("CR_CORE_MEMORY", "CR_CORE")
+    launcher.write_text(header)
+    check_site.write(launcher, site_of(GPU, config=config), site.choose(None))
+    assert "\n##SBATCH --mem=0              # EDIT\n" in launcher.read_text()
+
+
+@pytest.mark.parametrize(
+    ("limit", "whole", "by_rank", "one"),
+    [("48", "48", "6", "6"), ("200", "96", "12", "12"), ("4", "4", "1", "1")],
+)
+def test_a_partition_that_limits_cpus(limit, whole, by_rank, one):
+    """MaxCPUsPerNode, of nodes with 96 CPUs and 8 GPUs."""
+    site = site_of(GPU.replace("MaxCPUsPerNode=UNLIMITED", f"MaxCPUsPerNode={limit}"))
+    shapes = ((True, False), (True, True), (False, False))
+    found = [site.options(site.choose(None), *shape)["cpus-per-task"] for shape in shapes]
+    assert found == [whole, by_rank, one]
 
 
 @pytest.mark.parametrize(
