@@ -221,6 +221,24 @@ def test_damage_is_found(served, tmp_path, monkeypatch):
         prepare(monkeypatch, "mnist", "--data-dir", tmp_path)
 
 
+def test_damage_of_a_large_file_is_found(tmp_path):
+    (tmp_path / "train.bin").write_bytes(bytes(3 << 20))
+    (tmp_path / "SHA256SUMS").write_bytes(prepare_data.sums_of(tmp_path / "train.bin"))
+    assert checksums.damaged(tmp_path) is None
+    with (tmp_path / "train.bin").open("r+b") as file:
+        file.seek(2 << 20)
+        file.write(b"\1")
+    assert "train.bin is damaged" in checksums.damaged(tmp_path)
+
+
+def test_synthetic_test_images_are_no_training_images():
+    files = prepare_data.draw_mnist(20, 20)
+    sets = {name[:5]: content[16:] for name, content in files.items() if "images" in name}
+    assert {name: len(images) for name, images in sets.items()} == {"train": 15680, "t10k-": 15680}
+    train, test = ({*map(bytes, zip(*[iter(its)] * 784, strict=True))} for its in sets.values())
+    assert len(train) == len(test) == 20 and train.isdisjoint(test)
+
+
 def test_many_characters_take_two_bytes(tmp_path, monkeypatch):
     novel = tmp_path / "novel.txt"
     novel.write_text("".join(chr(256 + i) for i in range(1000)))
