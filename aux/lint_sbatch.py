@@ -337,7 +337,9 @@ def restarts(script: Script) -> Findings:
             agree = re.search(r"rdzv[-_]backend[ =]+[\"']?(?!static)\w", text) or ALONE.search(text)
             if asked and not agree and nodes > 1 and re.search(TORCHRUN, text):
                 what = f"--max-restarts={asked[1]} on {nodes} nodes with a static rendezvous"
-                why = "where a restarted node waits for addresses of the first start, and all hang"
+                why = (
+                    "where a restarted node meets addresses of the first start, and fails or hangs"
+                )
                 written = [each.line for each in script.body if asked[0] in each.text]
                 line = written[0] if written else command.line
                 yield line, f"{what}, {why}: requeue the job instead"

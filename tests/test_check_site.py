@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -154,6 +153,14 @@ def test_two_types_in_a_node_and_states():
     assert "a job gets whole nodes" in dict(check_site.unusual(site, site.choose(None)))
 
 
+def test_the_lines_are_for_nodes_that_are_up():
+    """Although those with more GPUs are down."""
+    site = site_of(GPU, nodes=NODES.replace("State=MIXED", "State=DOWN*"))
+    found = [(shape.gpus, n, up) for shape, n, up in site.shapes(site.choose(None))]
+    assert found == [(4, 2, 1), (8, 1, 0)]
+    assert site.options(site.choose(None), True, False)["gpus-per-node"] == "4"
+
+
 def test_three_hundred_partitions(capsys):
     many = [GPU.replace("=gpu ", f"=gpu{number} ") for number in range(300)]
     names = ",".join(f"gpu{number}" for number in range(300))
@@ -214,18 +221,17 @@ def test_site_sh_has_what_this_shell_has(variables, expected, tmp_path, monkeypa
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value.replace("HERE", str(tmp_path)))
-    monkeypatch.chdir(tmp_path)
-    said = check_site.write_site(Path("launch.sh"))
-    assert said == "site.sh is new, with the modules and the environment of this shell: look at it"
-    lines = Path("site.sh").read_text().splitlines()
+    said = check_site.write_site(tmp_path / "launch.sh")
+    site, what = tmp_path / "site.sh", "the modules and the environment of this shell"
+    assert said == f"{site} is new, with {what}: look at it"
+    lines = site.read_text().splitlines()
     live = [line.partition("  #")[0] for line in lines if line and line[0] != "#"]
     places = {"PROFILE": "/etc/profile", "HERE": str(tmp_path)}
     assert live == [re.sub("PROFILE|HERE", lambda word: places[word[0]], line) for line in expected]
 
-    Path("site.sh").write_text("mine\n")
-    said = check_site.write_site(Path("launch.sh"))
-    assert said == "site.sh is there, and stays as it is"
-    assert Path("site.sh").read_text() == "mine\n"
+    site.write_text("mine\n")
+    assert check_site.write_site(tmp_path / "launch.sh") == f"{site} is there, and stays as it is"
+    assert site.read_text() == "mine\n"
 
 
 def test_every_line_of_site_sh_can_be_used(tmp_path, monkeypatch):

@@ -390,6 +390,18 @@ def test_tasks_are_counted(asked, says, tmp_path, capsys):
     assert says in capsys.readouterr().out
 
 
+def test_a_rank_variable_has_one_finding(tmp_path, capsys):
+    """In double quotes it is 0 in all tasks, so their order does not matter."""
+    double = f'{FIRST}\nsrun {FLAGS} bash -c "RANK=$SLURM_PROCID exec python train.py"'
+    [found] = lint(tmp_path, double, capsys)
+    assert "expanded in the batch shell" in found
+
+
+def test_restarts_of_a_torchrun_that_is_alone_have_another_finding(tmp_path, capsys):
+    [found] = lint(tmp_path, f"srun {FLAGS} torchrun --standalone --max-restarts=3 a.py", capsys)
+    assert "--standalone on 2 nodes" in found
+
+
 def test_a_file_that_srun_starts_is_looked_at_by_itself(tmp_path, capsys):
     """It has no directives, and its own line is the mistake."""
     script = tmp_path / "start.sh"

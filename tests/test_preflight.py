@@ -266,6 +266,9 @@ def test_ranks_that_differ():
     shared, elsewhere = four("cuda:0", gpu="GPU-2"), four("cuda:0", gpu="GPU-0")
     check_ranks.compare(shared)
     check_ranks.compare(elsewhere)
+    nameless = [its | {"gpu": "", "bad": []} for its in four("cpu")]
+    check_ranks.compare(nameless)
+    assert not any(its["bad"] for its in nameless)
     assert shared[3]["bad"] == ["shares a GPU with rank 2: ask for one GPU for each rank"]
     assert elsewhere[3]["bad"] == []
 
@@ -475,8 +478,9 @@ def test_rank_0_says_what_does_not_end(monkeypatch):
         monkeypatch.setattr(check_ranks, "rank", rank)
         with check_ranks.watched("it", "look there", -4.8):
             time.sleep(0.5)
-        with check_ranks.watched("another", "look there", 20):
+        with check_ranks.watched("what ends in time", "look there", -4.8):
             pass
+    time.sleep(0.5)
     assert said == ["it has not ended within -4.8 s: look for a firewall, or look there"]
 
 
@@ -586,19 +590,23 @@ def test_watch_job_shows_the_latest_start(tmp_path):
     assert re.search(r"^   0  ranks-10 +7 ", done.stdout, re.M) and done.returncode == 0, done
 
 
-def test_watch_job_finds_the_ranks_of_a_bare_srun():
+def test_watch_job_finds_the_ranks_of_a_bare_srun(monkeypatch):
     """With the numbers that scripts take. A Python of the batch shell is no rank, though it has
-    SLURM_PROCID."""
+    SLURM_PROCID, nor is a loader worker, nor what watch_job.py has started."""
     job = os.getpid()
     batch = environment(SLURM_JOB_ID=job, SLURM_PROCID=0, SLURM_NTASKS=2)
     task = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": 3, "SLURM_STEP_NUM_TASKS": 2}
     tasks = [environment(**task, SLURM_PROCID=i, SLURM_NODEID=1 - i) for i in (0, 1)]
     started = []
     try:
-        for env in (batch, *tasks):
+        for env in (batch, *tasks, tasks[0]):
             command = [sys.executable, "-c", "input()"]
             started.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE))
+            # A process's start is counted in hundredths of a second.
+            time.sleep(0.05)
         found = watch_job.ranks_here(str(job))
+        monkeypatch.setenv("SLURM_STEP_ID", "3")
+        assert watch_job.ranks_here(str(job)) == []
     finally:
         for process in started:
             process.communicate()
