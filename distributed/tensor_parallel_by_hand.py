@@ -137,8 +137,7 @@ def split_loss(model: Transformer, logits: torch.Tensor, targets: torch.Tensor) 
 
 
 def main():
-    # A launcher sets RANK and WORLD_SIZE. A bare srun sets its own, and any other process is alone:
-    # only srun's tasks have SLURM_STEP_NUM_TASKS.
+    # A launcher sets RANK and WORLD_SIZE, a bare srun its own. Any other process is alone.
     env = os.environ
     rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
     world_size = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", 1)))
