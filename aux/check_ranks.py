@@ -105,16 +105,16 @@ def hosts_of_ranks() -> list[str]:
 
 def check_world_size():
     """Stops if this is one of several training runs that do not know of each other."""
-    tasks, groups = slurm.get("SLURM_STEP_NUM_TASKS"), env.get("GROUP_WORLD_SIZE")
-    if not slurm or launcher == "srun" or groups == tasks:
+    started, groups = slurm.get("SLURM_STEP_NUM_TASKS"), env.get("GROUP_WORLD_SIZE")
+    if not slurm or launcher == "srun" or groups == started:
         return
     # Each of them has a rank 0, but the job has only one task 0.
     if int(slurm["SLURM_PROCID"]) > 0 or local_rank > 0:
         os._exit(0)
     stop(
-        f"{tasks} independent training runs instead of one: srun started {tasks} x {launcher}, "
+        f"{started} independent training runs instead of one: srun started {started} x {launcher}, "
         f"and this one knows of {groups} node (world size {world_size}); torchrun needs "
-        f"--nnodes={tasks} and the same --master-addr everywhere, never --standalone "
+        f"--nnodes={started} and the same --master-addr everywhere, never --standalone "
         "(torchrun.sh does that)"
     )
 
@@ -179,9 +179,9 @@ def gather(store: dist.Store, step: str, mine: dict, timeout: float) -> list[dic
 
 def choose_device(asked: str) -> tuple[torch.device, list[str]]:
     """This rank's device, and its faults."""
-    cpu, count = torch.device("cpu"), torch.accelerator.device_count()
-    if sys.platform == "darwin":
-        count = 0  # Apple's MPS has no collectives
+    # CUDA, ROCm or XPU. Apple's MPS has no collectives.
+    count = 0 if sys.platform == "darwin" else torch.accelerator.device_count()
+    cpu = torch.device("cpu")
     granted = int(env.get("SLURM_GPUS_ON_NODE") or 0)
     if asked == "cpu" or (asked == "auto" and count == granted == 0):
         return cpu, []
@@ -202,7 +202,8 @@ def limits() -> Iterator[str]:
     """The limits that are too low on this node."""
     cpus = len(os.sched_getaffinity(0))
     asked = int(env.get("SLURM_CPUS_PER_TASK" if launcher == "srun" else "CPUS_PER_NODE") or 1)
-    if cpus < asked:
+    # The local cluster's nodes claim more CPUs than there are.
+    if cpus < min(asked, os.cpu_count()):
         yield f"may use {cpus} CPUs, but the job asked for {asked}: look at srun's --cpus-per-task"
     # A socket for each peer, two on rank 0, besides some hundred files of Python's and torch's.
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -431,8 +432,7 @@ def watched(what: str, hint: str, timeout: float) -> Iterator[None]:
 
 
 def try_gloo(mine: dict, timeout: float):
-    """Ranks on GPUs also need gloo: over it they agree on a signal, and write checkpoints. It may
-    take another network than NCCL."""
+    """Between GPUs gloo may take a different network than NCCL, and checkpoint.py uses it."""
     what = "gloo's all-reduce, which checkpoints need,"
     hint = "set GLOO_SOCKET_IFNAME in site.sh to a network that all nodes share"
     ones = torch.ones(8)

@@ -312,20 +312,21 @@ def order_of_tasks(script: Script) -> Findings:
         if is_job and (command not in script.sruns or expanded_here(command.text)):
             continue
         text = "\n".join([script.expanded(command), *script.sources(command.text, ".sh")])
-        found = re.search(r"(RANK=|--\w+[-_]rank[ =])[\"']?\\?\$\{?SLURM_PROCID\b", text)
+        names = r"\b(?:NODE_|GROUP_|MACHINE_)?RANK|--rank|--(?:node|machine)[-_]rank"
+        found = re.search(rf"({names})[ =][\"']?\\?\$\{{?SLURM_PROCID\b", text)
         everything = f"{script.text}\n{text}"
-        meets = r"(?i)master[-_](?:addr|port)|main_process_ip|rdzv[-_]backend[ =]static"
+        meets = r"(?i)master[-_](?:addr|port)|main_process_ip|rdzv[-_]endpoint"
         listed = re.search(r"scontrol show hostnames?\b", everything)
         if not found or not listed or not re.search(meets, everything):
             continue
         # The C10d rendezvous numbers the nodes by itself.
         if nodes_of(script, command) == 1 or re.search(r"rdzv[-_]backend[ =]c10d", text):
             continue
-        how = "SLURM_NODEID x tasks per node + SLURM_LOCALID"
-        if found[1] != "RANK=":
-            how = "SLURM_NODEID"
+        how = "SLURM_NODEID"
+        if found[1] in ("RANK", "--rank"):
+            how += " x tasks per node + SLURM_LOCALID"
         why = "but with a topology plugin task 0 need not be on the first node, and all wait for it"
-        yield command.line, f"{found[1].strip(' =')} is SLURM_PROCID, {why}: {how}"
+        yield command.line, f"{found[1]} is SLURM_PROCID, {why}: {how}"
 
 
 def restarts(script: Script) -> Findings:
@@ -338,7 +339,7 @@ def restarts(script: Script) -> Findings:
             if asked and not agree and nodes > 1 and re.search(TORCHRUN, text):
                 what = f"--max-restarts={asked[1]} on {nodes} nodes with a static rendezvous"
                 why = (
-                    "where a restarted node meets addresses of the first start, and fails or hangs"
+                    "where a restarted node meets addresses of the first start and fails, or hangs"
                 )
                 written = [each.line for each in script.body if asked[0] in each.text]
                 line = written[0] if written else command.line

@@ -174,7 +174,7 @@ def test_its_lines_in_a_launcher_that_runs(cluster, tmp_path, way):
     """The diff, the comments where they were, and a job that has what was asked for."""
     said = cluster.exec(sys.executable, CHECK)
     assert said.returncode == 0 and "refused" not in said.stdout, said.stdout + said.stderr
-    row = r"^train\* +64 +8 GPUs +8 +\d+ +1 CPU, \d+ MB +UNLIMITED$"
+    row = r"^train\* +64 +8 GPUs +64 +\d+ +8 CPU, \d+ MB +UNLIMITED$"
     assert re.search(row, said.stdout, re.M), said.stdout
     for name in ("env.sh", "torchrun.sh", "aux", "distributed", "tests"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
@@ -184,7 +184,7 @@ def test_its_lines_in_a_launcher_that_runs(cluster, tmp_path, way):
     wrote = cluster.exec(sys.executable, CHECK, "--write", launcher)
     assert wrote.returncode == 0, wrote.stderr
     changed = [line for line in wrote.stdout.splitlines() if line[0] == "+"][1:]
-    per_task = ["+#SBATCH --ntasks-per-node=8", "+#SBATCH --cpus-per-task=1"]
+    per_task = ["+#SBATCH --ntasks-per-node=8", "+#SBATCH --cpus-per-task=8"]
     for line in [*(per_task if way == "srun" else []), "+#SBATCH --gpus-per-node=8"]:
         assert any(found.startswith(line) for found in changed) or line[1:] in before, changed
     column = {
@@ -196,7 +196,7 @@ def test_its_lines_in_a_launcher_that_runs(cluster, tmp_path, way):
     assert again.stdout == f"{launcher} has these lines\n{there}\n"
     job = cluster.sbatch(f"--output={tmp_path}/log", f"--chdir={tmp_path}", launcher, VARIABLES)
     assert job.state == "COMPLETED", job.log
-    assert "16 ranks on node-" in job.log and "GPUs 8 of 8, CPUs 8" in job.log, job.log
+    assert "16 ranks on node-" in job.log and "GPUs 8 of 8, CPUs 64" in job.log, job.log
 
 
 LOADED = [

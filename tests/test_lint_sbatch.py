@@ -112,6 +112,17 @@ CASES = {
         "--master_addr=$MASTER_ADDR train.py'\n"
         f"srun {FLAGS} bash -c 'exec torchrun --node-rank $SLURM_PROCID --rdzv-backend=c10d a.py'",
     ),
+    "node rank by the order of tasks, as a variable": (
+        "NODE_RANK is SLURM_PROCID, but with a topology plugin task 0 need not be on the first "
+        "node, and all wait for it: SLURM_NODEID",
+        f"{FIRST}\nsrun {FLAGS} bash -c 'NODE_RANK=$SLURM_PROCID exec python train.py'  # MISTAKE",
+        f"{FIRST}\nsrun {FLAGS} bash -c 'NODE_RANK=$SLURM_NODEID exec python train.py'",
+    ),
+    "rank by the order of tasks, as an option": (
+        "--rank is SLURM_PROCID",
+        f"{FIRST}\nsrun {FLAGS} bash -c 'exec python train.py --rank \"$SLURM_PROCID\"'  # MISTAKE",
+        f"{FIRST}\nsrun {FLAGS} bash -c 'exec python train.py --seed \"$SLURM_PROCID\"'",
+    ),
     "machine rank by the order of tasks": (
         "--machine_rank is SLURM_PROCID",
         "head=$(scontrol show hostnames $SLURM_NODELIST | head -n 1)\n"
