@@ -137,11 +137,10 @@ def split_loss(model: Transformer, logits: torch.Tensor, targets: torch.Tensor) 
 
 
 def main():
-    # A launcher sets RANK and WORLD_SIZE. In a step of srun without a launcher there are Slurm's
-    # own numbers. Any other process is the only one.
-    slurm = os.environ if 0 <= int(os.environ.get("SLURM_STEP_ID", -1)) < 2**31 else {}
-    rank = int(os.environ.get("RANK", slurm.get("SLURM_PROCID", 0)))
-    world_size = int(os.environ.get("WORLD_SIZE", slurm.get("SLURM_NTASKS", 1)))
+    # A launcher sets RANK and WORLD_SIZE, a bare srun its own. Any other process is alone.
+    env = os.environ
+    rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
+    world_size = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", 1)))
     if world_size > 1:
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
     text = Path(__file__).read_text()
