@@ -168,9 +168,9 @@ class Tokenizer:
 
 
 def test_a_hugging_face_tokenizer(tmp_path, monkeypatch):
-    """Its end of a text is behind every file, and the data are made anew with another tokenizer."""
+    """Its end of a text is behind every file, and the data are made anew after a change."""
     monkeypatch.setitem(sys.modules, "tokenizers", SimpleNamespace(Tokenizer=Tokenizer))
-    for name, letter in (("a", "a"), ("b", "b"), ("tokenizer.json", "{"), ("other.json", "{}")):
+    for name, letter in (("a", "a"), ("b", "b"), ("tokenizer.json", "{")):
         (tmp_path / name).write_text(letter * 600)
     inputs = ["--input", tmp_path / "a", tmp_path / "b", "--data-dir", tmp_path / "text"]
     prepare(monkeypatch, "text", *inputs, "--tokenizer", tmp_path / "tokenizer.json")
@@ -179,7 +179,8 @@ def test_a_hugging_face_tokenizer(tmp_path, monkeypatch):
     assert numbers == [97] * 600 + [999] + [98] * 600 + [999]
     copy = tmp_path / "text/tokenizer.json"
     assert copy.read_text() == "{" * 600
-    prepare(monkeypatch, "text", *inputs, "--tokenizer", tmp_path / "other.json")
+    (tmp_path / "tokenizer.json").write_text("{}" * 600)
+    prepare(monkeypatch, "text", *inputs, "--tokenizer", tmp_path / "tokenizer.json")
     assert copy.read_text() == "{}" * 600
 
 
