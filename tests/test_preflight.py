@@ -329,6 +329,46 @@ def test_the_device_of_a_rank(count, local_rank, granted, device, fault, monkeyp
 
 
 @pytest.mark.parametrize(
+    ("asked", "cpus", "machine", "says"),
+    [
+        (8, 1, 64, ["may use 1 CPUs, but the job asked for 8: look at srun's --cpus-per-task"]),
+        (8, 8, 64, []),
+        # A node of the local cluster claims more CPUs than there are.
+        (16, 2, 2, []),
+        (16, 1, 2, ["may use 1 CPUs, but the job asked for 16: look at srun's --cpus-per-task"]),
+    ],
+)
+@pytest.mark.parametrize("way", ["srun", "torchrun"])
+def test_cpus(way, asked, cpus, machine, says, monkeypatch):
+    name = "SLURM_CPUS_PER_TASK" if way == "srun" else "CPUS_PER_NODE"
+    monkeypatch.setattr(check_ranks, "launcher", way)
+    monkeypatch.setattr(check_ranks, "env", {name: str(asked)})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*range(cpus)})
+    monkeypatch.setattr(os, "cpu_count", lambda: machine)
+    assert [sentence for sentence in check_ranks.limits() if "CPUs" in sentence] == says
+
+
+@pytest.mark.parametrize(("free", "found"), [(255, 1), (256, 0)])
+def test_shared_memory(free, found, monkeypatch):
+    usage = SimpleNamespace(free=free << 20)
+    monkeypatch.setattr(check_ranks.shutil, "disk_usage", lambda folder: usage)
+    assert len([said for said in check_ranks.limits() if "/dev/shm" in said]) == found
+
+
+@pytest.mark.parametrize(
+    ("launcher", "hosts"), [("srun", ["a", "a", "b"]), ("torchrun", ["a", "a", "b", "b"])]
+)
+def test_the_nodes_of_missing_ranks(launcher, hosts, tmp_path, monkeypatch):
+    """Of uneven tasks, and of two ranks in each task."""
+    monkeypatch.setenv("PATH", f"{stand_ins(tmp_path, {'scontrol': 'echo a; echo b'})}:/bin")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "[a-b]")
+    values = {"slurm": os.environ, "launcher": launcher, "tasks": [2, 1], "nodes": 2}
+    for name, value in (values | {"ranks_per_node": 2}).items():
+        monkeypatch.setattr(check_ranks, name, value)
+    assert check_ranks.hosts_of_ranks() == hosts
+
+
+@pytest.mark.parametrize(
     ("soft", "hard", "says"),
     [
         (1024, 65536, "may have 1024 files open, 1536 are needed: ulimit -n 1536 before srun"),

@@ -9,6 +9,7 @@ import io
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torchvision
@@ -139,12 +140,48 @@ def test_own_text(tokenizer, tmp_path, monkeypatch, capsys):
     assert text_in(tmp_path / "text") == "".join(novel.read_bytes().decode() for novel in novels)
     assert f": one.txt, two.txt, in {tmp_path}/text" in capsys.readouterr().out
 
+    # A byte for each, because there are at most 256 different ones.
+    assert token_files.read_tokens(tmp_path / "text", "train").dtype.itemsize == 1
+
     written = (tmp_path / "text/train.bin").stat().st_mtime_ns
     prepare(monkeypatch, *command, *novels)
     assert (tmp_path / "text/train.bin").stat().st_mtime_ns == written
     novels[0].write_text("Call me Ishmael. " * 100)
     prepare(monkeypatch, *command, *novels)
     assert text_in(tmp_path / "text").startswith("Call me Ishmael.")
+
+
+class Tokenizer:
+    """A stand-in for tokenizers.Tokenizer: a number for each letter, and 999 ends a text."""
+
+    from_file = classmethod(lambda cls, path: cls())
+    decode = None
+
+    def encode(self, text: str, add_special_tokens: bool) -> SimpleNamespace:
+        return SimpleNamespace(ids=[*map(ord, text)])
+
+    def token_to_id(self, token: str) -> int | None:
+        return {"<|endoftext|>": 999}.get(token)
+
+    def get_vocab_size(self) -> int:
+        return 1000
+
+
+def test_a_hugging_face_tokenizer(tmp_path, monkeypatch):
+    """Its end of a text is behind every file, and the data are made anew after a change."""
+    monkeypatch.setitem(sys.modules, "tokenizers", SimpleNamespace(Tokenizer=Tokenizer))
+    for name, letter in (("a", "a"), ("b", "b"), ("tokenizer.json", "{")):
+        (tmp_path / name).write_text(letter * 600)
+    inputs = ["--input", tmp_path / "a", tmp_path / "b", "--data-dir", tmp_path / "text"]
+    prepare(monkeypatch, "text", *inputs, "--tokenizer", tmp_path / "tokenizer.json")
+    splits = [token_files.read_tokens(tmp_path / "text", split) for split in ("train", "val")]
+    numbers = [number for split in splits for number in split.tolist()]
+    assert numbers == [97] * 600 + [999] + [98] * 600 + [999]
+    copy = tmp_path / "text/tokenizer.json"
+    assert copy.read_text() == "{" * 600
+    (tmp_path / "tokenizer.json").write_text("{}" * 600)
+    prepare(monkeypatch, "text", *inputs, "--tokenizer", tmp_path / "tokenizer.json")
+    assert copy.read_text() == "{}" * 600
 
 
 @pytest.fixture
