@@ -2,8 +2,9 @@
 #SBATCH --nodes=2             # EDIT
 #SBATCH --ntasks-per-node=2   # EDIT: one task per GPU, because srun starts every rank
 #SBATCH --gpus-per-node=2     # EDIT
-#SBATCH --cpus-per-task=1     # EDIT: for each rank; with a GPU 8 are a good start
-##SBATCH --mem=0              # EDIT: without the second # it asks for all memory of each node
+#SBATCH --cpus-per-task=8     # EDIT: for each rank
+##SBATCH --mem=0              # EDIT: without the second #, all memory of each node
+##SBATCH --signal=TERM@300    # EDIT: with preemption.py, without the second #: 300 s to save
 #SBATCH --time=01:00:00       # EDIT
 #SBATCH --output=%x_%j.out    # the log: this file's name and the job id
 #SBATCH --requeue             # after a preemption or a lost node Slurm starts the job again
@@ -20,7 +21,8 @@ source ./env.sh
 trap : TERM
 
 # --overlap: also in an salloc whose own step holds the CPUs.
+# --wait=0: a rank that has ended does not end one that still saves, as a site's WaitTime would.
 # --kill-on-bad-exit: a task that fails ends the others, instead of leaving them waiting.
 srun --ntasks="$WORLD_SIZE" --ntasks-per-node="$NPROC_PER_NODE" --cpus-per-task="$CPUS_PER_RANK" \
-    --distribution=block:block --overlap --kill-on-bad-exit=1 \
+    --distribution=block:block --overlap --wait=0 --kill-on-bad-exit=1 \
     ./aux/slurm_rank.sh python "${@:-distributed/train_ddp.py}"

@@ -2,8 +2,9 @@
 #SBATCH --nodes=2             # EDIT
 #SBATCH --ntasks-per-node=1   # one task per node: spawn_ranks.py starts its ranks
 #SBATCH --gpus-per-node=2     # EDIT
-#SBATCH --cpus-per-task=2     # EDIT: for all ranks of a node; 8 for each GPU are a good start
-##SBATCH --mem=0              # EDIT: without the second # it asks for all memory of each node
+#SBATCH --cpus-per-task=16    # EDIT: for all ranks of a node, 8 for each GPU
+##SBATCH --mem=0              # EDIT: without the second #, all memory of each node
+##SBATCH --signal=TERM@300    # EDIT: with preemption.py, without the second #: 300 s to save
 #SBATCH --time=01:00:00       # EDIT
 #SBATCH --output=%x_%j.out    # the log: this file's name and the job id
 #SBATCH --requeue             # after a preemption or a lost node Slurm starts the job again
@@ -20,6 +21,7 @@ source ./env.sh
 trap : TERM
 
 # --overlap: also in an salloc whose own step holds the CPUs.
+# --wait=0: a rank that has ended does not end one that still saves, as a site's WaitTime would.
 # --kill-on-bad-exit: a task that fails ends the others, instead of leaving them waiting.
 srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --overlap \
-    --kill-on-bad-exit=1 python distributed/spawn_ranks.py "${@:-distributed/train_ddp.py}"
+    --wait=0 --kill-on-bad-exit=1 python distributed/spawn_ranks.py "${@:-distributed/train_ddp.py}"

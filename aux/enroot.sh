@@ -78,7 +78,7 @@ done
 
 # --- which variables go in, because a container has nothing else of the node's environment ---
 IFS=, read -r -a names <<<"$CONTAINER_ENV"
-names+=(MASTER_ADDR MASTER_PORT NNODES NPROC_PER_NODE CPUS_PER_NODE OMP_NUM_THREADS)
+names+=(RUN MASTER_ADDR MASTER_PORT NNODES NPROC_PER_NODE CPUS_PER_NODE OMP_NUM_THREADS)
 names+=(PYTHONUNBUFFERED PYTHONFAULTHANDLER LOGLEVEL)
 names+=(CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING "${!CUDA_DEVICE_@}")
 names+=("${!SLURM@}" "${!NCCL_@}" "${!GLOO_@}" "${!TORCH_@}" "${!PYTORCH_@}")

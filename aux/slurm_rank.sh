@@ -7,5 +7,6 @@ set -euo pipefail
 export RANK=$((SLURM_NODEID * NPROC_PER_NODE + SLURM_LOCALID))
 export LOCAL_RANK=$SLURM_LOCALID
 export WORLD_SIZE=$((NNODES * NPROC_PER_NODE))
+export LOCAL_WORLD_SIZE=$NPROC_PER_NODE
 
 exec "$@"

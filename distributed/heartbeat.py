@@ -4,11 +4,14 @@
     heartbeat.start()              # on every rank, after init_process_group
     ...
         heartbeat.step = step      # after every step: a number that rises through all epochs
+    ...
+    heartbeat.alive(600)           # before a save of ten minutes at most, on every rank
+    ...
+        heartbeat.alive()          # after every batch of an evaluation
 
 A rank that fails ends the job by itself. But if one hangs, the others wait in a collective until it
 times out, and that error names the wrong rank. With these lines `python aux/watch_job.py JOB` shows
-what each rank is doing, and if ranks wait for another one for 60 seconds, which may also be a long
-evaluation or save, the log has
+what each rank is doing, and if ranks wait for another one for 60 seconds, the log has
 
     no step for 60 s. First to look at: rank 2 on node-2 (step 49), in ...
 
@@ -28,29 +31,38 @@ from collections import defaultdict
 from pathlib import Path
 
 step: int | None = None
+# Set by `alive`: until that time.monotonic() no step after that one is expected.
+expected: tuple[float, int | None] = (0.0, None)
 
 HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 # Files in which a rank waits for others: DDP broadcasts a model's buffers in torch/nn/parallel, and
 # with gloo the collectives of a backward pass are in torch/autograd. With NCCL a rank waits in the
 # line that reads a result. That may be in any file of yours, so holds_up looks at the step first.
 WAITING = ("torch/distributed/", "torch/nn/parallel/", "torch/autograd/")
-WAITING += ("/preemption.py", "/resilience/group.py")
+WAITING += ("/preemption.py",)
 LIBRARIES = (os.path.dirname(os.__file__), "/site-packages/", "/dist-packages/", "<frozen")
 
 
 def start(after: float = 60):
     """Starts the thread that writes, and after `after` seconds without a step reports."""
-    threading.Thread(target=Heart(after).beat, daemon=True).start()
+    import torch.distributed as dist  # watch_job.py reads heartbeats without torch
+
+    heart = Heart(after, dist.get_rank(), dist.get_world_size())
+    threading.Thread(target=heart.beat, daemon=True).start()
+
+
+def alive(seconds: float = 0):
+    """Counts as a step, after which the next one may take so many seconds more than usual."""
+    global expected
+    expected = (time.monotonic() + seconds, step)
 
 
 class Heart:
     """The thread of a rank. `after` is the time in seconds without a step until a report."""
 
-    def __init__(self, after: float):
+    def __init__(self, after: float, rank: int, world_size: int):
         env = os.environ
-        slurm = env if 0 <= int(env.get("SLURM_STEP_ID", -1)) < 2**31 else {}
-        self.rank = int(env.get("RANK", slurm.get("SLURM_PROCID", 0)))
-        self.world_size = int(env.get("WORLD_SIZE", slurm.get("SLURM_NTASKS", 1)))
+        self.rank, self.world_size = rank, world_size
         # The interval is in seconds. All ranks together write at most 30 times a second.
         self.after, self.interval = after, max(2, self.world_size / 30)
         self.size = 4096  # bytes of a heartbeat
@@ -69,13 +81,15 @@ class Heart:
         except OSError as error:
             return self.say(f"warning: no heartbeats: {error}")
 
-        last, since = step, time.monotonic()
+        last, since = (step, expected), time.monotonic()
         next_write, late, reported = since, False, False
         while True:
             now = time.monotonic()
-            if step != last:
-                last, since, late, reported = step, now, False, False
-            seconds = now - since
+            if (step, expected) != last:
+                last, late, reported = (step, expected), False, False
+                until, its_step = expected
+                since = max(now, until) if its_step == step else now
+            seconds = max(0, now - since)
             # A rank is late when half of the time is over. It writes that at once. So at the end of
             # the time, a rank whose last heartbeat is not late can no longer write: its process has
             # hung, or its node.

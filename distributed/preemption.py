@@ -26,6 +26,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -101,14 +102,19 @@ def requeue_job(command: str) -> bool:
     if "SLURM_ARRAY_TASK_ID" in env:
         # Only this task, because the array's id alone can mean all of them.
         job = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
-    shown = scontrol("show", "job", job)
-    reason, state = shown.stderr.strip(), shown.stdout
-    # If Slurm counts more restarts than this start knows of, it has requeued the job by itself. In
-    # any state but these two, scancel is ending the job.
-    if f"Restarts={env.get('SLURM_RESTART_COUNT', 0)} " in state:
-        reason = "Slurm is ending it"
-        if re.search("JobState=(RUNNING|COMPLETING Reason=TimeLimit) ", state):
-            reason = scontrol("requeue", job).stderr.strip()
+    # slurmctld is busy just when many jobs end at the same limit, so it is asked for half a minute.
+    for pause in (0, 2, 4, 8, 16):
+        time.sleep(pause)
+        shown = scontrol("show", "job", job)
+        reason, state = shown.stderr.strip(), shown.stdout
+        # If Slurm counts more restarts than this start knows of, it has requeued the job by itself,
+        # or has heard an earlier request. In any state but these two, scancel is ending the job.
+        if f"Restarts={env.get('SLURM_RESTART_COUNT', 0)} " in state:
+            reason = "Slurm is ending it"
+            if re.search("JobState=(RUNNING|COMPLETING Reason=TimeLimit) ", state):
+                reason = scontrol("requeue", job).stderr.strip()
+        if not re.search("contact|timed out|connect|zero bytes|try again", reason, re.IGNORECASE):
+            break
     if not reason:
         print("Requeued: it resumes by itself", flush=True)
         return True

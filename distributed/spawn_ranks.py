@@ -76,12 +76,14 @@ def free_port() -> int:
 def main(command: list[str]) -> int:
     """Starts the ranks of this node. Returns 0 once all have ended well, or the status of the first
     one that has not."""
+    global asked
     if "NNODES" in os.environ:
         nnodes, node_rank = int(os.environ["NNODES"]), int(os.environ["SLURM_NODEID"])
         nproc_per_node = int(os.environ["NPROC_PER_NODE"])
     else:
         nnodes, node_rank = 1, 0
-        nproc_per_node = int(os.environ.get("NPROC_PER_NODE") or torch.cuda.device_count() or 2)
+        gpus = torch.cuda.device_count() or torch.xpu.device_count()
+        nproc_per_node = int(os.environ.get("NPROC_PER_NODE") or gpus or 2)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         os.environ["NPROC_PER_NODE"] = str(nproc_per_node)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -98,9 +100,10 @@ def main(command: list[str]) -> int:
             # would end it.
             seconds += ready.get_value() == nproc_per_node
             if asked and seconds > 3:
+                number, asked = asked, 0
                 for process in ranks.processes:
                     if process.is_alive():
-                        os.kill(process.pid, asked)
+                        os.kill(process.pid, number)
     except mp.ProcessExitedException as error:
         rank = node_rank * nproc_per_node + error.error_index
         print(f"spawn_ranks.py: rank {rank} on {socket.gethostname()}: {error}", file=sys.stderr)

@@ -31,6 +31,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler
 
+import heartbeat
 import mnist  # EDIT: your data
 
 # --- arguments ---
@@ -44,45 +45,56 @@ parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
 parser.add_argument("--data-dir", default="data/mnist", help="where prepare_data.py wrote MNIST")
 parser.add_argument("--log-every", type=int, default=100, metavar="STEPS")
 parser.add_argument("--save-every", type=int, default=1000, metavar="STEPS")
-parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/JOB, or the time")
+parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/RUN, or the time")
 # A requeued job runs the same command again, so it resumes without being told.
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 parser.add_argument(
     "--resume", action="store_true", default=requeued, help="go on with the run in --checkpoint-dir"
 )
 args = parser.parse_args()
+if args.resume and not args.checkpoint_dir and "RUN" not in os.environ:
+    parser.error("--resume needs --checkpoint-dir, or the variable RUN, which env.sh sets in a job")
 if min(args.epochs, args.batch_size, args.log_every, args.save_every) < 1:
     parser.error("--epochs, --batch-size, --log-every and --save-every must be 1 or more")
 
 # --- process group ---
 # A launcher sets RANK, LOCAL_RANK (the number on this node) and WORLD_SIZE, a bare srun its own.
-# Any other process is alone, also in a batch script, whose step id is negative or large.
-slurm = os.environ if 0 <= int(os.environ.get("SLURM_STEP_ID", -1)) < 2**31 else {}
-rank = int(os.environ.get("RANK", slurm.get("SLURM_PROCID", 0)))
-local_rank = int(os.environ.get("LOCAL_RANK", slurm.get("SLURM_LOCALID", 0)))
-world_size = int(os.environ.get("WORLD_SIZE", slurm.get("SLURM_NTASKS", 1)))
+# Any other process is alone: SLURM_STEP_NUM_TASKS is set in srun's tasks, and nowhere else.
+env = os.environ
+rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
+local_rank = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", 0)))
+world_size = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", 1)))
 
 device = torch.device("cpu")
-if args.device == "auto" and torch.cuda.is_available():
+# CUDA, ROCm or XPU, but not Apple's MPS, which has no collectives.
+if args.device == "auto" and torch.accelerator.is_available() and sys.platform != "darwin":
     # GPU number local_rank. If Slurm shows each rank only its own, that is number 0.
-    device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
-    torch.cuda.set_device(device)
-elif args.device == "auto" and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
+    number = local_rank if torch.accelerator.device_count() > 1 else 0
+    torch.accelerator.set_device_index(number)
+    device = torch.device(torch.accelerator.current_accelerator().type, number)
+elif args.device == "auto" and env.get("SLURM_GPUS_ON_NODE", "0") != "0":
     sys.exit("Slurm granted GPUs, but torch sees none: check nvidia-smi, or pass --device cpu")
 
 if world_size == 1:
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "0")  # any free port
+    env.setdefault("MASTER_ADDR", "localhost")
+    env.setdefault("MASTER_PORT", "0")  # any free port
 # A rank that does not reach the others within 300 seconds prints where it waits, and ends.
 faulthandler.dump_traceback_later(300, exit=True)
 # The ranks meet at MASTER_ADDR:MASTER_PORT. NCCL communicates between GPUs, gloo between CPUs.
-backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=gpu)
+backend = dist.get_default_backend_for_device(device)
+dist.init_process_group(
+    backend,
+    rank=rank,
+    world_size=world_size,
+    timeout=timedelta(minutes=30),  # for the others, while rank 0 saves
+    device_id=None if device.type == "cpu" else device,
+)
 # A first sum over all ranks shows whether their connections work. .item() waits for it.
 total = torch.ones(1, device=device)
 dist.all_reduce(total)
 total.item()
 faulthandler.cancel_dump_traceback_later()
+heartbeat.start()
 place = f"world size: {world_size} | local rank: {local_rank} | device: {device}"
 # One write with its line break, so that the lines of two ranks do not mix.
 print(f"[Rank: {rank} | {os.uname().nodename} | {place}]\n", end="", flush=True)
@@ -107,7 +119,7 @@ class ResumableSampler(DistributedSampler):
 # "num_workers": N, "multiprocessing_context": "fork", "worker_init_fn": preemption.ignore. N is a
 # rank's CPUs less one, or 0 at first.
 train_set, test_set = mnist.load(args.data_dir)
-options = {"collate_fn": mnist.collate, "pin_memory": device.type == "cuda"}
+options = {"collate_fn": mnist.collate, "pin_memory": device.type != "cpu"}
 if args.batch_size % world_size != 0 or args.batch_size > len(train_set):
     sys.exit(f"--batch-size must be a multiple of {world_size} (ranks), up to {len(train_set)}")
 # Each rank gets an equal part of the shuffled images, and every world_size-th test image.
@@ -135,21 +147,27 @@ optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
 # --- checkpoint ---
-run = os.environ.get("SLURM_JOB_ID", time.strftime("%Y-%m-%d_%H-%M-%S"))
-# Another srun in the same allocation is another run: job 7, then 7.1.
-srun_step = int(os.environ.get("SLURM_STEP_ID", 0))
-if 0 < srun_step < 2**31:
-    run += f".{srun_step}"
+# env.sh names a job's runs in RUN, so that a requeued one finds its folder.
+run = os.environ.get("RUN", time.strftime("%Y-%m-%d_%H-%M-%S"))
 folder = args.checkpoint_dir or Path("checkpoints", run)
 path, steps_done = folder / "checkpoint.pt", 0
+# With other values, steps_done would be another place in the data.
+order = {"batch_size": args.batch_size, "seed": args.seed, "samples": len(train_set)}
 if path.exists():
     if not args.resume:
         sys.exit(f"{path} exists: pass --resume, or choose another --checkpoint-dir")
-    checkpoint = torch.load(path, map_location=device, weights_only=True)
+    # On the CPU, because the GPU has no room for the weights twice.
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    if checkpoint["order"] != order:
+        what = f"{path} is of a run with {checkpoint['order']}, and this one has {order}"
+        sys.exit(f"{what}: pass the same, or choose another --checkpoint-dir")
     model.load_state_dict(checkpoint["model"])
-    # The state includes the learning rate, so a new --learning-rate has no effect.
     optimizer.load_state_dict(checkpoint["optimizer"])
+    # The learning rate is in that state, but the command line's holds.
+    for group in optimizer.param_groups:
+        group["lr"] = args.learning_rate
     steps_done = checkpoint["steps_done"]
+    del checkpoint
     log(f"Resumed after step {steps_done}")
 # If a folder is not on all nodes, the ranks find different checkpoints. The largest n and the
 # largest -n add up to 0 only if n is the same on all ranks.
@@ -163,10 +181,20 @@ log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")  # EDIT
 
 
 def save(steps_done: int):
+    # Bad weights must not replace good ones. All ranks have the same.
+    if not all(weight.isfinite().all() for weight in model.parameters()):
+        what = f"the weights are not finite after step {steps_done}"
+        sys.exit(f"{what}: {path} stays as it was, try a lower --learning-rate")
+    # Rank 0 may need ten minutes to write a large file, while the others wait in the barrier below.
+    heartbeat.alive(600)
     if rank == 0:
-        # Written under another name and renamed, so a job that ends here leaves the old file whole.
         checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(checkpoint | {"steps_done": steps_done}, folder / "part")
+        checkpoint |= {"steps_done": steps_done, "order": order}
+        # Written under another name and renamed, so a job that ends here leaves the old file whole.
+        with open(folder / "part", "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(folder / "part", path)
     # The others wait, because torchrun fails once they have ended after a SIGTERM, and then srun
     # would end a rank that still saves.
@@ -195,6 +223,7 @@ for epoch in range(first_epoch, args.epochs + 1):
         optimizer.step()
         # .item() here would make the CPU wait for the GPU at every step.
         losses.append(loss.detach())
+        heartbeat.step = before + step
 
         if step % args.log_every == 0 or step == len(train_loader):
             # The mean over all ranks is the sum of their means, each divided by world_size.
@@ -227,6 +256,7 @@ for epoch in range(first_epoch, args.epochs + 1):
     sums = torch.zeros(2, device=device)
     with torch.inference_mode(), autocast:
         for images, labels in test_loader:
+            heartbeat.alive()
             logits, labels = model(images.to(device)).float(), labels.to(device)
             sums[0] += cross_entropy(logits, labels, reduction="sum")
             sums[1] += (logits.argmax(1) == labels).sum()

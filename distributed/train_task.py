@@ -39,11 +39,14 @@ def train(args: argparse.Namespace, job: JobContext | None = None) -> dict[str, 
         os.environ.setdefault("MASTER_ADDR", "localhost")
         os.environ.setdefault("MASTER_PORT", "0")
     device = torch.device("cpu")
-    if args.device == "auto" and torch.cuda.is_available():
-        device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
+    if args.device == "auto" and torch.accelerator.is_available() and sys.platform != "darwin":
+        number = local_rank if torch.accelerator.device_count() > 1 else 0
+        torch.accelerator.set_device_index(number)
+        device = torch.device(torch.accelerator.current_accelerator().type, number)
     elif args.device == "auto" and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
         sys.exit("Slurm granted GPUs, but torch sees none: check nvidia-smi, or pass --device cpu")
-    backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    backend = dist.get_default_backend_for_device(device)
+    gpu = None if device.type == "cpu" else device
     dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=gpu)
 
     def log(text: str):

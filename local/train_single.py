@@ -32,21 +32,24 @@ parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
 parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
 parser.add_argument("--data-dir", default="data/mnist", help="where prepare_data.py wrote MNIST")
 parser.add_argument("--log-every", type=int, default=100, metavar="STEPS")
-parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/JOB, or the time")
+parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/RUN, or the time")
 # A requeued job runs the same command again, so it resumes without being told.
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 parser.add_argument(
     "--resume", action="store_true", default=requeued, help="go on with the run in --checkpoint-dir"
 )
 args = parser.parse_args()
+if args.resume and not args.checkpoint_dir and "RUN" not in os.environ:
+    parser.error("--resume needs --checkpoint-dir, or the variable RUN, which env.sh sets in a job")
 if min(args.epochs, args.batch_size, args.log_every) < 1:
     parser.error("--epochs, --batch-size and --log-every must be 1 or more")
 
 # --- process group ---
 # One process needs none.
 device = torch.device("cpu")
-if args.device == "auto" and torch.cuda.is_available():
-    device = torch.device("cuda")
+# CUDA, ROCm or XPU. A Mac trains on its CPU, as with many ranks.
+if args.device == "auto" and torch.accelerator.is_available() and sys.platform != "darwin":
+    device = torch.accelerator.current_accelerator()
 elif args.device == "auto" and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
     sys.exit("Slurm granted GPUs, but torch sees none: check nvidia-smi, or pass --device cpu")
 
@@ -58,7 +61,7 @@ def log(text: str):
 # --- data ---
 # EDIT: your two data sets. collate_fn is only for those of mnist.py, which return whole batches.
 train_set, test_set = mnist.load(args.data_dir)
-options = {"collate_fn": mnist.collate, "pin_memory": device.type == "cuda"}
+options = {"collate_fn": mnist.collate, "pin_memory": device.type != "cpu"}
 if args.batch_size > len(train_set):
     sys.exit(f"--batch-size {args.batch_size} is more than the {len(train_set)} images")
 sampler = RandomSampler(train_set, generator=torch.Generator())
@@ -79,21 +82,22 @@ optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
 # --- checkpoint ---
-run = os.environ.get("SLURM_JOB_ID", time.strftime("%Y-%m-%d_%H-%M-%S"))
-# Another srun in the same allocation is another run: job 7, then 7.1.
-srun_step = int(os.environ.get("SLURM_STEP_ID", 0))
-if 0 < srun_step < 2**31:
-    run += f".{srun_step}"
+# env.sh names a job's runs in RUN, so that a requeued one finds its folder.
+run = os.environ.get("RUN", time.strftime("%Y-%m-%d_%H-%M-%S"))
 folder = args.checkpoint_dir or Path("checkpoints", run)
 path, epochs_done = folder / "checkpoint.pt", 0
 if path.exists():
     if not args.resume:
         sys.exit(f"{path} exists: pass --resume, or choose another --checkpoint-dir")
-    checkpoint = torch.load(path, map_location=device, weights_only=True)
+    # On the CPU, because the GPU has no room for the weights twice.
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     model.load_state_dict(checkpoint["model"])
-    # The state includes the learning rate, so a new --learning-rate has no effect.
     optimizer.load_state_dict(checkpoint["optimizer"])
+    # The learning rate is in that state, but the command line's holds.
+    for group in optimizer.param_groups:
+        group["lr"] = args.learning_rate
     epochs_done = checkpoint["epochs_done"]
+    del checkpoint
     log(f"Resumed after epoch {epochs_done}")
 folder.mkdir(parents=True, exist_ok=True)
 log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")  # EDIT
@@ -138,9 +142,16 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     test_loss, accuracy = (sums / len(test_set)).tolist()
     log(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}")
 
-    # Written under another name and renamed, so a job that ends here leaves the old file whole.
+    # Bad weights must not replace good ones.
+    if not all(weight.isfinite().all() for weight in model.parameters()):
+        what = f"the weights are not finite after epoch {epoch}"
+        sys.exit(f"{what}: {path} stays as it was, try a lower --learning-rate")
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(checkpoint | {"epochs_done": epoch}, folder / "part")
+    # Written under another name and renamed, so a job that ends here leaves the old file whole.
+    with open(folder / "part", "wb") as file:
+        torch.save(checkpoint | {"epochs_done": epoch}, file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(folder / "part", path)
 
 log(f"Finished: epoch={args.epochs}, checkpoint in {path}")

@@ -1,8 +1,8 @@
 #!/bin/bash
 # Write the Slurm configuration of a local cluster into a folder that each of its nodes sees under
-# the same path: slurm.conf (the one beside this file), generated.conf and cgroup.conf. Used by
-# namespaces.sh and entrypoint.sh, which make FOLDER/key/munge.key first, and then add to
-# generated.conf what only they need.
+# the same path: slurm.conf and task_prolog.sh (those beside this file), generated.conf and
+# cgroup.conf. Used by namespaces.sh and entrypoint.sh, which make FOLDER/key/munge.key first, and
+# then add to generated.conf what only they need.
 #
 # Usage: ./local/cluster/configure.sh FOLDER NODES CPUS GPUS v1|v2|none
 # The last argument is the version of the nodes' own cgroups.
@@ -10,8 +10,12 @@ set -euo pipefail
 
 folder="$1" nodes="$2" cpus="$3" gpus="$4" cgroups="$5"
 
-cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
+cp "$(dirname "${BASH_SOURCE[0]}")"/{slurm.conf,task_prolog.sh} "$folder"
+# Threads and tasks get what they ask for only if the CPUs exist.
+exist=$((cpus <= $(nproc --all)))
+if ((exist)); then sed --in-place /OMP_NUM_THREADS/d "$folder/task_prolog.sh"; fi
 {
+    echo "TaskProlog=$folder/task_prolog.sh"
     # One munged per node, because newer Slurm takes a credential that one munged decodes twice for
     # a replay. A requeued job waits for cred_expire seconds, plus one, instead of two minutes. A
     # job must reach its last node in that time, which takes longer the more nodes share this
@@ -50,9 +54,8 @@ cp "$(dirname "${BASH_SOURCE[0]}")/slurm.conf" "$folder"
         echo "JobAcctGatherType=jobacct_gather/cgroup"
         echo "JobAcctGatherFrequency=30"
         echo "PrologFlags=Contain"
-        # Binding needs CPUs that exist. The nodes share them, so every node's first CPU is the
-        # machine's first.
-        if ((cpus <= $(nproc --all))); then
+        # The nodes share the CPUs, so every node's first CPU is the machine's first.
+        if ((exist)); then
             echo "TaskPlugin=task/affinity,task/cgroup"
         else
             echo "TaskPlugin=task/cgroup"
@@ -75,7 +78,7 @@ else
         if [[ "$cgroups" == v2 ]]; then
             echo "IgnoreSystemd=yes" # the nodes are not its services
         fi
-        echo "ConstrainCores=$( ((cpus <= $(nproc --all))) && echo yes || echo no)"
+        echo "ConstrainCores=$( ((exist)) && echo yes || echo no)"
         echo "ConstrainRAMSpace=yes"
         echo "ConstrainSwapSpace=yes"
         echo "ConstrainDevices=yes"

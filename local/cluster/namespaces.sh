@@ -6,7 +6,7 @@
 #   ./local/cluster/namespaces.sh exec [--node NAME] COMMAND [ARG ...]    on node-1, or another
 #   ./local/cluster/namespaces.sh status                                  status 1 if it is not up
 #   ./local/cluster/namespaces.sh down                                    leaves nothing behind
-# By default it has 2 nodes with this machine's CPUs and 2 GPUs each.
+# By default it has 2 nodes with 16 CPUs and 2 GPUs each, what the launchers' headers ask for.
 #
 #   ./local/cluster/namespaces.sh up --nodes 4 --cpus 2
 #   ./local/cluster/namespaces.sh exec sbatch --wait launch_slurm_to_torch.sh
@@ -17,7 +17,8 @@
 # The nodes see this machine's files at the same paths, and no network but each other's.
 # exec keeps the caller's folder, environment, terminal and exit status. Under sudo it runs as the
 # calling user; for a Python of your own, sudo env PATH="$PATH" ./local/cluster/namespaces.sh exec.
-# A node may have more CPUs than the machine: Slurm then binds no task to CPUs.
+# A node may claim more CPUs than the machine has: Slurm then binds no task to CPUs, and
+# task_prolog.sh gives each one thread. With --cpus up to the machine's own, tasks are bound.
 # GPUs are simulated: Slurm grants them and sets CUDA_VISIBLE_DEVICES, but torch sees none of them,
 # so task_prolog.sh tells the tasks that there are none, and they train on the CPU.
 # Each node has cgroups of its own (v1 or v2), in which Slurm tracks processes and limits CPUs and
@@ -47,9 +48,7 @@ fail() {
 # ---------------------------------------------------------------- on the host
 
 up() {
-    local nodes=2 cpus gpus=2 # machine, set below, is global because the trap needs it
-    cpus="$(env --unset=OMP_NUM_THREADS nproc)" # nproc would print OMP_NUM_THREADS
-    if ((cpus < 2)); then cpus=2; fi            # the launchers start two ranks on a node
+    local nodes=2 cpus=16 gpus=2 # machine, set below, is global because the trap needs it
     while (($#)); do
         case "$1" in
             --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
@@ -308,10 +307,6 @@ write_configuration() {
         mknod "$inside/gpu$gpu" c 195 "$gpu"
         echo "Name=gpu File=$inside/gpu$gpu" >>"$inside/gres.conf"
     done
-    if ((gpus > 0)); then
-        cp "$here/task_prolog.sh" "$inside"
-        echo "TaskProlog=$inside/task_prolog.sh" >>"$inside/generated.conf"
-    fi
 }
 
 # The first process of a node enters the node's own cgroups, which must appear where Slurm looks for

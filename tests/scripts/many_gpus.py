@@ -15,13 +15,14 @@ from torchvision.transforms import v2
 
 EPOCHS, BATCH = 2, 16
 device = torch.device("cpu")
-if torch.cuda.is_available():
-    number = int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0
-    device = torch.device("cuda", number)
-    torch.cuda.set_device(device)
+if torch.accelerator.is_available():  # CUDA, ROCm or XPU
+    number = int(os.environ["LOCAL_RANK"]) if torch.accelerator.device_count() > 1 else 0
+    torch.accelerator.set_device_index(number)
+    device = torch.device(torch.accelerator.current_accelerator().type, number)
 faulthandler.dump_traceback_later(300, exit=True)
-backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))
+backend = dist.get_default_backend_for_device(device)
+gpu = None if device.type == "cpu" else device
+dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=30))
 rank, world_size = dist.get_rank(), dist.get_world_size()
 dist.barrier()
 print(f"[Rank: {rank} | {os.uname().nodename} | {device}]\n", end="", flush=True)
@@ -57,7 +58,8 @@ for epoch in range(EPOCHS):
         optimizer.step()
         schedule.step()
     model.eval()
-    # BatchNorm's averages are each rank's own: all test with those of rank 0, which it saves.
+    # BatchNorm's averages are each rank's own after the last step: all test with those of rank 0,
+    # which it saves.
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)
     correct = torch.zeros(1, device=device)

@@ -20,13 +20,14 @@ from torchvision.transforms import v2
 
 EPOCHS, BATCH = 2, 16
 device = torch.device("cpu")
-if torch.cuda.is_available():
-    number = int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0
-    device = torch.device("cuda", number)
-    torch.cuda.set_device(device)
+if torch.accelerator.is_available():  # CUDA, ROCm or XPU
+    number = int(os.environ["LOCAL_RANK"]) if torch.accelerator.device_count() > 1 else 0
+    torch.accelerator.set_device_index(number)
+    device = torch.device(torch.accelerator.current_accelerator().type, number)
 faulthandler.dump_traceback_later(300, exit=True)
-backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))
+backend = dist.get_default_backend_for_device(device)
+gpu = None if device.type == "cpu" else device
+dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=30))
 rank, world_size = dist.get_rank(), dist.get_world_size()
 dist.barrier()
 print(f"[Rank: {rank} | {os.uname().nodename} | {device}]\n", end="", flush=True)
@@ -60,23 +61,27 @@ ddp = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(train_loader))
 
-# A requeued job keeps its number, and so its file. Another run resumes from that in its argument.
-path = f"last_{os.environ.get('SLURM_JOB_ID', 'by_hand')}.pt"
+# A requeued job keeps its RUN, and so its file. Another run resumes from that in its argument.
+path = f"last_{os.environ.get('RUN', 'by_hand')}.pt"
 resume = "SLURM_RESTART_COUNT" in os.environ and os.path.exists(path)
 if len(sys.argv) > 1:
     path, resume = sys.argv[1], True
 steps_done, best = 0, -1.0
 if resume:
-    saved = torch.load(path, map_location=device, weights_only=True)
+    # On the CPU, because the GPU has no room for the weights twice.
+    saved = torch.load(path, map_location="cpu", weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     schedule.load_state_dict(saved["schedule"])
     steps_done, best = saved["steps_done"], saved["best"]
+    del saved
     if rank == 0:
         print(f"Resumed after step {steps_done}", flush=True)
 
 
 def save():
+    if not all(weight.isfinite().all() for weight in model.parameters()):
+        sys.exit(f"weights are not finite after step {steps_done}: {path} stays as it was")
     if rank == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         state |= {"schedule": schedule.state_dict(), "steps_done": steps_done, "best": best}
@@ -105,7 +110,8 @@ for epoch in range(steps_done // len(train_loader), EPOCHS):
     if stopped:
         break
     model.eval()
-    # BatchNorm's averages are each rank's own: all test with those of rank 0, which it saves.
+    # BatchNorm's averages are each rank's own after the last step: all test with those of rank 0,
+    # which it saves.
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)
     correct = torch.zeros(1, device=device)
@@ -121,7 +127,8 @@ for epoch in range(steps_done // len(train_loader), EPOCHS):
     if accuracy > best:
         best = accuracy
         if rank == 0:
-            torch.save(model.state_dict(), "best.pt")
+            torch.save(model.state_dict(), "best.pt.part")
+            os.replace("best.pt.part", "best.pt")
     save()
 failed = False
 if stopped:
