@@ -70,7 +70,7 @@ parser.add_argument("--eval-every", type=int, default=250, metavar="STEPS")
 parser.add_argument("--eval-windows", type=int, default=500, help="validate on so many; 0: on all")
 parser.add_argument("--save-every", type=int, default=1000, metavar="STEPS")
 parser.add_argument("--keep", type=int, default=2, help="how many checkpoints to keep")
-parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/JOB, or the time")
+parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/RUN, or the time")
 # A requeued job runs the same command again, so it resumes without being told.
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 parser.add_argument(
@@ -83,6 +83,8 @@ if chosen.init_from:
 
     parser.set_defaults(**gpt2.sizes(chosen.init_from))
 args = parser.parse_args()
+if args.resume and not args.checkpoint_dir and "RUN" not in os.environ:
+    parser.error("--resume needs --checkpoint-dir, or the variable RUN, which env.sh sets in a job")
 counts = (args.steps, args.batch_size, args.accumulation, args.log_every, args.eval_every)
 if min(*counts, args.save_every, args.keep) < 1:
     parser.error("--steps, --batch-size, --accumulation, --keep and --..-every must be 1 or more")
@@ -95,15 +97,15 @@ if args.deterministic:
     os.environ |= {"NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
 
 # --- process group ---
-# A launcher sets RANK, LOCAL_RANK (the number on this node) and WORLD_SIZE. A bare srun sets its
-# own, and any other process is alone: only srun's tasks have SLURM_STEP_NUM_TASKS.
+# A launcher sets RANK, LOCAL_RANK (the number on this node) and WORLD_SIZE, a bare srun its own.
+# Any other process is alone: SLURM_STEP_NUM_TASKS is set in srun's tasks, and nowhere else.
 env = os.environ
 rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
 local_rank = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", 0)))
 world_size = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", 1)))
 
 device = torch.device("cpu")
-# CUDA, ROCm or XPU. Apple's MPS has no collectives.
+# CUDA, ROCm or XPU, but not Apple's MPS, which has no collectives.
 if args.device == "auto" and torch.accelerator.is_available() and sys.platform != "darwin":
     # GPU number local_rank. If Slurm shows each rank only its own, that is number 0.
     number = local_rank if torch.accelerator.device_count() > 1 else 0
@@ -117,12 +119,15 @@ if world_size == 1:
     env.setdefault("MASTER_PORT", "0")  # any free port
 # A rank that does not reach the others within 300 seconds prints where it waits, and ends.
 faulthandler.dump_traceback_later(300, exit=True)
-# The ranks meet at MASTER_ADDR:MASTER_PORT: nccl between GPUs (xccl for XPU), gloo between CPUs.
+# The ranks meet at MASTER_ADDR:MASTER_PORT. NCCL communicates between GPUs, gloo between CPUs.
 backend = dist.get_default_backend_for_device(device)
-gpu = None if device.type == "cpu" else device
-# While rank 0 saves, the others wait for up to 30 minutes.
-wait = timedelta(minutes=30)
-dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=wait, device_id=gpu)
+dist.init_process_group(
+    backend,
+    rank=rank,
+    world_size=world_size,
+    timeout=timedelta(minutes=30),  # for the others, while rank 0 saves
+    device_id=None if device.type == "cpu" else device,
+)
 # A first sum over all ranks shows whether their connections work. .item() waits for it.
 total = torch.ones(1, device=device)
 dist.all_reduce(total)
@@ -207,6 +212,8 @@ if compiled:
 # A row of the mesh is a group. A column has the same part of every copy of the model.
 mesh = init_device_mesh(device.type, (groups, size), mesh_dim_names=("data", "tensor"))
 log(f"Device mesh: {mesh}")
+if 1 < size < world_size:
+    mesh._flatten("all")  # so that DTensor sums the gradient's norm over both dimensions at once
 parallelize_module(model, mesh["tensor"], parallel_plan(args.sequence_parallel))
 model.tie()  # parallelize_module made two parameters out of one
 if args.dropout:
@@ -248,10 +255,9 @@ def learning_rate(step: int) -> float:
 
 
 # --- checkpoint ---
+# env.sh names a job's runs in RUN, so that a requeued one finds its folder.
 run = os.environ.get("RUN", time.strftime("%Y-%m-%d_%H-%M-%S"))
 folder = args.checkpoint_dir or Path("checkpoints", run)
-if args.resume and not args.checkpoint_dir and "RUN" not in os.environ:
-    sys.exit("--resume needs the --checkpoint-dir of an earlier run")
 if not args.resume and checkpoint.steps(folder):
     sys.exit(f"{folder} has checkpoints: pass --resume, or choose another --checkpoint-dir")
 # These stay as they are in a resumed run. All else is as the command line says now.

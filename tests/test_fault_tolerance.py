@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from resilience.checkpoint_files import find_checkpoints, step_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import chaos
@@ -37,7 +38,6 @@ from conftest import (
     run,
     wait_for,
 )
-from resilience.checkpoint_files import find_checkpoints, step_of
 
 PREEMPTIBLE = "train_preemptible.py"
 MNIST = shlex.split("--epochs 3 --batch-size 20 --log-every 1")  # 300 images: 45 steps

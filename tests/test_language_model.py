@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from recipe import initialize
 
 import token_files
 from conftest import LAUNCHERS, cells, environment, run
-from recipe import initialize
 from transformer import Transformer, attend
 
 SIZES = {"layers": 2, "heads": 4, "width": 32, "context": 16}

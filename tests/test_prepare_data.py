@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torchvision
+from resilience import checksums
 
 import prepare_data
 import token_files
 from conftest import run
-from resilience import checksums
 
 SCRIPT = "aux/prepare_data.py"
 TEXT = "".join(f"Line {i}: to be, or not to be.\r\n" for i in range(2000)) + "Ende: ÄÖÜ"

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import recipe
 import torch
+from recipe_arguments import SIZES
 
 import mnist
-import recipe
 import token_files
 from conftest import REPOSITORY
-from recipe_arguments import SIZES
 from transformer import Transformer, peak_flops
 
 

@@ -24,10 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
-import token_files
-import transformer
 from resilience.group import Group
 from resilience.progress import Progress
+
+import token_files
+import transformer
 
 FLAGS = "--layers 2 --heads 4 --width 32 --context 16 --batch-size 8 --steps 20 --warmup-steps 5 "
 FLAGS += "--precision fp32 --learning-rate 0.001 --log-every 1 --eval-windows 8 --device cpu"
