@@ -93,8 +93,8 @@ if args.width % args.heads != 0:
 if args.deterministic:
     torch.use_deterministic_algorithms(True)
     # Otherwise cuBLAS and NCCL choose among algorithms that sum in different orders.
-    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
-    os.environ |= {"NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
+    fixed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+    os.environ.update(fixed | {"NCCL_NVLS_ENABLE": "0"} | dict(os.environ))
 
 # --- process group ---
 # A launcher sets RANK, LOCAL_RANK (the number on this node) and WORLD_SIZE, a bare srun its own.
@@ -323,7 +323,7 @@ for step in range(first + 1, args.steps + 1):
         # The mean over all ranks is the sum of their means, each divided by world_size.
         mean_loss = torch.stack(losses).mean() / world_size
         dist.all_reduce(mean_loss)
-        line = f"step={step}/{args.steps} loss={mean_loss.item():.6f} grad_norm={norm:.4f}"
+        line = f"step={step}/{args.steps} loss={mean_loss.item():.6f} grad_norm={norm:.6f}"
         seconds = (time.perf_counter() - start) / len(losses)
         rate = args.batch_size * args.context / seconds
         line += f" learning_rate={group['lr']:.4g} tokens_per_second={rate:.0f}"
