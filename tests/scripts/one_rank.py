@@ -3,8 +3,8 @@ several ranks do.
 
 So the process group, DistributedDataParallel, fully_shard, DTensor and the collectives around a
 checkpoint are gone through on one GPU, where NCCL takes no second rank. Wherever the script or a
-module of ours asks whether `world_size` or `shard` is 1, or more, the answer is more. Several ranks are
-left as they are, and so is one that no launcher has started.
+module of ours asks whether `world_size` or `shard` is 1, or more, the answer is more. Several
+ranks are left as they are, and so is one that no launcher has started.
 
 After every step of the optimizer a line DEVICE says, in JSON, the backend, the kind of the
 weights, their bytes on this rank, and the bytes of its device: now, and at most so far. On a
