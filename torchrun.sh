@@ -5,8 +5,8 @@
 #        NPROC_PER_NODE=4 ./torchrun.sh distributed/train_ddp.py
 set -euo pipefail
 
-# torchrun, by the python that has torch: an image's own torchrun would not see a venv over it.
-torchrun=(python -m torch.distributed.run)
+# `python -m torch.distributed.run` is torchrun. In a venv over an image, the command torchrun would
+# be the image's, and not see the packages of the venv.
 
 # By hand: env.sh has set no sizes.
 if [[ -z "${NNODES:-}" ]]; then
@@ -15,7 +15,7 @@ if [[ -z "${NNODES:-}" ]]; then
         NPROC_PER_NODE=$(python -c "$count")
     fi
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-    exec "${torchrun[@]}" --standalone --nproc-per-node="$NPROC_PER_NODE" "$@"
+    exec python -m torch.distributed.run --standalone --nproc-per-node="$NPROC_PER_NODE" "$@"
 fi
 
 # SIGTERM is ignored until torchrun is up, because a job that it kills is FAILED, and not requeued.
@@ -28,7 +28,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 # changes with a requeue, so that no torchrun of the earlier start joins.
 # EDIT: add --numa-binding=node if nodes have two CPU sockets: ranks stay near their GPU.
 # EDIT: add --tee=3 if lines of several ranks run into each other: each then has a rank's label.
-exec "${torchrun[@]}" \
+exec python -m torch.distributed.run \
     --nnodes="$NNODES" --node-rank="$SLURM_NODEID" --nproc-per-node="$NPROC_PER_NODE" \
     --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
     --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" --rdzv-conf=timeout=300 \

@@ -46,12 +46,18 @@ INFINIBAND = Path("/sys/class/infiniband")
 SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 MIB = 2**20
 
-# A launcher sets RANK, LOCAL_RANK and WORLD_SIZE. In a step of srun without a launcher there are
-# Slurm's own numbers. Any other process is the only one.
-slurm = env if 0 <= int(env.get("SLURM_STEP_ID", -1)) < 2**31 else {}
-rank = int(env.get("RANK", slurm.get("SLURM_PROCID", 0)))
-local_rank = int(env.get("LOCAL_RANK", slurm.get("SLURM_LOCALID", 0)))
-world_size = int(env.get("WORLD_SIZE", slurm.get("SLURM_NTASKS", 1)))
+# A launcher sets RANK, LOCAL_RANK (the number on this node) and WORLD_SIZE. A bare srun sets its
+# own, and any other process is alone: only srun's tasks have SLURM_STEP_NUM_TASKS.
+rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
+local_rank = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", 0)))
+world_size = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", 1)))
+slurm = env if "SLURM_STEP_NUM_TASKS" in env else {}
+# 2(x3),1 is two tasks on each of three nodes, and one on a fourth.
+counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", slurm.get("SLURM_STEP_TASKS_PER_NODE", ""))
+tasks = [int(count) for count, times in counts for _ in range(int(times or 1))]
+# With a topology plugin of Slurm 26.05, task 0 need not be on the first node, where the ranks meet.
+if tasks and "RANK" not in env:
+    rank = sum(tasks[: int(env["SLURM_NODEID"])]) + local_rank
 nodes = int(slurm.get("SLURM_STEP_NUM_NODES", 1))
 ranks_per_node = int(env.get("LOCAL_WORLD_SIZE", -(-world_size // nodes)))
 launcher = "srun" if slurm else "hand"
@@ -87,26 +93,28 @@ def stop(sentence: str):
 # --- the ranks meet ---
 
 
-def hosts_of_step() -> list[str]:
-    """The nodes of this srun in the order of their ranks; none without scontrol."""
+def hosts_of_ranks() -> list[str]:
+    """The node of each rank of this srun; none without scontrol."""
     if not slurm or not shutil.which("scontrol"):
         return []
     command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
-    return subprocess.run(command, capture_output=True, text=True).stdout.split()
+    hosts = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    ranks = tasks if launcher == "srun" else [ranks_per_node] * nodes
+    return [host for host, count in zip(hosts, ranks, strict=False) for _ in range(count)]
 
 
 def check_world_size():
     """Stops if this is one of several training runs that do not know of each other."""
-    tasks, groups = slurm.get("SLURM_NTASKS"), env.get("GROUP_WORLD_SIZE")
-    if not slurm or launcher == "srun" or groups == tasks:
+    started, groups = slurm.get("SLURM_STEP_NUM_TASKS"), env.get("GROUP_WORLD_SIZE")
+    if not slurm or launcher == "srun" or groups == started:
         return
     # Each of them has a rank 0, but the job has only one task 0.
     if int(slurm["SLURM_PROCID"]) > 0 or local_rank > 0:
         os._exit(0)
     stop(
-        f"{tasks} independent training runs instead of one: srun started {tasks} x {launcher}, "
+        f"{started} independent training runs instead of one: srun started {started} x {launcher}, "
         f"and this one knows of {groups} node (world size {world_size}); torchrun needs "
-        f"--nnodes={tasks} and the same --master-addr everywhere, never --standalone "
+        f"--nnodes={started} and the same --master-addr everywhere, never --standalone "
         "(torchrun.sh does that)"
     )
 
@@ -116,7 +124,7 @@ def open_store(timeout: float) -> dist.Store:
     if world_size == 1:
         return dist.HashStore()
     if "MASTER_ADDR" not in env:
-        hosts = hosts_of_step()
+        hosts = hosts_of_ranks()
         if not hosts:
             stop(f"this is one of {world_size} ranks, but MASTER_ADDR is not set: use a launcher")
         env["MASTER_ADDR"] = hosts[0]
@@ -131,7 +139,11 @@ def open_store(timeout: float) -> dist.Store:
     # can name missing ranks. The others wait longer, so that rank 0 speaks first.
     opens = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     patience = timedelta(seconds=timeout if rank == 0 else timeout + 30)
-    store = dist.TCPStore(address, port, world_size, opens, patience, False, multi_tenant=True)
+    try:
+        store = dist.TCPStore(address, port, world_size, opens, patience, False, multi_tenant=True)
+    except dist.DistError as error:
+        what = f"cannot reach rank 0 at {address}:{port}"
+        stop(f"{what} ({str(error).splitlines()[0]}): look for its error, or for a firewall")
     return dist.PrefixStore("check_ranks", store)
 
 
@@ -154,8 +166,8 @@ def gather(store: dist.Store, step: str, mine: dict, timeout: float) -> list[dic
             its = json.loads(store.get(keys[other]))
             for sentence in its["bad"]:
                 sys.stderr.write(f"[Rank {other} on {its['host']}] {sentence}\n")
-        hosts = hosts_of_step() or ["a node that Slurm does not name"] * world_size
-        named = [f"rank {other} on {hosts[other // ranks_per_node]}" for other in missing]
+        hosts = hosts_of_ranks() or ["a node that Slurm does not name"] * world_size
+        named = [f"rank {other} on {hosts[other]}" for other in missing]
         what = f"{len(missing)} of {world_size} ranks have not reached the {step} in {timeout:g} s"
         stop(f"{what}: {', '.join(named[:8])}{', ...' if len(named) > 8 else ''}")
     store.set(step, "")
@@ -167,7 +179,9 @@ def gather(store: dist.Store, step: str, mine: dict, timeout: float) -> list[dic
 
 def choose_device(asked: str) -> tuple[torch.device, list[str]]:
     """This rank's device, and its faults."""
-    cpu, count = torch.device("cpu"), torch.cuda.device_count()
+    # CUDA, ROCm or XPU. Apple's MPS has no collectives.
+    count = 0 if sys.platform == "darwin" else torch.accelerator.device_count()
+    cpu = torch.device("cpu")
     granted = int(env.get("SLURM_GPUS_ON_NODE") or 0)
     if asked == "cpu" or (asked == "auto" and count == granted == 0):
         return cpu, []
@@ -180,20 +194,25 @@ def choose_device(asked: str) -> tuple[torch.device, list[str]]:
     if number >= count:
         what = f"local rank {local_rank} has no GPU: torch sees {count}"
         return cpu, [f"{what}; ask for as many GPUs per node as ranks"]
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number), []
+    torch.accelerator.set_device_index(number)
+    return torch.device(torch.accelerator.current_accelerator().type, number), []
 
 
 def limits() -> Iterator[str]:
     """The limits that are too low on this node."""
     cpus = len(os.sched_getaffinity(0))
     asked = int(env.get("SLURM_CPUS_PER_TASK" if launcher == "srun" else "CPUS_PER_NODE") or 1)
-    if cpus < asked:
+    # The local cluster's nodes claim more CPUs than there are.
+    if cpus < min(asked, os.cpu_count()):
         yield f"may use {cpus} CPUs, but the job asked for {asked}: look at srun's --cpus-per-task"
     # A socket for each peer, two on rank 0, besides some hundred files of Python's and torch's.
-    files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 512 + 2 * world_size
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 512 + 2 * world_size
     if files != resource.RLIM_INFINITY and files < needed:
-        yield f"may have {files} files open, {needed} are needed: put ulimit -n {needed} in env.sh"
+        how = f"ulimit -n {needed} before srun, as env.sh does"
+        if most != resource.RLIM_INFINITY and most < needed:
+            how = f"the hard limit is {most}, which only root can raise (LimitNOFILE of slurmd)"
+        yield f"may have {files} files open, {needed} are needed: {how}"
     # Loader workers and NCCL exchange data there. A container has 64 MiB by default.
     if os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free // MIB
@@ -232,15 +251,15 @@ def folder_faults(folder: Path, store: dist.Store) -> list[str]:
 def warnings(device: torch.device) -> Iterator[str]:
     """Possible reasons for a slow training run."""
     there = int(env.get("SLURM_GPUS_ON_NODE") or len(list(Path("/dev").glob("nvidia[0-9]*"))))
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and count < min(there, ranks_per_node):
+    count = torch.accelerator.device_count()
+    if device.type != "cpu" and count < min(there, ranks_per_node):
         what = f"sees {count} of this node's {there} GPUs"
         why = "--gpus-per-task or --gpu-bind hides its peers' from NCCL"
         yield f"{what}: {why}; ask with --gpus-per-node instead"
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if INFINIBAND.is_dir() and any(INFINIBAND.iterdir()) and locked != resource.RLIM_INFINITY:
         what = f"may lock {locked // 1024} KiB of memory, and InfiniBand needs more"
-        yield f"{what}: ulimit -l unlimited in env.sh, or LimitMEMLOCK=infinity for slurmd"
+        yield f"{what}: ulimit -l unlimited in site.sh, or LimitMEMLOCK=infinity for slurmd"
 
 
 def ask_nvidia_smi() -> tuple[list[str], list[str]]:
@@ -278,30 +297,29 @@ def ask_nvidia_smi() -> tuple[list[str], list[str]]:
 
 
 def finish(device: torch.device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    torch.get_device_module(device).synchronize()
 
 
 def rate(device: torch.device, amount: float, work: Callable) -> float:
     """The amount per second, if one call of `work` does `amount`."""
-    rates, end = [], time.perf_counter() + (3 if device.type == "cuda" else 1.5)
+    rates, end = [], time.perf_counter() + (1.5 if device.type == "cpu" else 3)
     while len(rates) < 20 or time.perf_counter() < end:
         start = time.perf_counter()
         work()
         finish(device)
         rates.append(amount / (time.perf_counter() - start))
     # A GPU slows down as it gets warm. A CPU also runs other programs, so its best rate counts.
-    return statistics.median(rates) if device.type == "cuda" else max(rates)
+    return max(rates) if device.type == "cpu" else statistics.median(rates)
 
 
 def measure(device: torch.device, mine: dict):
     """The speeds of a matmul and of a copy. On a CPU one call takes less than a millisecond, so
     that some are not interrupted."""
-    on_gpu = device.type == "cuda"
+    on_gpu = device.type != "cpu"
     if on_gpu:
-        free, total = torch.cuda.mem_get_info()
+        free, total = torch.get_device_module(device).mem_get_info()
         mine["GPU memory in use"] = f"{(total - free) / 2**30:.1f} GiB"
-        # Some 512 MiB are CUDA's own.
+        # Some 512 MiB are the driver's own.
         if total - free > 2048 * MIB:
             mine["bad"].append("other programs use its GPU's memory: nvidia-smi names them")
 
@@ -376,7 +394,7 @@ def bus_speed(
         times.append(time.perf_counter() - start)
         mine["right"] &= bool((numbers == total).all())
     # The first call connects. CPUs have other work as well, so their best call counts.
-    seconds = statistics.median(times[1:]) if device.type == "cuda" else min(times[1:])
+    seconds = min(times[1:]) if device.type == "cpu" else statistics.median(times[1:])
     return 2 * (len(ranks) - 1) / len(ranks) * size / seconds / 1e9
 
 
@@ -398,31 +416,53 @@ def neighbours(node: int, count: int) -> list[int]:
     return partners
 
 
+@contextlib.contextmanager
+def watched(what: str, hint: str, timeout: float) -> Iterator[None]:
+    """Rank 0 stops with a sentence if it has not ended."""
+    # NCCL can wait for ever in its first collective. gloo gives up by itself before that.
+    late = f"{what} has not ended within {timeout:g} s: look for a firewall, or {hint}"
+    timer = threading.Timer(timeout + 5, stop, [late])
+    timer.daemon = True
+    if rank == 0:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def try_gloo(mine: dict, timeout: float):
+    """Between GPUs gloo may take a different network than NCCL, and checkpoint.py uses it."""
+    what = "gloo's all-reduce, which checkpoints need,"
+    hint = "set GLOO_SOCKET_IFNAME in site.sh to a network that all nodes share"
+    ones = torch.ones(8)
+    try:
+        with watched(what, hint, timeout):
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            dist.all_reduce(ones, group=group)
+    except RuntimeError as error:
+        mine["bad"].append(f"{what} fails ({str(error).splitlines()[0]}): {hint}")
+        return
+    mine["right"] &= bool((ones == world_size).all())
+
+
 def all_reduce(device: torch.device, store: dist.Store, mine: dict, timeout: float):
     """The speed over all ranks, inside this node, and between it and its neighbours, so that one
     bad link is found."""
-    on_gpu, limit = device.type == "cuda", timedelta(seconds=timeout)
-    backend, size = ("nccl", 1024 * MIB) if on_gpu else ("gloo", 64 * MIB)
-    part = size if on_gpu else 16 * MIB
-    hint = f"set {backend.upper()}_SOCKET_IFNAME in env.sh to the right network"
-    path = log_of_nccl() if on_gpu else None
+    on_gpu, limit = device.type != "cpu", timedelta(seconds=timeout)
+    backend = dist.get_default_backend_for_device(device)
+    size, part = (1024 * MIB, 1024 * MIB) if on_gpu else (64 * MIB, 16 * MIB)
+    variable = f"{backend.upper()}_SOCKET_IFNAME" if backend in ("nccl", "gloo") else "a variable"
+    hint = f"set {variable} in site.sh to the right network"
+    path = log_of_nccl() if backend == "nccl" else None
     hosts = json.loads(store.get("hosts"))
     members = {host: [r for r, its in enumerate(hosts) if its == host] for host in hosts}
     names, count = list(members), len(members)
     mine["right"], where = True, "over all ranks"
 
     def speed_of(ranks: list[int], size: int) -> float:
-        """bus_speed, with a sentence if it does not end."""
-        # NCCL can wait for ever in its first collective. gloo gives up by itself before that.
-        late = f"the all-reduce {where} has not ended within {timeout:g} s: look for a firewall, "
-        timer = threading.Timer(timeout + 5, stop, [late + f"or {hint}"])
-        timer.daemon = True
-        if rank == 0:
-            timer.start()
-        try:
+        with watched(f"the all-reduce {where}", hint, timeout):
             return bus_speed(device, ranks, size, mine, timeout)
-        finally:
-            timer.cancel()
 
     try:
         dist.init_process_group(backend, None, limit, world_size, rank, store)
@@ -436,6 +476,8 @@ def all_reduce(device: torch.device, store: dist.Store, mine: dict, timeout: flo
             # A neighbour's bad link is not this node's.
             if names[other] != HOST:
                 mine["between"] = max(speed, mine.get("between", 0))
+        if backend != "gloo":
+            try_gloo(mine, timeout)
     except RuntimeError as error:
         mine["bad"].append(f"the all-reduce {where} fails ({str(error).splitlines()[0]}): {hint}")
         return

@@ -5,8 +5,9 @@
     python aux/check_site.py --partition gpu           # for that one
     python aux/check_site.py --write LAUNCHER          # puts the lines into the launcher's header
 
-It only asks Slurm, and starts nothing. It needs Python 3.9, and can be copied by itself. MB are
-Slurm's, of 1024 x 1024 bytes.
+--write also makes site.sh beside the launcher, if there is none: the modules and the environment of
+this shell, which jobs then use. It only asks Slurm, and starts nothing. It needs Python 3.9, and
+can be copied by itself. MB are Slurm's, of 1024 x 1024 bytes.
 """
 
 from __future__ import annotations  # for Python 3.9
@@ -19,6 +20,7 @@ import grp
 import math
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -226,6 +228,54 @@ def write(path: Path, site: Site, partition: dict) -> str:
     return "\n".join(difflib.unified_diff(*lines, str(path), str(path), n=0, lineterm=""))
 
 
+# Lines of site.sh that only the user can know.
+MODULES = (
+    "# source /etc/profile; module load cuda/12.8           # if `import torch` needs a module"
+)
+YOURS = """
+# Each of these without its first #, if you need it:
+# MASTER_ADDR=${MASTER_ADDR}i                            # if the fast network has names of its own
+# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # if ranks pick a slow network
+# export NCCL_DEBUG=INFO                                 # to see where it hangs
+"""
+
+
+def site_lines(launcher: Path) -> str:
+    """The content of site.sh: what this shell has loaded and activated, and lines to edit."""
+    lines = ["# shellcheck shell=bash disable=SC1090,SC1091"]
+    lines.append("# What is special about this cluster. env.sh sources it in every job.")
+    if modules := [name for name in os.environ.get("LOADEDMODULES", "").split(":") if name]:
+        lines.append("source /etc/profile  # it defines `module`")
+        lines.append(f"module load {' '.join(map(shlex.quote, modules))}")
+    else:
+        lines.append(MODULES)
+
+    venv, conda = os.environ.get("VIRTUAL_ENV"), os.environ.get("CONDA_PREFIX")
+    if venv:
+        # env.sh activates .venv itself.
+        if Path(venv).resolve() != (launcher.resolve().parent / ".venv").resolve():
+            lines.append(f"source {shlex.quote(venv)}/bin/activate")
+    elif conda and "CONDA_EXE" in os.environ:
+        base = Path(os.environ["CONDA_EXE"]).parents[1]
+        lines.append(f"source {shlex.quote(str(base))}/etc/profile.d/conda.sh")
+        lines.append(f"conda activate {shlex.quote(conda)}")
+    elif conda:
+        lines.append(f"export PATH={shlex.quote(conda)}/bin:$PATH")
+    return "\n".join(lines) + "\n" + YOURS
+
+
+def write_site(launcher: Path) -> str:
+    """Makes site.sh beside the launcher, if there is none. Returns a sentence."""
+    path = launcher.parent / "site.sh"
+    if path.exists():
+        return f"{path} is there, and stays as it is"
+    try:
+        path.write_text(site_lines(launcher))
+    except OSError as error:
+        sys.exit(f"check_site.py: cannot write {path}: {error.strerror}")
+    return f"{path} is new, with the modules and the environment of this shell: look at it"
+
+
 # --- what to know ---
 
 
@@ -370,7 +420,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=text, allow_abbrev=False)
     help = "look at this partition (default: the default one, or the first that has GPUs)"
     parser.add_argument("--partition", help=help)
-    help = "put the lines for whole nodes into this launcher, and show the diff"
+    help = "put the lines for whole nodes into this launcher, show the diff, and make site.sh"
     parser.add_argument("--write", type=Path, metavar="LAUNCHER", help=help)
     args = parser.parse_args()
     if not shutil.which("scontrol"):
@@ -382,6 +432,7 @@ def main():
     name = partition["PartitionName"]
     if args.write:
         print(write(args.write, site, partition) or f"{args.write} has these lines")
+        print(write_site(args.write))
         return
 
     print(f"Slurm {site.config['SLURM_VERSION']}, cluster {site.config['ClusterName']}\n")

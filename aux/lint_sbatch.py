@@ -85,6 +85,8 @@ SHORT |= {"-e": "error", "-J": "job-name", "-D": "chdir", "-K": "kill-on-bad-exi
 SPEAK = r"echo|printf|die|log|note|info|warn|error|cat|logger|grep|sed|which|type|trap|p(kill|grep)"
 # torchrun or torch.distributed.run, but not my.torchrun, torchrun.sh or torchrun-env.
 TORCHRUN = r"(?<![\w.])(?:torchrun|torch\.distributed\.(?:run|launch))(?![\w./-])"
+# $SLURM_PROCID, if the text is the shell's: in "...", but not in '...' or behind a backslash.
+RANK_VARIABLE = re.compile(r"(?<!\\)\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))")
 # --standalone, --nnodes=1 or --nnodes 1, but not --nnodes=1:4.
 ALONE = re.compile(r"--standalone|--nnodes[ =]+1(?![\w:.])")
 STARTERS = r"torchrun|python[\d.]*|accelerate|deepspeed|apptainer|singularity"
@@ -190,6 +192,18 @@ class Script:
         return [file.read_text(errors="replace") for file in files if is_readable(file)]
 
 
+def expanded_here(text: str) -> re.Match | None:
+    """A variable of a rank that the shell of this text expands."""
+    return RANK_VARIABLE.search(re.sub(r"""("(?:\\.|[^"\\])*")|'[^']*'""", r"\1", text))
+
+
+def nodes_of(script: Script, command: Command) -> int:
+    """On how many nodes a command starts: its srun may say less than the header."""
+    text = script.expanded(command)
+    srun = options(re.split(TRAINS, text)[0]) if command in script.sruns else {}
+    return first_number(srun.get("nodes")) or script.nodes
+
+
 def only_prepares(command: Command) -> bool:
     """Whether an srun trains nothing: `srun hostname`, `srun bash -c 'mkdir a && cp b a'`."""
     started = command.text.partition("srun")[2]
@@ -240,9 +254,7 @@ def torchrun_alone(script: Script) -> Findings:
     """A torchrun that knows of one node, started on several."""
     for command in script.body:
         text = script.expanded(command)
-        alone = ALONE.search(text)
-        srun = options(re.split(TRAINS, text)[0]) if command in script.sruns else {}
-        nodes = first_number(srun.get("nodes")) or script.nodes
+        alone, nodes = ALONE.search(text), nodes_of(script, command)
         if alone and nodes > 1 and re.search(TORCHRUN, text):
             written = [each.line for each in script.body if alone[0] in each.text]
             why = "training runs that do not know of each other"
@@ -286,11 +298,52 @@ def rank_variables(script: Script) -> Findings:
     if not script.directives and not script.sruns:
         return
     for command in script.body:
-        live = re.sub(r"""("(?:\\.|[^"\\])*")|'[^']*'""", r"\1", command.text)
-        if found := re.search(r"(?<!\\)\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))", live):
+        if found := expanded_here(command.text):
             why = "where it is always 0"
             how = "read it inside srun, in a script or in srun bash -c '...' with single quotes"
             yield command.line, f"{found[1]} expanded in the batch shell, {why}: {how}"
+
+
+def order_of_tasks(script: Script) -> Findings:
+    """SLURM_PROCID for a rank in a task, while the ranks meet at the first host of the list."""
+    is_job = script.directives or script.sruns
+    for command in script.body:
+        # In a job's own shell the variable is wrong anyway. A file that srun starts has it right.
+        if is_job and (command not in script.sruns or expanded_here(command.text)):
+            continue
+        text = "\n".join([script.expanded(command), *script.sources(command.text, ".sh")])
+        names = r"\b(?:NODE_|GROUP_|MACHINE_)?RANK|--rank|--(?:node|machine)[-_]rank"
+        found = re.search(rf"({names})[ =][\"']?\\?\$\{{?SLURM_PROCID\b", text)
+        everything = f"{script.text}\n{text}"
+        meets = r"(?i)master[-_](?:addr|port)|main_process_ip|rdzv[-_]endpoint"
+        listed = re.search(r"scontrol show hostnames?\b", everything)
+        if not found or not listed or not re.search(meets, everything):
+            continue
+        # The C10d rendezvous numbers the nodes by itself.
+        if nodes_of(script, command) == 1 or re.search(r"rdzv[-_]backend[ =]c10d", text):
+            continue
+        how = "SLURM_NODEID"
+        if found[1] in ("RANK", "--rank"):
+            how += " x tasks per node + SLURM_LOCALID"
+        why = "but with a topology plugin task 0 need not be on the first node, and all wait for it"
+        yield command.line, f"{found[1]} is SLURM_PROCID, {why}: {how}"
+
+
+def restarts(script: Script) -> Findings:
+    """torchrun's own restarts, where its nodes do not agree on one."""
+    for command in script.body:
+        nodes = nodes_of(script, command)
+        for text in (script.expanded(command), *script.sources(command.text, ".sh")):
+            asked = re.search(r"--max[-_]restarts[ =]+[\"']?([1-9]\d*)", text)
+            agree = re.search(r"rdzv[-_]backend[ =]+[\"']?(?!static)\w", text) or ALONE.search(text)
+            if asked and not agree and nodes > 1 and re.search(TORCHRUN, text):
+                what = f"--max-restarts={asked[1]} on {nodes} nodes with a static rendezvous"
+                why = (
+                    "where a restarted node meets addresses of the first start and fails, or hangs"
+                )
+                written = [each.line for each in script.body if asked[0] in each.text]
+                line = written[0] if written else command.line
+                yield line, f"{what}, {why}: requeue the job instead"
 
 
 def devices(script: Script) -> Findings:
@@ -479,7 +532,8 @@ def shell_in_between(script: Script) -> Findings:
 
 # --- main ---
 
-CHECKS = [directives_not_read, no_log_folder, torchrun_alone, no_srun, rank_variables, devices]
+CHECKS = [directives_not_read, no_log_folder, torchrun_alone, no_srun, rank_variables]
+CHECKS += [order_of_tasks, restarts, devices]
 CHECKS += [cpus_for_gpus, addresses, exit_status, srun_options, traps, signals, shell_in_between]
 
 

@@ -62,10 +62,10 @@ def find_job() -> JobContext | None:
     """This rank's place in its Slurm job, or None if no launcher has started it, as in a batch
     shell. Stops with a sentence if srun has started several ranks without a launcher."""
     env = os.environ
-    # Batch and interactive shells have a step id near 2**32, or with Slurm 26.05 below 0.
-    in_step = 0 <= int(env.get("SLURM_STEP_ID", -1)) < 2**31
-    if in_step and "RANK" not in env and env.get("SLURM_NTASKS", "1") != "1":
-        tasks = f"srun started {env['SLURM_NTASKS']} tasks, and each would train alone"
+    # Only srun's tasks have this variable.
+    started = env.get("SLURM_STEP_NUM_TASKS", "1")
+    if "RANK" not in env and started != "1":
+        tasks = f"srun started {started} tasks, and each would train alone"
         how = "add --submit --env NAME, or sbatch launch_slurm_to_torch.sh"
         sys.exit(f"{Path(sys.argv[0]).name}: {tasks}: {how}")
     if "SLURM_JOB_ID" not in env or "RANK" not in env:
@@ -78,7 +78,7 @@ def find_job() -> JobContext | None:
         world_size=int(env["WORLD_SIZE"]),
         node_rank=int(env.get("GROUP_RANK") or env.get("SLURM_NODEID", 0)),
         restart_count=int(env.get("SLURM_RESTART_COUNT", 0)),
-        output_dir=Path("checkpoints", env["SLURM_JOB_ID"]),
+        output_dir=Path("checkpoints", env.get("RUN", env["SLURM_JOB_ID"])),
     )
 
 

@@ -230,14 +230,15 @@ def ranks_here(job: str) -> list[tuple[int, int, int]]:
             world_size = int(variables.get("NNODES", 1)) * len(children)
             return [(first + i, world_size, pid) for i, pid in enumerate(children)]
 
-    # A rank's loader workers have its variables, but are younger. torchrun has only the second pair
-    # of variables, and so has this program, in a step of its own.
+    # A launcher sets the first pair of variables, a bare srun only the second: then a rank is what
+    # scripts take it for. torchrun also has only the second, and so has this program, in a step of
+    # its own. A rank's loader workers have its variables, but are younger.
     here = os.environ.get("SLURM_STEP_ID", "none")
-    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
         found = {}
         for _, pid, _, _, variables in processes:
-            if rank in variables and variables.get("SLURM_STEP_ID") != here:
-                found.setdefault(int(variables[rank]), (int(variables.get(size, 1)), pid))
+            if {rank, size} <= variables.keys() and variables.get("SLURM_STEP_ID") != here:
+                found.setdefault(int(variables[rank]), (int(variables[size]), pid))
         if found:
             return [(number, *found[number]) for number in found]
     return []

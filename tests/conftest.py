@@ -266,9 +266,9 @@ def memory(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def cluster(memory):
-    """64 nodes with 8 CPUs and 8 pretended GPUs each. A cluster that does not start is a
+    """64 nodes with 64 CPUs and 8 pretended GPUs each. A cluster that does not start is a
     failure, never a skip."""
-    cluster = Cluster(f"tests-{os.getpid()}", nodes=64, cpus=8, gpus=8)
+    cluster = Cluster(f"tests-{os.getpid()}", nodes=64, cpus=64, gpus=8)
     yield cluster
     cluster.down()
 

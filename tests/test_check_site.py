@@ -153,6 +153,14 @@ def test_two_types_in_a_node_and_states():
     assert "a job gets whole nodes" in dict(check_site.unusual(site, site.choose(None)))
 
 
+def test_the_lines_are_for_nodes_that_are_up():
+    """Although those with more GPUs are down."""
+    site = site_of(GPU, nodes=NODES.replace("State=MIXED", "State=DOWN*"))
+    found = [(shape.gpus, n, up) for shape, n, up in site.shapes(site.choose(None))]
+    assert found == [(4, 2, 1), (8, 1, 0)]
+    assert site.options(site.choose(None), True, False)["gpus-per-node"] == "4"
+
+
 def test_three_hundred_partitions(capsys):
     many = [GPU.replace("=gpu ", f"=gpu{number} ") for number in range(300)]
     names = ",".join(f"gpu{number}" for number in range(300))
@@ -166,7 +174,7 @@ def test_its_lines_in_a_launcher_that_runs(cluster, tmp_path, way):
     """The diff, the comments where they were, and a job that has what was asked for."""
     said = cluster.exec(sys.executable, CHECK)
     assert said.returncode == 0 and "refused" not in said.stdout, said.stdout + said.stderr
-    row = r"^train\* +64 +8 GPUs +8 +\d+ +1 CPU, \d+ MB +UNLIMITED$"
+    row = r"^train\* +64 +8 GPUs +64 +\d+ +8 CPU, \d+ MB +UNLIMITED$"
     assert re.search(row, said.stdout, re.M), said.stdout
     for name in ("env.sh", "torchrun.sh", "aux", "distributed", "tests"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
@@ -176,7 +184,7 @@ def test_its_lines_in_a_launcher_that_runs(cluster, tmp_path, way):
     wrote = cluster.exec(sys.executable, CHECK, "--write", launcher)
     assert wrote.returncode == 0, wrote.stderr
     changed = [line for line in wrote.stdout.splitlines() if line[0] == "+"][1:]
-    per_task = ["+#SBATCH --ntasks-per-node=8", "+#SBATCH --cpus-per-task=1"]
+    per_task = ["+#SBATCH --ntasks-per-node=8", "+#SBATCH --cpus-per-task=8"]
     for line in [*(per_task if way == "srun" else []), "+#SBATCH --gpus-per-node=8"]:
         assert any(found.startswith(line) for found in changed) or line[1:] in before, changed
     column = {
@@ -184,10 +192,95 @@ def test_its_lines_in_a_launcher_that_runs(cluster, tmp_path, way):
     }
     assert len(column) == 1, launcher.read_text()
     again = cluster.exec(sys.executable, CHECK, "--write", launcher)
-    assert again.stdout == f"{launcher} has these lines\n"
+    there = f"{tmp_path}/site.sh is there, and stays as it is"
+    assert again.stdout == f"{launcher} has these lines\n{there}\n"
     job = cluster.sbatch(f"--output={tmp_path}/log", f"--chdir={tmp_path}", launcher, VARIABLES)
     assert job.state == "COMPLETED", job.log
-    assert "16 ranks on node-" in job.log and "GPUs 8 of 8, CPUs 8" in job.log, job.log
+    assert "16 ranks on node-" in job.log and "GPUs 8 of 8, CPUs 64" in job.log, job.log
+
+
+LOADED = [
+    ({}, []),
+    ({"LOADEDMODULES": "gcc/12:cuda/12.8"}, ["source PROFILE", "module load gcc/12 cuda/12.8"]),
+    ({"LOADEDMODULES": ":", "VIRTUAL_ENV": "HERE/.venv"}, []),
+    ({"VIRTUAL_ENV": "HERE/a b"}, ["source 'HERE/a b'/bin/activate"]),
+    (
+        {"CONDA_PREFIX": "HERE/envs/a", "CONDA_EXE": "HERE/bin/conda"},
+        ["source HERE/etc/profile.d/conda.sh", "conda activate HERE/envs/a"],
+    ),
+    ({"CONDA_PREFIX": "HERE/envs/a"}, ["export PATH=HERE/envs/a/bin:$PATH"]),
+    # It was activated in conda's shell.
+    ({"CONDA_PREFIX": "HERE", "VIRTUAL_ENV": "HERE/v"}, ["source HERE/v/bin/activate"]),
+]
+
+
+@pytest.mark.parametrize(("variables", "expected"), LOADED)
+def test_site_sh_has_what_this_shell_has(variables, expected, tmp_path, monkeypatch):
+    """And is not written over."""
+    for name in ("LOADEDMODULES", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_EXE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.replace("HERE", str(tmp_path)))
+    said = check_site.write_site(tmp_path / "launch.sh")
+    site, what = tmp_path / "site.sh", "the modules and the environment of this shell"
+    assert said == f"{site} is new, with {what}: look at it"
+    lines = site.read_text().splitlines()
+    live = [line.partition("  #")[0] for line in lines if line and line[0] != "#"]
+    places = {"PROFILE": "/etc/profile", "HERE": str(tmp_path)}
+    assert live == [re.sub("PROFILE|HERE", lambda word: places[word[0]], line) for line in expected]
+
+    site.write_text("mine\n")
+    assert check_site.write_site(tmp_path / "launch.sh") == f"{site} is there, and stays as it is"
+    assert site.read_text() == "mine\n"
+
+
+def test_every_line_of_site_sh_can_be_used(tmp_path, monkeypatch):
+    """As env.sh sources it, also the commented lines, and even if a site's profile reads a variable
+    that is not set."""
+    (tmp_path / "profile").write_text('module() { echo "$@"; }\nfalse\necho $UNSET >/dev/null\n')
+    for modules in ("", "gcc/12"):
+        monkeypatch.setenv("LOADEDMODULES", modules)
+        text = check_site.site_lines(tmp_path / "launch.sh")
+        text = text.replace("/etc/profile", str(tmp_path / "profile"))
+        text = re.sub(r"^# (?=source|MASTER|export)", "", text, flags=re.M)
+        (tmp_path / "site.sh").write_text(text)
+        script = "set -euo pipefail; MASTER_ADDR=node-1; set +eu; source ./site.sh; set -eu; "
+        script += "echo $MASTER_ADDR $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME $NCCL_DEBUG"
+        done = run("bash", "-c", script, cwd=tmp_path)
+        loaded = f"load {modules or 'cuda/12.8'}\n"
+        assert done.stdout == f"{loaded}node-1i ib0 ib0 INFO\n" and done.returncode == 0, done
+
+
+def test_the_header_s_other_lines_stay(tmp_path):
+    """Those to uncomment, such as --signal, and --mem where Slurm counts no memory."""
+    launcher = tmp_path / "launch.sh"
+    header = "#!/bin/bash\n#SBATCH --nodes=2             # EDIT\n#SBATCH --partition=old\n"
+    header += "#SBATCH --gpus-per-node=2     # EDIT\n#SBATCH --cpus-per-task=16    # EDIT\n"
+    header += "##SBATCH --mem=0              # EDIT\n##SBATCH --signal=TERM@300   # EDIT\n"
+    launcher.write_text(f"{header}srun true\n")
+    site = site_of(GPU.replace("Default=NO", "Default=YES"))
+    check_site.write(launcher, site, site.choose(None))
+    expected = header.replace("#SBATCH --partition=old\n", "")
+    expected = expected.replace("node=2     #", "node=8     #").replace("=16 ", "=96 ")
+    expected = expected.replace("##SBATCH --mem=0 ", "#SBATCH --mem=0  ")
+    first, rest = launcher.read_text().split("#SBATCH --ntasks-per-node=1\n")
+    assert first + rest == f"{expected}srun true\n"
+    config = CONFIG.replace("CR_CORE_MEMORY", "CR_CORE")
+    launcher.write_text(header)
+    check_site.write(launcher, site_of(GPU, config=config), site.choose(None))
+    assert "\n##SBATCH --mem=0              # EDIT\n" in launcher.read_text()
+
+
+@pytest.mark.parametrize(
+    ("limit", "whole", "by_rank", "one"),
+    [("48", "48", "6", "6"), ("200", "96", "12", "12"), ("4", "4", "1", "1")],
+)
+def test_a_partition_that_limits_cpus(limit, whole, by_rank, one):
+    """MaxCPUsPerNode, of nodes with 96 CPUs and 8 GPUs."""
+    site = site_of(GPU.replace("MaxCPUsPerNode=UNLIMITED", f"MaxCPUsPerNode={limit}"))
+    shapes = ((True, False), (True, True), (False, False))
+    found = [site.options(site.choose(None), *shape)["cpus-per-task"] for shape in shapes]
+    assert found == [whole, by_rank, one]
 
 
 @pytest.mark.parametrize(

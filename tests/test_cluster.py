@@ -82,6 +82,16 @@ def test_cpus_are_bound(way, tasks, cpus, small, tmp_path):
     assert {rank["threads"] for rank in job.ranks()} == {str(cpus)}
 
 
+def test_requeue_is_asked_for(small):
+    """By each header: at a site with JobRequeue=0 a preempted job would be gone."""
+    change = 'sed -i s/JobRequeue=1/JobRequeue=0/ "$SLURM_CONF" && scontrol reconfigure'
+    assert small.exec("bash", "-c", change).returncode == 0
+    size = ["--hold", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1"]
+    for launcher in (*LAUNCHERS.values(), "run_script.sh"):
+        assert small.show(small.submit(*size, launcher))["Requeue"] == "1"
+    assert small.show(small.submit("--hold", "--wrap=true"))["Requeue"] == "0"
+
+
 def test_signals_reach_the_direct_children_of_slurmstepd_alone(small, tmp_path):
     """As on a real site, with proctrack/cgroup: a shell between srun and a rank keeps a signal
     from it."""
@@ -130,7 +140,7 @@ def test_refuses_without_root():
 @pytest.mark.scale
 def test_4096_ranks_of_srun(tmp_path):
     """512 nodes with 8 ranks each: `make test-scale`."""
-    cluster = Cluster(f"scale-{os.getpid()}", nodes=512, cpus=8, gpus=8)
+    cluster = Cluster(f"scale-{os.getpid()}", nodes=512, cpus=64, gpus=8)
     try:
         size = ["--nodes=512", "--ntasks-per-node=8", "--gpus-per-node=8"]
         options = [*size, f"--output={tmp_path}/log", LAUNCHERS["srun"], VARIABLES]

@@ -73,7 +73,7 @@ def disk(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(disk):
     """Nodes of its own: some of node-7 to node-12 do not survive."""
-    cluster = Cluster(f"faults-{os.getpid()}", nodes=12, cpus=4, gpus=2)
+    cluster = Cluster(f"faults-{os.getpid()}", nodes=12, cpus=16, gpus=2)
     yield cluster
     cluster.down()
 

@@ -71,9 +71,7 @@ def test_the_lab_s_endless_loop(tmp_path):
 
 def test_rank_1_speaks_of_a_silent_rank_0(monkeypatch, tmp_path, capsys):
     """By hand, and on a node of its own. Otherwise rank 0 speaks."""
-    place = {"RANK": 1, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": 61000}
-    for name, value in place.items():
-        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_PORT", "61000")
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "log/local/ranks-61000"
     folder.mkdir(parents=True)
@@ -83,15 +81,55 @@ def test_rank_1_speaks_of_a_silent_rank_0(monkeypatch, tmp_path, capsys):
         for rank in (0, 1):
             its = {"rank": rank, "seconds_in_step": seconds if rank == 0 else 65}
             (folder / str(rank)).write_text(json.dumps(beat | its))
-        heartbeat.Heart(after=60).report(65)
+        heartbeat.Heart(60, rank=1, world_size=2).report(65)
         said.append(capsys.readouterr().err)
     sentence = r"\[Rank 1 on \S+\] no step for 65 s. First to look at: rank 0 on n0 \(step 5\), "
     assert said[0] == "" and re.match(sentence + "which sends no heartbeat", said[1]), said
 
 
+@pytest.fixture
+def heart(monkeypatch, tmp_path):
+    """A heart that beats, in a job so large that a rank rarely writes. What it writes and reports
+    is in its lists, as seconds from its start."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(heartbeat, "step", 1)
+    heart, start = heartbeat.Heart(1, rank=0, world_size=4096), time.monotonic()
+    heart.writes, heart.reports = [], []
+    heart.write = lambda _: heart.writes.append(time.monotonic() - start)
+    heart.report = lambda _: heart.reports.append(time.monotonic() - start)
+    threading.Thread(target=heart.beat, daemon=True).start()
+    return heart
+
+
+def test_a_late_rank_writes_at_once(heart):
+    """Otherwise rank 0 would take it for one that cannot write any more."""
+    wait_for(lambda: heart.reports, 10)
+    assert len(heart.writes) == 2 and heart.writes[1] <= heart.reports[0]
+
+
+def test_a_long_save_is_no_hang(heart):
+    """A rank that says so may take longer. Its next step ends that."""
+    heartbeat.step = 2
+    heartbeat.alive(3)
+    wait_for(lambda: heart.reports, 10)
+    assert heart.reports[0] > 4
+    heartbeat.alive(100)
+    time.sleep(1)
+    heartbeat.step = 3
+    wait_for(lambda: len(heart.reports) == 2, 10)
+
+
+def test_batches_of_an_evaluation(heart):
+    for _ in range(20):
+        heartbeat.alive()
+        time.sleep(0.1)
+    assert not heart.reports
+    wait_for(lambda: heart.reports, 10)
+
+
 def test_a_short_heartbeat_replaces_a_long_one(monkeypatch, tmp_path):
     """One that is longer than all are by plan, of files deep in folders."""
-    heart = heartbeat.Heart(after=60)
+    heart = heartbeat.Heart(60, rank=0, world_size=1)
     heart.file = os.open(tmp_path / "0", os.O_WRONLY | os.O_CREAT)
     for length in (2 * heart.size, 10):
         stack = ["f" * length]

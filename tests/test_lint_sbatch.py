@@ -18,6 +18,7 @@ HEADER = """#!/bin/bash
 #SBATCH --output=%x_%j.out
 """
 FLAGS = "--kill-on-bad-exit=1"
+FIRST = 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 WAIT = 'srun_pid=$!\nwhile kill -0 "$srun_pid" 2>/dev/null; do wait "$srun_pid"; done'
 
 # What the finding says; the header and the body of a script with the mistake, the line marked by
@@ -90,6 +91,60 @@ CASES = {
         "--rank $SLURM_PROCID'\n"
         f'srun {FLAGS} bash -c "python train.py --rank \\$SLURM_PROCID"',
     ),
+    "rank by the order of tasks": (
+        "RANK is SLURM_PROCID, but with a topology plugin",
+        f"{FIRST}\nsrun {FLAGS} bash -c 'RANK=$SLURM_PROCID exec python train.py'  # MISTAKE",
+        f"{FIRST}\necho 'RANK=$SLURM_PROCID'\n"
+        f"srun -N1 {FLAGS} bash -c 'RANK=$SLURM_PROCID exec python a.py'\n"
+        f"srun {FLAGS} bash -c 'RANK=$((SLURM_NODEID * 4 + SLURM_LOCALID)) exec python a.py'",
+    ),
+    "rank by the order of tasks, in a file": (
+        "all wait for it: SLURM_NODEID x tasks per node + SLURM_LOCALID",
+        f"{FIRST}\nsrun {FLAGS} ./by_task.sh python train.py  # MISTAKE",
+        f"export MASTER_ADDR=${{SITE_ADDR}}\nsrun {FLAGS} ./by_task.sh python train.py",
+    ),
+    "node rank by the order of tasks": (
+        "--node_rank is SLURM_PROCID, but with a topology plugin task 0 need not be on the first "
+        "node, and all wait for it: SLURM_NODEID",
+        f'{FIRST}\nsrun {FLAGS} bash -c "exec torchrun --nnodes=2 --node_rank=\\$SLURM_PROCID '
+        '--master_addr=$MASTER_ADDR train.py"  # MISTAKE',
+        f"{FIRST}\nsrun {FLAGS} bash -c 'exec torchrun --nnodes=2 --node_rank=$SLURM_NODEID "
+        "--master_addr=$MASTER_ADDR train.py'\n"
+        f"srun {FLAGS} bash -c 'exec torchrun --node-rank $SLURM_PROCID --rdzv-backend=c10d a.py'",
+    ),
+    "node rank by the order of tasks, as a variable": (
+        "NODE_RANK is SLURM_PROCID, but with a topology plugin task 0 need not be on the first "
+        "node, and all wait for it: SLURM_NODEID",
+        f"{FIRST}\nsrun {FLAGS} bash -c 'NODE_RANK=$SLURM_PROCID exec python train.py'  # MISTAKE",
+        f"{FIRST}\nsrun {FLAGS} bash -c 'NODE_RANK=$SLURM_NODEID exec python train.py'",
+    ),
+    "rank by the order of tasks, as an option": (
+        "--rank is SLURM_PROCID",
+        f"{FIRST}\nsrun {FLAGS} bash -c 'exec python train.py --rank \"$SLURM_PROCID\"'  # MISTAKE",
+        f"{FIRST}\nsrun {FLAGS} bash -c 'exec python train.py --seed \"$SLURM_PROCID\"'",
+    ),
+    "machine rank by the order of tasks": (
+        "--machine_rank is SLURM_PROCID",
+        "head=$(scontrol show hostnames $SLURM_NODELIST | head -n 1)\n"
+        f"srun {FLAGS} bash -c 'exec accelerate launch --machine_rank $SLURM_PROCID "
+        "--main_process_ip $head train.py'  # MISTAKE",
+        f"srun {FLAGS} bash -c 'exec accelerate launch --machine_rank $SLURM_PROCID a.py'",
+    ),
+    "restarts by torchrun": (
+        "--max-restarts=3 on 2 nodes with a static rendezvous, where",
+        f'srun {FLAGS} torchrun --nnodes=2 --max-restarts=3 --node-rank="$SLURM_NODEID" '
+        '--master-addr="$A" train.py  # MISTAKE',
+        f"srun {FLAGS} torchrun --nnodes=2 --max-restarts=0 --master-addr=$A train.py\n"
+        f"srun {FLAGS} torchrun --nnodes=2 --max-restarts=3 --rdzv-backend=c10d a.py\n"
+        f"srun {FLAGS} -N 1 torchrun --max-restarts=3 --master-addr=$A a.py",
+    ),
+    "restarts by torchrun, in a variable": (
+        "--max-restarts=2 on 2 nodes with a static rendezvous",
+        'start="torchrun --max_restarts 2 --rdzv_backend=static --rdzv_endpoint=$A:$P"  # MISTAKE\n'
+        f"srun {FLAGS} $start train.py",
+        'start="torchrun --max_restarts 2 --rdzv_backend c10d --rdzv_endpoint=$A:$P"\n'
+        f"srun {FLAGS} $start train.py",
+    ),
     "one GPU per task": (
         "invalid device ordinal",
         f"#SBATCH --gpus-per-task=1  MISTAKE\nsrun {FLAGS} python by_local_rank.py",
@@ -109,6 +164,31 @@ CASES = {
         "port 29500",
         "export MASTER_PORT=29500  # MISTAKE",
         "MASTER_PORT=$((61000 + 10#$SLURM_JOB_ID % 4536))",
+    ),
+    "port, unless it is set": (
+        "port 29400",
+        "export MASTER_PORT=${MASTER_PORT:-29400}  # MISTAKE",
+        "export MASTER_PORT=${MASTER_PORT:-$((61000 + 10#$SLURM_JOB_ID % 4536))}",
+    ),
+    "port, for torchrun": (
+        "port 29500",
+        f"srun {FLAGS} torchrun --nnodes=2 --master_port 29500 train.py  # MISTAKE",
+        f'srun {FLAGS} torchrun --nnodes=2 --master_port "$MASTER_PORT" train.py',
+    ),
+    "port, for accelerate": (
+        "port 29500",
+        f"srun {FLAGS} accelerate launch --main_process_port=29500 train.py  # MISTAKE",
+        f"srun {FLAGS} accelerate launch --main_process_port=$MASTER_PORT train.py",
+    ),
+    "port, of an endpoint": (
+        "port 29500",
+        f"srun {FLAGS} torchrun --nnodes=2 --rdzv_endpoint=$head:29500 train.py  # MISTAKE",
+        f"srun {FLAGS} torchrun --nnodes=2 --rdzv_endpoint=$head:0 train.py",
+    ),
+    "port, of an endpoint behind a blank": (
+        "port 29500",
+        f"srun {FLAGS} torchrun --nnodes=2 --rdzv-endpoint ${{hosts[0]}}:29500 train.py  # MISTAKE",
+        f"srun {FLAGS} torchrun --nnodes=2 --rdzv-endpoint ${{hosts[0]}}:$port train.py",
     ),
     "address from a file": (
         "from /etc/hosts",
@@ -253,6 +333,7 @@ CASES = {
 FILES = {
     "by_local_rank.py": "torch.cuda.set_device(local_rank)\n",
     "by_count.py": "torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else local)\n",
+    "by_task.sh": 'export RANK=$SLURM_PROCID\nexec "$@"\n',
     "hears.sh": 'exec "$@"\n',
     "stays.sh": "source .venv/bin/activate\ntorchrun train.py\n",
 }
@@ -301,6 +382,43 @@ def test_cpus_are_counted_for_each_gpu(asked, says, tmp_path, capsys):
     lint_sbatch.main([str(script)])
     found = capsys.readouterr().out
     assert found.startswith(f"{script}:2: {says}") if says else not found
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("--ntasks=8", "asks for 8 tasks: srun python"),
+        ("-n 8", "asks for 8 tasks: srun python"),
+        ("--nodes=2", "asks for 2 nodes: srun python"),
+        ("--ntasks-per-node=4", "asks for 4 tasks: srun python"),
+        ("--ntasks=1", ""),
+    ],
+)
+def test_tasks_are_counted(asked, says, tmp_path, capsys):
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/bash\n#SBATCH {asked}\npython train.py\n")
+    assert lint_sbatch.main([str(script)]) == bool(says)
+    assert says in capsys.readouterr().out
+
+
+def test_a_rank_variable_has_one_finding(tmp_path, capsys):
+    """In double quotes it is 0 in all tasks, so their order does not matter."""
+    double = f'{FIRST}\nsrun {FLAGS} bash -c "RANK=$SLURM_PROCID exec python train.py"'
+    [found] = lint(tmp_path, double, capsys)
+    assert "expanded in the batch shell" in found
+
+
+def test_restarts_of_a_torchrun_that_is_alone_have_another_finding(tmp_path, capsys):
+    [found] = lint(tmp_path, f"srun {FLAGS} torchrun --standalone --max-restarts=3 a.py", capsys)
+    assert "--standalone on 2 nodes" in found
+
+
+def test_a_file_that_srun_starts_is_looked_at_by_itself(tmp_path, capsys):
+    """It has no directives, and its own line is the mistake."""
+    script = tmp_path / "start.sh"
+    script.write_text(f"{FIRST}\nexport RANK=$SLURM_PROCID\nexec python train.py\n")
+    lint_sbatch.main([str(script)])
+    assert capsys.readouterr().out.startswith(f"{script}:2: RANK is SLURM_PROCID")
 
 
 def test_the_folder_of_another_machine_is_not_looked_for(tmp_path, capsys):

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from conftest import LAUNCHERS, REPOSITORY, cells, environment, free_port, run
-from test_launchers import THREE_FILES, copy_file
+from heartbeat import read_beats
+from test_launchers import PLAIN_SCRIPT, THREE_FILES, copy_file
 
 SINGLE, DDP = "local/train_single.py", "distributed/train_ddp.py"
 PREEMPTIBLE = "distributed/train_preemptible.py"
@@ -78,6 +79,8 @@ def test_equal_losses_on_the_cluster(cluster, one_process, mnist, tmp_path):
         ranks, hosts, local_ranks = zip(*sorted(re.findall(place, job.log, re.M)), strict=True)
         assert ranks == tuple("0123") and local_ranks == tuple("0101"), job.log
         assert len(set(hosts)) == 2, job.log
+        beats = read_beats(REPOSITORY / f"log/{job.id}/ranks-0")
+        assert [beat["rank"] for beat in beats] == [0, 1, 2, 3]
 
 
 def reads(folder: Path) -> list[list[int]]:
@@ -143,6 +146,122 @@ def test_resume(script, mnist, tmp_path):
     assert evaluations(second.stdout)[0] == pytest.approx(evaluations(both.stdout)[1], rel=1e-5)
 
 
+@pytest.mark.parametrize("script", [SINGLE, DDP, PREEMPTIBLE])
+def test_what_a_resumed_run_is_told(script, tiny, tmp_path):
+    """Its own learning rate holds, here one that changes nothing. One that ruins the weights in a
+    step, whose loss was still finite, leaves the checkpoint as it was."""
+    path = tmp_path / "checkpoint.pt"
+
+    def train(epochs: int, *options: object):
+        # An epoch is one step.
+        given = ["--data-dir", tiny, "--batch-size", 300, "--checkpoint-dir", tmp_path]
+        return run(sys.executable, script, *given, "--epochs", epochs, *options)
+
+    def weights() -> torch.Tensor:
+        model = torch.load(path, weights_only=True)["model"]
+        return torch.cat([weight.flatten() for weight in model.values()])
+
+    assert train(1).returncode == 0
+    first = weights()
+    again = train(2, "--resume", "--learning-rate", 0)
+    assert again.returncode == 0 and "\nFinished: epoch=2" in again.stdout, again.stderr
+    assert torch.equal(weights(), first)
+
+    bad = train(3, "--resume", "--learning-rate", 1e39, "--log-every", 100)
+    assert bad.returncode == 1 and "the weights are not finite after" in bad.stderr, bad
+    assert f"{path} stays as it was, try a lower --learning-rate" in bad.stderr
+    assert torch.equal(weights(), first)
+
+
+@pytest.mark.parametrize("option", ["--batch-size=60", "--seed=1", "--data-dir="])
+def test_another_order_of_the_data_is_refused(option, tiny, mnist, tmp_path):
+    """A step would be another place in an epoch, or an image would come twice."""
+    train = [sys.executable, PREEMPTIBLE, "--checkpoint-dir", tmp_path, "--epochs", 1]
+    assert run(*train, "--data-dir", tiny).returncode == 0
+    other = f"--data-dir={mnist}" if option == "--data-dir=" else option
+    bad = run(*train, "--data-dir", tiny, "--resume", other)
+    assert bad.returncode == 1 and "Traceback" not in bad.stderr, bad.stderr
+    said = f"{tmp_path}/checkpoint.pt is of a run with {{'batch_size': 64, 'seed': 0, "
+    assert said in bad.stderr and ": pass the same, or choose another" in bad.stderr
+
+
+def test_twice_in_an_interactive_shell(tiny, tmp_path):
+    """Slurm's job id is there, as in `srun --pty bash`, but no launcher's RUN: two runs."""
+    command = [sys.executable, REPOSITORY / SINGLE, "--data-dir", tiny, "--epochs", 1]
+    for _ in range(2):
+        done = run(*command, cwd=tmp_path, env=environment(SLURM_JOB_ID=7))
+        assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("checkpoints/*/checkpoint.pt"))) == 2
+    named = run(*command, cwd=tmp_path, env=environment(SLURM_JOB_ID=7, RUN="7_10-11-12"))
+    assert (tmp_path / "checkpoints/7_10-11-12/checkpoint.pt").exists(), named.stderr
+
+
+@pytest.mark.parametrize("script", [DDP, PREEMPTIBLE])
+def test_what_nobody_sees(script, tiny, tmp_path):
+    """No rank leaves while rank 0 saves, what it saves is synced before it gets its name, and the
+    timer of the start does not end the run five minutes later. A checkpoint is read to the CPU."""
+    train = ["tests/scripts/watched.py", script, "--data-dir", tiny, "--checkpoint-dir", tmp_path]
+    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, SLOW_SAVE=1)
+    for epochs in (1, 2):
+        done = run("./torchrun.sh", *train, "--epochs", epochs, "--resume", env=env)
+        assert done.returncode == 0, done.stderr
+        found = [json.loads(x) for x in re.findall(r"^WATCHED (.*)$", done.stdout, re.M)]
+        assert len(found) == 2, done.stdout
+        for facts in found:
+            assert facts["saved"] and not facts["timer"] and all(facts["synced"])
+            assert facts["loaded_to"] == ["cpu"] * (epochs - 1)
+        assert sum(bool(facts["synced"]) for facts in found) == 1, "rank 0 alone"
+
+
+TASK = {"SLURM_PROCID": 9, "SLURM_LOCALID": 1, "SLURM_STEP_NUM_TASKS": 16}
+BATCH = {"SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NTASKS": 4, "SLURM_STEP_ID": -5}
+RANK = {"RANK": 9, "LOCAL_RANK": 1, "WORLD_SIZE": 16}
+PLACES = [
+    (RANK, "cuda:8", 9, 16, "cuda:1", "nccl"),
+    (RANK | BATCH, "xpu:8", 9, 16, "xpu:1", "xccl"),
+    (TASK, "cuda:8", 9, 16, "cuda:1", "nccl"),
+    # Slurm shows each rank only its own.
+    (TASK, "cuda:1", 9, 16, "cuda:0", "nccl"),
+    # The shell of a job, by Slurm 26.05, and that of salloc.
+    (BATCH, "cuda:8", 0, 1, "cuda:0", "nccl"),
+    ({"SLURM_JOB_ID": 7, "SLURM_NTASKS": 4}, "cuda:8", 0, 1, "cuda:0", "nccl"),
+]
+
+
+@pytest.mark.parametrize("script", [DDP, PREEMPTIBLE])
+@pytest.mark.parametrize(("given", "sees", "rank", "world_size", "device", "backend"), PLACES)
+def test_rank_and_device(script, given, sees, rank, world_size, device, backend):
+    """Before a rank meets the others, on a machine that seems to have GPUs."""
+    env = environment(**given, ACCELERATOR=sees)
+    done = run(sys.executable, "tests/scripts/watched.py", script, env=env)
+    facts = json.loads(done.stdout.removeprefix("WATCHED "))
+    assert (facts["rank"], facts["world_size"]) == (rank, world_size)
+    assert (facts["device"], facts["backend"]) == (device, backend)
+    assert facts["set"] == int(device[-1]) and facts["timer"] and facts["minutes"] == 30
+
+
+@pytest.mark.parametrize("script", [DDP, PREEMPTIBLE])
+def test_bf16(script, tiny, tmp_path):
+    """It rounds in another way than float32."""
+    found = []
+    for precision in ("fp32", "bf16"):
+        train = [sys.executable, script, "--data-dir", tiny, "--log-every", 1, "--epochs", 1]
+        done = run(*train, "--precision", precision, "--checkpoint-dir", tmp_path / precision)
+        assert done.returncode == 0, done.stderr
+        found.append(losses(done.stdout))
+    assert found[0] != found[1] and found[0] == pytest.approx(found[1], rel=0.05)
+
+
+@pytest.mark.parametrize("script", [DDP, PREEMPTIBLE])
+def test_images_per_second(script, tiny, tmp_path):
+    """Two ranks that take half a second for a step, of 64 images, train at most 128."""
+    train = ["tests/scripts/slowly.py", 0.5, script, "--data-dir", tiny, "--epochs", 1]
+    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1)
+    done = run("./torchrun.sh", *train, "--checkpoint-dir", tmp_path, env=env)
+    [rate] = re.findall(r" images_per_second=(\d+) ", done.stdout)
+    assert 30 < int(rate) <= 128, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("script", [SINGLE, DDP])
 def test_full_disk(script, tiny, tmp_path):
     """The second checkpoint has no room: the first stays whole."""
@@ -184,12 +303,15 @@ CANNOT_TRAIN = [
     (DDP, ["--learning-rate", "1e8"], "the loss is "),
     (DDP, ["--log-every", "0"], "--log-every must be 1 or more"),
     (PREEMPTIBLE, ["--save-every", "0"], "--save-every must be 1 or more"),
+    *((x, ["--resume"], "--resume needs --checkpoint-dir") for x in (SINGLE, DDP, PREEMPTIBLE)),
 ]
 
 
 @pytest.mark.parametrize(("script", "arguments", "sentence"), cells(CANNOT_TRAIN, CANNOT_TRAIN[0]))
 def test_one_sentence(script, arguments, sentence, tiny, tmp_path):
-    options = ["--data-dir", tiny, "--checkpoint-dir", tmp_path / "out", *arguments]
+    options = ["--data-dir", tiny, *arguments]
+    if "--resume" not in arguments:
+        options += ["--checkpoint-dir", tmp_path / "out"]
     bad = run(sys.executable, script, *options)
     assert bad.returncode in (1, 2) and sentence in bad.stderr, bad.stderr
     assert "Traceback" not in bad.stderr and not list((tmp_path / "out").glob("*"))
@@ -266,7 +388,7 @@ def test_the_chapter_s_changed_copy(cluster, images, tmp_path):
     """Other data and another model, by chapter 6's diff."""
     chapter = (REPOSITORY / "docs/06_your_own_model_and_data.md").read_text()
     [diff] = re.findall(r"^```diff\n(--- .*?)^```$", chapter, re.M | re.S)
-    for name in (*THREE_FILES["torchrun"], DDP):
+    for name in (*THREE_FILES["torchrun"], *PLAIN_SCRIPT):
         copy_file(name, tmp_path)
     (tmp_path / "diff").write_text(diff)
     patched = run("patch", "--strip=0", "--input=diff", cwd=tmp_path)

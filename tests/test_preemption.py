@@ -58,6 +58,22 @@ def test_one_rank_is_asked(at, stopped, one_process, mnist, tmp_path):  # noqa: 
     assert_same_curve(first.stdout + second.stdout, one_process)
 
 
+def test_a_later_epoch(mnist, tmp_path):
+    """Killed in its second epoch, a run goes on after the last checkpoint of that epoch, with the
+    images that it would have read."""
+    train = ["--data-dir", mnist, "--epochs", 2, "--log-every", 1, "--save-every", 8]
+    whole = on_two_ranks(PREEMPTIBLE, *train, "--checkpoint-dir", tmp_path / "whole")
+    train += ["--checkpoint-dir", tmp_path]
+    killed = on_two_ranks(*HOOKED, *train, KILL_AT=25)
+    assert killed.returncode != 0
+    resumed = on_two_ranks(PREEMPTIBLE, *train, "--resume")
+    assert "\nResumed after step 23\n" in resumed.stdout, resumed.stderr
+    expected = losses(whole.stdout)
+    assert list(losses(resumed.stdout)) == list(expected)[23:]
+    parts = losses(killed.stdout) | losses(resumed.stdout)
+    assert parts == pytest.approx(expected, rel=2e-4)
+
+
 @pytest.mark.matrix
 def test_saved_within_an_epoch(mnist, tmp_path):
     """Killed in its evaluation, a run goes on after its last checkpoint, and evaluates."""
@@ -110,7 +126,8 @@ if [[ $1 == show && -z "$STATE" ]]; then echo "Unable to contact slurm controlle
 if [[ $1 == show ]]; then echo "$STATE Command=/home/me/launch.sh train.py"; fi
 if [[ $1 == requeue && $STATE == *Disabled* ]]; then echo "{}" >&2; exit 1; fi
 """
-CALL = "import sys, preemption; sys.exit(not preemption.requeue('--resume'))"
+CALL = "import sys, preemption; preemption.time.sleep = lambda _: None; "
+CALL += "sys.exit(not preemption.requeue('--resume'))"
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -130,7 +147,51 @@ def test_what_is_requeued(state, tmp_path):
     assert done.returncode == bool(reason)
     calls = (tmp_path / "calls").read_text().splitlines()
     requeues = "RUNNING" in state or "TimeLimit" in state
-    assert calls == ["show job 8_1", *["requeue 8_1"] * requeues]
+    # It is asked five times, in half a minute.
+    assert calls == ["show job 8_1", *["requeue 8_1"] * requeues] * (1 if state else 5)
+
+
+BUSY = """echo "$@" >>calls
+count=$(wc --lines <calls)
+say() { echo "$1" >&2; exit 1; }
+if ((count == 1)); then say "Unable to contact slurm controller (connect failure)"; fi
+if [[ $1 == show ]]; then echo "JobState=RUNNING Restarts=$((count > 5)) "; exit; fi
+if ((count == 3)); then say "Zero Bytes were transmitted or received"; fi
+# It is heard, but not answered.
+if ((count == 5)); then say "Socket timed out on send/recv operation"; fi
+"""
+WITHOUT_SLEEP = """import preemption
+slept = []
+preemption.time.sleep = slept.append
+print(preemption.requeue(), slept)
+"""
+
+
+def test_slurmctld_is_busy(tmp_path):
+    """It is asked again, and a job that it has requeued without an answer is not requeued twice."""
+    stand_ins(tmp_path, {"scontrol": BUSY})
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": REPOSITORY / "distributed"}
+    env = environment(SLURM_JOB_ID=9, **path)
+    done = run(sys.executable, "-c", WITHOUT_SLEEP, cwd=tmp_path, env=env)
+    assert done.stdout == f"{REQUEUED}True [0, 2, 4, 8]\n", done.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == ["show job 9", *["show job 9", "requeue 9"] * 2, "show job 9"]
+
+
+SECOND_CONTROL_C = """import os, signal, preemption
+preemption.listen()
+os.kill(os.getpid(), signal.SIGINT)
+print(preemption.received)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    print("ends")
+"""
+
+
+def test_the_second_control_c_ends_a_run_that_hangs():
+    done = run(sys.executable, "-c", SECOND_CONTROL_C, env=environment(PYTHONPATH="distributed"))
+    assert done.stdout == "True\nends\n", done.stderr
 
 
 def test_in_a_container(tmp_path):

@@ -1,17 +1,34 @@
 """aux/check_ranks.py before a long job, on the real cluster: a fault provoked on one node is one
 sentence from it."""
 
+import json
+import os
 import re
 import resource
+import runpy
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import check_ranks
-from conftest import LAUNCHERS, Cluster, Job, cells, environment, one_rank_a_node, run, stand_ins
+import watch_job
+from conftest import (
+    LAUNCHERS,
+    Cluster,
+    Job,
+    at_once,
+    cells,
+    environment,
+    one_rank_a_node,
+    run,
+    stand_ins,
+)
 
 # On which of the job's two nodes the fault is, how it is made, and the sentence. FOLDER is where
 # checkpoints go, HOSTS a copy of /etc/hosts in which the name of that node (OWN) or of the first
@@ -192,7 +209,142 @@ def test_a_slow_link_is_named(cluster, tmp_path):
     assert "VERDICT: node-12 is bad, submit again with --exclude=node-12" in job.log
 
 
+# --- the verdict ---
+
+
+def four(device: str, **last: object) -> list[dict]:
+    """Ranks of two nodes that are alike, except for the last one."""
+    found = []
+    for i in range(4):
+        its = {"host": f"n{i // 2}", "gpu": f"GPU-{i}", "device": device, "torch": "2.13"}
+        its |= {"TFLOP/s": 10.0, "GB/s": 10.0, "clock": 1000.0, "bad": [], "warnings": []}
+        found.append(its)
+    found[-1] |= last
+    return found
+
+
+SPEEDS = [
+    (device, name, share, bad)
+    for device, shares in {"cuda:0": (0.79, 0.81), "xpu:1": (0.7, 0.9), "cpu": (0.49, 0.51)}.items()
+    for name in ("TFLOP/s", "GB/s")
+    for share, bad in zip(shares, (True, False), strict=True)
+]
+
+
+@pytest.mark.parametrize(("device", "name", "share", "bad"), SPEEDS)
+def test_a_slow_rank(device, name, share, bad):
+    """A GPU with two thirds of the median's speed is bad, and one with 0.9 of it is not."""
+    found = four(device, **{name: 10 * share})
+    check_ranks.compare(found)
+    said = [f"{10 * share:.3f} {name}, and the median is 10.000"] if bad else []
+    assert [its["bad"] for its in found] == [[], [], [], said]
+
+
+@pytest.mark.parametrize("name", ["inside", "between"])
+@pytest.mark.parametrize(
+    ("device", "share", "bad"),
+    [("cuda:0", 0.79, True), ("cuda:0", 0.81, False), ("cpu", 0.09, True), ("cpu", 0.11, False)],
+)
+def test_a_slow_node(name, device, share, bad):
+    """Of three. One of its ranks speaks for it."""
+    found = [*four(device), *four(device)[:2]]
+    for i, its in enumerate(found):
+        its |= {"host": f"n{i // 2}", "gpu": f"GPU-{i}", name: 10 * share if i > 3 else 10.0}
+    check_ranks.compare(found)
+    assert [len(its["bad"]) for its in found] == [0, 0, 0, 0, int(bad), 0]
+
+
+def test_ranks_that_differ():
+    """In their clocks, in their torch, or in nothing although they should."""
+    for seconds, how in ((90, "90 s ahead of"), (-90, "90 s behind"), (6, "6 s ahead of")):
+        found = four("cpu", clock=1000.0 + seconds)
+        check_ranks.compare(found)
+        assert [how in said for said in found[3]["bad"]] == [True], found[3]
+    same = four("cpu", clock=996.0, gpu="", torch="2.12")
+    check_ranks.compare(same)
+    assert same[3]["bad"] == ["different versions of torch: 2.12, rank 0 2.13"]
+    shared, elsewhere = four("cuda:0", gpu="GPU-2"), four("cuda:0", gpu="GPU-0")
+    check_ranks.compare(shared)
+    check_ranks.compare(elsewhere)
+    nameless = [its | {"gpu": "", "bad": []} for its in four("cpu")]
+    check_ranks.compare(nameless)
+    assert not any(its["bad"] for its in nameless)
+    assert shared[3]["bad"] == ["shares a GPU with rank 2: ask for one GPU for each rank"]
+    assert elsewhere[3]["bad"] == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "status", "verdict"),
+    [
+        ([], 0, "all well, 4 ranks started by hand"),
+        ([3], 1, "n1 is bad, submit again with --exclude=n1"),
+        ([2, 3], 1, "n1 is bad, submit again with --exclude=n1"),
+        ([0, 3], 1, "bad on every node, so the cause may be the job: see above"),
+    ],
+)
+def test_the_verdict(bad, status, verdict, capsys):
+    found = four("cpu", right=True, warnings=["odd"])
+    found[0]["all-reduce"] = "1 GB/s"
+    for its in found:
+        its |= {"right": its["host"] == "n0" or not bad}
+    for i in bad:
+        found[i]["bad"].append("is slow")
+    assert check_ranks.report(found, False) == status
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == f"VERDICT: {verdict}"
+    assert "[Rank 3 on n1] warning: odd" in said
+    assert f"1 GB/s, the sum is {'wrong' if bad else 'right'}" in said
+    more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+    assert not bad or f"[Rank {bad[0]} on n{bad[0] // 2}] is slow{more}" in said
+    assert [i for i in range(4) if said[2 + i].endswith("<- bad")] == bad
+
+
 # --- what no machine here has ---
+
+PLACES = [  # GPUs that torch sees, local rank, Slurm's grant; device, fault
+    (8, 3, 8, "xpu:3", ""),
+    (1, 3, 4, "xpu:0", ""),
+    (2, 3, 4, "cpu", "local rank 3 has no GPU: torch sees 2"),
+    (0, 0, 4, "cpu", "Slurm granted 4 GPUs on this node, but torch"),
+    (0, 0, 0, "cpu", ""),
+]
+
+
+@pytest.mark.parametrize(("count", "local_rank", "granted", "device", "fault"), PLACES)
+def test_the_device_of_a_rank(count, local_rank, granted, device, fault, monkeypatch):
+    """By torch.accelerator, so Intel's XPU stands for every kind."""
+    chosen = []
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setattr(check_ranks, "local_rank", local_rank)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", str(granted))
+    found, bad = check_ranks.choose_device("auto")
+    assert str(found) == device and chosen == ([found.index] if found.type == "xpu" else [])
+    assert len(bad) == bool(fault) and all(said.startswith(fault) for said in bad)
+    assert check_ranks.choose_device("cpu") == (torch.device("cpu"), [])
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "0")
+    assert check_ranks.choose_device("auto") == (torch.device("cpu"), [])
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "says"),
+    [
+        (1024, 65536, "may have 1024 files open, 1536 are needed: ulimit -n 1536 before srun"),
+        (1024, 1500, "may have 1024 files open, 1536 are needed: the hard limit is 1500"),
+        (1024, resource.RLIM_INFINITY, "ulimit -n 1536 before srun"),
+        (1536, 1536, ""),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, ""),
+    ],
+)
+def test_open_files(soft, hard, says, monkeypatch):
+    """Of 512 ranks. Under a launcher the limit is the hard one."""
+    monkeypatch.setattr(check_ranks, "world_size", 512)
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (soft, hard))
+    said = [sentence for sentence in check_ranks.limits() if "files" in sentence]
+    assert len(said) == bool(says) and all(says in sentence for sentence in said)
+
 
 XML = """<nvidia_smi_log><driver_version>580.95.05</driver_version>
 <gpu id="00000000:07:00.0">
@@ -280,6 +432,58 @@ def test_what_nccl_s_log_says(tmp_path, monkeypatch, capsys):
     assert read(f"{chosen} IB\n") == ("IB", [])
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_gloo_is_tried_beside_nccl(alone, monkeypatch):
+    """Over an interface that is not there, over one that is, and with a wrong sum."""
+
+    def findings() -> dict:
+        mine = {"right": True, "bad": []}
+        check_ranks.try_gloo(mine, timeout=20)
+        return mine
+
+    assert findings() == {"right": True, "bad": []}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none7")
+    [said] = findings()["bad"]
+    assert re.match(
+        r"gloo's all-reduce, which checkpoints need, fails \(.*none7.*\): set GLOO_S", said
+    )
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(check_ranks, "world_size", 2)
+    assert findings() == {"right": False, "bad": []}
+
+
+@pytest.mark.parametrize(("backend", "tried"), [("gloo", 0), ("cpu:gloo", 1)])
+def test_gloo_is_tried_if_the_ranks_have_another_backend(backend, tried, monkeypatch):
+    store, calls = dist.HashStore(), []
+    store.set("hosts", json.dumps([check_ranks.HOST]))
+    monkeypatch.setattr(dist, "get_default_backend_for_device", lambda device: backend)
+    monkeypatch.setattr(check_ranks, "try_gloo", lambda *arguments: calls.append(arguments))
+    mine = {"bad": []}
+    check_ranks.all_reduce(torch.device("cpu"), store, mine, 20)
+    dist.destroy_process_group()
+    assert mine["bad"] == [] and calls == [(mine, 20)] * tried
+
+
+def test_rank_0_says_what_does_not_end(monkeypatch):
+    said = []
+    monkeypatch.setattr(check_ranks, "stop", said.append)
+    for rank in (0, 1):
+        monkeypatch.setattr(check_ranks, "rank", rank)
+        with check_ranks.watched("it", "look there", -4.8):
+            time.sleep(0.5)
+        with check_ranks.watched("what ends in time", "look there", -4.8):
+            pass
+    time.sleep(0.5)
+    assert said == ["it has not ended within -4.8 s: look for a firewall, or look there"]
+
+
 @pytest.mark.parametrize(("debug", "reads"), [("WARN", True), (None, True), ("INFO", False)])
 def test_nccl_s_log_is_asked_for(debug, reads, tmp_path, monkeypatch):
     """Although env.sh has set NCCL_DEBUG, and not if the user wants to see the log."""
@@ -307,7 +511,7 @@ def test_warnings(tmp_path, monkeypatch):
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(check_ranks, "INFINIBAND", tmp_path)
     monkeypatch.setattr(check_ranks, "ranks_per_node", 4)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (65536, 65536))
     [hidden] = check_ranks.warnings(gpu)
@@ -315,7 +519,7 @@ def test_warnings(tmp_path, monkeypatch):
     (tmp_path / "mlx5_0").mkdir()
     [locked] = check_ranks.warnings(torch.device("cpu"))
     assert "may lock 64 KiB" in locked and "ulimit -l unlimited" in locked
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     infinity = resource.RLIM_INFINITY
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (infinity, infinity))
     assert list(check_ranks.warnings(gpu)) == []
@@ -329,6 +533,84 @@ def test_a_batch_shell_is_one_rank(step, tmp_path):
     done = run(*command, env=environment(**batch))
     assert "VERDICT: all well, 1 ranks started by hand" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0 and done.stderr == ""
+
+
+# --- a bare srun ---
+
+TASK = {"SLURM_STEP_NUM_TASKS": 8, "SLURM_STEP_NUM_NODES": 4, "SLURM_STEP_TASKS_PER_NODE": "2(x4)"}
+TASK |= {"SLURM_PROCID": 1, "SLURM_NODEID": 3, "SLURM_LOCALID": 1}
+BARE = [
+    ({}, (7, 1, 8)),
+    ({"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": 0, "SLURM_STEP_NUM_TASKS": 2}, (1, 1, 2)),
+    ({"SLURM_STEP_TASKS_PER_NODE": "1,2,1(x2)", "SLURM_LOCALID": 0}, (4, 0, 8)),
+    ({"RANK": 5, "LOCAL_RANK": 0, "WORLD_SIZE": 16}, (5, 0, 16)),
+]
+
+
+@pytest.mark.parametrize(("changes", "place"), BARE)
+def test_the_ranks_of_a_bare_srun(changes, place, monkeypatch):
+    """By node, although task 1 is on the last one."""
+    for name, value in (TASK | changes).items():
+        monkeypatch.setenv(name, str(value))
+    its = runpy.run_path(check_ranks.__file__)
+    assert (its["rank"], its["local_rank"], its["world_size"]) == place
+
+
+def test_a_bare_srun_whose_task_0_is_on_the_second_node(cluster, tmp_path):
+    """As with a topology plugin of Slurm 26.05. Rank 0 is on the first node nevertheless."""
+    said = {}
+
+    def scenario(task: int):
+        node = f"node-{2 - task}"
+        place = {"SLURM_PROCID": task, "SLURM_NODEID": 1 - task, "SLURM_LOCALID": 0}
+        place |= {"SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_NUM_NODES": 2}
+        place |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "node-[1-2]"}
+        place |= {"SLURM_JOB_ID": os.getpid(), "SLURM_STEP_ID": 0, "SLURMD_NODENAME": node}
+        variables = [f"{name}={value}" for name, value in place.items()]
+        command = ["aux/check_ranks.py", "--timeout", 30, "--checkpoint-dir", tmp_path]
+        said[node] = cluster.exec("env", *variables, sys.executable, *command, node=node)
+
+    at_once(scenario, [(0,), (1,)])
+    assert said["node-2"].stdout == "", said["node-2"]
+    rows = re.findall(r"^(\d) +0 +(\S+)", said["node-1"].stdout, re.M)
+    assert rows == [("0", "node-1"), ("1", "node-2")], said["node-1"]
+    assert "VERDICT: all well, 2 ranks started by srun" in said["node-1"].stdout
+
+
+def test_watch_job_shows_the_latest_start(tmp_path):
+    """By time: a start by hand is named after a port, and ranks-10 is not older than ranks-2."""
+    for start, age in (("ranks-10", 1), ("ranks-2", 5), ("ranks-9", 30)):
+        folder = tmp_path / "log/local" / start
+        folder.mkdir(parents=True)
+        beat = {"rank": 0, "world_size": 1, "host": start, "time": time.time(), "interval": 2}
+        beat |= {"step": 7, "seconds_in_step": 1.0, "waits": False, "frame": "f", "stack": ["f"]}
+        (folder / "0").write_text(json.dumps(beat))
+        os.utime(folder, 2 * (time.time() - age,))
+    done = run(sys.executable, watch_job.__file__, "local", cwd=tmp_path)
+    assert re.search(r"^   0  ranks-10 +7 ", done.stdout, re.M) and done.returncode == 0, done
+
+
+def test_watch_job_finds_the_ranks_of_a_bare_srun(monkeypatch):
+    """With the numbers that scripts take. A Python of the batch shell is no rank, though it has
+    SLURM_PROCID, nor is a loader worker, nor what watch_job.py has started."""
+    job = os.getpid()
+    batch = environment(SLURM_JOB_ID=job, SLURM_PROCID=0, SLURM_NTASKS=2)
+    task = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": 3, "SLURM_STEP_NUM_TASKS": 2}
+    tasks = [environment(**task, SLURM_PROCID=i, SLURM_NODEID=1 - i) for i in (0, 1)]
+    started = []
+    try:
+        for env in (batch, *tasks, tasks[0]):
+            command = [sys.executable, "-c", "input()"]
+            started.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE))
+            # A process's start is counted in hundredths of a second.
+            time.sleep(0.05)
+        found = watch_job.ranks_here(str(job))
+        monkeypatch.setenv("SLURM_STEP_ID", "3")
+        assert watch_job.ranks_here(str(job)) == []
+    finally:
+        for process in started:
+            process.communicate()
+    assert found == [(i, 2, started[1 + i].pid) for i in (0, 1)]
 
 
 # --- in the long run ---

@@ -289,7 +289,7 @@ def test_files_of_a_copy(clone):
         assert names[1] == LAUNCHERS[launcher]
         assert all((clone / name).is_file() for name in names)
         assert all(name in text for name in names if name != names[1]), launcher
-    scripts = ["distributed/train_ddp.py", "distributed/mnist.py"]
+    scripts = [f"distributed/{name}.py" for name in ("train_ddp", "heartbeat", "mnist")]
     assert {str(path.relative_to(project)) for path in files} == {*named["torchrun"], *scripts}
     assert (project / ".venv/bin/python").exists()
 

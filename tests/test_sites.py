@@ -27,26 +27,25 @@ def without_sizes(tmp_path_factory):
 
 
 SIZES = [
-    # sbatch's options, ranks, threads of a rank
-    (["--gpus-per-node=2", "--cpus-per-gpu=4"], 4, "4"),
-    (["--gpus-per-node=2", "--exclusive"], 4, "4"),
-    (["--gpus-per-node=2"], 4, "1"),
-    (["--gres=gpu:2", "--cpus-per-task=2"], 4, "2"),
-    (["--gpus-per-task=1"], 4, "1"),
-    (["--gpus=2"], 2, "2"),
+    # sbatch's options, ranks, CPUs of a node
+    (["--gpus-per-node=2", "--cpus-per-gpu=4"], 4, 8),
+    (["--gpus-per-node=2", "--exclusive"], 4, 64),
+    (["--gpus-per-node=2"], 4, 2),
+    (["--gres=gpu:2", "--cpus-per-task=2"], 4, 4),
+    (["--gpus-per-task=1"], 4, 2),
+    (["--gpus=2"], 2, 2),
 ]
 
 
-def test_ranks_and_threads_by_every_option(without_sizes, cluster, tmp_path):
-    """Two nodes x two tasks: ranks are GPUs, threads their share of the CPUs."""
+def test_ranks_and_cpus_by_every_option(without_sizes, cluster, tmp_path):
+    """Two nodes x two tasks: ranks are GPUs, and share the CPUs of the node."""
 
-    def scenario(index, options, ranks, threads):
+    def scenario(index, options, ranks, cpus):
         log = f"--output={tmp_path}/{index}"
         job = cluster.sbatch(log, *options, LAUNCHERS["srun"], VARIABLES, cwd=without_sizes)
         assert job.state == "COMPLETED", job.log
         assert [rank["rank"] for rank in job.ranks()] == list(range(ranks)), job.log
-        assert {rank["threads"] for rank in job.ranks()} == {threads}, job.log
-        first = rf"{LAUNCHERS['srun']}: {ranks} ranks on node-\S+, rank 0 at node-"
+        first = rf"{LAUNCHERS['srun']}: {ranks} ranks on node-\S+, rank 0 at node-.*, CPUs {cpus}\n"
         assert re.match(first, job.log), job.log
 
     at_once(scenario, [(index, *case) for index, case in enumerate(SIZES)])

@@ -3,7 +3,7 @@
 import re
 import sys
 
-from conftest import environment, free_port, run
+from conftest import REPOSITORY, environment, free_port, run
 
 
 def job() -> dict[str, str]:
@@ -42,6 +42,31 @@ def test_a_spawned_rank_is_as_under_python(tmp_path):
     for rank in (0, 1):
         said = re.findall(rf"^RANK {rank} (loaded 4950|atexit)$", done.stdout, re.M)
         assert said == ["loaded 4950", "atexit"], done.stdout
+
+
+COUNTS = """
+import os, signal, time
+asked = []
+signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+open(f"ready-{os.environ['RANK']}", "w").close()
+while len([name for name in os.listdir() if name.startswith("ready-")]) < 2:
+    time.sleep(0.1)
+if os.environ["RANK"] == "0":
+    os.kill(os.getppid(), signal.SIGTERM)
+while not asked:
+    time.sleep(0.1)
+time.sleep(3)
+os.write(1, f"RANK {os.environ['RANK']} was asked {len(asked)} times\\n".encode())
+"""
+
+
+def test_a_signal_is_passed_on_once(tmp_path):
+    """A handler that saves must not be entered again while it does."""
+    (tmp_path / "script.py").write_text(COUNTS)
+    spawner = REPOSITORY / "distributed/spawn_ranks.py"
+    done = run(sys.executable, spawner, "script.py", cwd=tmp_path, env=job())
+    said = sorted(re.findall(r"^RANK (.*)$", done.stdout, re.M))
+    assert said == ["0 was asked 1 times", "1 was asked 1 times"], done
 
 
 def test_its_status_is_that_of_the_first_rank_to_fail(tmp_path):

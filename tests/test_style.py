@@ -65,17 +65,6 @@ def test_docker_ignores_what_git_ignores():
     assert {".git", *same} == set(docker)
 
 
-@pytest.mark.parametrize("profile", ["true", "false", "echo $UNSET >/dev/null"])
-def test_modules_are_loaded(profile, tmp_path):
-    """By env.sh's line, even if a site's /etc/profile fails or reads a variable that is not set."""
-    env = (REPOSITORY / "env.sh").read_text()
-    [line] = re.findall(r"^# (set .*? source /etc/profile.*?) +# EDIT", env, re.M)
-    (tmp_path / "profile").write_text(f'module() {{ echo "$@"; }}\n{profile}\n')
-    line = line.replace("/etc/profile", str(tmp_path / "profile"))
-    done = run("bash", "-c", f"set -euo pipefail\n{line}\necho then the job")
-    assert done.stdout == "load cuda/12.8\nthen the job\n" and done.returncode == 0, done.stderr
-
-
 def test_in_the_background():
     """`make test &`: a shell without job control starts it with SIGINT ignored, which a cluster
     would inherit."""

@@ -487,7 +487,7 @@ def test_context_of_a_task(laptop, options, nodes, size):
 
 
 def test_tasks_without_a_launcher():
-    four = environment(SLURM_JOB_ID=7, SLURM_STEP_ID=0, SLURM_NTASKS=4)
+    four = environment(SLURM_JOB_ID=7, SLURM_STEP_NUM_TASKS=4)
     one_sentence(run(sys.executable, TASK, env=four), "srun started 4 tasks, and each would")
 
 

@@ -32,21 +32,25 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace):
-    # A launcher sets RANK, LOCAL_RANK and WORLD_SIZE. In a step of srun without a launcher there
-    # are Slurm's own numbers. Any other process is the only one.
-    slurm = os.environ if 0 <= int(os.environ.get("SLURM_STEP_ID", -1)) < 2**31 else {}
-    rank = int(os.environ.get("RANK", slurm.get("SLURM_PROCID", 0)))
-    local_rank = int(os.environ.get("LOCAL_RANK", slurm.get("SLURM_LOCALID", 0)))
-    world_size = int(os.environ.get("WORLD_SIZE", slurm.get("SLURM_NTASKS", 1)))
+    # A launcher sets RANK, LOCAL_RANK (the number on this node) and WORLD_SIZE. A bare srun sets
+    # its own, and any other process is alone: only srun's tasks have SLURM_STEP_NUM_TASKS.
+    env = os.environ
+    rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
+    local_rank = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", 0)))
+    world_size = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", 1)))
     if world_size == 1:
         remedy = "use a launcher or ./torchrun.sh"
         sys.exit(f"allreduce.py: one rank has nobody to reduce with: {remedy}")
     device = torch.device("cpu")
-    if args.device == "auto" and torch.cuda.is_available():
-        device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
-        torch.cuda.set_device(device)
+    # CUDA, ROCm or XPU. Apple's MPS has no collectives.
+    if args.device == "auto" and torch.accelerator.is_available() and sys.platform != "darwin":
+        # GPU number local_rank. If Slurm shows each rank only its own, that is number 0.
+        number = local_rank if torch.accelerator.device_count() > 1 else 0
+        torch.accelerator.set_device_index(number)
+        device = torch.device(torch.accelerator.current_accelerator().type, number)
     faulthandler.dump_traceback_later(300, exit=True)
-    backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    backend = dist.get_default_backend_for_device(device)
+    gpu = None if device.type == "cpu" else device
     dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=gpu)
 
     hosts = [None] * dist.get_world_size()
@@ -54,7 +58,7 @@ def main(args: argparse.Namespace):
     nodes = [[r for r, host in enumerate(hosts) if host == node] for node in dict.fromkeys(hosts)]
     faulthandler.cancel_dump_traceback_later()
     if dist.get_rank() == 0:
-        where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+        where = "CPU" if gpu is None else torch.get_device_module(device).get_device_name()
         print(f"{dist.get_backend()} on {where}, torch {torch.__version__}, {len(nodes)} nodes")
     if len(nodes) > 1 and len(nodes[0]) > 1:
         mine, _ = dist.new_subgroups_by_enumeration(nodes)
@@ -95,19 +99,15 @@ def measure(args: argparse.Namespace, device: torch.device, group, name: str):
 def time_calls(calls: int, tensor: torch.Tensor, group) -> float:
     """Seconds of one call, averaged over the calls and over all ranks of the job."""
     dist.barrier()
-    synchronize(tensor)
+    gpu = torch.get_device_module(tensor.device)
+    gpu.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
         dist.all_reduce(tensor, group=group)
-    synchronize(tensor)
+    gpu.synchronize()
     mean = torch.tensor((time.perf_counter() - start) / calls, device=tensor.device)
     dist.all_reduce(mean)
     return mean.item() / dist.get_world_size()
-
-
-def synchronize(tensor: torch.Tensor):
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ A requeued job is as fast as it can, unless the variable ALWAYS is set, because 
 has happened. LATE says how many seconds the ranks sleep once they listen for signals. With
 SLOW_SAVE rank 0 takes so many seconds more for each checkpoint, and with LONG_STEP step number N
 takes five, and every rank prints "In step N" before. TERM_AT says in which step rank 1, and no
-other, gets SIGTERM. With HOLD the checkpoint of step N of train_fsdp.py or train_tp.py is not
-written as long as there is a file HOLD/N. The rank that STUCK names stays for ever in step 8. With
-KILL an evaluation of train_preemptible.py kills its process. Into the folder READS each rank writes
-a line for each batch of MNIST: the numbers of its images.
+other, gets SIGTERM, and KILL_AT in which step of the run it is killed. With HOLD the checkpoint of
+step N of train_fsdp.py or train_tp.py is not written as long as there is a file HOLD/N. The rank
+that STUCK names stays for ever in step 8. With KILL an evaluation of train_preemptible.py kills its
+process. Into the folder READS each rank writes a line for each batch of MNIST: the numbers of its
+images.
 """
 
 import os
@@ -104,6 +105,8 @@ def slow_down_any_script():
         for step, batch in enumerate(load(self), start=done + 1):
             if trains:
                 delay(step)
+                if str(step) == env.get("KILL_AT") and env.get("RANK") == "1":
+                    os.kill(os.getpid(), signal.SIGKILL)
             yield batch
 
     def recorded(self, numbers):

@@ -6,6 +6,7 @@ status 3.
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -20,7 +21,11 @@ given = {
     "host": env["SLURMD_NODENAME"],
     "process": os.getpid(),
     "job": env["SLURM_JOB_ID"],
+    "run": env["RUN"],
+    "local_world_size": int(env["LOCAL_WORLD_SIZE"]),
     "threads": env.get("OMP_NUM_THREADS"),
+    "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+    "recorder": env["TORCH_FR_DUMP_TEMP_FILE"],
     "cuda": env.get("CUDA_VISIBLE_DEVICES"),
     "cpus": sorted(os.sched_getaffinity(0)),
     "path": env["PATH"],

@@ -1,0 +1,89 @@
+"""Runs a train script with its arguments as it stands, and prints one line of JSON at its end:
+whether its timer of faulthandler still runs, where its checkpoint was loaded to, whether what it
+saved was synced before it got its name, and whether the checkpoint was there when this rank ended.
+
+With SLOW_SAVE rank 0 takes so many seconds more for each checkpoint. With ACCELERATOR, for example
+cuda:8, torch sees so many of these devices, and the script ends where it would meet the others.
+"""
+
+import faulthandler
+import json
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+env = os.environ
+facts: dict = {"timer": False, "loaded_to": [], "synced": []}
+saved_since_sync: set[str] = set()
+
+
+def say():
+    # One write, so that lines of several ranks do not mix.
+    os.write(1, f"WATCHED {json.dumps(facts)}\n".encode())
+
+
+def start_timer(*_, **__):
+    facts["timer"] = True
+
+
+def cancel_timer():
+    facts["timer"] = False
+
+
+def meet(backend: str, rank: int, world_size: int, timeout, device_id):
+    facts.update(backend=backend, rank=rank, world_size=world_size, device=str(device_id))
+    facts.update(minutes=timeout.total_seconds() / 60)
+    say()
+    leave(0)
+
+
+def save(state: dict, file, *arguments):
+    if env.get("RANK", "0") == "0":
+        time.sleep(float(env.get("SLOW_SAVE", 0)))
+    saved_since_sync.add("a file")
+    torch_save(state, file, *arguments)
+
+
+def sync(number: int):
+    saved_since_sync.clear()
+    os_sync(number)
+
+
+def rename(old, new):
+    facts["synced"].append(not saved_since_sync)
+    os_rename(old, new)
+
+
+def load(path, map_location=None, **options):
+    facts["loaded_to"].append(str(map_location))
+    return torch_load(path, map_location=map_location, **options)
+
+
+def end(status: int):
+    folder = sys.argv[sys.argv.index("--checkpoint-dir") + 1]
+    facts["saved"] = Path(folder, "checkpoint.pt").exists()
+    say()
+    leave(status)
+
+
+leave, torch_save, torch_load = os._exit, torch.save, torch.load
+os_sync, os_rename = os.fsync, os.replace
+faulthandler.dump_traceback_later = start_timer
+faulthandler.cancel_dump_traceback_later = cancel_timer
+os._exit, torch.save, torch.load, os.fsync, os.replace = end, save, load, sync, rename
+if "ACCELERATOR" in env:
+    kind, count = env["ACCELERATOR"].split(":")
+    torch.accelerator.is_available = lambda: True
+    torch.accelerator.device_count = lambda: int(count)
+    torch.accelerator.current_accelerator = lambda: torch.device(kind)
+    torch.accelerator.set_device_index = lambda index: facts.update(set=index)
+    dist.init_process_group = meet
+
+del sys.argv[0]
+sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+runpy.run_path(sys.argv[0], run_name="__main__")
