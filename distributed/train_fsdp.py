@@ -42,10 +42,11 @@ from transformer import SIZES, Transformer, peak_flops  # EDIT: your model
 
 # --- arguments ---
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-parser.add_argument("--size", choices=SIZES, default="cpu", help="what these options are without:")
+help = "sets the defaults of the options below, whose help lists them in this order"
+parser.add_argument("--size", choices=SIZES, default="cpu", help=help)
 for name, value in SIZES["cpu"].items():
     by_size = ", ".join(str(size[name]) for size in SIZES.values())
-    parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=f"{by_size}")
+    parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=by_size)
 help = "go on from GPT-2's weights: config.json and model.safetensors as transformers saves them"
 parser.add_argument("--init-from", type=Path, metavar="FOLDER", help=help)
 help = "so many neighbouring ranks hold the model between them, and other groups have copies of it "
@@ -235,8 +236,9 @@ if shard == 1 and world_size > 1:
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16 and shard == 1)
 matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
 vectors = [weight for weight in model.parameters() if weight.dim() < 2]
-groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-optimizer = torch.optim.AdamW(groups, args.learning_rate, betas=(0.9, args.beta2), fused=True)
+decay = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+# fused: one kernel updates all weights.
+optimizer = torch.optim.AdamW(decay, args.learning_rate, betas=(0.9, args.beta2), fused=True)
 
 
 def learning_rate(step: int) -> float:
@@ -274,9 +276,10 @@ def evaluate(step: int):
     batches = token_files.fixed_batches(val_windows, args.eval_windows, rows, data_rank, data_ranks)
     for tokens, targets in batches:
         heartbeat.alive()
+        tokens, targets = tokens.to(device), targets.to(device)
         with torch.no_grad(), autocast:
-            loss = loss_of(model(tokens.to(device)), targets.to(device), reduction="sum")
-        sums += torch.stack((loss, (targets >= 0).sum().to(device)))
+            loss = loss_of(model(tokens), targets, reduction="sum")
+        sums += torch.stack((loss, (targets >= 0).sum()))
     dist.all_reduce(sums)
     log(f"step={step}/{args.steps} val_loss={(sums[0] / sums[1]).item():.6f}")
     model.train()

@@ -42,10 +42,11 @@ from transformer import SIZES, Transformer, peak_flops  # EDIT: your model
 
 # --- arguments ---
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-parser.add_argument("--size", choices=SIZES, default="cpu", help="what these options are without:")
+help = "sets the defaults of the options below, whose help lists them in this order"
+parser.add_argument("--size", choices=SIZES, default="cpu", help=help)
 for name, value in SIZES["cpu"].items():
     by_size = ", ".join(str(size[name]) for size in SIZES.values())
-    parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=f"{by_size}")
+    parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=by_size)
 help = "go on from GPT-2's weights: config.json and model.safetensors as transformers saves them"
 parser.add_argument("--init-from", type=Path, metavar="FOLDER", help=help)
 help = "so many neighbouring ranks of a node are a group (default: 2, or 1 in one process)"
@@ -148,12 +149,12 @@ def log(text: str):
 if fault := token_files.missing_data(args.data_dir, args.context):
     sys.exit(fault)
 size = args.tensor_parallel or min(world_size, 2)
-groups = world_size // size
+copies = world_size // size
 if world_size % size or args.heads % size or (args.sequence_parallel and args.context % size):
     also = ", and --context with --sequence-parallel"
     sys.exit(f"--tensor-parallel must divide {world_size} (ranks) and {args.heads} (--heads){also}")
-if args.batch_size % (groups * args.accumulation) != 0:
-    parts = f"{groups} (groups) x {args.accumulation} (--accumulation)"
+if args.batch_size % (copies * args.accumulation) != 0:
+    parts = f"{copies} (copies) x {args.accumulation} (--accumulation)"
     sys.exit(f"--batch-size must be a multiple of {parts}")
 vocabulary = token_files.read_vocabulary(args.data_dir)
 train_windows = token_files.windows(args.data_dir, "train", args.context)
@@ -161,7 +162,7 @@ val_windows = token_files.windows(args.data_dir, "val", args.context)
 # The ranks of a group have the same sequences, and the same activations between the layers. There
 # they must drop the same ones, or copies of the norms' weights would drift apart. Attention's
 # dropout is each rank's own (with_own_dropout), and with --sequence-parallel all dropout is.
-data_rank, data_ranks = rank // size, groups
+data_rank, data_ranks = rank // size, copies
 dropout_rank = rank if args.sequence_parallel else data_rank
 
 
@@ -210,7 +211,7 @@ if compiled:
     for block in layers:
         block.layer = torch.compile(block.layer)
 # A row of the mesh is a group. A column has the same part of every copy of the model.
-mesh = init_device_mesh(device.type, (groups, size), mesh_dim_names=("data", "tensor"))
+mesh = init_device_mesh(device.type, (copies, size), mesh_dim_names=("data", "tensor"))
 log(f"Device mesh: {mesh}")
 if 1 < size < world_size:
     mesh._flatten("all")  # so that DTensor sums the gradient's norm over both dimensions at once
@@ -219,7 +220,7 @@ model.tie()  # parallelize_module made two parameters out of one
 if args.dropout:
     for block in layers:
         block.attention.attend = with_own_dropout(block.attention.attend, rank % size)
-if groups > 1:
+if copies > 1:
     dtype = torch.bfloat16 if bf16 else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for part in (*layers, model):
@@ -239,11 +240,12 @@ for name, weight in model.named_parameters():
     with torch.no_grad():
         weight.copy_(whole)
 # FSDP's policy casts to bfloat16; without FSDP autocast does.
-autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16 and groups == 1)
+autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16 and copies == 1)
 matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
 vectors = [weight for weight in model.parameters() if weight.dim() < 2]
-groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-optimizer = torch.optim.AdamW(groups, args.learning_rate, betas=(0.9, args.beta2), fused=True)
+decay = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+# fused: one kernel updates all weights.
+optimizer = torch.optim.AdamW(decay, args.learning_rate, betas=(0.9, args.beta2), fused=True)
 
 
 def learning_rate(step: int) -> float:
@@ -281,9 +283,10 @@ def evaluate(step: int):
     batches = token_files.fixed_batches(val_windows, args.eval_windows, rows, data_rank, data_ranks)
     for tokens, targets in batches:
         heartbeat.alive()
+        tokens, targets = tokens.to(device), targets.to(device)
         with torch.no_grad(), loss_parallel(), autocast:
-            loss = loss_of(model(tokens.to(device)), targets.to(device), reduction="sum")
-        sums += torch.stack((whole_loss(loss), (targets >= 0).sum().to(device)))
+            loss = loss_of(model(tokens), targets, reduction="sum")
+        sums += torch.stack((whole_loss(loss), (targets >= 0).sum()))
     dist.all_reduce(sums)
     log(f"step={step}/{args.steps} val_loss={(sums[0] / sums[1]).item():.6f}")
     model.train()

@@ -12,9 +12,10 @@ import checkpoint
 from conftest import REPOSITORY, environment, run
 
 GUEST = (REPOSITORY / "tests/guests/with_fsdp.py").read_text()
-# The five lines, and a loop that knows which step it takes.
+# The five lines, seeds, and a loop that knows which step it takes.
 LINES = {
     "import torch\n": "import sys, checkpoint, torch\n",
+    "\nmodel =": "\ntorch.manual_seed(0)\nmodel =",
     "lr=0.01)\n": "lr=0.01)\n"
     "runs = checkpoint.Folder(sys.argv[1])\n"
     "first = runs.load(model, optimizer)\n",

@@ -413,7 +413,7 @@ BAD = [
     ("train_fsdp.py --data-dir /nowhere", "no prepared text at /nowhere/vocabulary.json"),
     ("train_tp.py --tensor-parallel 3", "--tensor-parallel must divide 2 (ranks) and 4 (--heads)"),
     ("train_tp.py --context 15 --sequence-parallel", "--context with --sequence-parallel"),
-    ("train_tp.py --accumulation 3", "a multiple of 1 (groups) x 3 (--accumulation)"),
+    ("train_tp.py --accumulation 3", "a multiple of 1 (copies) x 3 (--accumulation)"),
     ("train_tp.py --checkpoint-dir {}", "has checkpoints: pass --resume, or choose another"),
 ]
 
