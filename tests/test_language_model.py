@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import checkpoint
 import token_files
@@ -281,6 +282,30 @@ def test_the_command_line_holds_after_a_resume(trained, text, tmp_path):
     rate = 0.002 * (0.55 + 0.45 * math.cos(math.pi * (10 - WARMUP_STEPS) / (25 - WARMUP_STEPS)))
     assert values(done.stdout, "learning_rate")[11] == pytest.approx(rate, rel=1e-3)
     assert values(done.stdout)[11] == pytest.approx(values(trained["fsdp 4"][1])[11], abs=0.01)
+
+
+def test_one_rank_is_asked_to_stop(text, tmp_path):
+    """All save at the next step at which they agree, and evaluate when they resume, for which Slurm
+    may not leave time before. With dropout, losses and weights are those of an uninterrupted run."""
+    logs = []
+    for folder, options in (("whole", {}), ("out", {"TERM_AT": 3}), ("out", {})):
+        command = ["./torchrun.sh", "tests/scripts/slowly.py", 0, "distributed/train_fsdp.py"]
+        command += [*FLAGS, "--data-dir", text, "--checkpoint-dir", tmp_path / folder]
+        command += ["--dropout", 0.2, "--steps", 14, "--eval-every", 5, "--resume"]
+        env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, **options)
+        done = run(*command, env=env)
+        assert done.returncode == 0, done.stderr
+        logs.append(done.stdout)
+    whole, stopped, resumed = logs
+    assert stopped.endswith("\nStopped after step 10, saved\n")
+    assert list(values(stopped, "val_loss")) == [5] and "\nResumed after step 10\n" in resumed
+    for name in ("loss", "val_loss"):
+        assert values(stopped, name) | values(resumed, name) == values(whole, name)
+    models = []
+    for folder in ("whole", "out"):
+        dcp_to_torch_save(tmp_path / folder / "step_14", tmp_path / "model.pt")
+        models.append(torch.load(tmp_path / "model.pt", weights_only=False)["model"])
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
 CHANGED = [("--seed 1", "seed 0, not 1"), ("--batch-size 4", "batch_size 8, not 4")]
