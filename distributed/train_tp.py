@@ -188,6 +188,8 @@ multiple = args.pad_vocabulary
 sizes["vocabulary"] = math.ceil(vocabulary["tokenizer"]["size"] / multiple) * multiple
 if args.init_from:
     sizes |= {"vocabulary": args.vocabulary, "gpt2": True}
+if vocabulary["tokenizer"]["size"] > sizes["vocabulary"]:
+    sys.exit(f"the text has more than the {sizes['vocabulary']} tokens that {args.init_from} knows")
 with torch.device("meta"):  # without memory, because no rank is to hold it whole
     model = Transformer(**sizes, dropout=args.dropout)  # EDIT: your model
 for block in model.blocks:

@@ -285,8 +285,8 @@ def test_the_command_line_holds_after_a_resume(trained, text, tmp_path):
 
 
 def test_one_rank_is_asked_to_stop(text, tmp_path):
-    """All save at the next step at which they agree, and evaluate when they resume, for which Slurm
-    may not leave time before. With dropout, losses and weights are those of an uninterrupted run."""
+    """All save when they next agree, and evaluate when they resume, for which Slurm may not leave
+    time before. With dropout, losses and weights are those of an uninterrupted run."""
     logs = []
     for folder, options in (("whole", {}), ("out", {"TERM_AT": 3}), ("out", {})):
         command = ["./torchrun.sh", "tests/scripts/slowly.py", 0, "distributed/train_fsdp.py"]
