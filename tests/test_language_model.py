@@ -46,13 +46,12 @@ def values(log: str, name: str = "loss") -> dict[int, float]:
 # --- equality ---
 
 
-def train_dense(folder: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+@pytest.fixture(scope="session")
+def dense(text) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, gradient norms and final weights of a plain loop: one process, no split, unfused
     AdamW."""
-    vocabulary = token_files.read_vocabulary(folder)["tokenizer"]["size"]
-    data = torch.frombuffer(
-        bytearray((folder / "train.bin").read_bytes()), dtype=torch.uint8
-    ).long()
+    vocabulary = token_files.read_vocabulary(text)["tokenizer"]["size"]
+    data = torch.frombuffer(bytearray((text / "train.bin").read_bytes()), dtype=torch.uint8).long()
     model = Transformer(vocabulary, **SIZES)
     for name, weight in model.named_parameters():
         weight.data = model.draw(name, seed=0)
@@ -83,11 +82,11 @@ def train_dense(folder: Path) -> tuple[list[float], list[float], dict[str, torch
 
 
 @pytest.fixture(scope="session")
-def splits(text, tmp_path_factory) -> dict:
+def splits(dense, text, tmp_path_factory) -> dict:
     """What tests/scripts/language_model.py finds of every split, on two and on four ranks, and
     of the dense loop."""
     folder = tmp_path_factory.mktemp("splits")
-    losses, norms, weights = train_dense(text)
+    losses, norms, weights = dense
     torch.save(weights, folder / "dense.pt")
     found = {"dense": {"losses": losses, "norms": norms}}
     for ranks in (2, 4):
@@ -238,8 +237,8 @@ def trained(text, tmp_path_factory) -> dict[str, tuple[Path, str]]:
     return runs
 
 
-def test_scripts_agree(trained, splits):
-    expected = pytest.approx(splits["dense"]["losses"], abs=3e-6)
+def test_scripts_agree(trained, dense):
+    expected = pytest.approx(dense[0], abs=3e-6)
     logs = [log for _, log in trained.values()]
     assert [list(values(log).values()) == expected for log in logs] == [True, True]
     first, second = (values(log, "val_loss") for log in logs)
@@ -346,7 +345,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("script", ["train_fsdp.py", "train_tp.py"])
-def test_what_the_log_says(splits, text, tmp_path, script):
+def test_what_the_log_says(dense, text, tmp_path, script):
     """The mean over the steps since the last line and over the ranks; mfu of all of them; the
     loss of five evenly spread windows, which fill no batch; and no timer that ends the run."""
     (tmp_path / "watched.py").write_text(WATCHED)
@@ -358,7 +357,7 @@ def test_what_the_log_says(splits, text, tmp_path, script):
     assert done.stdout.count("pending []\n") == done.stdout.count("timeout 0:30:00\n") == 2
     vocabulary = token_files.read_vocabulary(text)["tokenizer"]["size"]
     model = Transformer(vocabulary, **SIZES)
-    losses = splits["dense"]["losses"]
+    losses = dense[0]
     # A run of ten steps has another learning rate after its warm-up.
     assert values(done.stdout)[4] == pytest.approx(sum(losses[:4]) / 4, abs=3e-6)
     assert list(values(done.stdout)) == [4, 8, 10]
@@ -489,14 +488,13 @@ COMPILED += [("train_tp.py --sequence-parallel", 2), ("train_tp.py --activation-
 
 
 @pytest.mark.parametrize(("command", "ranks"), cells(COMPILED))
-def test_compiled_is_equal(command, ranks, splits, text, tmp_path, monkeypatch):
+def test_compiled_is_equal(command, ranks, dense, text, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     script, *flags = command.split()
     done = train(script, ranks, text, tmp_path, "--compile", *flags, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "Compiled: True" in done.stdout
-    expected = pytest.approx(splits["dense"]["losses"], abs=3e-6)
-    assert list(values(done.stdout).values()) == expected
+    assert list(values(done.stdout).values()) == pytest.approx(dense[0], abs=3e-6)
 
 
 # --- on the cluster ---
@@ -505,9 +503,9 @@ TWO = [("torchrun", "train_fsdp.py --shard 2"), ("spawn", "train_tp.py")]
 
 
 @pytest.mark.parametrize(("launcher", "script"), cells(TWO, TWO[0]))
-def test_launchers_give_the_same_losses(script, launcher, cluster, splits, text, tmp_path):
+def test_launchers_give_the_same_losses(script, launcher, cluster, dense, text, tmp_path):
     """Two nodes with two ranks each, which hold a model between them."""
     command = [LAUNCHERS[launcher], *f"distributed/{script}".split(), *FLAGS, "--data-dir", text]
     job = cluster.sbatch(f"--output={tmp_path}/log", *command, "--checkpoint-dir", tmp_path / "out")
     assert job.state == "COMPLETED", job.log
-    assert list(values(job.log).values()) == pytest.approx(splits["dense"]["losses"], abs=1e-5)
+    assert list(values(job.log).values()) == pytest.approx(dense[0], abs=1e-5)
