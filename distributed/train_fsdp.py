@@ -261,6 +261,8 @@ if not args.resume and checkpoint.steps(folder):
 about = {"sizes": sizes, "batch_size": args.batch_size, "seed": args.seed}
 about |= {"data": vocabulary["id"], "tokenizer": vocabulary["tokenizer"]}
 runs = checkpoint.Folder(folder, args.keep, about)
+# A load and the first step, which compiles, may take ten minutes.
+heartbeat.alive(600)
 first = runs.load(model, optimizer)
 if args.resume:
     log(f"Resumed after step {first}" if first else f"No checkpoint in {runs.path}")
