@@ -30,7 +30,6 @@ from draw_digits import draw_digits
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))
 import mnist
-from resilience import checksums
 from token_files import hugging_face_tokenizer, text_functions, unit_of
 
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare"
@@ -55,9 +54,18 @@ def written_whole(folder: Path, last: str) -> Iterator[Path]:
             path.replace(folder / path.name)
 
 
+def sha256(path: Path) -> str:
+    """The checksum of a file of any size, in hexadecimal. Raises OSError."""
+    checksum = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 24):
+            checksum.update(part)
+    return checksum.hexdigest()
+
+
 def sums_of(*paths: Path) -> bytes:
     """The content of SHA256SUMS for these files."""
-    return "".join(f"{checksums.sha256(path)}  {path.name}\n" for path in paths).encode()
+    return "".join(f"{sha256(path)}  {path.name}\n" for path in paths).encode()
 
 
 # --- MNIST ---
@@ -211,7 +219,7 @@ def prepare_text(folder: Path, synthetic: bool, files: list[Path], tokenizer: st
             download_shakespeare(folder)
 
     # Written again if the text or the tokenizer has changed.
-    parts = [checksums.sha256(path) for path in (Path(tokenizer), *files) if path.is_file()]
+    parts = [sha256(path) for path in (Path(tokenizer), *files) if path.is_file()]
     identity = hashlib.sha256(" ".join([Path(tokenizer).name, *parts]).encode()).hexdigest()
     if held.get("id") != identity:
         write_tokens(folder, source, files, tokenizer, identity)

@@ -21,8 +21,9 @@ import functools
 import inspect
 import json
 import os
+import re
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,14 +116,19 @@ def task(**resources: str | int) -> Callable[[Callable], Callable]:
     return decorate
 
 
+def whole_number(text: str) -> int:
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", text):
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def parse_submission(resources: dict[str, str | int]) -> Namespace:
     """The options of the submission, which it removes from sys.argv. `options` of the result are
     sbatch's."""
     import submit
-    from resilience.arguments import ArgumentParser, whole_number
 
     description = "Submits the script as a job. Its own arguments: --help without --submit."
-    parser = ArgumentParser(description=description)
+    parser = submit.ArgumentParser(description=description)
     parser.add_argument("--submit", action="store_true", help="submit a job")
     submit.add_options(parser)
     names = {"nodes": 1, "gpus_per_node": None} | resources
@@ -132,7 +138,7 @@ def parse_submission(resources: dict[str, str | int]) -> Namespace:
         help = f"sbatch's option (default, from @task: {default})"
         if name in ("nodes", "ntasks", "ntasks_per_node"):
             # As text, so that the parser also checks the numbers of @task
-            parser.add_argument(option, default=str(value), type=whole_number(1), help=help)
+            parser.add_argument(option, default=str(value), type=whole_number, help=help)
         else:
             parser.add_argument(option, default=value, help=help)
     args, sys.argv[1:] = parser.parse_known_args()

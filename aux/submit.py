@@ -14,6 +14,7 @@ not copied, except those that the Slurmfile names. A broken connection does not 
 --follow, --wait and --fetch return its exit status.
 """
 
+import argparse
 import os
 import re
 import shlex
@@ -27,9 +28,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
-
-from resilience.arguments import ArgumentParser
 from submission import container, jobs, remote, slurmfile
 from submission.slurmfile import fail
 
@@ -39,6 +37,19 @@ USAGE = """submit.py --env NAME [options] [sbatch options] LAUNCHER [ARGUMENT ..
 REFUSED = r"--(array|clusters|test-only|wrap)(=|$)|-[aM]"
 
 # --- arguments ---
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse, except that an error is one sentence."""
+
+    def __init__(self, **options):
+        text = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, formatter_class=text, **options)
+
+    def error(self, message: str):
+        # The message may quote control characters, which a terminal would obey.
+        shown = "".join(character if character.isprintable() else " " for character in message)
+        self.exit(2, f"{self.prog}: {shown} (--help lists the arguments)\n")
 
 
 def add_options(parser: ArgumentParser):

@@ -32,8 +32,8 @@ RUNNING: list[subprocess.Popen] = []
 VOCABULARY = 50257  # GPT-2's, which is no multiple of 64
 PADDED = "--size gpt2 --batch-size 32"
 SPEED = {
-    "gpt2, eager": f"{PADDED} --no-pad-vocabulary --no-compile",
-    "gpt2": f"{PADDED} --no-pad-vocabulary",
+    "gpt2, eager": f"{PADDED} --pad-vocabulary 1 --no-compile",
+    "gpt2": f"{PADDED} --pad-vocabulary 1",
     "gpt2, padded vocabulary": PADDED,
     "1b, padded vocabulary, recomputed": "--size 1b --batch-size 8 --activation-checkpointing",
     "gpt2, eager, FSDP of one rank": f"{PADDED} --no-compile",
@@ -41,7 +41,7 @@ SPEED = {
 }
 TINY = "--layers 2 --heads 4 --width 64 --context 32 --batch-size 8"
 # Small enough for the dry run on a CPU.
-SPEED_OF_CPU = {"eager": TINY, "padded, FSDP of one rank": f"{TINY} --pad-vocabulary"}
+SPEED_OF_CPU = {"eager": TINY, "padded, FSDP of one rank": f"{TINY} --pad-vocabulary 64"}
 HANG = """
 import datetime, torch, torch.distributed as dist
 torch.cuda.set_device(0)
@@ -125,7 +125,7 @@ class Report:
         self.folder = folder
         self.device = "--device cpu" if self.cpu else ""
         script = f"distributed/train_fsdp.py --data-dir {folder}/tokens {self.device}"
-        self.script = f"{script} --eval-windows 8 --eval-every 100000 --checkpoint-every 100000"
+        self.script = f"{script} --eval-windows 8 --eval-every 100000 --save-every 100000"
         self.fsdp = f"{PYTHON} {self.script}"
         self.size = TINY if self.cpu else PADDED
 
@@ -189,7 +189,8 @@ class Report:
         for device in ["cpu"] if self.cpu else ["cpu", "cuda"]:
             options = f"{TINY} --precision fp32 --no-compile --dropout 0 --steps 5 --log-every 1"
             folder = f"--checkpoint-dir {self.folder}/losses-{device}"
-            command = f"{self.fsdp} {options} {folder} --device {device}"
+            where = "--device cpu" if device == "cpu" else ""
+            command = f"{self.fsdp} {options} {folder} {where}"
             _, output, _ = run(command, 60, NVIDIA_TF32_OVERRIDE=0)
             found[device] = re.findall(r"^step=.* loss=(\S+)", output, re.M) or [output[-500:]]
         return block("\n".join(f"{device:5}{' '.join(losses)}" for device, losses in found.items()))
@@ -226,7 +227,9 @@ class Report:
         """Two ranks on one GPU: with NCCL they are refused, with gloo they train."""
         ddp = f"{self.device} --data-dir {self.folder}/mnist --epochs 1 --log-every 50"
         fsdp = f"{self.script} {TINY} --steps 5"
-        gloo = self.changed("distributed/train_ddp.py", '("nccl", device)', '("gloo", device)')
+        gloo = self.changed(
+            "distributed/train_ddp.py", "dist.get_default_backend_for_device(device)", '"gloo"'
+        )
         commands = {
             "train_ddp.py": f"distributed/train_ddp.py {ddp}",
             "train_fsdp.py": fsdp,
@@ -252,7 +255,7 @@ class Report:
 
     def checkpoints(self) -> str:
         """What a save costs the steps beside it, and the resume after it."""
-        saves = self.fsdp.replace("--checkpoint-every 100000", "--checkpoint-every 10")
+        saves = self.fsdp.replace("--save-every 100000", "--save-every 10")
         command = f"{saves} {self.size} --log-every 1 --steps 30"
         command += f" --checkpoint-dir {self.folder}/saved"
         _, output, _ = run(command, 80)
@@ -261,7 +264,7 @@ class Report:
             return block(output, 12)
         plain = sorted(rates)[15]
         slow = [f"{step}: {plain / rates[step - 1]:.2f}" for step in (10, 11, 12, 20, 21, 22)]
-        _, again, _ = run(f"rm -r {self.folder}/saved/checkpoint_step_30; {command} --resume", 60)
+        _, again, _ = run(f"rm -r {self.folder}/saved/step_30; {command} --resume", 60)
         losses = [re.findall(r"^step=30/.* loss=(\S+)", text, re.M) for text in (output, again)]
         sentence = "Times of steps beside a save, as multiples of the median step's"
         sentence += f": {', '.join(slow)}."

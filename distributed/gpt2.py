@@ -7,6 +7,7 @@ first; here it is (out, in), in the order (head, q k v, D).
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -34,6 +35,19 @@ def their_name(name: str) -> str:
 
 def is_linear(name: str) -> bool:
     return name.endswith((".qkv.weight", ".out.weight", ".up.weight", ".down.weight"))
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """The sizes of the model in a folder. Ends with a sentence if it is no GPT-2."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        if config["model_type"] != "gpt2" or config["activation_function"] != "gelu_new":
+            raise ValueError("config.json describes a different model")
+        names = {"layers": "n_layer", "heads": "n_head", "width": "n_embd"}
+        names |= {"context": "n_positions", "vocabulary": "vocab_size"}
+        return {ours: config[theirs] for ours, theirs in names.items()}
+    except (OSError, ValueError, KeyError) as error:
+        sys.exit(f"--init-from {folder} is not a GPT-2 to start from: {error}")
 
 
 class Weights:

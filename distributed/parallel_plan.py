@@ -88,7 +88,7 @@ def with_own_dropout(attend: Callable, rank: int) -> Callable:
     return attend_alone
 
 
-def whole(loss: torch.Tensor) -> torch.Tensor:
+def whole_loss(loss: torch.Tensor) -> torch.Tensor:
     """A loss that loss_parallel has summed over the ranks already, as a plain tensor."""
     return loss.to_local() if isinstance(loss, DTensor) else loss
 

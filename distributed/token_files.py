@@ -2,7 +2,7 @@
 
 Each holds one number per token (uint8, or uint16 or uint32 in little-endian order). vocabulary.json
 beside them, which aux/prepare_data.py writes, says how many numbers there are and how to turn them
-into text; SHA256SUMS has the checksums.
+into text.
 
 A folder of nanoGPT's (github.com/karpathy/nanoGPT, data/) works as well: it holds uint16, and
 either meta.pkl with its characters or, without it, GPT-2's tokens.
@@ -10,14 +10,10 @@ either meta.pkl with its characters or, without it, GPT-2's tokens.
 
 import json
 import pickle
-from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-
-from resilience import checksums
-from resilience.seeds import seed_from
 
 IGNORED = -100  # cross_entropy's ignore_index
 # torch can index int32 but not uint32, and no vocabulary needs the sign bit.
@@ -55,9 +51,9 @@ def read_vocabulary(folder: Path) -> dict:
     return described | {"id": f"{counts['train_tokens']} + {counts['val_tokens']} tokens"}
 
 
-def missing_data(folder: Path, context: int, local_rank: int = 0) -> str | None:
-    """One sentence on the fault in `folder`, or None. Checks files, sizes and, on local rank 0,
-    checksums and numbers beyond the vocabulary."""
+def missing_data(folder: Path, context: int) -> str | None:
+    """One sentence on the fault in `folder`, or None. It reads no more than a million tokens;
+    `sha256sum --check SHA256SUMS` compares the files whole."""
     folder = Path(folder)
     remedy = "prepare it once, before the job: python aux/prepare_data.py"
     try:
@@ -79,13 +75,10 @@ def missing_data(folder: Path, context: int, local_rank: int = 0) -> str | None:
     if shortest <= context:
         what = f"the {shortest} tokens in {folder / split}.bin"
         return f"--context {context} is too long for {what}: {shortest - 1} would do"
-    if local_rank == 0:  # once per node
-        if damage := checksums.damaged(folder):
-            return f"{damage}; move the folder away and {remedy}"
-        largest = int(read_tokens(folder, "val")[:10_000_000].to(torch.int32).max())
-        if largest >= size:
-            what = f"{folder / 'val.bin'} has token {largest}"
-            return f"{what}, and the vocabulary ends at {size - 1}"
+    largest = int(read_tokens(folder, "val")[:1_000_000].to(torch.int32).max())
+    if largest >= size:
+        what = f"{folder / 'val.bin'} has token {largest}"
+        return f"{what}, and the vocabulary ends at {size - 1}"
     return None
 
 
@@ -109,47 +102,28 @@ def windows(folder: Path, split: str, context: int) -> torch.Tensor:
 def read(windows: torch.Tensor, starts: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The windows that begin at `starts`, (n, context + 1) int64, on the way to `device`."""
     batch = windows[starts].to(torch.int64)
-    if device.type == "cuda":
-        return batch.pin_memory().to(device, non_blocking=True)
-    return batch.to(device)
+    if device.type == "cpu":
+        return batch
+    return batch.pin_memory().to(device, non_blocking=True)
 
 
-def random_batch(
-    args: Namespace,
-    windows: torch.Tensor,
-    step: int,
-    data_rank: int,
-    data_ranks: int,
-    device: torch.device,
-) -> torch.Tensor:
-    """This rank's sequences of a step, (batch_size / data_ranks, context + 1) int64: input and,
-    shifted by one, target.
+def fixed_batches(
+    windows: torch.Tensor, count: int, rows: int, data_rank: int, data_ranks: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's part of the set to evaluate on: inputs and targets, (rows, context) int64.
 
-    All ranks draw the whole batch, only from seed and step, and take their part of it, so that the
-    order of the data depends neither on the number of ranks nor on a restart. Steps count from 0.
+    The set is the split in windows side by side, or `count` of them, evenly spread. An incomplete
+    batch is filled up with targets that cross_entropy ignores. All ranks then have the same number
+    of batches, because they must meet in the collectives, and all batches the same shape, because
+    torch.compile takes time for each.
     """
-    generator = torch.Generator().manual_seed(seed_from(args.seed, step))
-    starts = torch.randint(len(windows), (args.batch_size,), generator=generator)
-    return read(windows, starts.chunk(data_ranks)[data_rank], device)
-
-
-def fixed_batches(args: Namespace, data_rank: int, data_ranks: int, device: torch.device):
-    """This rank's part of the set to evaluate on: tokens and targets, (batch_size / data_ranks /
-    accumulation, context) int64, as many rows as in training, so that they fit into memory.
-
-    The set is the validation split in windows side by side, or --eval-windows of them, evenly
-    spread. An incomplete batch is filled up with targets that cross_entropy ignores. All ranks then
-    have the same number of batches, because they must meet in the collectives, and all batches the
-    same shape, because torch.compile takes time for each.
-    """
-    unseen = windows(args.data_dir, "val", args.context)
-    starts = torch.arange(0, len(unseen), args.context)
-    if 0 < args.eval_windows < len(starts):
-        starts = starts[torch.linspace(0, len(starts) - 1, args.eval_windows).long()]
-    rows = args.batch_size // data_ranks // args.accumulation
+    starts = torch.arange(0, len(windows), windows.size(1) - 1)
+    if 0 < count < len(starts):
+        starts = starts[torch.linspace(0, len(starts) - 1, count).long()]
     for part in starts.split(rows * data_ranks):
         mine = part[data_rank * rows :][:rows]
-        batch = read(unseen, torch.cat((mine, part[:1].expand(rows - len(mine)))), device)
+        filled = torch.cat((mine, part[:1].expand(rows - len(mine))))
+        batch = windows[filled].to(torch.int64)
         targets = batch[:, 1:].clone()
         targets[len(mine) :] = IGNORED
         yield batch[:, :-1], targets

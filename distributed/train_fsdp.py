@@ -1,111 +1,142 @@
-"""Train a language model with FSDP2 (fully_shard): no rank holds more than its part of the model.
+"""Train a language model that is too large for one GPU: FSDP2 leaves each rank a part of it.
 
     python aux/prepare_data.py shakespeare                # once, before any job; or your own text
-    python distributed/train_fsdp.py                      # one process: CUDA or the CPU
-    ./torchrun.sh distributed/train_fsdp.py --size gpu    # one rank per GPU, or two
-    sbatch launch_slurm_to_torch.sh distributed/train_fsdp.py --hybrid
-    python distributed/sample.py checkpoints/JOB --length 500
+    ./torchrun.sh distributed/train_fsdp.py               # one rank per GPU, or two
+    sbatch launch_slurm_with_torchrun.sh distributed/train_fsdp.py --size gpt2 --accumulation 5
+    scancel --signal=TERM JOB     # a rehearsal: it saves, is requeued and resumes
+    python distributed/sample.py checkpoints/JOB          # writes text
 
---size cpu and gpu follow nanoGPT's settings (github.com/karpathy/nanoGPT), whose README reports
-validation losses of 1.88 and 1.47 on Tiny Shakespeare. On any number of ranks the steps are the
-unsplit model's.
+A run that was stopped and resumed on as many ranks has the weights of one that was not, bit for bit
+(on GPUs with --deterministic). On any number of ranks the steps are the unsplit model's, up to
+rounding. It needs preemption.py, heartbeat.py, checkpoint.py, transformer.py and token_files.py.
+Grown from distributed/train_preemptible.py: arguments, data, model, checkpoint, training.
 """
 
-import faulthandler
-import math
-from datetime import timedelta
-
-import heartbeat
 import preemption
-from recipe_arguments import add_recipe_arguments, divisors, parse_arguments
-from resilience.arguments import ArgumentParser, indivisible, whole_number
 
-# --- arguments ---
-parser = ArgumentParser(description=__doc__)
-add_recipe_arguments(parser)
-help = "shard inside a node (or among RANKS neighbours in it), and replicate beyond it"
-hybrid = {"type": whole_number(1), "nargs": "?", "const": 0, "metavar": "RANKS"}
-parser.add_argument("--hybrid", help=help, **hybrid)
-args = parse_arguments(parser)
 preemption.listen()  # before the slow imports, because Slurm may ask at any time
+
+import argparse
+import faulthandler
+import gc
+import math
+import os
+import sys
+import time
+import zlib
+from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 
-import recipe
-import token_files
-from resilience.checkpoint_files import folder_fault
-from resilience.checkpoints import Checkpoints
-from resilience.group import Group, device_fault
-from resilience.progress import Progress
-from resilience.ranks import find_ranks
-from resilience.seeds import seed_from
-from transformer import Transformer, peak_flops
+import checkpoint
+import heartbeat
+import token_files  # EDIT: your data
+from transformer import SIZES, Transformer, peak_flops  # EDIT: your model
+
+# --- arguments ---
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+help = "sets the defaults of the options below, whose help lists them in this order"
+parser.add_argument("--size", choices=SIZES, default="cpu", help=help)
+for name, value in SIZES["cpu"].items():
+    by_size = ", ".join(str(size[name]) for size in SIZES.values())
+    parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=by_size)
+help = "go on from GPT-2's weights: config.json and model.safetensors as transformers saves them"
+parser.add_argument("--init-from", type=Path, metavar="FOLDER", help=help)
+help = "so many neighbouring ranks hold the model between them, and other groups have copies of it "
+help += "(default: all ranks; 1 is DDP, faster while the model fits)"
+parser.add_argument("--shard", type=int, metavar="RANKS", help=help)
+help = "compute a rank's share of the batch in so many parts, which takes less memory"
+parser.add_argument("--accumulation", type=int, default=1, metavar="PARTS", help=help)
+help = "compute activations again in the backward pass: less memory, a third more work"
+parser.add_argument("--activation-checkpointing", action="store_true", help=help)
+help = "default: on a GPU, which needs Triton and a C compiler"
+parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help=help)
+help = "default: bf16 on a GPU, fp32 on a CPU"
+parser.add_argument("--precision", choices=["fp32", "bf16"], help=help)
+parser.add_argument("--deterministic", action="store_true", help="equal resumes on GPUs; slower")
+parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the data's order")
+parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
+help = "where prepare_data.py wrote the text"
+parser.add_argument("--data-dir", type=Path, default=Path("data/shakespeare"), help=help)
+parser.add_argument("--log-every", type=int, default=50, metavar="STEPS")
+parser.add_argument("--eval-every", type=int, default=250, metavar="STEPS")
+parser.add_argument("--eval-windows", type=int, default=500, help="validate on so many; 0: on all")
+parser.add_argument("--save-every", type=int, default=1000, metavar="STEPS")
+parser.add_argument("--keep", type=int, default=2, help="how many checkpoints to keep")
+parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/RUN, or the time")
+# A requeued job runs the same command again, so it resumes without being told.
+requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+parser.add_argument(
+    "--resume", action="store_true", default=requeued, help="go on with the run in --checkpoint-dir"
+)
+chosen = parser.parse_known_args()[0]
+parser.set_defaults(**SIZES[chosen.size])
+if chosen.init_from:
+    import gpt2
+
+    parser.set_defaults(**gpt2.sizes(chosen.init_from))
+args = parser.parse_args()
+if args.resume and not args.checkpoint_dir and "RUN" not in os.environ:
+    parser.error("--resume needs --checkpoint-dir, or the variable RUN, which env.sh sets in a job")
+counts = (args.steps, args.batch_size, args.accumulation, args.log_every, args.eval_every)
+if min(*counts, args.save_every, args.keep) < 1:
+    parser.error("--steps, --batch-size, --accumulation, --keep and --..-every must be 1 or more")
+if args.width % args.heads != 0:
+    parser.error(f"--width must be a multiple of {args.heads} (--heads)")
+if args.deterministic:
+    torch.use_deterministic_algorithms(True)
+    # Otherwise cuBLAS and NCCL choose among algorithms that sum in different orders.
+    fixed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+    os.environ.update(fixed | {"NCCL_NVLS_ENABLE": "0"} | dict(os.environ))
 
 # --- process group ---
-# RANK, LOCAL_RANK and WORLD_SIZE, which the launcher sets, or Slurm's own numbers.
-ranks = find_ranks()
-rank, local_rank, world_size = ranks.rank, ranks.local_rank, ranks.world_size
+# A launcher sets RANK, LOCAL_RANK (the number on this node) and WORLD_SIZE, a bare srun its own.
+# Any other process is alone: SLURM_STEP_NUM_TASKS is set in srun's tasks, and nowhere else.
+env = os.environ
+rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
+local_rank = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", 0)))
+world_size = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", 1)))
 
-# This many neighbouring ranks hold one copy of the model between them.
-copy = world_size
-if args.hybrid is not None:
-    copy = args.hybrid or ranks.local_world_size
-fault = None
-if world_size % copy:
-    would_do = f"{divisors(world_size)} would do"
-    fault = f"--hybrid {copy} does not divide the {world_size} ranks: {would_do}"
-elif args.hybrid is not None and local_rank < rank % copy:
-    # This rank's copy of the model begins rank % copy ranks before it, so on an earlier node.
-    remedy = "use the same number of ranks on every node"
-    fault = f"--hybrid: {copy} neighbouring ranks are not all on this node; {remedy}"
-share = f"{world_size} ranks x --accumulation {args.accumulation}"
-columns = {"model sharded over": f"ranks {rank - rank % copy} to {rank - rank % copy + copy - 1}"}
-fault = (
-    device_fault(args.device, ranks)
-    or token_files.missing_data(args.data_dir, args.context, local_rank)
-    or fault
-    or indivisible("--batch-size", args.batch_size, world_size * args.accumulation, share)
-    or folder_fault(args.checkpoint_dir, args.resume)
-)
-use_cuda = args.device != "cpu" and torch.cuda.is_available() and not fault
 device = torch.device("cpu")
-if use_cuda:
+# CUDA, ROCm or XPU, but not Apple's MPS, which has no collectives.
+if args.device == "auto" and torch.accelerator.is_available() and sys.platform != "darwin":
     # GPU number local_rank. If Slurm shows each rank only its own, that is number 0.
-    device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
-    torch.cuda.set_device(device)
-    torch.set_float32_matmul_precision("high")  # TF32, if the GPU has it
+    number = local_rank if torch.accelerator.device_count() > 1 else 0
+    torch.accelerator.set_device_index(number)
+    device = torch.device(torch.accelerator.current_accelerator().type, number)
+elif args.device == "auto" and env.get("SLURM_GPUS_ON_NODE", "0") != "0":
+    sys.exit("Slurm granted GPUs, but torch sees none: check nvidia-smi, or pass --device cpu")
 
-if args.deterministic:
-    recipe.be_deterministic()
-
-group, mesh = Group(ranks, device, args.init_timeout), None
-# A rank that does not reach the others prints where it waits, and ends. It does so 10 seconds after
-# torch's own errors would come, because they say more.
-faulthandler.dump_traceback_later(args.init_timeout + 10, exit=True)
-if world_size > 1:
-    # The ranks meet at MASTER_ADDR:MASTER_PORT. NCCL communicates between GPUs, gloo between CPUs.
-    backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
-    wait = timedelta(seconds=args.init_timeout)
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=wait)
-# A fault on any rank ends all of them.
-group.compare(fault, **columns)
-if world_size > 1:
-    # The last dimension shards, and the first of two replicates.
-    shape, names = (world_size // copy, copy), ("replicate", "shard")
-    if copy == world_size:
-        shape, names = (world_size,), ("shard",)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    group.connect(mesh)
-    heartbeat.start(after=min(60, args.timeout / 2))
+if world_size == 1:
+    env.setdefault("MASTER_ADDR", "localhost")
+    env.setdefault("MASTER_PORT", "0")  # any free port
+# A rank that does not reach the others within 300 seconds prints where it waits, and ends.
+faulthandler.dump_traceback_later(300, exit=True)
+# The ranks meet at MASTER_ADDR:MASTER_PORT. NCCL communicates between GPUs, gloo between CPUs.
+backend = dist.get_default_backend_for_device(device)
+dist.init_process_group(
+    backend,
+    rank=rank,
+    world_size=world_size,
+    timeout=timedelta(minutes=30),  # for the others, while rank 0 saves
+    device_id=None if device.type == "cpu" else device,
+)
+# A first sum over all ranks shows whether their connections work. .item() waits for it.
+total = torch.ones(1, device=device)
+dist.all_reduce(total)
+total.item()
 faulthandler.cancel_dump_traceback_later()
-if args.precision is None:
-    args.precision = "bf16" if use_cuda else "fp32"
-if args.compile is None:
-    # All ranks or none, because a node may lack the compiler.
-    args.compile = group.all_reduced([recipe.can_compile(device)]) == [world_size]
+heartbeat.start()
+place = f"world size: {world_size} | local rank: {local_rank} | device: {device}"
+# One write with its line break, so that the lines of two ranks do not mix.
+print(f"[Rank: {rank} | {os.uname().nodename} | {place}]\n", end="", flush=True)
 
 
 def log(text: str):
@@ -114,108 +145,225 @@ def log(text: str):
 
 
 # --- data ---
+if fault := token_files.missing_data(args.data_dir, args.context):
+    sys.exit(fault)
+if args.batch_size % (world_size * args.accumulation) != 0:
+    parts = f"{world_size} (ranks) x {args.accumulation} (--accumulation)"
+    sys.exit(f"--batch-size must be a multiple of {parts}")
+vocabulary = token_files.read_vocabulary(args.data_dir)
+train_windows = token_files.windows(args.data_dir, "train", args.context)
+val_windows = token_files.windows(args.data_dir, "val", args.context)
 # Each rank has its own part of every batch, and drops different activations.
 data_rank, data_ranks, dropout_rank = rank, world_size, rank
-metadata = recipe.metadata_of(args)
-train_windows = token_files.windows(args.data_dir, "train", args.context)
+
+
+def seed_of(*values: int) -> int:
+    """From the run's seed, a step and a rank, so that no random state has to be saved."""
+    return zlib.crc32(repr(values).encode())
+
+
+def batch_of(step: int) -> torch.Tensor:
+    """This rank's sequences of a step, (batch_size / data_ranks, context + 1) int64.
+
+    All ranks draw the places of the whole batch, so their order depends neither on the number of
+    ranks nor on a restart.
+    """
+    generator = torch.Generator().manual_seed(seed_of(args.seed, step - 1))
+    starts = torch.randint(len(train_windows), (args.batch_size,), generator=generator)
+    return token_files.read(train_windows, starts.chunk(data_ranks)[data_rank], device)
+
 
 # --- model ---
+sizes = {name: vars(args)[name] for name in ("context", "layers", "heads", "width")}
+multiple = args.pad_vocabulary
+sizes["vocabulary"] = math.ceil(vocabulary["tokenizer"]["size"] / multiple) * multiple
+if args.init_from:
+    sizes |= {"vocabulary": args.vocabulary, "gpt2": True}
+if vocabulary["tokenizer"]["size"] > sizes["vocabulary"]:
+    sys.exit(f"the text has more than the {sizes['vocabulary']} tokens that {args.init_from} knows")
 with torch.device("meta"):  # without memory, because no rank is to hold it whole
-    model = Transformer(**metadata["sizes"], dropout=args.dropout)
-flops_per_token = model.flops_per_token(args.context)
+    model = Transformer(**sizes, dropout=args.dropout)  # EDIT: your model
 for block in model.blocks:
     block.recompute = args.activation_checkpointing
-cross_entropy = recipe.cross_entropy
-if args.compile:
-    for part in model.blocks if mesh else [model]:
+flops_per_token = model.flops_per_token(args.context)
+on_gpu = device.type != "cpu"
+bf16 = args.precision == "bf16" or (args.precision is None and on_gpu)
+compiled = on_gpu if args.compile is None else args.compile
+torch.set_float32_matmul_precision("high")  # TF32, if the GPU has it
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    """In float32. Targets of -100 do not count."""
+    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
+
+
+shard = args.shard or world_size
+if world_size % shard != 0:
+    sys.exit(f"--shard must divide {world_size} (ranks)")
+layers = model.blocks  # EDIT: the parts of your model that are gathered one by one
+if compiled:
+    loss_of = torch.compile(loss_of)
+    for part in layers if shard > 1 else [model]:
         part.compile()
-    cross_entropy = torch.compile(cross_entropy)
-# FSDP's policy casts to bfloat16; without FSDP autocast does.
-dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
-autocast = torch.autocast(device.type, torch.bfloat16, args.precision == "bf16" and not mesh)
-# The parts of a batch (--accumulation) communicate only once per step if each rank has room for all
-# weights and gradients: 3 to 4 GB for half a billion weights.
-weights = sum(weight.numel() for weight in model.parameters())
-once = args.accumulation > 1 and weights < 5e8
-if mesh:
+if shard > 1:
+    # Neighbours share a model. The other dimension of the mesh has the copies.
+    shape, names = (world_size // shard, shard), ("replicate", "shard")
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    mesh = mesh["shard"] if shard == world_size else mesh
+    log(f"Device mesh: {mesh}")
+    dtype = torch.bfloat16 if bf16 else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     # Each call adds an all-gather before its part of the model computes, forward and backward, and
-    # a reduce-scatter of its gradients. The last call covers what is outside the blocks.
-    for part in (*model.blocks, model):
+    # a reduce-scatter of its gradients. The last call covers what is outside the layers.
+    for part in (*layers, model):
         # These stay whole until the backward pass, which begins with them.
-        last = part in (model.blocks[-1], model)
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not (last or once))
-recipe.initialize(model, device, args.seed, args.init_from)
-optimizer = recipe.make_optimizer(args, model)
+        last = part in (layers[-1], model)
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not last)
+
+# Memory for this rank's part. Each weight is drawn whole on the CPU, one at a time, and copied.
+model.to_empty(device=device)
+model.tie()
+given = gpt2.Weights(args.init_from, model) if args.init_from else None
+for name, weight in model.named_parameters():
+    whole = given.read(name, weight.shape) if given else model.draw(name, args.seed)
+    whole = whole.to(device)
+    if isinstance(weight, DTensor):
+        whole = DTensor.from_local(whole, weight.device_mesh, run_check=False)
+    with torch.no_grad():
+        weight.copy_(whole)
+forward = model
+if shard == 1 and world_size > 1:
+    forward = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+# FSDP's policy casts to bfloat16; without FSDP autocast does.
+autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16 and shard == 1)
+matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
+vectors = [weight for weight in model.parameters() if weight.dim() < 2]
+decay = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+# fused: one kernel updates all weights.
+optimizer = torch.optim.AdamW(decay, args.learning_rate, betas=(0.9, args.beta2), fused=True)
+
+
+def learning_rate(step: int) -> float:
+    """A linear warm-up, then a cosine down to a tenth. Steps count from 0."""
+    if step < args.warmup_steps:
+        return args.learning_rate * (step + 1) / (args.warmup_steps + 1)
+    done = (step - args.warmup_steps) / max(1, args.steps - args.warmup_steps)
+    return args.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
+
 
 # --- checkpoint ---
-log(f"Data: {token_files.describe(args.data_dir)}. Checkpoints: {args.checkpoint_dir}")
-log(f"Precision: {args.precision}. Compiled: {args.compile}. Device mesh: {mesh}")
-checkpoints = Checkpoints(args, group, recipe.run_of(args), args.steps)
-first = checkpoints.resume(model, optimizer)
+# env.sh names a job's runs in RUN, so that a requeued one finds its folder.
+run = os.environ.get("RUN", time.strftime("%Y-%m-%d_%H-%M-%S"))
+folder = args.checkpoint_dir or Path("checkpoints", run)
+if not args.resume and checkpoint.steps(folder):
+    sys.exit(f"{folder} has checkpoints: pass --resume, or choose another --checkpoint-dir")
+# These stay as they are in a resumed run. All else is as the command line says now.
+about = {"sizes": sizes, "batch_size": args.batch_size, "seed": args.seed}
+about |= {"data": vocabulary["id"], "tokenizer": vocabulary["tokenizer"]}
+runs = checkpoint.Folder(folder, args.keep, about)
+# A load and the first step, which compiles, may take ten minutes.
+heartbeat.alive(600)
+first = runs.load(model, optimizer)
+if args.resume:
+    log(f"Resumed after step {first}" if first else f"No checkpoint in {runs.path}")
+log(f"Data: {token_files.describe(args.data_dir)}. Checkpoints: {runs.path}")
+log(f"Precision: {'bf16' if bf16 else 'fp32'}. Compiled: {compiled}")
 
 # --- training ---
-tokens_per_step = args.batch_size * args.context
-flops = flops_per_token / (peak_flops(device) * world_size)
-progress = Progress(args, group, "tokens", tokens_per_step, first, args.steps, flops)
+peak = peak_flops(device) * world_size
 
 
-def evaluate(step: int) -> float:
-    """The mean loss over the validation windows after that step, which is also logged."""
+def evaluate(step: int):
     model.eval()
     sums = torch.zeros(2, device=device)  # loss, tokens
-    with torch.no_grad(), group.longer_timeout(args.save_timeout):
-        for tokens, targets in token_files.fixed_batches(args, data_rank, data_ranks, device):
-            with autocast:
-                loss = cross_entropy(model(tokens), targets, reduction="sum")
-            sums += torch.stack((loss, (targets >= 0).sum()))
-        loss, count = group.all_reduced(sums)
-    epoch = step * tokens_per_step // len(train_windows)
-    progress.log_evaluation(step, epoch, val_loss=loss / count)
+    rows = args.batch_size // data_ranks // args.accumulation
+    batches = token_files.fixed_batches(val_windows, args.eval_windows, rows, data_rank, data_ranks)
+    for tokens, targets in batches:
+        heartbeat.alive()
+        tokens, targets = tokens.to(device), targets.to(device)
+        with torch.no_grad(), autocast:
+            loss = loss_of(model(tokens), targets, reduction="sum")
+        sums += torch.stack((loss, (targets >= 0).sum()))
+    dist.all_reduce(sums)
+    log(f"step={step}/{args.steps} val_loss={(sums[0] / sums[1]).item():.6f}")
     model.train()
-    return loss / count
 
 
-val_loss = math.nan
-# The job's earlier start may have had no time for this evaluation.
-if first and (first % args.eval_every == 0 or first == args.steps):
-    val_loss = evaluate(first)
-model.train()
+# The earlier job may have had no time for this evaluation.
+if first and (first % args.eval_every == 0 or first >= args.steps):
+    evaluate(first)
+# A rank that collects garbage keeps the others waiting, so all of them do it in the same steps.
+gc.disable()
+stopped, losses, batch, start = False, [], batch_of(first + 1), time.perf_counter()
 for step in range(first + 1, args.steps + 1):
-    torch.manual_seed(seed_from(args.seed, step - 1, dropout_rank))
-    batch = token_files.random_batch(args, train_windows, step - 1, data_rank, data_ranks, device)
-    loss_sum = torch.zeros((), device=device)
-    for part, tokens in enumerate(batch.chunk(args.accumulation), start=1):
-        if mesh:
-            last = part == args.accumulation
-            if once:
-                model.set_requires_gradient_sync(last)
-                model.set_reshard_after_backward(last)
-            # Replicas of the model all-reduce once per step.
+    torch.manual_seed(seed_of(args.seed, step - 1, dropout_rank))
+    step_loss = torch.zeros((), device=device)
+    for number, tokens in enumerate(batch.chunk(args.accumulation), start=1):
+        # Copies of the model communicate only once per step.
+        last = number == args.accumulation
+        if shard > 1:
             model.set_requires_all_reduce(last)
+        elif world_size > 1:
+            forward.require_backward_grad_sync = last
         with autocast:
-            loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]) / args.accumulation
+            loss = loss_of(forward(tokens[:, :-1]), tokens[:, 1:]) / args.accumulation
         loss.backward()
-        loss_sum += loss.detach()
-    # The ranks' shares are equally large, so their average is the mean over all tokens.
-    norm = recipe.clip_gradients(args, model)
-    for param_group in optimizer.param_groups:
-        param_group["lr"] = recipe.learning_rate(args, step - 1)
+        step_loss += loss.detach()
+    losses.append(step_loss)
+    # Read while the GPU still computes.
+    batch = batch_of(step + 1)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+    norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+    # All ranks have the same norm. Weights and moments are still good.
+    if not math.isfinite(norm):
+        sys.exit(f"the gradient's norm is {norm} in step {step}: try a lower --learning-rate")
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step - 1)
     optimizer.step()
     optimizer.zero_grad()
-    epoch = step * tokens_per_step // len(train_windows)
-    if progress.add(step, loss_sum):
-        progress.log(step, epoch, **recipe.log_values(optimizer, norm))
+    heartbeat.step = step
 
-    save, stop = checkpoints.due(step)
-    if save:
-        progress.check_loss(step)  # weights that are not finite are not to replace good ones
-        checkpoints.save(step, model, optimizer, **metadata)
-    # It stops before the evaluation, because Slurm may not leave time for both.
-    if stop and step < args.steps:
+    if step % args.log_every == 0 or step == args.steps:
+        # The mean over all ranks is the sum of their means, each divided by world_size.
+        mean_loss = torch.stack(losses).mean() / world_size
+        dist.all_reduce(mean_loss)
+        line = f"step={step}/{args.steps} loss={mean_loss.item():.6f} grad_norm={norm:.6f}"
+        seconds = (time.perf_counter() - start) / len(losses)
+        rate = args.batch_size * args.context / seconds
+        line += f" learning_rate={group['lr']:.4g} tokens_per_second={rate:.0f}"
+        if not math.isnan(peak):
+            line += f" mfu={flops_per_token * rate / peak:.3f}"
+        if on_gpu:
+            line += f" peak_memory_gib={torch.accelerator.max_memory_allocated() / 2**30:.1f}"
+        log(f"{line} time_left={timedelta(seconds=round(seconds * (args.steps - step)))}")
+        losses, start = [], time.perf_counter()
+    pause = time.perf_counter()
+    # Not after every step, because each answer is an all-reduce, and a wait for the GPU.
+    if (step % 10 == 0 or step == args.steps) and preemption.asked(device):
+        stopped = True
+    if stopped or step % args.save_every == 0 or step == args.steps:
+        heartbeat.alive(600)
+        runs.save(step, model, optimizer)
+    # Before the evaluation, because Slurm may not leave time for both.
+    if stopped:
         break
     if step % args.eval_every == 0 or step == args.steps:
-        val_loss = evaluate(step)
+        evaluate(step)
+        gc.collect()
+    # Neither saves nor evaluations count as training.
+    start += time.perf_counter() - pause
 
-checkpoints.finish(f"step={checkpoints.step} val_loss={val_loss:.4f}")
-group.shutdown()
+failed = not runs.wait()
+dist.barrier()  # no rank leaves while another one saves
+if rank == 0 and failed:
+    print("the last steps could not be saved", file=sys.stderr, flush=True)
+elif stopped:
+    log(f"Stopped after step {step}, saved")
+    failed = rank == 0 and not preemption.requeue(f"--resume --checkpoint-dir {runs.path}")
+else:
+    log(f"Finished: step={max(first, args.steps)}, checkpoint in {runs.path}")
+dist.destroy_process_group()
+if device.type == "cpu":
+    # A thread of gloo can outlive the group and crash Python's shutdown, which this skips.
+    os._exit(failed)
+sys.exit(failed)

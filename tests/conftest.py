@@ -347,10 +347,6 @@ def packages() -> dict[str, str]:
     return {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
 
 
-def read_metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 # Where this machine's Python, and a Debian's that debootstrap has made, look for packages.
 DIST_PACKAGES = f"/usr/local/lib/python3.{sys.version_info.minor}/dist-packages"
 

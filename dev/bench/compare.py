@@ -89,7 +89,7 @@ def rows() -> list[tuple[str, str, Callable, Callable]]:
     text = f"{FSDP} --log-every 40 --precision fp32 {SMALL} --batch-size 64"
     ours, theirs = partial(train, two + text), partial(train, text)
     found += [("language model on two ranks, fp32", "one rank", ours, theirs)]
-    saves = f"{FSDP} --log-every 40 --steps 1000 --eval-every 1000 --checkpoint-every"
+    saves = f"{FSDP} --log-every 40 --steps 1000 --eval-every 1000 --save-every"
     ours, theirs = (partial(train, f"{saves} {every}", 2) for every in (200, 100_000))
     found += [("a checkpoint every 200 steps", "none", ours, theirs)]
     for launcher in LAUNCHERS:
@@ -109,7 +109,7 @@ def train(command: str, threads: int = 1, lines: int = 5) -> tuple[float, str]:
         env["NPROC_PER_NODE"] = command.pop(0).partition("=")[2]
     else:
         command = [sys.executable, *command]
-    whole = "--checkpoint-every" in command
+    whole = "--save-every" in command
     log, rates, arrivals = "", [], []
     with tempfile.TemporaryDirectory() as folder:
         if "distributed/" in " ".join(command):

@@ -14,5 +14,5 @@ set -euo pipefail
 
 # Two heads of 32 channels for each node, since heads are not split.
 nodes=$SLURM_JOB_NUM_NODES
-exec ./launch_slurm_to_torch.sh distributed/train_tp.py --tensor-parallel "$nodes" --across-nodes \
+exec ./launch_slurm_to_torch.sh distributed/train_tp.py --tensor-parallel "$nodes" \
     --heads $((2 * nodes)) --width $((64 * nodes)) --steps 200 "$@"

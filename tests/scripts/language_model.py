@@ -8,9 +8,11 @@ difference between the final weights and OUT_DIR/dense.pt, the bytes that each r
 collectives of a step, the types of what they reduce, and the types between blocks.
 """
 
+import contextlib
+import io
 import json
 import os
-import runpy
+import re
 import sys
 import zlib
 from collections import Counter
@@ -24,13 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
-import token_files
+import heartbeat
 import transformer
-from resilience.group import Group
-from resilience.progress import Progress
 
 FLAGS = "--layers 2 --heads 4 --width 32 --context 16 --batch-size 8 --steps 20 --warmup-steps 5 "
-FLAGS += "--precision fp32 --learning-rate 0.001 --log-every 1 --eval-windows 8 --device cpu"
+FLAGS += "--precision fp32 --learning-rate 0.001 --log-every 1 --eval-windows 8 --device cpu "
 STEPS = 20
 
 
@@ -69,38 +69,52 @@ def gathered(mine) -> list:
     return everywhere
 
 
-def run_script(command: str, data_dir: str, folder: Path) -> dict:
-    """A train script's variables after its last step."""
+def run_script(command: str, data_dir: str, folder: Path) -> tuple[dict, str]:
+    """A train script's variables after its last step, and what it has printed."""
     script, *flags = command.split()
+    path, variables = f"distributed/{script}", {"__name__": "__main__"}
     sys.argv = [script, *FLAGS.split(), *flags, "--data-dir", data_dir]
     sys.argv += ["--checkpoint-dir", str(folder)]
-    return runpy.run_path(f"distributed/{script}", run_name="__main__")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            exec(compile(Path(path).read_text(), path, "exec"), variables)
+        except SystemExit as end:
+            assert not end.code, end.code
+    return variables, printed.getvalue()
+
+
+class Steps(type(heartbeat)):
+    """Calls `ends` when `heartbeat.step` says that the last step is done."""
+
+    ends = staticmethod(lambda: None)
+
+    def __setattr__(self, name: str, value: object):
+        super().__setattr__(name, value)
+        if (name, value) == ("step", STEPS):
+            self.ends()
 
 
 def train(command: str, data_dir: str, folder: Path, dense: dict) -> dict:
     """What results.json has of a split."""
-    collectives, types = Collectives(), set()
-    random_batch, add = token_files.random_batch, Progress.add
+    collectives, types, manual_seed = Collectives(), set(), torch.manual_seed
 
-    def last_begins(args, windows, step, *others):
-        batch = random_batch(args, windows, step, *others)
-        if step == STEPS - 1:
+    def seed(number: int):
+        if heartbeat.step == STEPS - 1 and not collectives.counts:
             collectives.__enter__()
-        return batch
-
-    def last_ends(self, step, loss):
-        if step == STEPS:
-            collectives.__exit__(None, None, None)
-        return add(self, step, loss)
+        return manual_seed(number)
 
     def between_blocks(module, inputs, output):
         if isinstance(module, transformer.Block):
             types.update(str(x.dtype) for x in (*inputs, output))
 
     hook = torch.nn.modules.module.register_module_forward_hook(between_blocks)
-    token_files.random_batch, Progress.add = last_begins, last_ends
-    its = run_script(command, data_dir, folder)
-    token_files.random_batch, Progress.add = random_batch, add
+    Steps.ends = staticmethod(lambda: collectives.__exit__(None, None, None))
+    if "--dropout" not in command:  # with it attention's seeds would count, too
+        torch.manual_seed = seed
+    else:
+        Steps.ends = staticmethod(lambda: None)
+    its, printed = run_script(command, data_dir, folder)
+    torch.manual_seed, Steps.ends = manual_seed, staticmethod(lambda: None)
     hook.remove()
 
     model, states = its["model"], its["optimizer"].state.values()
@@ -110,7 +124,10 @@ def train(command: str, data_dir: str, folder: Path, dense: dict) -> dict:
             part.reshard()  # an evaluation leaves its last part whole
     weights = {name: whole(x) for name, x in model.named_parameters()}
     held = {"parameters": size(model.parameters()), "optimizer": size(moments)}
+    lines = re.findall(r"^step=\S+ loss=(\S+) grad_norm=(\S+) ", printed, re.M)
     return {
+        "losses": [float(loss) for loss, _ in lines],
+        "norms": [float(norm) for _, norm in lines],
         "weights": max((weights[name] - dense[name]).abs().max().item() for name in dense),
         "drift": drift(model) if command.startswith("train_tp.py") else 0.0,
         "types": sorted(types),
@@ -164,6 +181,8 @@ def drift(model: torch.nn.Module) -> float:
 
 SPLITS = {
     2: {
+        "ddp 2": "train_fsdp.py --shard 1",
+        "ddp 2, accumulation 2": "train_fsdp.py --shard 1 --accumulation 2",
         "fsdp 2": "train_fsdp.py",
         "fsdp 2, accumulation 2": "train_fsdp.py --accumulation 2",
         "fsdp 2, recomputed": "train_fsdp.py --activation-checkpointing",
@@ -179,8 +198,8 @@ SPLITS = {
     },
     4: {
         "fsdp 4": "train_fsdp.py",
-        "hybrid 2x2": "train_fsdp.py --hybrid 2",
-        "hybrid 2x2, accumulation 2": "train_fsdp.py --hybrid 2 --accumulation 2",
+        "hybrid 2x2": "train_fsdp.py --shard 2",
+        "hybrid 2x2, accumulation 2": "train_fsdp.py --shard 2 --accumulation 2",
         "tp 4": "train_tp.py --tensor-parallel 4",
         "tp 4, sequence": "train_tp.py --tensor-parallel 4 --sequence-parallel",
         "tp 2 x data 2": "train_tp.py --tensor-parallel 2",
@@ -205,8 +224,9 @@ def main(data_dir: str, out: str):
     dist.init_process_group("gloo")
     world_size = dist.get_world_size()
     # The scripts run in this group, and leave it as it is.
-    dist.init_process_group = lambda *_, **__: None
-    Group.shutdown = lambda self: None
+    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None
+    os._exit, end = lambda status: None, os._exit
+    heartbeat.start, heartbeat.__class__ = lambda: None, Steps
 
     dense = torch.load(Path(out, "dense.pt"), weights_only=True)
     results = {}
@@ -217,8 +237,8 @@ def main(data_dir: str, out: str):
     if dist.get_rank() == 0:
         Path(out, f"results_{world_size}.json").write_text(json.dumps(results))
     dist.barrier()
+    end(0)
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    os._exit(0)  # see Group.shutdown

@@ -3,8 +3,8 @@ several ranks do.
 
 So the process group, DistributedDataParallel, fully_shard, DTensor and the collectives around a
 checkpoint are gone through on one GPU, where NCCL takes no second rank. Wherever the script or a
-module of ours asks whether `world_size` is 1, or more, the answer is more. Several ranks are
-left as they are, and so is one that no launcher has started.
+module of ours asks whether `world_size` or `shard` is 1, or more, the answer is more. Several
+ranks are left as they are, and so is one that no launcher has started.
 
 After every step of the optimizer a line DEVICE says, in JSON, the backend, the kind of the
 weights, their bytes on this rank, and the bytes of its device: now, and at most so far. On a
@@ -36,11 +36,11 @@ FOLDERS = tuple(str(REPOSITORY / name) for name in ("distributed", "local", "aux
 
 
 class AsSeveral(SourceFileLoader):
-    """A module in which `world_size > 1` is True, and `world_size == 1` False."""
+    """A module in which `world_size > 1` is True, and `world_size == 1` False; `shard` as well."""
 
     def get_code(self, fullname: str):
         path = Path(self.get_filename(fullname))
-        question = r"\b(?:\w+\.)*world_size (==|>) 1\b"
+        question = r"\b(?:(?:\w+\.)*world_size|shard) (==|>) 1\b"
         answered = re.sub(question, lambda found: str(found[1] == ">"), path.read_text())
         return compile(answered, path, "exec")
 

@@ -1,8 +1,8 @@
 """Runs a train script (argv[2]) with its arguments as it stands, argv[1] seconds slower at each
 step.
 
-In train_fsdp.py and train_tp.py a step is a call of Checkpoints.due. In a script that does not use
-the package, such as train_preemptible.py, it is a batch of the DataLoader that has a
+In train_fsdp.py and train_tp.py the delay comes before `heartbeat.step = step`. In a script without
+checkpoint.py, such as train_preemptible.py, a step is a batch of the DataLoader that has a
 DistributedSampler, and the delay comes before the batch. Steps are counted over the whole run, so a
 resumed script goes on where it stopped.
 
@@ -29,7 +29,6 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 import preemption
-from resilience.ranks import find_ranks
 
 env = os.environ
 first_start = env.get("SLURM_RESTART_COUNT", "0") == "0"
@@ -41,7 +40,7 @@ def wait_for_ever():
 
 
 def delay(step: int):
-    rank = str(find_ranks().rank)
+    rank = env.get("RANK", env.get("SLURM_PROCID", "0"))
     if str(step) == env.get("LONG_STEP") and first_start:
         print(f"In step {step}\n", end="", flush=True)
         time.sleep(5)
@@ -54,30 +53,36 @@ def delay(step: int):
 
 def slow_save(save):
     def saved(*arguments, **options):
-        if find_ranks().rank == 0:
+        if env.get("RANK", env.get("SLURM_PROCID", "0")) == "0":
             time.sleep(float(env["SLOW_SAVE"]))
         return save(*arguments, **options)
 
     return saved if "SLOW_SAVE" in env and first_start else save
 
 
-def slow_down_the_package():
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+def slow_down_a_large_model():
+    import types
 
-    from resilience.checkpoints import Checkpoints
+    from torch.distributed.checkpoint import FileSystemWriter
 
-    due, write_data = Checkpoints.due, FileSystemWriter.write_data
+    import checkpoint
+    import heartbeat
 
-    def slow_due(self, step: int):
-        delay(step)
-        return due(self, step)
+    class Slowed(types.ModuleType):
+        def __setattr__(self, name: str, value: object):
+            if name == "step":
+                delay(value)
+            super().__setattr__(name, value)
+
+    write_data = FileSystemWriter.write_data
 
     def held(self, *arguments):
-        while Path(env["HOLD"], re.search(r"_step_(\d+)", str(self.path))[1]).is_file():
+        while Path(env["HOLD"], re.search(r"\.step_(\d+)", str(self.path))[1]).is_file():
             time.sleep(0.05)
         return write_data(self, *arguments)
 
-    Checkpoints.due, Checkpoints.begin_writing = slow_due, slow_save(Checkpoints.begin_writing)
+    heartbeat.__class__ = Slowed
+    checkpoint.Folder.save = slow_save(checkpoint.Folder.save)
     if "HOLD" in env:
         FileSystemWriter.write_data = held
 
@@ -119,8 +124,8 @@ preemption.listen()
 if "LATE" in env and first_start:
     print("Listening\n", end="", flush=True)
     time.sleep(float(env["LATE"]))
-if "from resilience" in Path(sys.argv[2]).read_text():
-    slow_down_the_package()
+if "import checkpoint" in Path(sys.argv[2]).read_text():
+    slow_down_a_large_model()
 else:
     slow_down_any_script()
 del sys.argv[:2]

@@ -1,4 +1,4 @@
-"""Parts of the large models' recipe that no GPU is here to show."""
+"""Token files, and the numbers of models and GPUs that no GPU is here to show."""
 
 import math
 import os
@@ -12,38 +12,16 @@ import pytest
 import torch
 
 import mnist
-import recipe
 import token_files
 from conftest import REPOSITORY
-from recipe_arguments import SIZES
-from transformer import Transformer, peak_flops
-
-
-def test_compiled_where_it_pays(monkeypatch):
-    """On CUDA with what Triton needs, on the CPU not."""
-    capability = [(9, 0)]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
-    monkeypatch.setattr(recipe.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(recipe.Path, "exists", lambda path: True)
-    assert recipe.can_compile(torch.device("cuda:0"))
-    assert not recipe.can_compile(torch.device("cpu"))
-    capability[0] = (6, 1)
-    assert not recipe.can_compile(torch.device("cuda:0"))
+from transformer import SIZES, Transformer, peak_flops
 
 
 def test_damaged_data_are_refused(text, tiny, tmp_path):
-    """Local rank 0 of a node compares every file with its checksum; the others look at the
-    lengths."""
     folder = Path(shutil.copytree(text, tmp_path / "text"))
-    assert token_files.missing_data(folder, 16, local_rank=0) is None
-    content = (folder / "train.bin").read_bytes()
-    (folder / "train.bin").write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    fault = token_files.missing_data(folder, 16, local_rank=0)
-    assert fault.startswith(f"{folder}/train.bin is damaged: it is not the file that"), fault
-    assert token_files.missing_data(folder, 16, local_rank=1) is None
+    assert token_files.missing_data(folder, 16) is None
     os.truncate(folder / "train.bin", 100)
-    fault = token_files.missing_data(folder, 16, local_rank=1)
+    fault = token_files.missing_data(folder, 16)
     assert fault.startswith(
         f"{folder}/train.bin is not as long as vocabulary.json beside it says; "
     ), fault

@@ -1,0 +1,229 @@
+"""Run under torchrun by tests/test_checkpoint.py, on two ranks: what checkpoint.py makes of faults.
+
+    torchrun ... checkpoints.py FOLDER
+
+Rank 0 prints a line of JSON for each scenario: its name, and what it has found.
+"""
+
+import contextlib
+import io
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
+
+import checkpoint
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+FOLDER = Path(sys.argv[1])
+
+
+def trained(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model that is split over the ranks, after so many steps."""
+    torch.manual_seed(0)
+    model = fully_shard(torch.nn.Linear(16, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(1, 16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def weight(model: torch.nn.Module) -> list:
+    return model.weight.full_tensor().flatten().tolist()
+
+
+AFTER = {steps: weight(trained(steps)[0]) for steps in (1, 2, 3)}
+
+
+def saved(name: str, steps: tuple = (1, 2), **options) -> checkpoint.Folder:
+    """A folder with checkpoints after these steps."""
+    runs = checkpoint.Folder(FOLDER / name, **options)
+    for step in steps:
+        runs.save(step, *trained(step))
+    runs.wait()
+    return runs
+
+
+def attempt(call) -> dict:
+    """What the call returns or how it ends, and what it says."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            found = {"returns": call()}
+        except SystemExit as end:
+            found = {"ends": end.code}
+    return found | {"says": said.getvalue()}
+
+
+def loaded(name: str, **options) -> dict:
+    model, optimizer = trained(0)
+    found = attempt(lambda: checkpoint.Folder(FOLDER / name, **options).load(model, optimizer))
+    after = [step for step, expected in AFTER.items() if weight(model) == expected]
+    moments = optimizer.state[model.weight].get("step", torch.zeros(()))
+    return found | {"weights": after, "moments": moments.item()}
+
+
+def damage(path: Path, call):
+    if rank == 0:
+        call(path)
+    dist.barrier()
+
+
+def job(number: int, restarts: int):
+    os.environ |= {"SLURM_JOB_ID": str(number), "SLURM_RESTART_COUNT": str(restarts)}
+
+
+def names(name: str) -> list[str]:
+    return sorted(path.name for path in (FOLDER / name).iterdir())
+
+
+# --- scenarios ---
+
+
+def whole():
+    saved("whole", (1, 2, 3))
+    return loaded("whole") | {"names": names("whole")}
+
+
+def copied_at_once():
+    """What a step changes after save() has returned is not in the checkpoint."""
+    runs, (model, optimizer) = checkpoint.Folder(FOLDER / "copied"), trained(1)
+    write_data = FileSystemWriter.write_data
+
+    def late(self, *arguments):
+        changed.wait()
+        return write_data(self, *arguments)
+
+    import threading
+
+    changed = threading.Event()
+    FileSystemWriter.write_data = late
+    runs.save(1, model, optimizer)
+    with torch.no_grad():
+        model.weight.zero_()
+    changed.set()
+    runs.wait()
+    FileSystemWriter.write_data = write_data
+    return loaded("copied")
+
+
+def truncated():
+    saved("truncated")
+    damage(FOLDER / "truncated/step_2/__1_0.distcp", lambda path: os.truncate(path, 100))
+    return loaded("truncated")
+
+
+def missing_file():
+    saved("missing")
+    damage(FOLDER / "missing/step_2/__0_0.distcp", os.unlink)
+    return loaded("missing")
+
+
+def all_damaged():
+    saved("damaged")
+    for step in (1, 2):
+        damage(FOLDER / f"damaged/step_{step}/.metadata", os.unlink)
+    return loaded("damaged")
+
+
+def killed_while_it_saved():
+    saved("killed", (1,))
+    damage(FOLDER / "killed/step_1", lambda path: shutil.copytree(path, path.parent / ".step_2.x"))
+    return loaded("killed") | {"names": names("killed")}
+
+
+def full_disk():
+    """A later save goes well again."""
+    runs = saved("full", (1,))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    runs.save(2, *trained(2))
+    found = attempt(runs.wait)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    found["names"] = names("full")
+    runs.save(3, *trained(3))
+    return found | {"then": runs.wait(), "later": names("full")}
+
+
+def not_finite():
+    runs, (model, optimizer) = saved("finite", (1,)), trained(2)
+    if rank == 1:
+        model.weight.to_local().data[0, 0] = float("nan")
+    return attempt(lambda: runs.save(2, model, optimizer)) | {"names": names("finite")}
+
+
+def other_values():
+    saved("values", (1,), about={"seed": 0, "batch_size": 8})
+    return loaded("values", about={"seed": 0, "batch_size": 4})
+
+
+def not_shared():
+    """Each rank has a folder of this name."""
+    here = Path.cwd()
+    for number in (0, 1):
+        (FOLDER / f"node-{number}").mkdir(exist_ok=True)
+    os.chdir(FOLDER / f"node-{rank}")
+    found = attempt(lambda: checkpoint.Folder("runs"))
+    os.chdir(here)
+    return found
+
+
+def zombie():
+    """Start 9 of job 7 still runs when Slurm has started the job for the 10th time."""
+    job(7, 9)
+    old = saved("zombie", (1,))
+    job(7, 10)
+    checkpoint.Folder(FOLDER / "zombie")
+    job(7, 9)
+    again = attempt(lambda: checkpoint.Folder(FOLDER / "zombie"))
+    return {"again": again, "writes": ended(old), "names": names("zombie")}
+
+
+def two_jobs():
+    """A job takes over another one's folder."""
+    job(7, 0)
+    old = saved("jobs", (1,))
+    job(8, 0)
+    new = checkpoint.Folder(FOLDER / "jobs")
+    found = {"writes": ended(old)}
+    new.save(2, *trained(2))
+    return found | {"then": new.wait(), "names": names("jobs")}
+
+
+def ended(runs: checkpoint.Folder) -> dict:
+    """How a save ends, which would end the process."""
+    end = os._exit
+
+    def instead(status: int):
+        raise SystemExit(status)
+
+    os._exit = instead
+    runs.save(3, *trained(3))
+    found = attempt(runs.wait)
+    os._exit = end
+    return found
+
+
+SCENARIOS = (whole, copied_at_once, truncated, missing_file, all_damaged, killed_while_it_saved)
+SCENARIOS += (full_disk, not_finite, other_values, not_shared, zombie, two_jobs)
+for scenario in SCENARIOS:
+    found = scenario()
+    everywhere = [None, None]
+    dist.all_gather_object(everywhere, found)
+    if rank == 0:
+        print(json.dumps([scenario.__name__, everywhere]), flush=True)
+dist.barrier()
+os._exit(0)

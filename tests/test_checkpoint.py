@@ -1,0 +1,136 @@
+"""checkpoint.py, in a script of somebody's own and with every fault, on two ranks."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import checkpoint
+from conftest import REPOSITORY, environment, run
+
+GUEST = (REPOSITORY / "tests/guests/with_fsdp.py").read_text()
+# The five lines, seeds, and a loop that knows which step it takes.
+LINES = {
+    "import torch\n": "import sys, checkpoint, torch\n",
+    "\nmodel =": "\ntorch.manual_seed(0)\nmodel =",
+    "lr=0.01)\n": "lr=0.01)\n"
+    "runs = checkpoint.Folder(sys.argv[1])\n"
+    "first = runs.load(model, optimizer)\n",
+    "for _ in range(8):\n": "for step in range(first + 1, int(sys.argv[2]) + 1):\n"
+    "    torch.manual_seed(world_size * step + rank)\n",
+    "optimizer.zero_grad()\n": "optimizer.zero_grad()\n    runs.save(step, model, optimizer)\n",
+    "\nweights =": "\nruns.wait()\nweights =",
+}
+
+
+def whole(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint by name."""
+    dcp_to_torch_save(path, path.with_suffix(".pt"))
+    state = torch.load(path.with_suffix(".pt"), weights_only=False)
+    found = dict(state["model"])
+    for name, moments in state["optimizer"]["state"].items():
+        found |= {f"{name}.{key}": value for key, value in moments.items()}
+    return found
+
+
+def test_a_strangers_script(tmp_path):
+    """Five lines: stopped after step 4 and resumed, it has the weights and moments of one that was
+    not stopped, bit for bit."""
+    script = GUEST
+    for before, after in LINES.items():
+        assert script.count(before) == 1
+        script = script.replace(before, after)
+    (tmp_path / "script.py").write_text(script)
+    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, PYTHONPATH=REPOSITORY / "distributed")
+    for folder, last in (("whole", 8), ("stopped", 4), ("stopped", 8)):
+        done = run("./torchrun.sh", tmp_path / "script.py", tmp_path / folder, last, env=env)
+        assert done.returncode == 0, done.stderr
+    assert checkpoint.steps(tmp_path / "stopped") == [8, 7]
+    found, expected = (whole(tmp_path / folder / "step_8") for folder in ("stopped", "whole"))
+    assert len(found) == 16 and found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, list[dict]]:
+    """What each rank finds, by scenario."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1)
+    done = run("./torchrun.sh", "tests/scripts/checkpoints.py", folder, env=env)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+def test_the_newest_two_stay(found):
+    for rank in found["whole"]:
+        assert rank["returns"] == 3 and rank["weights"] == [3] and rank["moments"] == 3
+        assert rank["names"] == ["owner", "step_2", "step_3"] and rank["says"] == ""
+
+
+def test_steps_after_a_save_are_not_in_it(found):
+    assert [rank["weights"] for rank in found["copied_at_once"]] == [[1], [1]]
+
+
+@pytest.mark.parametrize("fault", ["truncated", "missing_file"])
+def test_the_older_one_is_loaded(found, fault):
+    first, second = found[fault]
+    for rank in (first, second):
+        assert rank["returns"] == 1 and rank["weights"] == [1] and rank["moments"] == 1
+    assert re.fullmatch(r"warning: \S+/step_2 cannot be read: .+\n", first["says"])
+    assert second["says"] == ""
+
+
+def test_a_run_does_not_begin_anew_unnoticed(found):
+    first, second = found["all_damaged"]
+    assert first["ends"] == second["ends"] == 1
+    assert re.search(r"\nno checkpoint in \S+ can be read\n$", first["says"])
+
+
+def test_what_a_killed_start_has_left(found):
+    for rank in found["killed_while_it_saved"]:
+        assert rank["returns"] == 1 and rank["weights"] == [1]
+        assert rank["names"] == ["owner", "step_1"]
+
+
+def test_a_save_that_fails(found):
+    """Is a warning; the older ones stay, and the next save goes well."""
+    first, _ = found["full_disk"]
+    assert first["returns"] is False and first["names"] == ["owner", "step_1"]
+    assert re.fullmatch("warning: step 2 is not saved, .*File too large.*\n", first["says"])
+    assert first["then"] and first["later"] == ["owner", "step_1", "step_3"]
+
+
+# What rank 0 says, and both end with status 1.
+FAULTS = {
+    "not_finite": r"the weights are not finite after step 2: not saved",
+    "other_values": r"\S+/values/step_1 has batch_size 8, not 4: resume it with its own, or .*",
+    "not_shared": r"rank 1 on \S+ does not see what rank 0 writes: all nodes must share runs",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_one_rank_ends_all_with_a_sentence(found, fault):
+    first, second = found[fault]
+    assert first["ends"] == second["ends"] == 1 and second["says"] == ""
+    assert re.fullmatch(FAULTS[fault] + "\n", first["says"])
+    assert fault != "not_finite" or first["names"] == ["owner", "step_1"]
+
+
+def test_a_start_that_was_replaced_writes_nothing(found):
+    """Its restarts are compared as numbers: 10 is later than 9."""
+    first, second = found["zombie"]
+    assert first["again"]["ends"] == second["again"]["ends"] == 1
+    assert "belongs to a later start of this job, so this one ends" in first["again"]["says"]
+    assert first["writes"]["ends"] == 1
+    assert re.search(r"belongs to another start now \(7 10 ", first["writes"]["says"])
+    assert [name for name in first["names"] if name.startswith("step")] == ["step_1"]
+
+
+def test_two_jobs_in_one_folder(found):
+    """The later one writes."""
+    first, _ = found["two_jobs"]
+    assert first["writes"]["ends"] == 1 and "(8 0 " in first["writes"]["says"]
+    assert first["then"] and "step_2" in first["names"] and "step_3" not in first["names"]
