@@ -316,10 +316,7 @@ for step in range(first + 1, args.steps + 1):
     # Read while the GPU still computes.
     batch = batch_of(step + 1)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-    norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-    # All ranks have the same norm. Weights and moments are still good.
-    if not math.isfinite(norm):
-        sys.exit(f"the gradient's norm is {norm} in step {step}: try a lower --learning-rate")
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step - 1)
     optimizer.step()
@@ -330,7 +327,7 @@ for step in range(first + 1, args.steps + 1):
         # The mean over all ranks is the sum of their means, each divided by world_size.
         mean_loss = torch.stack(losses).mean() / world_size
         dist.all_reduce(mean_loss)
-        line = f"step={step}/{args.steps} loss={mean_loss.item():.6f} grad_norm={norm:.6f}"
+        line = f"step={step}/{args.steps} loss={mean_loss.item():.6f} grad_norm={norm.item():.6f}"
         seconds = (time.perf_counter() - start) / len(losses)
         rate = args.batch_size * args.context / seconds
         line += f" learning_rate={group['lr']:.4g} tokens_per_second={rate:.0f}"
@@ -342,8 +339,13 @@ for step in range(first + 1, args.steps + 1):
         losses, start = [], time.perf_counter()
     pause = time.perf_counter()
     # Not after every step, because each answer is an all-reduce, and a wait for the GPU.
-    if (step % 10 == 0 or step == args.steps) and preemption.asked(device):
-        stopped = True
+    if step % 10 == 0 or step == args.steps:
+        # All ranks have the same norm. Once weights are bad, it is nan in every later step.
+        if not norm.isfinite():
+            sys.exit(
+                f"the gradient's norm is {norm.item()}, step {step}: try a lower --learning-rate"
+            )
+        stopped = preemption.asked(device)
     if stopped or step % args.save_every == 0 or step == args.steps:
         heartbeat.alive(600)
         runs.save(step, model, optimizer)
