@@ -339,9 +339,8 @@ for step in range(first + 1, args.steps + 1):
     if step % 10 == 0 or step == args.steps:
         # All ranks have the same norm. Once weights are bad, it is nan in every later step.
         if not norm.isfinite():
-            sys.exit(
-                f"the gradient's norm is {norm.item()}, step {step}: try a lower --learning-rate"
-            )
+            what = f"the gradient's norm is {norm.item()} in step {step}"
+            sys.exit(f"{what}: try a lower --learning-rate")
         stopped = preemption.asked(device)
     if stopped or step % args.save_every == 0 or step == args.steps:
         heartbeat.alive(600)
