@@ -116,8 +116,8 @@ class Folder:
         Weights that are not finite end the run, and the older checkpoints stay as well.
         """
         self.wait()
-        bad = f"the weights are not finite after step {step}, and not saved: try a lower learning rate"
-        self.end_if(None if finite(model) else bad)
+        what = f"the weights are not finite after step {step}, and not saved"
+        self.end_if(None if finite(model) else f"{what}: try a lower learning rate")
         if self.stager is None:
             # From CUDA each checkpoint is copied into the same pinned memory.
             cuda = next(model.parameters()).device.type == "cuda"
