@@ -5,7 +5,7 @@
     python aux/submit.py status JOB        # later, from any shell in this folder or below it
     python aux/submit.py logs JOB --follow
     python aux/submit.py cancel JOB
-    python aux/submit.py fetch JOB         # checkpoints, metrics and log, into slurm-jobs/
+    python aux/submit.py fetch JOB         # checkpoints and log, into slurm-jobs/
 
 Slurmfile.toml says where and how. Options before the launcher that are not listed below go to
 sbatch, as --option=value. The code, committed or not, is copied into a new folder on the cluster,

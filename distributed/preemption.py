@@ -11,9 +11,9 @@
             break
     ...
     save(step)
-    dist.barrier()                     # no rank leaves while another one saves
     if stopped and rank == 0:
         preemption.requeue()
+    dist.barrier()                     # no rank leaves while rank 0 saves and asks Slurm
 
 Slurm sends SIGTERM at the time limit and at a preemption, and kills what is left after KillWait (30
 seconds by default) or the partition's GraceTime. `sbatch --signal=TERM@300` asks for it earlier.
@@ -125,7 +125,12 @@ def requeue_job(command: str) -> bool:
 
 
 def scontrol(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["scontrol", *arguments], capture_output=True, text=True)
+    # In a session of its own, because torchrun sends a second SIGTERM to all of a rank's processes.
+    options = {"capture_output": True, "text": True, "start_new_session": True}
+    done = subprocess.run(["scontrol", *arguments], **options)
+    if done.returncode != 0 and not done.stderr:
+        done.stderr = f"scontrol ended with {done.returncode}: try again"
+    return done
 
 
 # run_script.sh calls it like this, outside the container.

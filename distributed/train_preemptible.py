@@ -196,8 +196,6 @@ def save(steps_done: int):
             file.flush()
             os.fsync(file.fileno())
         os.replace(folder / "part", path)
-    # The others wait, because torchrun fails once they have ended after a SIGTERM, and then srun
-    # would end a rank that still saves.
     dist.barrier()
 
 
@@ -269,6 +267,9 @@ if not stopped:
     log(f"Finished: epoch={args.epochs}, checkpoint in {path}")
 elif rank == 0:
     failed = not preemption.requeue(f"--resume --checkpoint-dir {folder}")
+# After a SIGTERM torchrun fails when its ranks have ended, and then srun would end rank 0, while it
+# still asks Slurm.
+dist.barrier()
 dist.destroy_process_group()
 if device.type == "cpu":
     # A thread of gloo can outlive the group and crash Python's shutdown, which this skips.

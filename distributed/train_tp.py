@@ -358,7 +358,6 @@ for step in range(first + 1, args.steps + 1):
     start += time.perf_counter() - pause
 
 failed = not runs.wait()
-dist.barrier()  # no rank leaves while another one saves
 if rank == 0 and failed:
     print("the last steps could not be saved", file=sys.stderr, flush=True)
 elif stopped:
@@ -366,6 +365,9 @@ elif stopped:
     failed = rank == 0 and not preemption.requeue(f"--resume --checkpoint-dir {runs.path}")
 else:
     log(f"Finished: step={max(first, args.steps)}, checkpoint in {runs.path}")
+# After a SIGTERM torchrun fails when its ranks have ended, and then srun would end those that still
+# save, or ask Slurm.
+dist.barrier()
 dist.destroy_process_group()
 if device.type == "cpu":
     # A thread of gloo can outlive the group and crash Python's shutdown, which this skips.

@@ -178,6 +178,29 @@ def test_slurmctld_is_busy(tmp_path):
     assert calls == ["show job 9", *["show job 9", "requeue 9"] * 2, "show job 9"]
 
 
+SIGNALLED = """if [[ $1 == show ]]; then echo "JobState=RUNNING Restarts=0 "; exit; fi
+kill -TERM "$PARENT"  # and its group
+sleep 0.5
+echo "$@" >>calls
+"""
+IN_A_GROUP = """import os, signal, preemption
+preemption.listen()
+os.environ["PARENT"] = str(-os.getpgid(0))
+print(preemption.requeue())
+"""
+
+
+def test_a_signal_does_not_reach_scontrol(tmp_path):
+    """torchrun sends SIGTERM to all processes in a rank's group. A request that it has killed would
+    be no requeue, although nobody complains."""
+    stand_ins(tmp_path, {"scontrol": SIGNALLED.replace('"$PARENT"', '-- "$PARENT"')})
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": REPOSITORY / "distributed"}
+    env = environment(SLURM_JOB_ID=9, **path)
+    done = run(sys.executable, "-c", IN_A_GROUP, cwd=tmp_path, env=env)
+    assert done.stdout == f"{REQUEUED}True\n", done.stderr
+    assert (tmp_path / "calls").read_text() == "requeue 9\n"
+
+
 SECOND_CONTROL_C = """import os, signal, preemption
 preemption.listen()
 os.kill(os.getpid(), signal.SIGINT)

@@ -20,7 +20,7 @@ if ((exist)); then sed --in-place /OMP_NUM_THREADS/d "$folder/task_prolog.sh"; f
     # a replay. A requeued job waits for cred_expire seconds, plus one, instead of two minutes. A
     # job must reach its last node in that time, which takes longer the more nodes share this
     # machine.
-    echo "AuthInfo=socket=$folder/munge/socket,cred_expire=$((4 + nodes / 2))"
+    echo "AuthInfo=socket=$folder/munge/socket,cred_expire=$((5 + nodes / 2))"
     # The default, 10, is too short when many nodes share two cores. UnkillableStepTimeout must be
     # at least five times as long.
     wait=$((nodes > 100 ? 300 : 60))

@@ -136,5 +136,6 @@ for epoch in range(steps_done // len(loader), EPOCHS):
 if rank == 0 and stopped:
     print(f"stopped after step {steps_done}", flush=True)
     preemption.requeue()
+dist.barrier()
 dist.destroy_process_group()
 os._exit(0)
