@@ -9,7 +9,7 @@ die() { echo "env.sh: $1" >&2 && exit 1; }
 
 # --- what this job asked for: Slurm knows, and variables may be left from another job ---
 fields=batchflag:10,hetjobid:20,tres-per-node:200,tres-per-job:200,cpus-per-tres:200
-record=$(squeue --noheader --jobs="$SLURM_JOB_ID" --Format="$fields")
+record=$(unset "${!SQUEUE_@}" && squeue --noheader --jobs="$SLURM_JOB_ID" --Format="$fields")
 read -r is_batch het_job per_node per_job cpus_per_gpu <<<"$record"
 if [[ "$het_job" != N/A ]]; then die "srun leaves out nodes of a heterogeneous job (A : B)"; fi
 
@@ -53,7 +53,7 @@ export SLURM_EXPORT_ENV=ALL SLURM_MPI_TYPE=none OMP_NUM_THREADS=$CPUS_PER_RANK
 # --- settings: all files and sockets that Linux allows, and NCCL's last collectives in log/JOB ---
 ulimit -S -n "$(ulimit -H -n)"
 mkdir --parents "log/$SLURM_JOB_ID" || true
-export TORCH_FR_BUFFER_SIZE=2000 TORCH_FR_DUMP_TEMP_FILE=$PWD/log/$SLURM_JOB_ID/nccl_rank_
+export TORCH_FR_BUFFER_SIZE=2000 TORCH_FR_DUMP_TEMP_FILE=log/$SLURM_JOB_ID/nccl_rank_
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}" PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 # site.sh is yours: modules, and changes of the above, such as MASTER_ADDR=${MASTER_ADDR}i.
 if [[ -e site.sh ]]; then set +eu; source ./site.sh; set -eu; fi

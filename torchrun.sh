@@ -5,17 +5,17 @@
 #        NPROC_PER_NODE=4 ./torchrun.sh distributed/train_ddp.py
 set -euo pipefail
 
-# `python -m torch.distributed.run` is torchrun. In a venv over an image, the command torchrun would
+# `python3 -m torch.distributed.run` is torchrun. In a venv over an image, the command torchrun would
 # be the image's, and not see the packages of the venv.
 
 # By hand: env.sh has set no sizes.
 if [[ -z "${NNODES:-}" ]]; then
     if [[ -z "${NPROC_PER_NODE:-}" ]]; then
         count='import torch; print(torch.cuda.device_count() or torch.xpu.device_count() or 2)'
-        NPROC_PER_NODE=$(python -c "$count")
+        NPROC_PER_NODE=$(python3 -c "$count")
     fi
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-    exec python -m torch.distributed.run --standalone --nproc-per-node="$NPROC_PER_NODE" "$@"
+    exec python3 -m torch.distributed.run --standalone --nproc-per-node="$NPROC_PER_NODE" "$@"
 fi
 
 # SIGTERM is ignored until torchrun is up, because a job that it kills is FAILED, and not requeued.
@@ -28,7 +28,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 # changes with a requeue, so that no torchrun of the earlier start joins.
 # EDIT: add --numa-binding=node if nodes have two CPU sockets: ranks stay near their GPU.
 # EDIT: add --tee=3 if lines of several ranks run into each other: each then has a rank's label.
-exec python -m torch.distributed.run \
+exec python3 -m torch.distributed.run \
     --nnodes="$NNODES" --node-rank="$SLURM_NODEID" --nproc-per-node="$NPROC_PER_NODE" \
     --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
     --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" --rdzv-conf=timeout=300 \

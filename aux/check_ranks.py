@@ -166,7 +166,8 @@ def gather(store: dist.Store, step: str, mine: dict, timeout: float) -> list[dic
             its = json.loads(store.get(keys[other]))
             for sentence in its["bad"]:
                 sys.stderr.write(f"[Rank {other} on {its['host']}] {sentence}\n")
-        hosts = hosts_of_ranks() or ["a node that Slurm does not name"] * world_size
+        # Too short if nodes have different numbers of torchrun's ranks.
+        hosts = hosts_of_ranks() + ["a node that Slurm does not name"] * world_size
         named = [f"rank {other} on {hosts[other]}" for other in missing]
         what = f"{len(missing)} of {world_size} ranks have not reached the {step} in {timeout:g} s"
         stop(f"{what}: {', '.join(named[:8])}{', ...' if len(named) > 8 else ''}")

@@ -9,7 +9,8 @@
     runs.wait()                                      # before the process group ends
 
 The tensors are stored by their names and their places in the whole model, so a run goes on with any
-number of ranks, and with DDP, FSDP2 or tensor parallelism.
+number of ranks, and with DDP, FSDP2 or tensor parallelism. The optimizer's options are stored, too:
+to change the learning rate of a run, set it in optimizer.param_groups after the load.
 Beware: the index of a checkpoint (.metadata) is a Python pickle. Load only what you trust.
 """
 
@@ -38,7 +39,8 @@ class Folder:
     """
 
     def __init__(self, path: str | Path, keep: int = 2, about: dict | None = None):
-        self.keep, self.about = keep, about or {}
+        # As JSON reads them again: a tuple is a list.
+        self.keep, self.about = keep, json.loads(json.dumps(about or {}))
         # A group of its own, because a thread writes while the steps use the others.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
         self.rank, self.host = dist.get_rank(), os.uname().nodename
@@ -63,8 +65,8 @@ class Folder:
             if theirs[:1] == [job] and int(theirs[1]) > int(restarts):
                 return f"{self.path} belongs to a later start of this job, so this one ends"
             owner.write_text(self.owner)
-        except OSError as error:
-            return f"{self.path} cannot be written: {error.strerror}"
+        except (OSError, ValueError, IndexError) as error:
+            return f"{self.path} cannot be written, or its file owner is damaged: {error}"
         # What starts have left that were killed while they saved.
         for part in self.path.glob(".step_*"):
             shutil.rmtree(part, ignore_errors=True)
@@ -126,7 +128,7 @@ class Folder:
         part = self.path / f".step_{step}.{self.owner.replace(' ', '.')}"
         # Copying ahead is off, because its thread would open a context on GPU 0.
         writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)
-        state, stager = state_of(model, optimizer), self.stager
+        state, stager = own_part(state_of(model, optimizer), self.rank), self.stager
         written = dcp.async_save(
             state, storage_writer=writer, process_group=self.group, async_stager=stager
         )
@@ -201,6 +203,17 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     """The tensors by their names in the model, the same whatever wraps or splits it."""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments}
+
+
+def own_part(state: dict, rank: int) -> dict:
+    """Without what all ranks hold whole, except on rank 0: the others need no memory to copy it."""
+    mine = {}
+    for name, value in state.items():
+        if isinstance(value, dict):
+            mine[name] = own_part(value, rank)
+        elif rank == 0 or isinstance(value, DTensor):
+            mine[name] = value
+    return mine
 
 
 def finite(model: torch.nn.Module) -> bool:

@@ -43,6 +43,8 @@ def sizes(folder: Path) -> dict[str, int]:
         config = json.loads((folder / "config.json").read_text())
         if config["model_type"] != "gpt2" or config["activation_function"] != "gelu_new":
             raise ValueError("config.json describes a different model")
+        if not (folder / "model.safetensors").exists():
+            raise ValueError("it has no model.safetensors")
         names = {"layers": "n_layer", "heads": "n_head", "width": "n_embd"}
         names |= {"context": "n_positions", "vocabulary": "vocab_size"}
         return {ours: config[theirs] for ours, theirs in names.items()}

@@ -81,7 +81,7 @@ class Heart:
         except OSError as error:
             return self.say(f"warning: no heartbeats: {error}")
 
-        last, since = (step, expected), time.monotonic()
+        last, since = None, time.monotonic()
         next_write, late, reported = since, False, False
         while True:
             now = time.monotonic()
@@ -174,7 +174,8 @@ def describe(calls: list[tuple[str, str, int]]) -> tuple[list[str], str, bool]:
         if own == "-" and not any(part in path for part in LIBRARIES):
             own = text
         texts.insert(0, text)
-    return texts[-12:], own, any(part in calls[0][1] for part in WAITING)
+    waits = any(part in calls[0][1] for part in WAITING) or "/checkpoint.py:" in own
+    return texts[-12:], own, waits
 
 
 def read_beats(folder: Path) -> list[dict]:

@@ -81,7 +81,9 @@ def with_own_dropout(attend: Callable, rank: int) -> Callable:
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
     ) -> torch.Tensor:
         seed = int(torch.randint(2**31, ())) + rank
-        with torch.random.fork_rng([q.device] if q.device.type == "cuda" else []):
+        gpu = q.device if q.device.type != "cpu" else None
+        kind = gpu.type if gpu else "cuda"
+        with torch.random.fork_rng([gpu] if gpu else [], device_type=kind):
             torch.manual_seed(seed)
             return attend(q, k, v, dropout)
 

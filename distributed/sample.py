@@ -42,14 +42,21 @@ found = checkpoint.steps(args.checkpoint_dir)
 if not found:
     sys.exit(f"no whole checkpoint in {args.checkpoint_dir}")
 path = args.checkpoint_dir / f"step_{found[0]}"
-about = json.loads((path / "about.json").read_text())
+try:
+    about = json.loads((path / "about.json").read_text())
+except (OSError, ValueError) as error:
+    sys.exit(f"{path} cannot be read, move it away to take the one before: {error}")
 with torch.device("meta"):
     model = Transformer(**about["sizes"])
 model.to_empty(device=device)
 model.tie()
 # dcp warns that there is only this process.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
-dcp.load({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)
+try:
+    dcp.load({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)
+except (Exception, dcp.CheckpointException) as error:
+    what = f"{path} cannot be read, move it away to take the one before"
+    sys.exit(f"{what}: {checkpoint.cause(error)}")
 
 if args.export:
     args.export.mkdir(parents=True, exist_ok=True)

@@ -87,7 +87,7 @@ dist.init_process_group(
     rank=rank,
     world_size=world_size,
     timeout=timedelta(minutes=30),  # for the others, while rank 0 saves
-    device_id=None if device.type == "cpu" else device,
+    device_id=device if device.type == "cuda" else None,
 )
 # A first sum over all ranks shows whether their connections work. .item() waits for it.
 total = torch.ones(1, device=device)
@@ -141,7 +141,7 @@ model = model.to(device, memory_format=torch.channels_last)
 # DDP warns about weights with one channel or pixel, for which both layouts are the same.
 warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
 # ddp takes rank 0's weights, and its backward() averages the gradients over all ranks.
-ddp = nn.parallel.DistributedDataParallel(model)
+ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 # fused: one kernel updates all weights.
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=True)
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
@@ -158,7 +158,7 @@ if path.exists():
         sys.exit(f"{path} exists: pass --resume, or choose another --checkpoint-dir")
     # On the CPU, because the GPU has no room for the weights twice.
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    if checkpoint["order"] != order:
+    if checkpoint.get("order", order) != order:
         what = f"{path} is of a run with {checkpoint['order']}, and this one has {order}"
         sys.exit(f"{what}: pass the same, or choose another --checkpoint-dir")
     model.load_state_dict(checkpoint["model"])
@@ -169,6 +169,8 @@ if path.exists():
     steps_done = checkpoint["steps_done"]
     del checkpoint
     log(f"Resumed after step {steps_done}")
+elif args.resume:
+    log(f"No checkpoint in {folder}: the run begins anew")
 # If a folder is not on all nodes, the ranks find different checkpoints. The largest n and the
 # largest -n add up to 0 only if n is the same on all ranks.
 found = torch.tensor([steps_done, -steps_done], device=device)
@@ -216,9 +218,9 @@ for epoch in range(first_epoch, args.epochs + 1):
         # EDIT: your loss
         with autocast:
             loss = cross_entropy(ddp(images).float(), labels)
-        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         # .item() here would make the CPU wait for the GPU at every step.
         losses.append(loss.detach())
         heartbeat.step = before + step

@@ -19,6 +19,7 @@ import faulthandler
 import gc
 import math
 import os
+import shutil
 import sys
 import time
 import zlib
@@ -57,7 +58,7 @@ help = "compute a rank's share of the batch in so many parts, which takes less m
 parser.add_argument("--accumulation", type=int, default=1, metavar="PARTS", help=help)
 help = "compute activations again in the backward pass: less memory, a third more work"
 parser.add_argument("--activation-checkpointing", action="store_true", help=help)
-help = "default: on a GPU, which needs Triton and a C compiler"
+help = "default: on a GPU, if the node has a C compiler"
 parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help=help)
 help = "default: bf16 on a GPU, fp32 on a CPU"
 parser.add_argument("--precision", choices=["fp32", "bf16"], help=help)
@@ -84,11 +85,14 @@ if chosen.init_from:
 
     parser.set_defaults(**gpt2.sizes(chosen.init_from))
 args = parser.parse_args()
+if chosen.init_from and args.context > parser.get_default("context"):
+    parser.error(f"--init-from knows a --context of {parser.get_default('context')} at most")
 if args.resume and not args.checkpoint_dir and "RUN" not in os.environ:
     parser.error("--resume needs --checkpoint-dir, or the variable RUN, which env.sh sets in a job")
-counts = (args.steps, args.batch_size, args.accumulation, args.log_every, args.eval_every)
-if min(*counts, args.save_every, args.keep) < 1:
-    parser.error("--steps, --batch-size, --accumulation, --keep and --..-every must be 1 or more")
+counts = (args.layers, args.heads, args.width, args.context, args.pad_vocabulary, args.steps)
+counts += (args.batch_size, args.accumulation, args.log_every, args.eval_every, args.save_every)
+if min(*counts, args.keep) < 1:
+    parser.error("sizes, --steps, --accumulation, --keep and all --..-every must be 1 or more")
 if args.width % args.heads != 0:
     parser.error(f"--width must be a multiple of {args.heads} (--heads)")
 if args.deterministic:
@@ -127,7 +131,7 @@ dist.init_process_group(
     rank=rank,
     world_size=world_size,
     timeout=timedelta(minutes=30),  # for the others, while rank 0 saves
-    device_id=None if device.type == "cpu" else device,
+    device_id=device if device.type == "cuda" else None,
 )
 # A first sum over all ranks shows whether their connections work. .item() waits for it.
 total = torch.ones(1, device=device)
@@ -183,11 +187,13 @@ def batch_of(step: int) -> torch.Tensor:
 
 
 # --- model ---
+# To draw or load it, and to compile the first step, may take ten minutes.
+heartbeat.alive(600)
 sizes = {name: vars(args)[name] for name in ("context", "layers", "heads", "width")}
 multiple = args.pad_vocabulary
 sizes["vocabulary"] = math.ceil(vocabulary["tokenizer"]["size"] / multiple) * multiple
 if args.init_from:
-    sizes |= {"vocabulary": args.vocabulary, "gpt2": True}
+    sizes |= gpt2.sizes(args.init_from) | {"context": args.context, "gpt2": True}
 if vocabulary["tokenizer"]["size"] > sizes["vocabulary"]:
     sys.exit(f"the text has more than the {sizes['vocabulary']} tokens that {args.init_from} knows")
 with torch.device("meta"):  # without memory, because no rank is to hold it whole
@@ -197,7 +203,9 @@ for block in model.blocks:
 flops_per_token = model.flops_per_token(args.context)
 on_gpu = device.type != "cpu"
 bf16 = args.precision == "bf16" or (args.precision is None and on_gpu)
-compiled = on_gpu if args.compile is None else args.compile
+# Triton needs a compiler on the node.
+can_compile = on_gpu and any(map(shutil.which, ("gcc", "clang")))
+compiled = can_compile if args.compile is None else args.compile
 torch.set_float32_matmul_precision("high")  # TF32, if the GPU has it
 
 
@@ -268,9 +276,9 @@ if not args.resume and checkpoint.steps(folder):
 about = {"sizes": sizes, "batch_size": args.batch_size, "seed": args.seed}
 about |= {"data": vocabulary["id"], "tokenizer": vocabulary["tokenizer"]}
 runs = checkpoint.Folder(folder, args.keep, about)
-# A load and the first step, which compiles, may take ten minutes.
-heartbeat.alive(600)
 first = runs.load(model, optimizer)
+for group in optimizer.param_groups:
+    group["betas"] = (0.9, args.beta2)
 if args.resume:
     log(f"Resumed after step {first}" if first else f"No checkpoint in {runs.path}")
 log(f"Data: {token_files.describe(args.data_dir)}. Checkpoints: {runs.path}")
@@ -286,7 +294,7 @@ def evaluate(step: int):
     rows = args.batch_size // data_ranks // args.accumulation
     batches = token_files.fixed_batches(val_windows, args.eval_windows, rows, data_rank, data_ranks)
     for tokens, targets in batches:
-        heartbeat.alive()
+        heartbeat.alive(600)  # the first one compiles
         tokens, targets = tokens.to(device), targets.to(device)
         with torch.no_grad(), loss_parallel(), autocast:
             loss = loss_of(model(tokens), targets, reduction="sum")
@@ -301,7 +309,7 @@ if first and (first % args.eval_every == 0 or first >= args.steps):
     evaluate(first)
 # A rank that collects garbage keeps the others waiting, so all of them do it in the same steps.
 gc.disable()
-stopped, losses, batch, start = False, [], batch_of(first + 1), time.perf_counter()
+step, stopped, losses, batch, start = first, False, [], batch_of(first + 1), time.perf_counter()
 for step in range(first + 1, args.steps + 1):
     torch.manual_seed(seed_of(args.seed, step - 1, dropout_rank))
     step_loss = torch.zeros((), device=device)
@@ -336,8 +344,8 @@ for step in range(first + 1, args.steps + 1):
         if on_gpu:
             line += f" peak_memory_gib={torch.accelerator.max_memory_allocated() / 2**30:.1f}"
         log(f"{line} time_left={timedelta(seconds=round(seconds * (args.steps - step)))}")
+        gc.collect()
         losses, start = [], time.perf_counter()
-    pause = time.perf_counter()
     # Not after every step, because each answer is an all-reduce, and a wait for the GPU.
     if step % 10 == 0 or step == args.steps:
         # All ranks have the same norm. Once weights are bad, it is nan in every later step.
@@ -345,6 +353,7 @@ for step in range(first + 1, args.steps + 1):
             what = f"the gradient's norm is {norm.item()} in step {step}"
             sys.exit(f"{what}: try a lower --learning-rate")
         stopped = preemption.asked(device)
+    pause = time.perf_counter()
     if stopped or step % args.save_every == 0 or step == args.steps:
         heartbeat.alive(600)
         runs.save(step, model, optimizer)
@@ -353,11 +362,12 @@ for step in range(first + 1, args.steps + 1):
         break
     if step % args.eval_every == 0 or step == args.steps:
         evaluate(step)
-        gc.collect()
     # Neither saves nor evaluations count as training.
     start += time.perf_counter() - pause
 
 failed = not runs.wait()
+# Under torchrun a signal during the last save or evaluation would end the job as FAILED.
+stopped = stopped or preemption.asked(device)
 if rank == 0 and failed:
     print("the last steps could not be saved", file=sys.stderr, flush=True)
 elif stopped:

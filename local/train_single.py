@@ -99,6 +99,8 @@ if path.exists():
     epochs_done = checkpoint["epochs_done"]
     del checkpoint
     log(f"Resumed after epoch {epochs_done}")
+elif args.resume:
+    log(f"No checkpoint in {folder}: the run begins anew")
 folder.mkdir(parents=True, exist_ok=True)
 log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")  # EDIT
 
@@ -114,9 +116,9 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
         # EDIT: your loss
         with autocast:
             loss = cross_entropy(model(images).float(), labels)
-        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         # .item() here would make the CPU wait for the GPU at every step.
         losses.append(loss.detach())
 

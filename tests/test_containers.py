@@ -50,7 +50,7 @@ class Site:
 
     @property
     def without_torch(self) -> str:
-        return f"{STAND_INS}/torchrun:/usr/local/bin/torchrun"
+        return f"{STAND_INS}/python3:/usr/local/bin/python3"
 
     def clone(
         self,
@@ -92,12 +92,7 @@ def site(memory):
     assert int(machine) == sys.version_info.minor, "the virtual environment is not of python3"
     folder = memory / "site"
     (folder / "registry").mkdir(parents=True)
-    (folder / "torchrun").write_text(
-        "#!/usr/bin/python3\nfrom torch.distributed.run import main\n\nmain()\n"
-    )
-    (folder / "torchrun").chmod(0o755)
-    packages = f"{sysconfig.get_path('purelib')}:{DIST_PACKAGES}"
-    torch = f"{packages},{folder}/torchrun:/usr/local/bin/torchrun"
+    torch = f"{sysconfig.get_path('purelib')}:{DIST_PACKAGES}"
     site = Site(folder, small_debian(folder / "root"), folder / "image.sqsh", torch)
     make_image(site.root, site.image, "first")
     (folder / "log").touch()
@@ -414,7 +409,7 @@ def test_what_goes_wrong(cluster, site):
         ),
         (f"enroot.sh on node-24: no container from {site.image} in ", site.clone("full"), {}),
         ("enroot.sh on node-25: the repository, ", outside, {}),
-        ("exec: torchrun: not found", site.clone("no-torch", mounts=""), {}),
+        ("No module named 'torch'", site.clone("no-torch", mounts=""), {}),
         ("enroot-mount: failed to mount: /no/folder at ", lacking, {}),
     ]
     (site.folder / "node-24").mkdir()

@@ -166,8 +166,8 @@ def test_readme(project):
     """Builds the image; the block of docs/docker.md ends with the cluster's end."""
     [step] = steps(REPOSITORY / "docs/docker.md")
     shown = try_block(*step, project.clone, **project.environment)
-    assert len(re.findall(r"^node-[12] +1 +train\* +idle 2 ", shown, re.M)) == 2
-    assert set(re.findall(r"SLURMD_NODENAME: (\S+)", shown)) == {"node-1", "node-2"}
+    assert len(re.findall(r"^node-[12] +1 +train\* +idle 16 ", shown, re.M)) == 2
+    assert set(re.findall(r"^\[Rank: \d+ \| (\S+) \|", shown, re.M)) == {"node-1", "node-2"}
     assert "\nFinished: " in shown, shown
     log = next(project.clone.glob("launch_slurm_to_torch.sh_*.out")).read_text()
     assert "VERDICT: all well, 4 ranks started by srun" in log, log

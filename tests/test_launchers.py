@@ -101,7 +101,7 @@ def test_a_job_gets_what_its_header_asks_for(cluster, tmp_path):
         assert {len(rank["cuda"].split(",")) for rank in job.ranks()} == {2}
         for rank in job.ranks():
             assert rank["run"] == str(job.id)
-            assert rank["recorder"] == f"{REPOSITORY}/log/{job.id}/nccl_rank_"
+            assert rank["recorder"] == f"log/{job.id}/nccl_rank_"
             assert rank["files"][0] == rank["files"][1], "as many open files as Linux allows"
         assert (REPOSITORY / f"log/{job.id}").is_dir()
         first = rf"{LAUNCHERS[way]}: 4 ranks on node-\S+, rank 0 at node-\d+:\d+\. "
@@ -276,7 +276,7 @@ def test_what_srun_is_asked_for(launcher, tmp_path):
 def test_what_torchrun_is_asked_for(tmp_path):
     """The rendezvous of a requeued job has another id than that of its first start. SIGTERM is
     ignored until torchrun handles it, because a job that it ends is not requeued."""
-    stand_ins(tmp_path, {"python": 'kill -TERM $$; printf "%s\\n" "$*" "$$"'})
+    stand_ins(tmp_path, {"python3": 'kill -TERM $$; printf "%s\\n" "$*" "$$"'})
     given = {"NNODES": 2, "NPROC_PER_NODE": 4, "MASTER_ADDR": "n1", "MASTER_PORT": 61007}
     given |= {"SLURM_NODEID": 1, "SLURM_JOB_ID": 7, "SLURM_RESTART_COUNT": 2}
     path = f"{tmp_path}:{environment()['PATH']}"
@@ -298,7 +298,7 @@ def test_torchrun_by_hand(cuda, xpu, given, ranks, tmp_path):
     counts += f"class xpu:\n    device_count = lambda: {xpu}\n"
     (tmp_path / "torch.py").write_text(counts)
     python = f'if [[ $1 == -c ]]; then exec {sys.executable} "$@"; fi; echo "$*"'
-    stand_ins(tmp_path, {"python": python})
+    stand_ins(tmp_path, {"python3": python})
     path = f"{tmp_path}:{environment()['PATH']}"
     env = environment(PATH=path, PYTHONPATH=tmp_path, NPROC_PER_NODE=given)
     done = run("./torchrun.sh", "x.py", env=env)

@@ -162,15 +162,12 @@ def boxed(laptop, engine, base_image, tmp_path_factory):  # noqa: F811
     (clone / "requirements.txt").write_text("jinja2\n")
     (clone / "inside.py").write_text(INSIDE)
     (site / "torch.pth").write_text("/opt/torch\n")
-    torchrun = 'exec python3 -m torch.distributed.run "$@"'
-    tools = {"python": 'exec python3 "$@"', "torchrun": torchrun}
-    tools = stand_ins(site / "tools", tools)
+    tools = stand_ins(site / "tools", {"python": 'exec python3 "$@"'})
     mounts = ",".join(
         [
             f"{sysconfig.get_path('purelib')}:/opt/torch",
             f"{site}/torch.pth:{DIST_PACKAGES}/torch.pth",
             f"{tools}/python:/usr/local/bin/python",
-            f"{tools}/torchrun:/usr/local/bin/torchrun",
         ]
     )
     text = (clone / "run_script.sh").read_text()
