@@ -26,7 +26,7 @@ from conftest import (
     stand_ins,
     wait_for,
 )
-from test_launchers import NASTY, copy_file
+from test_launchers import NASTY, NOTHING, copy_file
 from test_readme import copy_of_repository, steps, try_block
 
 STAND_INS = REPOSITORY / "tests/stand-ins"
@@ -199,7 +199,7 @@ def test_what_is_inside(cluster, site):
     job = cluster.wait(job)
     assert job.state == "COMPLETED", job.log
     # env.sh's.
-    sizes = {"NNODES": "2", "NPROC_PER_NODE": "1", "CPUS_PER_NODE": "2", "OMP_NUM_THREADS": "2"}
+    sizes = {"NNODES": "2", "NPROC_PER_NODE": "1", "CPUS_PER_NODE": "16", "OMP_NUM_THREADS": "1"}
     sizes |= {"MASTER_ADDR": "node-1", "MASTER_PORT": str(61000 + job.id % 4536)}
     sizes |= {"CUDA_VISIBLE_DEVICES": "0", "PYTHONUNBUFFERED": "1", "SLURM_JOB_ID": str(job.id)}
     ranks = seen(job)
@@ -371,7 +371,7 @@ def test_not_requeued(tmp_path):
     programs = {"srun": "mkdir --parents log/7 && echo train.py --resume >log/7/requeue"}
     refuses = "if [[ $1 == requeue ]]; then echo no requeue is allowed >&2; exit 1; fi; "
     programs["scontrol"] = f"{refuses} echo JobState=RUNNING Restarts=0 Command=/run.sh"
-    stand_ins(tmp_path, programs | {"getent": "true"})
+    stand_ins(tmp_path, programs | {"getent": "true", "squeue": f"echo {NOTHING}"})
     slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "n", "SLURM_JOB_NUM_NODES": 1}
     slurm |= {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_CPUS_PER_NODE": "2"}
     env = environment(PATH=f"{tmp_path}:{environment()['PATH']}", **slurm)
