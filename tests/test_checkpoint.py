@@ -105,7 +105,7 @@ def test_a_save_that_fails(found):
 
 # What rank 0 says, and both end with status 1.
 FAULTS = {
-    "not_finite": r"the weights are not finite after step 2, and not saved: try a lower learning rate",
+    "not_finite": r"the weights are not finite after step 2, and not saved: .*",
     "other_values": r"\S+/values/step_1 has batch_size 8, not 4: resume it with its own, or .*",
     "not_shared": r"rank 1 on \S+ does not see what rank 0 writes: all nodes must share runs",
 }
