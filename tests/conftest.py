@@ -191,13 +191,13 @@ class Job:
 
 
 class Cluster:
-    def __init__(self, name: str, nodes: int, cpus: int, gpus: int):
+    def __init__(self, name: str, nodes: int, cpus: int, gpus: int, shared: tuple = SHARED):
         # Jobs run as root even under sudo, because the tests' folders are root's.
         self.environment, self.jobs = {"CLUSTER": name, "SUDO_UID": ""}, []
         size = ["--nodes", nodes, "--cpus", cpus, "--gpus", gpus]
         if BACKEND == KERNELS:
             size = ["--nodes", min(nodes, 4)]
-            size += [option for folder in SHARED for option in ("--share", folder)]
+            size += [option for folder in shared for option in ("--share", folder)]
         try:
             up = run(BACKEND, "up", *size, env=environment(**self.environment))
         except subprocess.TimeoutExpired:

@@ -264,10 +264,6 @@ write_configuration() {
         mknod "$inside/gpu$gpu" c 195 "$gpu"
         echo "Name=gpu File=$inside/gpu$gpu" >>"$inside/gres.conf"
     done
-    if ((gpus > 0)); then
-        cp "$here/task_prolog.sh" "$inside"
-        echo "TaskProlog=$inside/task_prolog.sh" >>"$inside/generated.conf"
-    fi
 }
 
 # Starts munged here, and then a daemon of Slurm's.
@@ -338,6 +334,7 @@ boot() {
     mount -t proc proc /proc
     mount -t sysfs sysfs /sys
     mkdir --parents /dev/pts /dev/shm
+    ln --symbolic /proc/self/fd /dev/fd
     mount -t devpts devpts /dev/pts
     mount -t tmpfs tmpfs /dev/shm
     mount -t tmpfs tmpfs /tmp
