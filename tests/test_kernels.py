@@ -240,15 +240,32 @@ def on_server(cluster, *command: str):
     assert done.returncode == 0, done.stderr
 
 
-def test_time_limit(cluster, data, uninterrupted, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("asked", ["TERM", "time limit"])
+def test_stopped_and_resumed(asked, cluster, data, uninterrupted, tmp_path):  # noqa: F811
     """By every launcher: saved on NFS, requeued and resumed, with equal losses."""
 
     def scenario(way):
-        trial = training(cluster, way, data, tmp_path / way, sbatch=["--time=3"], slow=6)
+        size = {"sbatch": ["--time=3"], "slow": 6} if asked == "time limit" else {"slow": 1}
+        trial = training(cluster, way, data, tmp_path / way, **size)
+        if asked == "TERM":
+            trial.train_a_little()
+            trial.signal("--signal=TERM")
         trial.wait_for(REQUEUED, 400)
         completes(trial, uninterrupted(PREEMPTIBLE), restarts=1)
 
     at_once(scenario, [(way,) for way in LAUNCHERS])
+
+
+def test_a_rank_that_hangs_is_named(cluster, data, tmp_path):  # noqa: F811
+    """By heartbeats on NFS: in the log, and by watch_job.py."""
+    trial = training(cluster, "torchrun", data, tmp_path, slow=0, STUCK=1)
+    said = r"^\[Rank 0 on node-\d\] no step for 6\d s. First to look at: rank 1 on (node-\d) \(step 7\)"
+    trial.wait_for(said, 400)
+    node = re.search(said, trial.log, re.M)[1]
+    watched = cluster.exec(sys.executable, "aux/watch_job.py", trial.job).stdout
+    assert f"{node}: rank 1 keeps the others waiting\n" in watched, watched
+    cluster.exec("scancel", trial.job)
+    assert trial.ends().state == "CANCELLED"
 
 
 def test_a_server_that_hangs(cluster, state, data, uninterrupted, tmp_path):  # noqa: F811
