@@ -259,7 +259,8 @@ def test_stopped_and_resumed(asked, cluster, data, uninterrupted, tmp_path):  # 
 def test_a_rank_that_hangs_is_named(cluster, data, tmp_path):  # noqa: F811
     """By heartbeats on NFS: in the log, and by watch_job.py."""
     trial = training(cluster, "torchrun", data, tmp_path, slow=0, STUCK=1)
-    said = r"^\[Rank 0 on node-\d\] no step for 6\d s. First to look at: rank 1 on (node-\d) \(step 7\)"
+    said = r"^\[Rank 0 on node-\d\] no step for 6\d s. First to look at: "
+    said += r"rank 1 on (node-\d) \(step 7\)"
     trial.wait_for(said, 400)
     node = re.search(said, trial.log, re.M)[1]
     watched = cluster.exec(sys.executable, "aux/watch_job.py", trial.job).stdout
