@@ -286,7 +286,7 @@ def test_a_server_that_hangs(cluster, state, data, uninterrupted, tmp_path):  # 
     assert "no step for" not in trial.log, trial.log
 
 
-def test_a_node_that_the_server_does_not_reach(cluster, data, uninterrupted, tmp_path):  # noqa: F811
+def test_a_node_without_the_server(cluster, data, uninterrupted, tmp_path):  # noqa: F811
     """Its rank goes on, but is silent, which watch_job.py says. Then all is as before."""
     trial = training(cluster, "srun", data, tmp_path, slow=4)
     node = trial.train_a_little()[1]
@@ -382,12 +382,12 @@ def test_whom_a_signal_reaches(children, cluster, state, tmp_path):
     if children and re.search(r" 22\.| 23\.02", cluster.exec("slurmd", "-V").stdout):
         pytest.skip("this Slurm has no SignalChildrenProcesses")
     if children:
-        change = f"echo SignalChildrenProcesses=yes >>{state}/inside/cgroup.conf"
-        for node in ("login", "node-1", "node-2", "node-3", "node-4"):
-            assert cluster.exec("bash", "-c", change, node=node).returncode == 0
-        assert cluster.exec("scontrol", "reconfigure").returncode == 0
+        change = f"echo SignalChildrenProcesses=yes >>{state}/inside/cgroup.conf; pkill -x slurmd; "
+        change += "while pgrep -x slurmd; do sleep 0.2; done; slurmd -N $HOSTNAME"
+        assert cluster.exec("bash", "-c", change, node="node-1").returncode == 0
     (tmp_path / "task.sh").write_text(SIGNALLED)
-    command = ["--nodes=1", f"--output={tmp_path}/log", "--wrap=srun --ntasks=1 bash task.sh"]
+    command = ["--nodelist=node-1", f"--output={tmp_path}/log"]
+    command += ["--wrap=srun --ntasks=1 bash task.sh"]
     job = cluster.submit(*command, cwd=tmp_path)
     wait_for((tmp_path / "started").exists)
     assert cluster.exec("scancel", "--signal=USR1", job).returncode == 0

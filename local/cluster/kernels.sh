@@ -1,6 +1,6 @@
 #!/bin/bash
 # A Slurm cluster on this machine in which every node has a Linux kernel of its own, with cgroup v2,
-# and mounts this repository by NFS 4.2. It is for tests: namespaces.sh starts faster and needs less.
+# and mounts this repository by NFS 4.2. It is for tests: namespaces.sh is faster and needs less.
 #
 # Usage, as root:
 #   ./local/cluster/kernels.sh up [--nodes N] [--cpus C] [--gpus G] [--memory 3G] [--share FOLDER]
@@ -13,9 +13,9 @@
 #
 #   ./local/cluster/kernels.sh exec sbatch launch_slurm_with_torchrun.sh aux/check_ranks.py
 #   ./local/cluster/kernels.sh exec --node node-2 uname --kernel-release
-#   ./local/cluster/kernels.sh exec --node server ip link set eth0 down    # nobody reaches the files
-#   kill -9 "$(cat /run/slurm-kernels-default/node-2.pid)"                 # a power cut
-#   kill -STOP "$(cat /run/slurm-kernels-default/nfs.pid)"                 # an NFS server that hangs
+#   ./local/cluster/kernels.sh exec --node server ip link set eth0 down  # nobody reaches the files
+#   kill -9 "$(cat /run/slurm-kernels-default/node-2.pid)"      # a power cut
+#   kill -STOP "$(cat /run/slurm-kernels-default/nfs.pid)"      # an NFS server that hangs
 #   CLUSTER=second ./local/cluster/kernels.sh up    # another one, in /run/slurm-kernels-second
 #
 # login has slurmctld, server has nfs-ganesha. Both are network namespaces of this machine, so login
@@ -239,8 +239,8 @@ END_OF_BATCH
     for ((node = 1; node <= nodes; node++)); do
         ip tuntap add "tap$node" mode tap
         ip link set "tap$node" master network up
-        # Its console is the log. The last words are those of init.
-        "$here/kernels.sh" power_on "$node" "$memory" </dev/null &>"$state/log/boot-node-$node.log" &
+        "$here/kernels.sh" power_on "$node" "$memory" \
+            </dev/null &>"$state/log/boot-node-$node.log" &
     done
     munge_and_slurm slurmctld -D
     wait
@@ -319,8 +319,9 @@ power_on() {
     local node="$1" memory="$2"
     write_host_pid "node-$node"
     exec linux.uml root=/dev/root rootfstype=hostfs rootflags=/ rw "mem=$memory" \
-        "uml_dir=$inside/uml/" "umid=node-$node" "vec0:transport=tap,ifname=tap$node,depth=64,gro=1" \
-        con=null con0=null,fd:1 quiet "init=$here/kernels.sh" "CLUSTER=$CLUSTER" "number=$node" boot
+        "uml_dir=$inside/uml/" "umid=node-$node" \
+        "vec0:transport=tap,ifname=tap$node,depth=64,gro=1" con=null con0=null,fd:1 quiet \
+        "init=$here/kernels.sh" "CLUSTER=$CLUSTER" "number=$node" boot
 }
 
 # ---------------------------------------------------------------- in each kernel
