@@ -245,11 +245,12 @@ def test_stopped_and_resumed(asked, cluster, data, uninterrupted, tmp_path):  # 
     """By every launcher: saved on NFS, requeued and resumed, with equal losses."""
 
     def scenario(way):
-        size = {"sbatch": ["--time=3"], "slow": 6} if asked == "time limit" else {"slow": 1}
-        trial = training(cluster, way, data, tmp_path / way, **size)
+        trial = training(cluster, way, data, tmp_path / way, slow=1.5)
+        trial.train_a_little()
         if asked == "TERM":
-            trial.train_a_little()
             trial.signal("--signal=TERM")
+        else:
+            cluster.exec("scontrol", "update", f"JobId={trial.job}", "TimeLimit=1")
         trial.wait_for(REQUEUED, 400)
         completes(trial, uninterrupted(PREEMPTIBLE), restarts=1)
 
