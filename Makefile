@@ -13,7 +13,7 @@ TORCH ?= 2.9.1 2.11.0 2.12.1 2.14.1 2.15.0
 SLURM ?= bookworm trixie forky
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-torch test-slurm test-scale test-gpu gpu-report bench lint docs clean
+.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-torch test-slurm test-kernels test-scale test-gpu gpu-report bench lint docs clean
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand --tabs=28
 
@@ -80,6 +80,14 @@ test-slurm: .venv/tests docker  ## the launchers, signals and sites' variants un
 	if compgen -G 'log/slurm/*.xml' >/dev/null; then .venv/bin/python dev/slurm_table.py log/slurm/*.xml; fi; \
 	[[ -z $$failed ]] || { echo "Not reached, or with failures:$$failed" >&2; exit 1; }
 slurm_tests = launchers sites cluster preflight preemption heartbeat fault_tolerance
+
+test-kernels: .venv/tests slurm kernels  ## on nodes with a kernel each, cgroup v2 and NFS (root; Debian)
+	BACKEND=kernels .venv/bin/python -m pytest -m 'not scale and not gpu' $(addprefix tests/test_,$(kernels_tests)) $(ARGS)
+	.venv/bin/python -m pytest -m kernels tests/test_kernels.py $(ARGS)
+kernels_tests = launchers.py::test_three_files_and_a_strangers_script \
+    launchers.py::test_a_failing_rank_ends_the_job launchers.py::test_in_salloc \
+    preemption.py::test_a_strangers_script heartbeat.py::test_a_rank_that_hangs_is_named \
+    heartbeat.py::test_a_script_without_heartbeats
 
 test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 10 GB of memory, four minutes)
 	.venv/bin/python -m pytest tests -m scale $(ARGS)
@@ -151,7 +159,7 @@ install = missing=; for tool in $(1); do \
 	    PATH=$$PATH:/usr/sbin:/usr/local/sbin type -P $${tool%%:*} >/dev/null || missing+=" $${tool\#\#*:}"; done; \
 	[[ -z $$missing ]] || ./dev/install.sh $$missing
 
-.PHONY: slurm docker sshd podman accounting
+.PHONY: slurm docker sshd podman accounting kernels
 slurm:
 	@$(call install,slurmctld:slurm-wlm munged:munge ip:iproute2 shellcheck:shellcheck pgrep:procps mksquashfs:squashfs-tools)
 # Only for the tests: `make cluster` must not leave an engine or an SSH server on somebody's machine.
@@ -161,6 +169,9 @@ sshd:
 	@$(call install,sshd:openssh-server)
 podman:
 	@$(call install,podman:podman)
+kernels:
+	@$(call install,linux.uml:user-mode-linux ganesha.nfsd:nfs-ganesha-vfs mount.nfs4:nfs-common \
+	    modprobe:kmod sshd:openssh-server ssh:openssh-client)
 # Only on Debian 12 do slurmdbd and MariaDB work together.
 accounting:
 	@$(call install,slurmdbd:slurmdbd mariadbd:mariadb-server)

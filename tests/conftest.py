@@ -3,6 +3,7 @@ MNIST's own format."""
 
 import contextlib
 import fcntl
+import getpass
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -25,6 +27,11 @@ import chaos
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NAMESPACES = REPOSITORY / "local/cluster/namespaces.sh"
+# For make test-kernels: a few nodes with a kernel each, which get both folders by NFS.
+KERNELS = REPOSITORY / "local/cluster/kernels.sh"
+BACKEND = KERNELS if os.environ.get("BACKEND") == "kernels" else NAMESPACES
+PATIENCE = 4 if BACKEND == KERNELS else 1  # such a kernel needs a while for import torch
+SHARED = (REPOSITORY, Path(tempfile.gettempdir()) / f"pytest-of-{getpass.getuser()}")
 LAUNCHERS = {
     "srun": "launch_slurm_to_torch.sh",
     "torchrun": "launch_slurm_with_torchrun.sh",
@@ -130,7 +137,7 @@ def kill(mark: str) -> bool:
 
 def wait_for(condition: Callable[[], object], seconds: float = 90):
     """Until it holds; the test fails when that takes longer."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} seconds"
         time.sleep(0.1)
@@ -185,12 +192,15 @@ class Job:
 
 
 class Cluster:
-    def __init__(self, name: str, nodes: int, cpus: int, gpus: int):
+    def __init__(self, name: str, nodes: int, cpus: int, gpus: int, shared: tuple = SHARED):
         # Jobs run as root even under sudo, because the tests' folders are root's.
         self.environment, self.jobs = {"CLUSTER": name, "SUDO_UID": ""}, []
         size = ["--nodes", nodes, "--cpus", cpus, "--gpus", gpus]
+        if BACKEND == KERNELS:
+            size = ["--nodes", min(nodes, 4)]
+            size += [option for folder in shared for option in ("--share", folder)]
         try:
-            up = run(NAMESPACES, "up", *size, env=environment(**self.environment))
+            up = run(BACKEND, "up", *size, env=environment(**self.environment))
         except subprocess.TimeoutExpired:
             self.down()
             raise
@@ -201,11 +211,11 @@ class Cluster:
             shutil.rmtree(REPOSITORY / "log" / str(job), ignore_errors=True)
         with contextlib.suppress(OSError):  # not empty, or not there
             (REPOSITORY / "log").rmdir()
-        down = run(NAMESPACES, "down", env=environment(**self.environment))
+        down = run(BACKEND, "down", env=environment(**self.environment))
         assert down.returncode == 0, down.stderr
 
-    def exec(self, *command: object, node: str = "node-1", env: dict | None = None, **options):
-        where = [NAMESPACES, "exec", "--node", node]
+    def exec(self, *command: object, node: str = "", env: dict | None = None, **options):
+        where = [BACKEND, "exec", *(["--node", node] if node else [])]
         return run(*where, *command, env=environment(**self.environment, **env or {}), **options)
 
     def submit(self, *command: object, env: dict | None = None, cwd: Path = REPOSITORY) -> int:
@@ -222,7 +232,7 @@ class Cluster:
     def wait(self, job: int, timeout: float = 120) -> Job:
         """Waits for the job's end; past `timeout` seconds it is cancelled and the test fails
         with its log."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout * PATIENCE
         while True:
             shown = self.show(job)
             log = Path(shown["StdOut"])
@@ -243,6 +253,13 @@ class Cluster:
 
     def left_over(self, job: int) -> list[str]:
         """The processes that belong to a job, on any node, as pid and command."""
+        if BACKEND == KERNELS:
+            look = (
+                f"grep --files-with-matches --null-data ^SLURM_JOB_ID={job}$ /proc/[0-9]*/environ"
+            )
+            nodes = self.exec("sinfo", "--noheader", "--Node", "--format=%N").stdout.split()
+            found = [self.exec("bash", "-c", look, node=node).stdout for node in nodes]
+            return "".join(found).split()
         return [f"{process} {command}" for process, command in chaos.all_processes(job)]
 
 

@@ -1,0 +1,414 @@
+"""What only nodes with a kernel each can show: NFS with its caches and its faults, and cgroup v2.
+make test-kernels runs it on local/cluster/kernels.sh."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import (
+    BACKEND,
+    KERNELS,
+    LAUNCHERS,
+    SHARED,
+    Cluster,
+    at_once,
+    environment,
+    mounted_in_memory,
+    wait_for,
+)
+from test_fault_tolerance import (
+    PREEMPTIBLE,
+    REQUEUED,
+    Trial,
+    assert_same_losses,
+    data,  # noqa: F401
+    uninterrupted,  # noqa: F401
+)
+
+pytestmark = pytest.mark.kernels
+VENV = Path(sys.prefix).resolve()
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory) -> Path:
+    """A small file system of the server's."""
+    with mounted_in_memory(tmp_path_factory.mktemp("disk"), "8m") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def cluster(disk):
+    assert BACKEND == KERNELS, "make test-kernels runs these tests"
+    shared = (*SHARED, VENV, disk)
+    cluster = Cluster(f"nfs-{os.getpid()}", nodes=4, cpus=16, gpus=2, shared=shared)
+    yield cluster
+    cluster.down()
+
+
+@pytest.fixture(scope="module")
+def state(cluster) -> Path:
+    return Path(f"/run/slurm-kernels-{cluster.environment['CLUSTER']}")
+
+
+def python(cluster, node: str, code: str, *arguments: object, **options):
+    """Starts Python on a node. Its output is to be read."""
+    command = [KERNELS, "exec", "--node", node, sys.executable, "-uc", code, *arguments]
+    env = environment(**cluster.environment, PYTHONPATH=SHARED[0] / "distributed")
+    options = {"env": env, "cwd": SHARED[0], "text": True, "stdout": subprocess.PIPE} | options
+    return subprocess.Popen([str(part) for part in command], **options)
+
+
+def on(cluster, node: str, code: str, *arguments: object, timeout: float = 120) -> str:
+    """Runs Python on a node. Its output."""
+    with python(cluster, node, code, *arguments) as process:
+        out, _ = process.communicate(timeout=timeout)
+    assert process.returncode == 0, out
+    return out.strip()
+
+
+def log_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+# --- what it is ---
+
+
+def test_nodes_as_sites_have_them(cluster):
+    """A kernel of their own, cgroup v2, the repository on NFS 4.2."""
+    look = (
+        "uname --release; cat /proc/self/cgroup; findmnt --noheadings --output=FSTYPE,OPTIONS -T ."
+    )
+    shown = cluster.exec("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", look).stdout
+    scope = r"0::/system\.slice/(node-[12]_)?slurmstepd\.scope/[^/]+/step_0/user/task_[01]"
+    assert len(re.findall(rf"^{scope}$", shown, re.M)) == 2, shown
+    assert len(re.findall(r"^nfs4 .*\bvers=4\.2\b", shown, re.M)) == 2, shown
+    assert os.uname().release not in shown
+    print(shown)
+
+
+# --- NFS ---
+
+COUNT = """
+import re, subprocess, sys
+def requests():
+    [line] = re.findall(r"^proc4 .*", open("/proc/net/rpc/nfs").read(), re.M)
+    return sum(map(int, line.split()[2:]))
+for _ in range(2):
+    before = requests()
+    subprocess.run([sys.argv[1] + "/bin/python", "-c", "import torch"], check=True)
+    print(requests() - before)
+"""
+
+
+def test_requests_of_import_torch(cluster):
+    """From a virtual environment on NFS, of which this node has seen nothing yet."""
+    remount = f"umount {VENV} && mount -t nfs4 -o vers=4.2 server:{VENV} {VENV}"
+    assert cluster.exec("bash", "-c", remount, node="node-2").returncode == 0
+    first, second = map(int, on(cluster, "node-2", COUNT, VENV, timeout=300).split())
+    print(f"import torch from NFS: {first} requests, and {second} the second time")
+    assert 2000 < second < first < 20000
+
+
+WAITS = """
+import os, sys, time
+path, start = sys.argv[1], time.time()
+def content():
+    try:
+        return open(path).read()
+    except FileNotFoundError:
+        return None
+print(content(), flush=True)
+before = content()
+if len(sys.argv) > 2:
+    time.sleep(float(sys.argv[2]))
+while (after := content()) == before:
+    time.sleep(0.2)
+print(time.time() - float(after), flush=True)
+"""
+RENAMES = """
+import os, sys, time
+os.makedirs(os.path.dirname(sys.argv[1]), exist_ok=True)
+with open(sys.argv[1] + ".part", "w") as file:
+    file.write(str(time.time()))
+    file.flush()
+    os.fsync(file.fileno())
+os.replace(sys.argv[1] + ".part", sys.argv[1])
+"""
+
+
+def test_a_file_renamed_on_one_node_is_seen_on_the_other(cluster, tmp_path):
+    """At once if it replaces another one. If the other node has looked for it in vain, its cache
+    says for up to a minute that it is not there."""
+    seconds = {}
+    for case, path in {"new": tmp_path / "folder/file", "replaced": tmp_path / "old"}.items():
+        if case == "replaced":
+            path.write_text("0")
+        with python(cluster, "node-2", WAITS, path) as reader:
+            assert reader.stdout.readline()
+            on(cluster, "node-1", RENAMES, path)
+            seconds[case] = float(reader.communicate(timeout=120)[0])
+    print(seconds)
+    assert seconds["replaced"] < 5 and seconds["new"] < 65
+
+
+WRITES = """
+import json, os, select, sys, time
+folder = sys.argv[1]
+file = os.open(folder + "/0", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DSYNC, 0o666)
+number = 0
+while not select.select([sys.stdin], [], [], 0)[0]:
+    number += 1
+    text = json.dumps({"rank": 0, "time": time.time(), "stack": ["x" * (number % 3000)]})
+    os.pwrite(file, text.encode().ljust(4096), 0)
+print(number)
+"""
+READS = """
+import sys, time
+from pathlib import Path
+from heartbeat import read_beats
+reads = torn = 0
+age, end = 0, time.time() + 10
+while time.time() < end:
+    beats = read_beats(Path(sys.argv[1]))
+    reads += 1
+    torn += not beats
+    if beats:
+        age = max(age, time.time() - beats[0]["time"])
+print(reads, torn, age)
+"""
+
+
+def test_a_heartbeat_is_read_while_it_is_written(cluster, tmp_path):
+    """On another node: never half of it twice in a row, and never an old one."""
+    with python(cluster, "node-1", WRITES, tmp_path, stdin=subprocess.PIPE) as writer:
+        wait_for(lambda: list(tmp_path.iterdir()), 60)
+        reads, torn, age = map(float, on(cluster, "node-2", READS, tmp_path).split())
+        writes = writer.communicate("\n")[0].strip()
+    print(f"{writes} writes, {reads:.0f} reads, {torn:.0f} torn, at most {age:.1f} s old")
+    assert reads > 20 and torn < reads / 10 and age < 5
+
+
+LOCKS = """
+import fcntl, sys, time
+with open(sys.argv[1], "a") as file:
+    start = time.time()
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        print("at once", flush=True)
+    except BlockingIOError:
+        print("held", flush=True)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        print(f"after {time.time() - start:.0f} s", flush=True)
+    if len(sys.argv) > 2:
+        input()
+"""
+
+
+def test_flock(cluster, tmp_path):
+    """It holds over nodes."""
+    path = tmp_path / "lock"
+    with python(cluster, "node-1", LOCKS, path, "stay", stdin=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == "at once\n"
+        with python(cluster, "node-2", LOCKS, path) as waits:
+            assert waits.stdout.readline() == "held\n"
+            holder.communicate("\n")
+            assert waits.stdout.readline().startswith("after ")
+
+
+# --- a training and its server ---
+
+
+def training(cluster, way: str, data, folder: Path, *options, **more) -> Trial:  # noqa: F811
+    """With a checkpoint every five steps."""
+    return Trial(cluster, way, PREEMPTIBLE, data, folder, "--save-every", 5, *options, **more)
+
+
+def completes(trial: Trial, reference: Path, restarts: int = 0):
+    job = trial.ends(400)
+    assert job.state == "COMPLETED" and trial.restarts == restarts, job.log
+    assert_same_losses(job.log, reference)
+
+
+def on_server(cluster, *command: str):
+    done = cluster.exec("ip", *command, node="server")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("asked", ["TERM", "time limit"])
+def test_stopped_and_resumed(asked, cluster, data, uninterrupted, tmp_path):  # noqa: F811
+    """By every launcher: saved on NFS, requeued and resumed, with equal losses."""
+
+    def scenario(way):
+        trial = training(cluster, way, data, tmp_path / way, slow=1.5)
+        trial.train_a_little()
+        if asked == "TERM":
+            trial.signal("--signal=TERM")
+        else:
+            cluster.exec("scontrol", "update", f"JobId={trial.job}", "TimeLimit=1")
+        trial.wait_for(REQUEUED, 400)
+        completes(trial, uninterrupted(PREEMPTIBLE), restarts=1)
+
+    at_once(scenario, [(way,) for way in LAUNCHERS])
+
+
+def test_a_rank_that_hangs_is_named(cluster, data, tmp_path):  # noqa: F811
+    """By heartbeats on NFS: in the log, and by watch_job.py."""
+    trial = training(cluster, "torchrun", data, tmp_path, slow=0, STUCK=1)
+    said = r"^\[Rank 0 on node-\d\] no step for 6\d s. First to look at: "
+    said += r"rank 1 on (node-\d) \(step 7\)"
+    trial.wait_for(said, 400)
+    node = re.search(said, trial.log, re.M)[1]
+    watched = cluster.exec(sys.executable, "aux/watch_job.py", trial.job).stdout
+    assert f"{node}: rank 1 keeps the others waiting\n" in watched, watched
+    cluster.exec("scancel", trial.job)
+    assert trial.ends().state == "CANCELLED"
+
+
+def test_a_server_that_hangs(cluster, state, data, uninterrupted, tmp_path):  # noqa: F811
+    """For 40 seconds nobody reaches it, and later it does not answer for as long. The run waits,
+    and goes on."""
+    trial = training(cluster, "torchrun", data, tmp_path, slow=2)
+    trial.train_a_little()
+    on_server(cluster, "link", "set", "eth0", "down")
+    time.sleep(40)
+    on_server(cluster, "link", "set", "eth0", "up")
+    trial.wait_for("^epoch=2 step=1/")
+    server = int((state / "nfs.pid").read_text())
+    os.kill(server, signal.SIGSTOP)
+    time.sleep(40)
+    os.kill(server, signal.SIGCONT)
+    completes(trial, uninterrupted(PREEMPTIBLE))
+    assert "no step for" not in trial.log, trial.log
+
+
+def test_a_node_without_the_server(cluster, data, uninterrupted, tmp_path):  # noqa: F811
+    """Its rank goes on, but is silent, which watch_job.py says. Then all is as before."""
+    trial = training(cluster, "srun", data, tmp_path, slow=4)
+    node = trial.train_a_little()[1]
+    address = cluster.exec("getent", "hosts", node).stdout.split()[0]
+    on_server(cluster, "route", "add", "blackhole", address)
+    try:
+        watch = (sys.executable, "aux/watch_job.py", trial.job, "--after", 10)
+        said = f"{node}: rank 1 is silent"
+        wait_for(lambda: said in cluster.exec(*watch).stdout, 60)
+    finally:
+        on_server(cluster, "route", "del", "blackhole", address)
+    completes(trial, uninterrupted(PREEMPTIBLE))
+
+
+def test_a_full_server(cluster, disk, data, uninterrupted, tmp_path):  # noqa: F811
+    """The run fails and says why, the checkpoint before stays whole, and with room the run resumes
+    from it."""
+    reference, out = uninterrupted(PREEMPTIBLE), ["--checkpoint-dir", disk / "out"]
+    size = ["mount", "-o", "remount,size=" + "{}", disk]
+    checkpoint = (reference / "checkpoint.pt").stat().st_size
+    subprocess.run([str(x).format(checkpoint * 3 // 2) for x in size], check=True)
+    first = training(cluster, "torchrun", data, tmp_path / "first", *out, slow=0).fails(200)
+    print(first.log)
+    assert "No space left on device" in first.log, first.log
+    assert not [name for name in os.listdir(disk / "out") if name.startswith(".nfs")]
+    subprocess.run([str(x).format("64m") for x in size], check=True)
+    again = training(cluster, "srun", data, tmp_path / "again", *out, "--resume", slow=0)
+    job = again.ends(200)
+    assert job.state == "COMPLETED" and "Resumed after step 5\n" in job.log, job.log
+    assert_same_losses(first.log + job.log, reference)
+
+
+def test_two_jobs_in_one_folder(cluster, data, tmp_path):  # noqa: F811
+    """The second one is refused, on its own nodes, and the first one does not notice."""
+    first = training(cluster, "srun", data, tmp_path / "first", slow=1)
+    first.wait_for("^epoch=1 step=7/")
+    out = ["--checkpoint-dir", first.out]
+    second = training(cluster, "torchrun", data, tmp_path / "second", *out, slow=0).fails(200)
+    assert "checkpoint.pt exists: pass --resume" in second.log, second.log
+    assert first.ends(300).state == "COMPLETED", first.log
+
+
+# --- cgroup v2 ---
+
+GROWS = """
+import os, time
+import torch
+if os.environ["RANK"] == "1":
+    data = []
+    while True:
+        data.append(torch.ones(10_000_000))
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("way", LAUNCHERS)
+def test_a_rank_that_needs_more_memory(way, cluster, tmp_path):
+    """Linux kills it, and Slurm says so. The job ends at once."""
+    (tmp_path / "grows.py").write_text(GROWS)
+    one = ["--nodes=2", "--gpus-per-node=1", *(["--ntasks-per-node=1"] if way == "srun" else [])]
+    options = [*one, "--mem=900M", f"--output={tmp_path}/log", LAUNCHERS[way]]
+    job = cluster.sbatch(*options, tmp_path / "grows.py", timeout=200)
+    print(job.state, job.log)
+    assert job.state in ("FAILED", "OUT_OF_MEMORY"), job.log
+    assert re.search(r"^srun: error: node-\d: task 1: Out Of Memory$", job.log, re.M), job.log
+    assert re.search("oom.kill event", job.log), job.log
+
+
+def test_devices(cluster, state):
+    """A step opens the GPUs that it was granted, and no other ones. They have no driver here."""
+    open_both = f"for gpu in 0 1; do head -c 1 {state}/inside/gpu$gpu; done"
+    done = cluster.exec("srun", "--gpus-per-node=1", "bash", "-c", open_both)
+    assert re.search("gpu0.*No such device", done.stderr), done.stderr
+    assert re.search("gpu1.*Operation not permitted", done.stderr), done.stderr
+
+
+SIGNALLED = """
+trap 'echo task' USR1
+python3 -uc "
+import signal, time
+signal.signal(signal.SIGUSR1, lambda *_: print('child'))
+open('started', 'w').close()
+time.sleep(20)
+" &
+wait
+kill $!
+"""
+
+
+@pytest.mark.parametrize("children", [False, True])
+def test_whom_a_signal_reaches(children, cluster, state, tmp_path):
+    """Only the processes that Slurm has started, or with SignalChildrenProcesses all of a step."""
+    if children and re.search(r" 22\.| 23\.02", cluster.exec("slurmd", "-V").stdout):
+        pytest.skip("this Slurm has no SignalChildrenProcesses")
+    if children:
+        change = f"echo SignalChildrenProcesses=yes >>{state}/inside/cgroup.conf; pkill -x slurmd; "
+        change += "while pgrep -x slurmd; do sleep 0.2; done; slurmd -N $HOSTNAME"
+        assert cluster.exec("bash", "-c", change, node="node-1").returncode == 0
+    (tmp_path / "task.sh").write_text(SIGNALLED)
+    command = ["--nodelist=node-1", f"--output={tmp_path}/log"]
+    command += ["--wrap=srun --ntasks=1 bash task.sh"]
+    job = cluster.submit(*command, cwd=tmp_path)
+    wait_for((tmp_path / "started").exists)
+    assert cluster.exec("scancel", "--signal=USR1", job).returncode == 0
+    assert sorted(cluster.wait(job).log.split()) == (["child", "task"] if children else ["task"])
+
+
+# --- the last one: a node does not come back ---
+
+
+def test_power_cut(cluster, state, data, uninterrupted, tmp_path):  # noqa: F811
+    """A kernel ends without a word. Its job starts again on other nodes, and its lock is free
+    half a minute later."""
+    trial = training(cluster, "srun", data, tmp_path, sbatch=["--exclude=node-1"], slow=1)
+    node = trial.train_a_little()[1]
+    with python(cluster, node, LOCKS, tmp_path / "lock", "stay", stdin=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == "at once\n"
+        os.kill(int((state / f"{node}.pid").read_text()), signal.SIGKILL)
+        said = on(cluster, "node-1", LOCKS, tmp_path / "lock").splitlines()
+        holder.kill()
+    print(said)
+    assert said[0] == "held" and said[1].startswith("after ")
+    trial.wait_for("^Resumed after step [1-9]")
+    completes(trial, uninterrupted(PREEMPTIBLE), restarts=1)
