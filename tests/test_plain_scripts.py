@@ -229,12 +229,12 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("script", [DDP, PREEMPTIBLE])
 @pytest.mark.parametrize(("given", "sees", "rank", "world_size", "device", "backend"), PLACES)
-def test_rank_and_device(script, given, sees, rank, world_size, device, backend):
-    """Before a rank meets the others, on a machine that seems to have GPUs."""
+def test_rank_and_device(given, sees, rank, world_size, device, backend):
+    """Before a rank meets the others, on a machine that seems to have GPUs. The other scripts have
+    the same block (test_style.py)."""
     env = environment(**given, ACCELERATOR=sees)
-    done = run(sys.executable, "tests/scripts/watched.py", script, env=env)
+    done = run(sys.executable, "tests/scripts/watched.py", DDP, env=env)
     facts = json.loads(done.stdout.removeprefix("WATCHED "))
     assert (facts["rank"], facts["world_size"]) == (rank, world_size)
     assert (facts["device"], facts["backend"]) == (device, backend)
@@ -242,12 +242,11 @@ def test_rank_and_device(script, given, sees, rank, world_size, device, backend)
     assert facts["timer"] and facts["minutes"] == 30
 
 
-@pytest.mark.parametrize("script", [DDP, PREEMPTIBLE])
-def test_bf16(script, tiny, tmp_path):
+def test_bf16(tiny, tmp_path):
     """It rounds in another way than float32."""
     found = []
     for precision in ("fp32", "bf16"):
-        train = [sys.executable, script, "--data-dir", tiny, "--log-every", 1, "--epochs", 1]
+        train = [sys.executable, DDP, "--data-dir", tiny, "--log-every", 1, "--epochs", 1]
         done = run(*train, "--precision", precision, "--checkpoint-dir", tmp_path / precision)
         assert done.returncode == 0, done.stderr
         found.append(losses(done.stdout))
