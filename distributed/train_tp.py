@@ -344,7 +344,6 @@ for step in range(first + 1, args.steps + 1):
         if on_gpu:
             line += f" peak_memory_gib={torch.accelerator.max_memory_allocated() / 2**30:.1f}"
         log(f"{line} time_left={timedelta(seconds=round(seconds * (args.steps - step)))}")
-        gc.collect()
         losses, start = [], time.perf_counter()
     # Not after every step, because each answer is an all-reduce, and a wait for the GPU.
     if step % 10 == 0 or step == args.steps:
@@ -362,6 +361,8 @@ for step in range(first + 1, args.steps + 1):
         break
     if step % args.eval_every == 0 or step == args.steps:
         evaluate(step)
+    if step % 1000 == 0:
+        gc.collect()
     # Neither saves nor evaluations count as training.
     start += time.perf_counter() - pause
 
