@@ -5,8 +5,8 @@
 #        NPROC_PER_NODE=4 ./torchrun.sh distributed/train_ddp.py
 set -euo pipefail
 
-# `python3 -m torch.distributed.run` is torchrun. In a venv over an image, the command torchrun would
-# be the image's, and not see the packages of the venv.
+# `python3 -m torch.distributed.run` is torchrun. In a venv over an image, the command torchrun is
+# the image's, and does not see the packages of the venv.
 
 # By hand: env.sh has set no sizes.
 if [[ -z "${NNODES:-}" ]]; then
