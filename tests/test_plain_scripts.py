@@ -347,7 +347,7 @@ def images(tmp_path) -> Path:
 
 
 def test_from_one_gpu_to_many(cluster, tmp_path):
-    """Chapter 6's ordinary script, and the same on four ranks of two nodes: one of them prints and
+    """Chapter 2's ordinary script, and the same on four ranks of two nodes: one of them prints and
     saves, all have the same loss, and the accuracy is that of the saved weights on all test
     images."""
     script = REPOSITORY / "tests/scripts/many_gpus.py"
@@ -386,8 +386,8 @@ def test_from_one_gpu_to_many(cluster, tmp_path):
 
 @pytest.mark.matrix
 def test_the_chapter_s_changed_copy(cluster, images, tmp_path):
-    """Other data and another model, by chapter 6's diff."""
-    chapter = (REPOSITORY / "docs/06_your_own_model_and_data.md").read_text()
+    """Other data and another model, by chapter 2's diff."""
+    chapter = (REPOSITORY / "docs/02_your_own_script.md").read_text()
     [diff] = re.findall(r"^```diff\n(--- .*?)^```$", chapter, re.M | re.S)
     for name in (*THREE_FILES["torchrun"], *PLAIN_SCRIPT):
         copy_file(name, tmp_path)

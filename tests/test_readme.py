@@ -167,7 +167,7 @@ def test_every_block_is_run():
     }
     assert {name: count for name, count in counts.items() if count} == {
         "README.md": 1,
-        "docs/06_your_own_model_and_data.md": 1,
+        "docs/02_your_own_script.md": 1,
         "docs/appendix_laptop.md": 2,
         "docs/containers.md": 1,
         "docs/docker.md": 1,

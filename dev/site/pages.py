@@ -39,7 +39,7 @@ def from_here(name: str) -> list[str]:
 def on_config(config):
     """The front page, the chapters, the appendices, then the other pages."""
     names = [str(page.relative_to(REPOSITORY)) for page in PAGES]
-    chapters = from_here("docs/01_one_process.md")
+    chapters = from_here("docs/07_one_process.md")
     appendices = from_here("docs/appendix_launchers.md")
     others = [name for name in names[1:] if name not in [*chapters, *appendices]]
     config.nav = [{"Start": names[0]}, {"Tutorial": chapters}]
