@@ -298,6 +298,7 @@ def test_stopped_and_resumed(asked, cluster, data, uninterrupted, tmp_path):  # 
         else:
             cluster.exec("scontrol", "update", f"JobId={trial.job}", "TimeLimit=1")
         trial.wait_for(REQUEUED, 400)
+        cluster.exec("scontrol", "update", f"JobId={trial.job}", "TimeLimit=UNLIMITED")
         completes(trial, uninterrupted(PREEMPTIBLE), restarts=1)
 
     at_once(scenario, [(way,) for way in LAUNCHERS])
