@@ -14,6 +14,7 @@ to change the learning rate of a run, set it in optimizer.param_groups after the
 Beware: the index of a checkpoint (.metadata) is a Python pickle. Load only what you trust.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -74,10 +75,12 @@ class Folder:
 
     def unseen(self) -> str | None:
         """A fault if this rank does not see what rank 0 has written, or None."""
-        # NFS looks at the server again when a folder is listed.
-        seen = self.path.is_dir() and "owner" in os.listdir(self.path)
-        if seen and (self.path / "owner").read_text() == self.owner:
-            return None
+        with contextlib.suppress(OSError):
+            # NFS looks at the server again when a folder is made, and listed.
+            self.path.mkdir(parents=True, exist_ok=True)
+            seen = "owner" in os.listdir(self.path)
+            if seen and (self.path / "owner").read_text() == self.owner:
+                return None
         where = f"rank {self.rank} on {self.host}"
         return f"{where} does not see what rank 0 writes: all nodes must share {self.path}"
 

@@ -134,7 +134,9 @@ autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision ==
 run = os.environ.get("RUN", time.strftime("%Y-%m-%d_%H-%M-%S"))
 folder = args.checkpoint_dir or Path("checkpoints", run)
 path, epochs_done = folder / "checkpoint.pt", 0
-if path.exists():
+# If a node has looked for a file in vain, NFS looks again when the folder is made, and listed.
+folder.mkdir(parents=True, exist_ok=True)
+if path.name in os.listdir(folder):
     if not args.resume:
         sys.exit(f"{path} exists: pass --resume, or choose another --checkpoint-dir")
     # On the CPU, because the GPU has no room for the weights twice.
@@ -155,8 +157,6 @@ found = torch.tensor([epochs_done, -epochs_done], device=device)
 dist.all_reduce(found, dist.ReduceOp.MAX)
 if found.sum() != 0:
     sys.exit(f"rank {rank} resumes after epoch {epochs_done}, others do not: share {folder}")
-if rank == 0:
-    folder.mkdir(parents=True, exist_ok=True)
 log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")  # EDIT
 
 # --- training ---

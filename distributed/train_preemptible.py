@@ -153,7 +153,9 @@ folder = args.checkpoint_dir or Path("checkpoints", run)
 path, steps_done = folder / "checkpoint.pt", 0
 # With other values, steps_done would be another place in the data.
 order = {"batch_size": args.batch_size, "seed": args.seed, "samples": len(train_set)}
-if path.exists():
+# If a node has looked for a file in vain, NFS looks again when the folder is made, and listed.
+folder.mkdir(parents=True, exist_ok=True)
+if path.name in os.listdir(folder):
     if not args.resume:
         sys.exit(f"{path} exists: pass --resume, or choose another --checkpoint-dir")
     # On the CPU, because the GPU has no room for the weights twice.
@@ -177,8 +179,6 @@ found = torch.tensor([steps_done, -steps_done], device=device)
 dist.all_reduce(found, dist.ReduceOp.MAX)
 if found.sum() != 0:
     sys.exit(f"rank {rank} resumes after step {steps_done}, others do not: share {folder}")
-if rank == 0:
-    folder.mkdir(parents=True, exist_ok=True)
 log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")  # EDIT
 
 

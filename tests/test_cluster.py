@@ -98,7 +98,7 @@ def test_signals_reach_the_direct_children_of_slurmstepd_alone(small, tmp_path):
     assert "proctrack/cgroup" in small.exec("scontrol", "show", "config").stdout
     child = "import signal, time; signal.signal(signal.SIGUSR1, lambda *_: print('child')); "
     child += "open('started', 'w').close(); time.sleep(9)"
-    task = f"trap 'echo task' USR1\npython3 -uc \"{child}\" &\nwait\nkill $!\n"
+    task = f"trap 'echo task' USR1\npython3 -uc \"{child}\" &\nwait\nsleep 1\nkill $!\n"
     (tmp_path / "task.sh").write_text(task)
     command = ["--nodes=1", f"--output={tmp_path}/log", "--wrap=srun --ntasks=1 bash task.sh"]
     job = small.submit(*command, cwd=tmp_path)
@@ -130,7 +130,8 @@ def test_cleans_up_after_a_crash(small):
 def test_refuses_without_root():
     with tempfile.TemporaryDirectory() as folder:  # one that an ordinary user may enter
         Path(folder).chmod(0o755)
-        shutil.copy(NAMESPACES, folder)
+        for name in ("namespaces.sh", "shared.sh"):
+            shutil.copy(NAMESPACES.with_name(name), folder)
         user = ["setpriv", "--reuid=65534", "--clear-groups"]
         refused = run(*user, "bash", f"{folder}/namespaces.sh", "up", cwd="/")
     assert refused.returncode == 1 and len(refused.stderr.splitlines()) == 1

@@ -26,6 +26,7 @@ import chaos
 import checkpoint
 from conftest import (
     LAUNCHERS,
+    PATIENCE,
     REPOSITORY,
     Cluster,
     Job,
@@ -198,7 +199,7 @@ class Trial:
         start = asked_at = time.monotonic()
         state = "not known"
         while not re.search(pattern, self.log, re.M):
-            waits = state not in chaos.ENDED and time.monotonic() - start < timeout
+            waits = state not in chaos.ENDED and time.monotonic() - start < timeout * PATIENCE
             assert waits, f"{state}, no {pattern!r} in:\n{self.log}"
             time.sleep(0.1)
             # Before the log is read again: what has ended writes nothing after it.

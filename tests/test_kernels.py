@@ -23,6 +23,7 @@ from conftest import (
     wait_for,
 )
 from test_fault_tolerance import (
+    MNIST,
     PREEMPTIBLE,
     REQUEUED,
     Trial,
@@ -32,6 +33,7 @@ from test_fault_tolerance import (
 )
 
 pytestmark = pytest.mark.kernels
+FSDP = "train_fsdp.py"
 VENV = Path(sys.prefix).resolve()
 
 
@@ -157,6 +159,50 @@ def test_a_file_renamed_on_one_node_is_seen_on_the_other(cluster, tmp_path):
     assert seconds["replaced"] < 5 and seconds["new"] < 65
 
 
+LOOKS_FIRST = """
+import os, runpy, shutil, sys, time
+import torch.distributed, torch.utils.data
+whole, folder, signs = sys.argv[1:4]
+def wait_for(sign):
+    while sign not in os.listdir(signs):
+        time.sleep(0.1)
+if os.environ["RANK"] == "1":
+    assert not os.path.exists(folder + "/checkpoint.pt")
+    open(signs + "/looked", "w").close()
+    wait_for("saved")
+else:
+    wait_for("looked")
+    shutil.copytree(whole, folder, dirs_exist_ok=True)
+    open(signs + "/saved", "w").close()
+del sys.argv[:4]
+sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_checkpoint_that_a_node_has_just_looked_for(
+    there,
+    cluster,
+    data,  # noqa: F811
+    uninterrupted,  # noqa: F811
+    tmp_path,
+):
+    """In vain, before it was saved on another one, with or without its folder. All ranks resume."""
+    out, signs = tmp_path / "out", tmp_path / "signs"
+    signs.mkdir()
+    if there:
+        out.mkdir()
+    (tmp_path / "looks.py").write_text(LOOKS_FIRST)
+    whole = uninterrupted(PREEMPTIBLE)
+    options = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", f"--output={tmp_path}/log"]
+    train = [f"distributed/{PREEMPTIBLE}", *MNIST, "--data-dir", data[PREEMPTIBLE]]
+    train += ["--checkpoint-dir", out, "--resume"]
+    looks = [tmp_path / "looks.py", whole, out, signs]
+    job = cluster.sbatch(*options, LAUNCHERS["torchrun"], *looks, *train)
+    assert job.state == "COMPLETED" and "\nResumed after step 45\n" in job.log, job.log
+
+
 WRITES = """
 import json, os, select, sys, time
 folder = sys.argv[1]
@@ -252,9 +298,20 @@ def test_stopped_and_resumed(asked, cluster, data, uninterrupted, tmp_path):  # 
         else:
             cluster.exec("scontrol", "update", f"JobId={trial.job}", "TimeLimit=1")
         trial.wait_for(REQUEUED, 400)
+        cluster.exec("scontrol", "update", f"JobId={trial.job}", "TimeLimit=UNLIMITED")
         completes(trial, uninterrupted(PREEMPTIBLE), restarts=1)
 
     at_once(scenario, [(way,) for way in LAUNCHERS])
+
+
+def test_a_model_in_parts(cluster, data, uninterrupted, tmp_path):  # noqa: F811
+    """Each rank saves its own on NFS. The run that resumes has the weights of one that was not
+    stopped, bit for bit."""
+    trial = Trial(cluster, "torchrun", FSDP, data, tmp_path, slow=1)
+    trial.train_a_little()
+    trial.signal("--signal=TERM")
+    trial.wait_for(REQUEUED, 400)
+    trial.is_equal_after_a_restart(uninterrupted(FSDP))
 
 
 def test_a_rank_that_hangs_is_named(cluster, data, tmp_path):  # noqa: F811
@@ -373,6 +430,7 @@ open('started', 'w').close()
 time.sleep(20)
 " &
 wait
+sleep 3
 kill $!
 """
 

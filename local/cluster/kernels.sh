@@ -27,12 +27,10 @@ CLUSTER="${CLUSTER:-default}"
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 state="/run/slurm-kernels-$CLUSTER"
 inside="$state/inside" # a tmpfs of the cluster's, and in each kernel another one
+login=machine          # Slurm's commands work around login as well
 cgroup=/sys/fs/cgroup
-
-fail() {
-    echo "kernels.sh: ${*//[[:cntrl:]]/ }" >&2
-    exit 1
-}
+# shellcheck source=local/cluster/shared.sh
+source "$here/shared.sh"
 
 # ---------------------------------------------------------------- on the host
 
@@ -58,12 +56,7 @@ up() {
     done
     lock
     local size="--nodes $nodes --cpus $cpus --gpus $gpus --memory $memory ${shares[*]/#/--share }"
-    if is_up; then
-        [[ "$(<"$state/size")" == "$size" ]] ||
-            fail "cluster $CLUSTER is up with $(<"$state/size"): run '$0 down' first"
-        echo "Cluster $CLUSTER is already up: $size."
-        return
-    fi
+    if is_up_with "$size"; then return; fi
     stop
     rm --recursive --force "$state"
     umask 022
@@ -81,31 +74,6 @@ up() {
     echo "$size" >"$state/size"
     trap - EXIT INT TERM
     echo "Cluster $CLUSTER is up: $size."
-}
-
-number() {
-    if [[ ! "$2" =~ ^(0|[1-9][0-9]{0,4})$ ]] || (($2 < $3 || $2 > $4)); then
-        fail "$1 takes a number from $3 to $4, not '$2'"
-    fi
-    echo "$2"
-}
-
-require_root() {
-    ((EUID == 0)) || fail "needs root: sudo $0 ..."
-}
-
-lock() {
-    exec {lock}<"${state%/*}"
-    flock --exclusive "$lock"
-}
-
-# A process id from a file may belong to another process by now. Only ours sees our tmpfs.
-is_running() {
-    [[ -e "$1" && -e "/proc/$(<"$1")/root$inside/hosts" ]]
-}
-
-is_up() {
-    [[ -e "$state/size" ]] && is_running "$state/machine.pid"
 }
 
 wait_until_idle() {
@@ -132,34 +100,9 @@ ssh_options=(-F none -i "$inside/key/ssh" -o "ControlPath=$inside/ssh-%h" -o Bat
     -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR
     -o ConnectTimeout=10)
 
-# Ending the first process of the PID namespace ends all processes in it, kernels too, and the
-# mounts and the networks with them.
+# The kernels are among its processes.
 stop() {
-    local pid deadline=$((SECONDS + 60))
-    if is_running "$state/machine.pid"; then
-        pid="$(<"$state/machine.pid")"
-        kill -KILL "$pid"
-        while grep --quiet '^State:[[:space:]]*[^ZX]' "/proc/$pid/status" 2>/dev/null; do
-            ((SECONDS < deadline)) || fail "process $pid does not end"
-            sleep 0.05
-        done
-    fi
-}
-
-down() {
-    require_root
-    lock
-    stop
-    rm --recursive --force "$state"
-    echo "Cluster $CLUSTER is down."
-}
-
-status() {
-    require_root
-    is_up || fail "cluster $CLUSTER is not up: run '$0 up'"
-    echo "Cluster $CLUSTER is up: $(<"$state/size")."
-    (enter machine sinfo --Node --long)
-    (enter machine squeue)
+    stop_machine
 }
 
 exec_on_node() {
@@ -171,7 +114,7 @@ exec_on_node() {
     esac
     (($#)) || fail "exec needs a command: $0 exec sinfo"
     require_root
-    is_up || fail "cluster $CLUSTER is not up: run '$0 up'"
+    is_up || fail "cluster $CLUSTER is not up: run '$me up'"
     # In a job of another cluster these are that job's, and srun would take them for its own.
     [[ ! -v SLURM_JOB_ID ]] || unset "${!SLURM_@}"
     # If stdin is closed, the first file that Slurm opens would become its stdin.
@@ -211,10 +154,12 @@ machine() {
     mount --rbind /proc "$inside/proc" # the host's
     mount -t proc proc /proc
     write_host_pid machine
-    head --bytes=1024 /dev/urandom >"$inside/key/munge.key"
-    chmod 400 "$inside/key/munge.key"
     ssh-keygen -q -t ed25519 -N "" -f "$inside/key/ssh"
-    write_configuration "$nodes" "$cpus" "$gpus"
+    write_configuration "$nodes" "$cpus" "$gpus" v2
+    sed --in-place 's/^SlurmctldHost=.*/SlurmctldHost=login/' "$inside/slurm.conf"
+    # Such a kernel has one CPU, no controller for cpusets, and none for swap.
+    sed --in-place 's/task.affinity,//' "$inside/generated.conf"
+    sed --in-place 's/^\(ConstrainCores\|ConstrainSwapSpace\)=.*/\1=no/' "$inside/cgroup.conf"
     printf '%s\n' "${@:5}" >"$inside/shares"
     # Every name twice, because torch also looks up IPv4 addresses in IPv6 form.
     printf '%s\n' "127.0.0.1 localhost" "::ffff:127.0.0.1 localhost" >"$inside/hosts"
@@ -253,26 +198,11 @@ write_host_pid() {
     echo "$pid" >"$state/$1.pid"
 }
 
-write_configuration() {
-    local nodes="$1" cpus="$2" gpus="$3" gpu
-    "$here/configure.sh" "$inside" "$nodes" "$cpus" "$gpus" v2
-    sed --in-place 's/^SlurmctldHost=.*/SlurmctldHost=login/' "$inside/slurm.conf"
-    # Such a kernel has one CPU, no controller for cpusets, and none for swap.
-    sed --in-place 's/task.affinity,//' "$inside/generated.conf"
-    sed --in-place 's/^\(ConstrainCores\|ConstrainSwapSpace\)=.*/\1=no/' "$inside/cgroup.conf"
-    for ((gpu = 0; gpu < gpus; gpu++)); do
-        mknod "$inside/gpu$gpu" c 195 "$gpu"
-        echo "Name=gpu File=$inside/gpu$gpu" >>"$inside/gres.conf"
-    done
-}
-
 # Starts munged here, and then a daemon of Slurm's.
 munge_and_slurm() {
     local name
     name="$(</proc/sys/kernel/hostname)"
-    munged --key-file="$inside/key/munge.key" --socket="$inside/munge/socket" \
-        --pid-file="$inside/munge/pid" --seed-file="$inside/munge/seed" \
-        --log-file="$state/log/munged-$name.log"
+    start_munged "$name"
     SLURM_CONF="$inside/slurm.conf" "$@" &>"$state/log/$1-$name.log" &
 }
 

@@ -32,18 +32,14 @@ CLUSTER="${CLUSTER:-default}"
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 state="/run/slurm-cluster-$CLUSTER"
 inside="$state/inside" # where the namespaces, and only they, see a tmpfs of their own
+login="node-1"
 cgroup_root=/sys/fs/cgroup
 cgroup_name="${state##*/}"                          # of the cgroup that holds the nodes'
 v1_controllers=(cpuset cpuacct memory devices freezer) # those that Slurm uses
 v2_controllers="+cpuset +cpu +memory +pids" # pids, as Slurm 22.05 cannot read the last one
 
-me="$0"
-if [[ "$CLUSTER" != default ]]; then me="CLUSTER=$CLUSTER $0"; fi
-
-fail() {
-    echo "namespaces.sh: ${*//[[:cntrl:]]/ }" >&2
-    exit 1
-}
+# shellcheck source=local/cluster/shared.sh
+source "$here/shared.sh"
 
 # ---------------------------------------------------------------- on the host
 
@@ -71,12 +67,7 @@ up() {
             "(in a container: start it with --privileged)"
     lock
     local size="--nodes $nodes --cpus $cpus --gpus $gpus" cgroups
-    if is_up; then
-        [[ "$(<"$state/size")" == "$size" ]] ||
-            fail "cluster $CLUSTER is up with $(<"$state/size"): run '$me down' first"
-        echo "Cluster $CLUSTER is already up: $size."
-        return
-    fi
+    if is_up_with "$size"; then return; fi
     stop
     rm --recursive --force "$state"
     cgroups=none
@@ -100,33 +91,6 @@ up() {
     echo "$size" >"$state/size"
     trap - EXIT INT TERM
     echo "Cluster $CLUSTER is up: $size."
-}
-
-number() {
-    if [[ ! "$2" =~ ^(0|[1-9][0-9]{0,4})$ ]] || (($2 < $3 || $2 > $4)); then
-        fail "$1 takes a number from $3 to $4, not '$2'"
-    fi
-    echo "$2"
-}
-
-require_root() {
-    [[ "$(uname -s)" == Linux ]] || fail "needs Linux, this is $(uname -s)"
-    ((EUID == 0)) || fail "needs root: sudo $me ..."
-}
-
-# Locks the folder that holds the state folders, so that no lock file stays behind.
-lock() {
-    exec {lock}<"${state%/*}"
-    flock --exclusive "$lock"
-}
-
-# A process id from a file may belong to another process by now. Only ours sees our tmpfs.
-is_running() {
-    [[ -e "$1" && -d "/proc/$(<"$1")/root$inside/spool" ]]
-}
-
-is_up() {
-    [[ -e "$state/size" ]] && is_running "$state/machine.pid"
 }
 
 wait_until_idle() {
@@ -188,37 +152,9 @@ remove_cgroups() {
     done
 }
 
-# Ending the first process of the outer PID namespace ends all processes in it, and the mounts and
-# the network with them.
 stop() {
-    local pid deadline=$((SECONDS + 60))
-    if is_running "$state/machine.pid"; then
-        pid="$(<"$state/machine.pid")"
-        kill -KILL "$pid"
-        while grep --quiet '^State:[[:space:]]*[^ZX]' "/proc/$pid/status" 2>/dev/null; do
-            ((SECONDS < deadline)) || fail "process $pid does not end"
-            sleep 0.05
-        done
-    fi
+    stop_machine
     remove_cgroups
-}
-
-down() {
-    require_root
-    lock
-    stop
-    rm --recursive --force "$state"
-    echo "Cluster $CLUSTER is down."
-}
-
-status() {
-    require_root
-    is_up || fail "cluster $CLUSTER is not up: run '$me up'"
-    local nodes
-    nodes="$(enter node-1 sinfo --Node --long)"
-    echo "Cluster $CLUSTER is up: $(<"$state/size")."
-    echo "$nodes"
-    (enter node-1 squeue)
 }
 
 exec_on_node() {
@@ -265,8 +201,6 @@ machine() {
     mount -t tmpfs -o mode=755 slurm-cluster "$inside"
     mkdir "$inside"/{key,spool,state,munge,cgroup}
     write_host_pid machine
-    head --bytes=1024 /dev/urandom >"$inside/key/munge.key"
-    chmod 400 "$inside/key/munge.key"
     write_configuration "$nodes" "$cpus" "$gpus" "$cgroups"
     # Every name twice, because torch also looks up IPv4 addresses in IPv6 form.
     printf '%s\n' "127.0.0.1 localhost" "::ffff:127.0.0.1 localhost" >"$inside/hosts"
@@ -297,16 +231,6 @@ write_host_pid() {
 
 address() {
     echo "10.7.$(($1 / 256)).$(($1 % 256))"
-}
-
-write_configuration() {
-    local nodes="$1" cpus="$2" gpus="$3" cgroups="$4" gpu
-    "$here/configure.sh" "$inside" "$nodes" "$cpus" "$gpus" "$cgroups"
-    # Slurm insists on character devices. These have NVIDIA's major number, but no driver.
-    for ((gpu = 0; gpu < gpus; gpu++)); do
-        mknod "$inside/gpu$gpu" c 195 "$gpu"
-        echo "Name=gpu File=$inside/gpu$gpu" >>"$inside/gres.conf"
-    done
 }
 
 # The first process of a node enters the node's own cgroups, which must appear where Slurm looks for
@@ -368,9 +292,7 @@ END_OF_BATCH
 link set $name arp off up
 route add $(address "$1") dev $name
 END_OF_BATCH
-    munged --key-file="$inside/key/munge.key" --socket="$inside/munge/socket" \
-        --pid-file="$inside/munge/pid" --seed-file="$inside/munge/seed" \
-        --log-file="$state/log/munged-$name.log"
+    start_munged "$name"
     export SLURM_CONF="$inside/slurm.conf"
     if [[ "$name" == node-1 ]]; then
         daemon "$state/log/slurmctld.log" slurmctld -D &
