@@ -33,8 +33,8 @@ from random import Random
 import torch
 import torch.distributed as dist
 
-DIGITS = "--data-dir {}/digits --epochs 1 --batch-size 192 --log-every 10 --precision fp32"
-TEXT = "--data-dir {}/text --layers 2 --heads 4 --width 64 --context 32 --batch-size 192"
+DIGITS = "--data-dir {}/digits --epochs 1 --batch-size 96 --log-every 10 --precision fp32"
+TEXT = "--data-dir {}/text --layers 2 --heads 4 --width 64 --context 32 --batch-size 96"
 TEXT += " --learning-rate 0.01 --warmup-steps 5 --steps 50 --log-every 10 --precision fp32"
 TEXT += " --no-compile"
 WORDS = "each rank of a job takes its own part of every batch and all of them take the same step "
@@ -52,7 +52,9 @@ local_rank = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", 0)))
 world_size = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", 1)))
 ranks_of_node = int(env.get("LOCAL_WORLD_SIZE", 1))
 on_gpu = torch.accelerator.is_available() and sys.platform != "darwin"
-folder = Path("log", env.get("SLURM_JOB_ID", "local"), "report")
+folder = Path("log/local", f"report-{env.get('MASTER_PORT')}")
+if "SLURM_JOB_ID" in env:
+    folder = Path("log", env["SLURM_JOB_ID"], "report")
 HOSTS: list[str] = []  # by their first rank
 ROWS: list[str] = []
 CHECKS: list[str] = []
@@ -124,11 +126,10 @@ class Run:
             process.wait()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         reader.join(5)
-        over = f"{self.key}/over"
-        if status == 0 or (store.check([over]) and store.get(over) == b"enough"):
+        if status == 0 or self.over() == "enough":
             return ""
-        # The first one to fail ends the others.
-        store.compare_set(over, "", str(rank))
+        # The first rank that fails ends the others.
+        store.compare_set(f"{self.key}/over", "", str(rank))
         if status is None:
             return f"rank {rank} has not ended after {limit} s"
         warning = re.compile(r"\s*$|(\[rank\d+\]:)?\[W")
@@ -149,17 +150,18 @@ class Run:
                     self.enough = True
 
     def wait(self, process: subprocess.Popen, limit: float):
-        over, end = f"{self.key}/over", time.monotonic() + limit
+        end = time.monotonic() + limit
         while process.poll() is None and time.monotonic() < end:
             time.sleep(0.2)
             if self.enough is True:
-                store.set(over, "enough")
-            if store.check([over]):
-                # The others of a rank that fails have five seconds for their last words.
-                if store.get(over) == b"enough":
-                    return
-                end = min(end, time.monotonic() + 5)
-                over = f"{self.key}/none"
+                store.set(f"{self.key}/over", "enough")
+            if over := self.over():
+                # If a rank has failed, the others have five seconds for their last words.
+                end = min(end, time.monotonic() + (0 if over == "enough" else 5))
+
+    def over(self) -> str:
+        """The rank that has failed first, or "enough"; nothing as long as all goes on."""
+        return store.get(f"{self.key}/over").decode() if store.check([f"{self.key}/over"]) else ""
 
     def first_fault(self, limit: float, ranks: int) -> str:
         keys = [f"{self.key}/{other}" for other in range(ranks)]
@@ -168,8 +170,8 @@ class Run:
         except dist.DistError:
             [first, *_] = [other for other, key in enumerate(keys) if not store.check([key])]
             return f"rank {first} does not answer"
-        over = store.get(f"{self.key}/over") if store.check([f"{self.key}/over"]) else b"enough"
-        return "" if over == b"enough" else store.get(f"{self.key}/{int(over)}").decode()
+        first = self.over() or "enough"
+        return "" if first == "enough" else store.get(f"{self.key}/{first}").decode()
 
 
 def clean(text: str) -> str:
@@ -301,7 +303,7 @@ def prepare():
 
     raw = folder / "digits/MNIST/raw"
     raw.mkdir(parents=True)
-    for name, content in draw_mnist(9600, 192).items():
+    for name, content in draw_mnist(4800, 96).items():
         (raw / name).write_bytes(content)
     # The same text everywhere, because Python never changes the numbers of Random.random.
     draw, words, text = Random(0).random, WORDS.split(), folder / "digits/words"
