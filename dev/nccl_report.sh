@@ -221,9 +221,9 @@ requeue() {
 
 # fault NAME: dev/nccl_faults.py, with what its log, watch_job.py, RAS and the flight recorder say.
 fault() {
-    local id=local begin=$SECONDS name=fault-$1 pid='' inside='' step=()
+    local id=local begin=$SECONDS name=fault-$1 pid='' inside=() step=()
     if [[ "$SLURM" == yes ]]; then
-        inside="./local/cluster/namespaces.sh exec"
+        inside=(./local/cluster/namespaces.sh exec)
         id=$(job "$name" 2 launch_slurm_with_torchrun.sh dev/nccl_faults.py "$1")
         step=(srun "--jobid=$id" --overlap --nodes=1 --ntasks=1)
     else
@@ -235,11 +235,11 @@ fault() {
     if [[ "$1" =~ hangs|differs ]] && says "$name" 'done step 20' 90; then
         sleep 9
         echo "watch_job.py, 9 s after step 20:"
-        $inside python3 aux/watch_job.py "$id" --after 5 2>&1 | block 30
+        "${inside[@]}" python3 aux/watch_job.py "$id" --after 5 2>&1 | block 30
         echo "RAS at that time:"
         # 28028 is its port.
         local ask='exec 3<>/dev/tcp/localhost/28028 && echo verbose status >&3 && timeout 8 cat <&3'
-        timeout 15 $inside "${step[@]}" bash -c "$ask" 2>&1 | block 60
+        timeout 15 "${inside[@]}" "${step[@]}" bash -c "$ask" 2>&1 | block 60
     fi
     if [[ -n "$pid" ]]; then
         wait "$pid" || echo "Status $?."
