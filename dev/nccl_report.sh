@@ -293,7 +293,11 @@ run() {
     mkdir -p "$WORK"/{page,logs} "$OUT"
     chmod 755 "$WORK"
     if [[ "$DEVICE" == cpu ]]; then export OMP_NUM_THREADS=1; fi
-    echo "# NCCL between ranks and nodes, on one GPU, $(date +%F) ($DEVICE)" >"$WORK/page/00"
+    cat >"$WORK/page/00" <<END
+# NCCL between ranks and nodes, on one GPU, $(date +%F) ($DEVICE)
+
+All nodes share the GPU, so several ranks are slow, and check_ranks.py may find its memory in use.
+END
     if [[ -z "${SLURM:-}" ]]; then
         SLURM=no
         install_slurm >"$WORK/logs/install" 2>&1 || true
