@@ -59,6 +59,10 @@ install_slurm() {
                 tar --extract --directory=/ --keep-directory-symlink --skip-old-files
         fi
     done
+    # Installing them would link their names.
+    for name in slurmctld slurmd slurmstepd; do
+        if ! type -P "$name" >/dev/null; then ln --symbolic "$name-wlm" "/usr/sbin/$name"; fi
+    done
     ldconfig
 }
 
