@@ -235,7 +235,9 @@ def losses():
 
 def speed():
     """train_fsdp.py on one GPU, one node and all nodes, with as many sequences for each rank."""
-    size, batch = ("gpt2 --pad-vocabulary 50304", 16) if on_gpu else ("cpu", 12)
+    size, batch = (
+        ("gpt2 --pad-vocabulary 50304", 16) if on_gpu else ("cpu --layers 2 --width 64", 12)
+    )
     script = f"distributed/train_fsdp.py --size {size} --data-dir {folder}/text"
     script += " --steps 100000 --log-every 20"
     cases = [(ranks, 1) for ranks in dict.fromkeys((1, ranks_of_node, world_size))]
@@ -255,7 +257,7 @@ def speed():
             result += f", MFU {float(mfu[0]):.1%}"
         what = f"{ranks} {'rank' if ranks == 1 else 'ranks'}, `--shard {shard}`"
         fault = run.fault or ("" if line else "it does not come to step 60")
-        row(f"speed of `train_fsdp.py --size {size[:4].strip()}`, {what}", fault, result, run)
+        row(f"speed of `train_fsdp.py --size {size.split()[0]}`, {what}", fault, result, run)
 
 
 def stop():
