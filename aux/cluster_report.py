@@ -235,9 +235,9 @@ def losses():
 
 def speed():
     """train_fsdp.py on one GPU, one node and all nodes, with as many sequences for each rank."""
-    size, batch = (
-        ("gpt2 --pad-vocabulary 50304", 16) if on_gpu else ("cpu --layers 2 --width 64", 12)
-    )
+    size, batch = "gpt2 --pad-vocabulary 50304", 16
+    if not on_gpu:
+        size, batch = "cpu --layers 2 --width 64", 12
     script = f"distributed/train_fsdp.py --size {size} --data-dir {folder}/text"
     script += " --steps 100000 --log-every 20"
     cases = [(ranks, 1) for ranks in dict.fromkeys((1, ranks_of_node, world_size))]
