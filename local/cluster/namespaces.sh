@@ -20,7 +20,9 @@
 # A node may claim more CPUs than the machine has: Slurm then binds no task to CPUs, and
 # task_prolog.sh gives each one thread. With --cpus up to the machine's own, tasks are bound.
 # GPUs are simulated: Slurm grants them and sets CUDA_VISIBLE_DEVICES, but torch sees none of them,
-# so task_prolog.sh tells the tasks that there are none, and they train on the CPU.
+# so task_prolog.sh tells the tasks that there are none, and they train on the CPU. If the machine
+# has NVIDIA's GPUs, each node has them: with --gpus 1 all nodes share one, and NCCL takes them for
+# different hosts.
 # Each node has cgroups of its own (v1 or v2), in which Slurm tracks processes and limits CPUs and
 # memory, as on a site. PROCTRACK=linuxproc does without them, as does a machine that has none.
 #

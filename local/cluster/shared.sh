@@ -82,14 +82,19 @@ status() {
 }
 
 write_configuration() {
-    local nodes="$1" cpus="$2" gpus="$3" cgroups="$4" gpu
+    local nodes="$1" cpus="$2" gpus="$3" cgroups="$4" gpu device
     head --bytes=1024 /dev/urandom >"$inside/key/munge.key"
     chmod 400 "$inside/key/munge.key"
     "$here/configure.sh" "$inside" "$nodes" "$cpus" "$gpus" "$cgroups"
-    # Slurm insists on character devices. These have NVIDIA's major number, but no driver.
     for ((gpu = 0; gpu < gpus; gpu++)); do
-        mknod "$inside/gpu$gpu" c 195 "$gpu"
-        echo "Name=gpu File=$inside/gpu$gpu" >>"$inside/gres.conf"
+        # A GPU of this machine is one of each node's.
+        device="/dev/nvidia$gpu"
+        if [[ ! -e "$device" ]]; then
+            # Slurm insists on a character device. It has NVIDIA's major number, but no driver.
+            device="$inside/gpu$gpu"
+            mknod "$device" c 195 "$gpu"
+        fi
+        echo "Name=gpu File=$device" >>"$inside/gres.conf"
     done
 }
 

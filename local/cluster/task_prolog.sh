@@ -8,3 +8,5 @@ if [[ -z "${SLURM_STEP_NUM_TASKS:-}" ]]; then exit; fi
 echo "export OMP_NUM_THREADS=1"
 # Slurm grants simulated GPUs, and torch sees none, so a train script would stop.
 if [[ ! -e /dev/nvidiactl ]]; then echo "export SLURM_GPUS_ON_NODE=0"; fi
+# NCCL refuses two ranks on one GPU if they are on one host. Nodes that share a GPU are not.
+if [[ -e /dev/nvidiactl ]]; then echo "export NCCL_HOSTID=$SLURMD_NODENAME"; fi
