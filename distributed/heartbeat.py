@@ -18,6 +18,9 @@ what each rank is doing, and if ranks wait for another one for 60 seconds, the l
 A heartbeat is a line of JSON in log/JOB/ranks-START/RANK, or by hand in log/local/ranks-PORT/RANK.
 Each rank writes one every two seconds; in a job of more than 60 ranks less often, so that all
 together write 30 times a second.
+
+With HEARTBEAT_LIMIT=600 a run ends that takes no step for 600 seconds, instead of waiting for the
+timeout of its collective. launch_slurm_with_spare.sh sets it, or you do in site.sh.
 """
 
 import contextlib
@@ -64,7 +67,8 @@ class Heart:
         env = os.environ
         self.rank, self.world_size = rank, world_size
         # The interval is in seconds. All ranks together write at most 30 times a second.
-        self.after, self.interval = after, max(2, self.world_size / 30)
+        self.limit = float(env.get("HEARTBEAT_LIMIT", "inf"))
+        self.after, self.interval = min(after, self.limit), max(2, self.world_size / 30)
         self.size = 4096  # bytes of a heartbeat
         self.folder = Path("log/local", f"ranks-{env.get('MASTER_PORT', 0)}")
         if "SLURM_JOB_ID" in env:
@@ -100,6 +104,8 @@ class Heart:
             if seconds > self.after and not reported:
                 reported = True
                 self.report(seconds)
+            if seconds > self.limit:
+                self.end(seconds)
             time.sleep(0.5)
 
     def write(self, seconds: float):
@@ -123,16 +129,27 @@ class Heart:
         with contextlib.suppress(OSError):  # a full disk
             os.pwrite(self.file, text.ljust(self.size), 0)
 
-    def report(self, seconds: float):
-        """Rank 0 says who keeps the others waiting, or rank 1 if rank 0 is silent."""
-        if self.rank > 1:
-            return
+    def speaks(self) -> bool:
+        """Whether this rank reports: all before it are silent."""
+        for rank in range(self.rank):
+            with contextlib.suppress(OSError, ValueError):
+                beat = json.loads((self.folder / str(rank)).read_text())
+                if beat["seconds_in_step"] > self.after / 2:
+                    return False
+        return True
+
+    def look(self) -> tuple[list[dict], list[dict]]:
+        """The heartbeats of all ranks, and of those that are silent."""
         # An earlier run with more ranks may have left heartbeats in log/local.
         beats = [beat for beat in read_beats(self.folder) if beat["rank"] < self.world_size]
-        missing = sorted(set(range(self.world_size)) - {beat["rank"] for beat in beats})
-        silent = [beat for beat in beats if beat["seconds_in_step"] <= self.after / 2]
-        if self.rank == 1 and 0 not in [*missing, *(beat["rank"] for beat in silent)]:
+        return beats, [beat for beat in beats if beat["seconds_in_step"] <= self.after / 2]
+
+    def report(self, seconds: float):
+        """Says who keeps the others waiting."""
+        if not self.speaks():
             return
+        beats, silent = self.look()
+        missing = sorted(set(range(self.world_size)) - {beat["rank"] for beat in beats})
         no_step = f"no step for {seconds:.0f} s"
         if missing:
             none = f"{len(missing)} of {self.world_size} ranks have sent no heartbeat"
@@ -147,6 +164,16 @@ class Heart:
         what = "which sends no heartbeat, last seen" if silent else "which is"
         sentence = f"{no_step}. First to look at: {', '.join(names[:4])}{more}, {what} in"
         self.say("\n    ".join([sentence, *first[0]["stack"]]))
+
+    def end(self, seconds: float):
+        """Ends this rank, as all others do at the same time, and says because of whom."""
+        if self.speaks():
+            beats, silent = self.look()
+            for beat in (silent or holds_up(beats))[:1]:
+                whom = f"rank {beat['rank']} on {beat['host']}"
+                print(f"Ended, because of {whom}: no step for {seconds:.0f} s", flush=True)
+        time.sleep(1)  # others read this rank's heartbeat
+        os._exit(1)
 
     def say(self, sentence: str):
         print(f"[Rank {self.rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)

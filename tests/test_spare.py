@@ -1,0 +1,188 @@
+"""launch_slurm_with_spare.sh: a run goes on within its job when a rank or a node fails, and ends
+when it makes no progress."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import chaos
+from conftest import REPOSITORY, Cluster, at_once, note, wait_for
+from test_launchers import copy_file
+
+LAUNCHER = "launch_slurm_with_spare.sh"
+TRAIN = "tests/scripts/slowly.py 0.3 distributed/train_preemptible.py --epochs 4 --batch-size 20"
+TRAIN += " --log-every 1 --save-every 5"  # 300 images: 60 steps
+SIZE = ["--gpus-per-node=1", "--cpus-per-task=1"]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Nodes of its own, because some do not survive. node-1 has slurmctld."""
+    cluster = Cluster(f"spare-{os.getpid()}", nodes=16, cpus=16, gpus=1)
+    yield cluster
+    cluster.down()
+
+
+class Run:
+    """A job on three of the cluster's nodes, one of them spare, in a folder of its own."""
+
+    def __init__(self, cluster, folder: Path, data: Path, *train: str, edits=(), sbatch=()):
+        folder.mkdir(exist_ok=True)
+        for name in ("env.sh", "torchrun.sh", LAUNCHER):
+            copy_file(name, folder)
+        for name in ("distributed", "tests", ".venv"):
+            (folder / name).symlink_to(REPOSITORY / name)
+        launcher = folder / LAUNCHER
+        text = launcher.read_text().replace("HEARTBEAT_LIMIT=600", "HEARTBEAT_LIMIT=15")
+        for old, new in edits:
+            assert old in text
+            text = text.replace(old, new)
+        launcher.write_text(text)
+        self.cluster, self.folder = cluster, folder
+        command = [*SIZE, "--exclude=node-1", *sbatch, "--output=log.out", LAUNCHER]
+        command += train or [*TRAIN.split(), "--data-dir", data]
+        self.job = cluster.submit(*command, cwd=folder, env={"ALWAYS": 1})
+
+    @property
+    def log(self) -> str:
+        path = self.folder / "log.out"
+        return path.read_text() if path.exists() else ""
+
+    def nodes(self, start: int) -> list[str]:
+        """Those of a start, once it takes steps."""
+        said = rf"(?s)^Start {start} on (\S+)$.*^epoch=\d step=[7-9]/"
+        wait_for(lambda: re.search(said, self.log, re.M), 120)
+        return re.search(said, self.log, re.M)[1].split(",")
+
+    def rank(self, node: str) -> int:
+        return chaos.ranks(self.job, "slowly.py", node)[0]
+
+    def steps_after(self, fault_at: float, start: int) -> float:
+        """Seconds from the fault to the first step of that start."""
+        said = rf"(?s)^Start {start} on .*^Resumed after step [1-9].*^epoch="
+        wait_for(lambda: re.search(said, self.log, re.M), 240)
+        return time.monotonic() - fault_at
+
+    def ends(self, state: str, fault: str, seconds: float):
+        job = self.cluster.wait(self.job, 240)
+        restarts = self.cluster.show(self.job)["Restarts"]
+        note("spare", fault, job.state, job.exit_code, restarts, seconds)
+        assert job.state == state, job.log
+        return job
+
+
+def processes_of(cluster, node: str) -> list[int]:
+    """All that run on a node, its slurmd included."""
+    state = Path(f"/run/slurm-cluster-{cluster.environment['CLUSTER']}")
+    init = int((state / f"{node}.pid").read_text())
+    space = os.readlink(f"/proc/{init}/ns/pid_for_children")
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "ns/pid") == space:
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def crash(run, node: str):
+    state = Path(f"/run/slurm-cluster-{run.cluster.environment['CLUSTER']}")
+    os.kill(int((state / f"{node}.pid").read_text()), signal.SIGKILL)
+
+
+def freeze(run, node: str):
+    for process in processes_of(run.cluster, node):
+        os.kill(process, signal.SIGSTOP)
+
+
+FAULTS = {
+    "rank killed": lambda run, node: os.kill(run.rank(node), signal.SIGKILL),
+    "rank frozen": lambda run, node: os.kill(run.rank(node), signal.SIGSTOP),
+    "node crashed": crash,
+    "node frozen": freeze,
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("place", [0, 1])
+def test_goes_on(place, cluster, tiny, tmp_path):
+    """After each of these faults, on the first node, which has the batch shell, and the last."""
+
+    def scenario(fault):
+        folder = tmp_path / fault
+        folder.mkdir()
+        run = Run(cluster, folder, tiny)
+        nodes = run.nodes(1)
+        fault_at = time.monotonic()
+        FAULTS[fault](run, nodes[place])
+        # Slurm requeues a job that has lost its first node, and with it the batch shell.
+        again = fault.startswith("node") and place == 0
+        seconds = run.steps_after(fault_at, 1 if again else 2)
+        job = run.ends("COMPLETED", f"{fault} {place}", seconds)
+        print(
+            fault,
+            place,
+            *[x for x in job.log.splitlines() if not re.match("epoch.*step=[^1]", x)],
+            sep="\n",
+        )
+
+    at_once(scenario, [(fault,) for fault in FAULTS])
+
+
+def test_nodes_are_left_out(cluster, tiny, tmp_path):
+    """One on which a rank has failed twice, and one that the list has. A node that cannot run the
+    probe is left out before the first start, and if too few are left, the job says so."""
+
+    def twice():
+        run = Run(cluster, tmp_path / "twice", tiny, sbatch=["--nodelist=node-[2-4]"])
+        (tmp_path / "twice/bad_nodes.txt").write_text("2026-11-01 node-14 a rank failed twice\n")
+        for start in (1, 2):
+            assert run.nodes(start) == ["node-2", "node-3"]
+            os.kill(run.rank("node-3"), signal.SIGKILL)
+        assert run.nodes(3) == ["node-2", "node-4"]
+        job = run.ends("COMPLETED", "rank killed twice", 0)
+        assert job.log.count("Left out: node-3, where a rank has failed twice\n") == 1, job.log
+        _, line = (tmp_path / "twice/bad_nodes.txt").read_text().splitlines()
+        assert re.fullmatch(
+            rf"\d{{4}}-\d\d-\d\d node-3 a rank failed twice \(job {run.job}\)", line
+        )
+        options = [*SIZE, "--nodelist=node-[2-4]", "--output=again.out", LAUNCHER]
+        again = cluster.sbatch(*options, "tests/scripts/variables.py", cwd=run.folder)
+        said = "Left out: node-3, as bad_nodes.txt says\nStart 1 on node-2,node-4\n"
+        assert again.state == "COMPLETED" and said in again.log, again.log
+
+    def probe():
+        edits = [("probe=(true)", "probe=(bash -c '[[ $SLURMD_NODENAME != node-[56] ]]')")]
+        options = ["--nodelist=node-[5-7]"]
+        run = Run(cluster, tmp_path / "probe", tiny, edits=edits, sbatch=options)
+        job = run.ends("FAILED", "two nodes that cannot run a step", 0)
+        assert job.log.count(", which does not run a step\n") == 2, job.log
+        said = "No spare node is left: 1 of the 2 that the run needs. Submit it again with "
+        assert job.log.endswith(f"{said}--exclude=node-5,node-6\n"), job.log
+
+    def fails_at_once():
+        run = Run(cluster, tmp_path / "at_once", tiny, "tests/scripts/variables.py", "fail")
+        job = run.ends("FAILED", "a script that fails at once", 0)
+        assert job.log.count("\nStart ") == 3, job.log
+        said = f"The run has failed three times without a newer file in checkpoints/{run.job}"
+        assert said in job.log.splitlines()[-1], job.log
+
+    def term():
+        """After a restart, and after the requeue again."""
+        run = Run(cluster, tmp_path / "term", tiny)
+        os.kill(run.rank(run.nodes(1)[1]), signal.SIGKILL)
+        run.nodes(2)
+        cluster.exec("scancel", "--signal=TERM", run.job)
+        wait_for(lambda: run.log.count("Resumed after step") == 2, 120)
+        job = run.ends("COMPLETED", "SIGTERM", 0)
+        assert job.log.count("Requeued: it resumes by itself") == 1, job.log
+        assert cluster.show(run.job)["Restarts"] == "1"
+
+    for name in ("twice", "at_once", "probe", "term"):
+        (tmp_path / name).mkdir()
+    at_once(lambda scenario: scenario(), [(twice,), (probe,), (fails_at_once,), (term,)])
