@@ -7,7 +7,7 @@
 ##SBATCH --signal=TERM@300    # EDIT: with preemption.py, without the second #: 300 s to save
 #SBATCH --time=01:00:00       # EDIT
 #SBATCH --output=%x_%j.out    # the log: this file's name and the job id
-#SBATCH --requeue             # after a preemption or a lost first node Slurm starts the job again
+#SBATCH --requeue             # after a preemption, or the loss of the first node, it starts again
 #SBATCH --open-mode=append    # a requeued job appends to its log
 #SBATCH --no-kill             # the loss of any other node does not end the job
 # As launch_slurm_with_torchrun.sh, with spare nodes: if a rank or a node fails, the run goes on in
@@ -36,85 +36,107 @@ export HEARTBEAT_LIMIT=600
 # Slurm sends SIGTERM before it kills a job. Some scripts then save, and this shell waits for them.
 trap : TERM
 
+list() { (IFS=, && echo "$*"); }
+# Neither ended by somebody, nor started anew elsewhere.
+is_running() {
+    read -r state count < <(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=state:20,restartcnt:9)
+    [[ "$state $count" == "RUNNING $requeues" ]]
+}
+# A newer file than the start, but neither a half written one nor the mark of the folder's owner.
+has_saved() {
+    find "$saves" -newer "$started" -type f ! -name part ! -name owner ! -path '*/.*' -print -quit \
+        2>/dev/null |
+        grep --quiet .
+}
+# Those of the job's nodes that can run a step now.
+fit_nodes() {
+    for node in "${nodes[@]}"; do
+        timeout --kill-after=9 60 srun --nodelist="$node" --nodes=1 --ntasks=1 --overlap \
+            --kill-on-bad-exit=1 --immediate=30 "${probe[@]}" &>/dev/null && echo "$node" &
+    done
+    wait
+}
+# leave_out NODE WHY
 leave_out() {
     echo "Left out: $1, $2"
     out[$1]=$2
-}
-remember() { echo "$(date +%F) $1 $2 (job $SLURM_JOB_ID)" >>bad_nodes.txt; }
-is_running() { [[ $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) == RUNNING* ]]; }
-# A step that has just been written, or belongs to no step yet, is no save.
-has_saved() {
-    [[ $(find "$saves" -newer "$started" -type f ! -name part ! -name owner ! -path '*/.*' -print \
-        -quit 2>/dev/null) ]]
+    if ! grep --quiet " $1 " bad_nodes.txt; then
+        echo "$(date +%F) $1 $2 (job $SLURM_JOB_ID)" >>bad_nodes.txt
+    fi
 }
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # site.sh may have appended something to the name of the first node.
-suffix=${MASTER_ADDR#"${nodes[0]}"} port=$MASTER_PORT
+suffix=${MASTER_ADDR/${nodes[0]}/} port=$MASTER_PORT
 log=$(readlink "/proc/$$/fd/2") started=log/$SLURM_JOB_ID/started
+requeues=${SLURM_RESTART_COUNT:-0} restarts=0 failures=0 status=1 suspect=
 declare -A out=() deaths=()
+use=()
 touch bad_nodes.txt
 for node in "${nodes[@]}"; do
-    if grep --quiet "^[^ ]* $node " bad_nodes.txt; then leave_out "$node" "as bad_nodes.txt says"; fi
+    if grep --quiet " $node " bad_nodes.txt; then leave_out "$node" "as bad_nodes.txt says"; fi
 done
 
-requeues=${SLURM_RESTART_COUNT:-0} restarts=0 failures=0 status=1
+# This shell is on the first node. Slurm does not requeue a --no-kill job that loses that node, so
+# tasks on up to three others do.
+# shellcheck disable=SC2016
+watch='while sleep 20; do
+    shown=$(squeue --noheader --states=all --jobs="$0" --nodelist="$1") || continue
+    if [[ -z "$shown" ]]; then scontrol requeue "$0"; fi
+done'
+others=("${nodes[@]:1:3}")
+srun --nodelist="$(list "${others[@]}")" --nodes="${#others[@]}" --ntasks="${#others[@]}" \
+    --cpus-per-task=1 --overlap --no-kill --kill-on-bad-exit=0 \
+    bash -c "$watch" "$SLURM_JOB_ID" "${nodes[0]}" &>/dev/null &
+
 while true; do
-    # --- nodes: the first that can run a step ---
-    mapfile -t fit < <(
-        for node in "${nodes[@]}"; do
-            timeout --kill-after=9 60 srun --nodelist="$node" --nodes=1 --ntasks=1 --overlap \
-                --immediate=30 "${probe[@]}" &>/dev/null && echo "$node" &
-        done
-        wait
-    )
+    # --- the first nodes that can run a step ---
+    fit=$(fit_nodes)
     if ! is_running; then exit "$status"; fi
-    use=()
     for node in "${nodes[@]}"; do
-        if [[ -n "${out[$node]:-}" ]]; then continue; fi
-        if [[ " ${fit[*]} " != *" $node "* ]]; then
-            leave_out "$node" "which does not run a step"
-            remember "$node" "did not run a step"
-        elif ((${#use[@]} < NNODES)); then
-            use+=("$node")
+        if [[ -z "${out[$node]:-}" ]] && ! grep --quiet --line-regexp "$node" <<<"$fit"; then
+            leave_out "$node" "it does not run a step"
+            if [[ " ${use[*]} " == *" $node "* ]]; then suspect=; fi
         fi
     done
+    # A rank that fails when it has lost a node is not to blame.
+    if [[ -n "$suspect" ]]; then
+        deaths[$suspect]=$((${deaths[$suspect]:-0} + 1))
+        if ((deaths[$suspect] == 2)); then leave_out "$suspect" "a rank has failed there twice"; fi
+    fi
+    use=()
+    for node in "${nodes[@]}"; do
+        if [[ -z "${out[$node]:-}" ]] && ((${#use[@]} < NNODES)); then use+=("$node"); fi
+    done
+    hosts=$(list "${use[@]}")
     if ((${#use[@]} < NNODES)); then
-        echo "No spare node is left: ${#use[@]} of the $NNODES that the run needs. Submit it again" \
-            "with --exclude=$(IFS=, && echo "${!out[*]}")"
+        echo "No spare node is left: the run needs $NNODES, and only ${#use[@]} can be used." \
+            "Submit it again with --exclude=$(list "${!out[@]}")"
         exit "$status"
     fi
-    hosts=$(IFS=, && echo "${use[*]}")
     echo "Start $((restarts + 1)) on $hosts"
 
-    # --- the run: each start has an own port, and a number of its own, by which scripts resume ---
+    # --- the run: each start has a port of its own, and a number, for which scripts resume ---
     export MASTER_ADDR=${use[0]}$suffix MASTER_PORT=$((port - restarts))
     if ((requeues + restarts > 0)); then
         export SLURM_RESTART_COUNT=$((100 * requeues + restarts)) JOB_RESTARTS=$requeues
     fi
     touch "$started"
     before=$(stat --format=%s "$log") status=0
-    # --no-kill=off: without one of its nodes this step ends.
+    # --no-kill=off: this step ends if it loses a node. The others are as in the other launchers.
     srun --nodelist="$hosts" --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 \
         --cpus-per-task="$CPUS_PER_NODE" --no-kill=off --overlap --wait=0 --kill-on-bad-exit=1 \
         ./torchrun.sh "${@:-distributed/train_ddp.py}" || status=$?
 
-    # --- why it ended ---
-    causes='^(Requeued|Not requeued): |^srun: error: \S+: task |^Ended, because of rank \S+ on '
-    said=$(tail --bytes=+$((before + 1)) "$log" | grep --extended-regexp "$causes" || true)
+    # --- why it has ended: the first node that srun or heartbeat.py names ---
+    signs='/^(Requeued|Not requeued): /p; s/^srun: error: (\S+): task .*/\1/p'
+    signs+='; s/^Ended, because of rank \S+ on (\S+): .*/\1/p'
+    said=$(tail --bytes=+$((before + 1)) "$log" | sed --quiet --regexp-extended "$signs")
     if ((status == 0)) || [[ "$said" == *equeued:* ]] || ! is_running; then exit "$status"; fi
-    failures=$((failures + 1)) restarts=$((restarts + 1))
+    restarts=$((restarts + 1)) failures=$((failures + 1)) suspect=${said%%$'\n'*}
     if has_saved; then failures=0; fi
-    if [[ "$said" =~ (of rank [0-9]+ on |srun: error: )([^ :]+) ]]; then
-        node=${BASH_REMATCH[2]}
-        deaths[$node]=$((${deaths[$node]:-0} + 1))
-        if ((deaths[$node] == 2)); then
-            leave_out "$node" "where a rank has failed twice"
-            remember "$node" "a rank failed twice"
-        fi
-    fi
     if ((failures == 3)); then
-        echo "The run has failed three times without a newer file in $saves: it ends"
+        echo "The run has failed three times without a new file in $saves: it ends"
         exit "$status"
     fi
 done

@@ -15,6 +15,10 @@ what each rank is doing, and if ranks wait for another one for 60 seconds, the l
 
     no step for 60 s. First to look at: rank 2 on node-2 (step 49), in ...
 
+and if the others have waited for a fifth of a minute more than a rank,
+
+    rank 2 on node-2 holds the others back: it has waited in 3% of the last minute, they far longer
+
 A heartbeat is a line of JSON in log/JOB/ranks-START/RANK, or by hand in log/local/ranks-PORT/RANK.
 Each rank writes one every two seconds; in a job of more than 60 ranks less often, so that all
 together write 30 times a second.
@@ -30,8 +34,9 @@ import socket
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from pathlib import Path
+from statistics import median_high
 
 step: int | None = None
 # Set by `alive`: until that time.monotonic() no step after that one is expected.
@@ -66,10 +71,12 @@ class Heart:
     def __init__(self, after: float, rank: int, world_size: int):
         env = os.environ
         self.rank, self.world_size = rank, world_size
-        # The interval is in seconds. All ranks together write at most 30 times a second.
         self.limit = float(env.get("HEARTBEAT_LIMIT", "inf"))
+        # The interval is in seconds. All ranks together write at most 30 times a second.
         self.after, self.interval = min(after, self.limit), max(2, self.world_size / 30)
         self.size = 4096  # bytes of a heartbeat
+        # Ten times a second, for `after` seconds: whether this rank waited for others.
+        self.waits, self.named = deque(maxlen=int(10 * self.after)), set()
         self.folder = Path("log/local", f"ranks-{env.get('MASTER_PORT', 0)}")
         if "SLURM_JOB_ID" in env:
             restarts = env.get("SLURM_RESTART_COUNT", 0)
@@ -86,7 +93,7 @@ class Heart:
             return self.say(f"warning: no heartbeats: {error}")
 
         last, since = None, time.monotonic()
-        next_write, late, reported = since, False, False
+        next_write, next_look, late, reported = since, since + self.after, False, False
         while True:
             now = time.monotonic()
             if (step, expected) != last:
@@ -101,16 +108,27 @@ class Heart:
                 late = seconds > self.after / 2
                 self.write(seconds)
                 next_write = now + self.interval
+            # Not before the first step, nor in a save or an evaluation.
+            if step != expected[1]:
+                self.waits.append(main_stack()[2])
+            if self.rank == 0 and now >= next_look:
+                next_look = now + self.after / 4
+                for beat in holds_back(self.look()[0]):
+                    if beat["rank"] not in self.named:
+                        self.named.add(beat["rank"])
+                        self.say(slow_rank(beat))
             if seconds > self.after and not reported:
                 reported = True
                 self.report(seconds)
             if seconds > self.limit:
                 self.end(seconds)
-            time.sleep(0.5)
+            time.sleep(0.1)
 
     def write(self, seconds: float):
         """Writes the heartbeat of a rank that has been in its step for so many seconds."""
         stack, frame, waits = main_stack()
+        full = len(self.waits) == self.waits.maxlen
+        waited = sum(self.waits) / len(self.waits) if full else None
         beat = {
             "rank": self.rank,
             "world_size": self.world_size,
@@ -120,6 +138,7 @@ class Heart:
             "step": step,
             "seconds_in_step": seconds,
             "waits": waits,
+            "waited": waited,
             "frame": frame,
             "stack": stack,
         }
@@ -212,6 +231,21 @@ def read_beats(folder: Path) -> list[dict]:
         with contextlib.suppress(OSError, ValueError):
             beats.append(json.loads(path.read_text()))
     return sorted(beats, key=lambda beat: beat["rank"])
+
+
+def holds_back(beats: list[dict]) -> list[dict]:
+    """The heartbeats of the ranks that slow down the others: all take equally long for a step, but
+    these wait for a fifth of the time less."""
+    shares = [beat.get("waited") for beat in beats]
+    if len(beats) < 2 or None in shares:
+        return []
+    return [beat for beat in beats if beat["waited"] < median_high(shares) - 0.2]
+
+
+def slow_rank(beat: dict) -> str:
+    """The sentence on one of these."""
+    share = f"it has waited in {beat['waited']:.0%} of the last minute, they far longer"
+    return f"rank {beat['rank']} on {beat['host']} holds the others back: {share}"
 
 
 def holds_up(beats: list[dict]) -> list[dict]:

@@ -102,7 +102,7 @@ def requeue_job(command: str) -> bool:
     if "SLURM_ARRAY_TASK_ID" in env:
         # Only this task, because the array's id alone can mean all of them.
         job = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
-    # launch_slurm_with_spare.sh counts its own restarts in Slurm's variable, and keeps Slurm's here.
+    # launch_slurm_with_spare.sh counts its own restarts in that variable, and has Slurm's in this.
     restarts = env.get("JOB_RESTARTS", env.get("SLURM_RESTART_COUNT", 0))
     # slurmctld is busy just when many jobs end at the same limit, so it is asked for half a minute.
     for pause in (0, 2, 4, 8, 16):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,47 @@ def test_without_py_spy(tmp_path):
         path = {"env": environment(PATH="/usr/bin:/bin")}
         done = run(python, WATCH, os.getpid(), "--this-node", **path)
     assert re.search(r'"there is no py-spy on \S+: pip install py-spy"', done.stdout), done
+
+
+WORKS = """import os, sys, time
+import torch
+import torch.distributed as dist
+import heartbeat
+dist.init_process_group("gloo")
+heartbeat.start(after=5)
+work, x = int(sys.argv[1 + dist.get_rank()]), torch.randn(200, 200)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(200, 200))
+start, step = time.monotonic(), 0
+done = torch.zeros(1)
+while not done.item():
+    for _ in range(work):
+        x = torch.nn.functional.normalize(x @ x)
+    time.sleep(0.002 * work)
+    model(x).sum().backward()
+    step += 1
+    heartbeat.step = step
+    done.fill_(time.monotonic() - start > 15)
+    dist.all_reduce(done, dist.ReduceOp.MAX)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("work", [(10, 10, 10), (10, 10, 30)], ids=["healthy", "slow"])
+def test_a_rank_that_holds_the_others_back_is_named(work, tmp_path):
+    """While the run goes on, once; a healthy run says nothing."""
+    (tmp_path / "works.py").write_text(WORKS)
+    env = environment(NPROC_PER_NODE=3, OMP_NUM_THREADS=1, PYTHONPATH=REPOSITORY / "distributed")
+    command = [REPOSITORY / "torchrun.sh", "works.py", *work]
+    watched = []
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(run, *command, env=env, cwd=tmp_path)
+        while not job.done():
+            watched.append(run(sys.executable, WATCH, "local", cwd=tmp_path).stdout)
+            time.sleep(1)
+    done = job.result()
+    assert done.returncode == 0, done.stderr
+    said = re.findall(
+        r"^\[Rank 0 on \S+\] rank (\d) on \S+ holds the others back: .*", done.stderr, re.M
+    )
+    assert said == (["2"] if work[2] > 10 else []), done.stderr
+    assert any("rank 2 on" in text for text in watched) == (work[2] > 10), watched

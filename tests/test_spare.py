@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import chaos
-from conftest import REPOSITORY, Cluster, at_once, note, wait_for
+from conftest import LAUNCHERS, REPOSITORY, Cluster, at_once, note, one_rank_a_node, wait_for
 from test_launchers import copy_file
 
 LAUNCHER = "launch_slurm_with_spare.sh"
@@ -22,7 +22,7 @@ SIZE = ["--gpus-per-node=1", "--cpus-per-task=1"]
 @pytest.fixture(scope="module")
 def cluster():
     """Nodes of its own, because some do not survive. node-1 has slurmctld."""
-    cluster = Cluster(f"spare-{os.getpid()}", nodes=16, cpus=16, gpus=1)
+    cluster = Cluster(f"spare-{os.getpid()}", nodes=24, cpus=16, gpus=1)
     yield cluster
     cluster.down()
 
@@ -59,17 +59,27 @@ class Run:
         return re.search(said, self.log, re.M)[1].split(",")
 
     def rank(self, node: str) -> int:
-        return chaos.ranks(self.job, "slowly.py", node)[0]
+        """The process of its rank, whose parent is torchrun."""
+        [rank] = {*chaos.processes(self.job, "slowly.py", node)} - {self.torchrun(node)}
+        return rank
+
+    def torchrun(self, node: str) -> int:
+        [torchrun] = chaos.processes(self.job, "torch.distributed.run", node)
+        return torchrun
 
     def steps_after(self, fault_at: float, start: int) -> float:
         """Seconds from the fault to the first step of that start."""
         said = rf"(?s)^Start {start} on .*^Resumed after step [1-9].*^epoch="
-        wait_for(lambda: re.search(said, self.log, re.M), 240)
+        wait_for(lambda: re.search(said, self.log, re.M), 150)
         return time.monotonic() - fault_at
 
     def ends(self, state: str, fault: str, seconds: float):
         job = self.cluster.wait(self.job, 240)
         restarts = self.cluster.show(self.job)["Restarts"]
+        before, resumed, after = job.log.partition("\nResumed after step ")
+        epoch, step = (re.findall(r"^epoch=(\d) step=(\d+)/15", before, re.M) or [(1, 0)])[-1]
+        lost = 15 * (int(epoch) - 1) + int(step) - int(after.partition("\n")[0]) if resumed else 0
+        fault += f", {lost} steps lost"
         note("spare", fault, job.state, job.exit_code, restarts, seconds)
         assert job.state == state, job.log
         return job
@@ -101,6 +111,7 @@ def freeze(run, node: str):
 
 
 FAULTS = {
+    "torchrun killed": lambda run, node: os.kill(run.torchrun(node), signal.SIGKILL),
     "rank killed": lambda run, node: os.kill(run.rank(node), signal.SIGKILL),
     "rank frozen": lambda run, node: os.kill(run.rank(node), signal.SIGSTOP),
     "node crashed": crash,
@@ -131,7 +142,9 @@ def test_goes_on(place, cluster, tiny, tmp_path):
             sep="\n",
         )
 
-    at_once(scenario, [(fault,) for fault in FAULTS])
+    at_once(scenario, [(fault,) for fault in FAULTS if fault != "node frozen"])
+    # By itself, because Slurm waits a minute for its answers, and asks no other node meanwhile.
+    scenario("node frozen")
 
 
 def test_nodes_are_left_out(cluster, tiny, tmp_path):
@@ -139,42 +152,53 @@ def test_nodes_are_left_out(cluster, tiny, tmp_path):
     probe is left out before the first start, and if too few are left, the job says so."""
 
     def twice():
-        run = Run(cluster, tmp_path / "twice", tiny, sbatch=["--nodelist=node-[2-4]"])
         (tmp_path / "twice/bad_nodes.txt").write_text("2026-11-01 node-14 a rank failed twice\n")
+        run = Run(cluster, tmp_path / "twice", tiny, sbatch=["--nodelist=node-[2-4]"])
         for start in (1, 2):
             assert run.nodes(start) == ["node-2", "node-3"]
             os.kill(run.rank("node-3"), signal.SIGKILL)
         assert run.nodes(3) == ["node-2", "node-4"]
         job = run.ends("COMPLETED", "rank killed twice", 0)
-        assert job.log.count("Left out: node-3, where a rank has failed twice\n") == 1, job.log
+        assert job.log.count("Left out: node-3, a rank has failed there twice\n") == 1, job.log
         _, line = (tmp_path / "twice/bad_nodes.txt").read_text().splitlines()
         assert re.fullmatch(
-            rf"\d{{4}}-\d\d-\d\d node-3 a rank failed twice \(job {run.job}\)", line
+            rf"\d{{4}}-\d\d-\d\d node-3 a rank has failed there twice \(job {run.job}\)", line
         )
         options = [*SIZE, "--nodelist=node-[2-4]", "--output=again.out", LAUNCHER]
         again = cluster.sbatch(*options, "tests/scripts/variables.py", cwd=run.folder)
         said = "Left out: node-3, as bad_nodes.txt says\nStart 1 on node-2,node-4\n"
         assert again.state == "COMPLETED" and said in again.log, again.log
+        site = cluster.exec(REPOSITORY / "aux/check_site.py", cwd=run.folder).stdout
+        assert "--exclude=node-14,node-3, or delete their lines" in site, site
 
     def probe():
         edits = [("probe=(true)", "probe=(bash -c '[[ $SLURMD_NODENAME != node-[56] ]]')")]
         options = ["--nodelist=node-[5-7]"]
         run = Run(cluster, tmp_path / "probe", tiny, edits=edits, sbatch=options)
         job = run.ends("FAILED", "two nodes that cannot run a step", 0)
-        assert job.log.count(", which does not run a step\n") == 2, job.log
-        said = "No spare node is left: 1 of the 2 that the run needs. Submit it again with "
-        assert job.log.endswith(f"{said}--exclude=node-5,node-6\n"), job.log
+        assert job.log.count(", it does not run a step\n") == 2, job.log
+        said = (
+            "No spare node is left: the run needs 2, and only 1 can be used. Submit it again with "
+        )
+        assert re.search(f"{said}--exclude=node-[56],node-[56]\n$", job.log), job.log
 
     def fails_at_once():
-        run = Run(cluster, tmp_path / "at_once", tiny, "tests/scripts/variables.py", "fail")
+        run = Run(
+            cluster,
+            tmp_path / "at_once",
+            tiny,
+            "tests/scripts/variables.py",
+            "fail",
+            sbatch=["--nodelist=node-[8-10]"],
+        )
         job = run.ends("FAILED", "a script that fails at once", 0)
         assert job.log.count("\nStart ") == 3, job.log
-        said = f"The run has failed three times without a newer file in checkpoints/{run.job}"
+        said = f"The run has failed three times without a new file in checkpoints/{run.job}"
         assert said in job.log.splitlines()[-1], job.log
 
     def term():
         """After a restart, and after the requeue again."""
-        run = Run(cluster, tmp_path / "term", tiny)
+        run = Run(cluster, tmp_path / "term", tiny, sbatch=["--exclude=node-[1-10]"])
         os.kill(run.rank(run.nodes(1)[1]), signal.SIGKILL)
         run.nodes(2)
         cluster.exec("scancel", "--signal=TERM", run.job)
@@ -186,3 +210,57 @@ def test_nodes_are_left_out(cluster, tiny, tmp_path):
     for name in ("twice", "at_once", "probe", "term"):
         (tmp_path / name).mkdir()
     at_once(lambda scenario: scenario(), [(twice,), (probe,), (fails_at_once,), (term,)])
+
+
+# --- the EDIT line of the plain launchers ---
+
+FAILS = """import os, pathlib, sys
+folder = pathlib.Path("checkpoints", os.environ["RUN"])
+if sys.argv[1:] == ["saves"] and os.environ["RANK"] == "0" and not folder.exists():
+    folder.mkdir(parents=True)
+    (folder / "checkpoint.pt").touch()
+sys.exit(1)
+"""
+
+
+def test_a_failed_job_is_requeued_if_it_has_saved(cluster, tiny, tmp_path):
+    """Until it has failed three times more without a save. A script that saves nothing fails."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    copies = ["env.sh", "torchrun.sh", "aux/slurm_rank.sh", "aux/requeue_failed.sh"]
+    for name in (*copies, *LAUNCHERS.values()):
+        copy_file(name, tmp_path)
+    for name in ("distributed", "tests", ".venv"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    for name in LAUNCHERS.values():
+        text = (tmp_path / name).read_text()
+        assert text.count("\n#source aux/requeue_failed.sh") == 1
+        (tmp_path / name).write_text(text.replace("\n#source aux/", "\nsource aux/"))
+
+    def job(way, *command):
+        size = [*one_rank_a_node(way), "--cpus-per-task=1", "--output=%j.out"]
+        return cluster.submit(*size, LAUNCHERS[way], *command, cwd=tmp_path, env={"ALWAYS": 1})
+
+    def fails(argument, restarts, says):
+        number = job("srun", "fails.py", argument)
+        ended = cluster.wait(number, 240)
+        assert ended.state == "FAILED", ended.log
+        assert cluster.show(number)["Restarts"] == restarts, ended.log
+        assert ended.log.splitlines()[-1] == f"Not requeued: {says}", ended.log
+
+    def killed():
+        number = job("torchrun", *TRAIN.split(), "--data-dir", tiny)
+        log = tmp_path / f"{number}.out"
+        wait_for(lambda: log.exists() and "epoch=1 step=7/" in log.read_text(), 120)
+        os.kill(min(chaos.processes(number, "slowly.py")), signal.SIGKILL)
+        ended = cluster.wait(number, 240)
+        assert ended.state == "COMPLETED" and "\nResumed after step 5\n" in ended.log, ended.log
+        assert ended.log.count("and requeued: it resumes by itself\n") == 1, ended.log
+
+    at_once(
+        lambda scenario, *arguments: scenario(*arguments),
+        [
+            (killed,),
+            (fails, "saves", "4", "three requeues without a save"),
+            (fails, "saves nothing", "0", "the run has saved nothing"),
+        ],
+    )
