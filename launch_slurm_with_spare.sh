@@ -26,7 +26,7 @@ SPARE=1
 SLURM_JOB_NUM_NODES=$((${SLURM_JOB_NUM_NODES:-0} - SPARE))
 unset SLURM_NTASKS
 source ./env.sh
-# EDIT: the folder in which the run saves. A newer file there is progress.
+# EDIT: the folder or file in which the run saves. A newer file there is progress.
 saves=checkpoints/$RUN
 # EDIT: a command that fails on a bad node, such as (nvidia-smi)
 probe=(true)
@@ -35,6 +35,8 @@ export HEARTBEAT_LIMIT=600
 
 # Slurm sends SIGTERM before it kills a job. Some scripts then save, and this shell waits for them.
 trap : TERM
+# EDIT: where the job's hours went. Needs heartbeats in your script.
+trap 'python3 aux/ledger.py "$SLURM_JOB_ID" 2>/dev/null || true' EXIT
 
 list() { (IFS=, && echo "$*"); }
 # Neither ended by somebody, nor started anew elsewhere.
@@ -44,7 +46,7 @@ is_running() {
 }
 # A newer file than the start, but neither a half written one nor the mark of the folder's owner.
 has_saved() {
-    find "$saves" -newer "$started" -type f ! -name part ! -name owner ! -path '*/.*' -print -quit \
+    find "$saves" -newer "$started" -type f ! -name '*part' ! -name owner ! -path '*/.*' -print -quit \
         2>/dev/null |
         grep --quiet .
 }
@@ -134,6 +136,7 @@ while true; do
     said=$(tail --bytes=+$((before + 1)) "$log" | sed --quiet --regexp-extended "$signs")
     if ((status == 0)) || [[ "$said" == *equeued:* ]] || ! is_running; then exit "$status"; fi
     restarts=$((restarts + 1)) failures=$((failures + 1)) suspect=${said%%$'\n'*}
+    echo "start $restarts: status $status, ${suspect:-no node} first" >>"log/$SLURM_JOB_ID/ends"
     if has_saved; then failures=0; fi
     if ((failures == 3)); then
         echo "The run has failed three times without a new file in $saves: it ends"

@@ -2,7 +2,7 @@
 # Puts a failed job back into the queue if its run has saved: for the EDIT line of a launcher.
 #
 # Usage, before srun: source aux/requeue_failed.sh FOLDER
-# FOLDER is where the run saves. A job that has saved nothing there stays FAILED, and so does one
+# FOLDER, or a file, is where the run saves. A job that has saved nothing there stays FAILED, and so does one
 # that has been requeued three times since its last save. The script resumes by itself.
 requeue_failed() {
     local status=$? saves=$1 folder=log/$SLURM_JOB_ID failures=0
@@ -12,7 +12,7 @@ requeue_failed() {
     if ((status == 0)) || [[ "$state" != RUNNING ]]; then return; fi
 
     # Not a file that was only begun (part, .step_100), nor the owner of the folder.
-    if [[ $(find "$saves" -newer "$folder/started" -type f ! -name part ! -name owner \
+    if [[ $(find "$saves" -newer "$folder/started" -type f ! -name '*part' ! -name owner \
         ! -path '*/.*' -print -quit 2>/dev/null) ]]; then
         echo 0 >"$folder/failures"
     elif [[ -e "$folder/failures" ]]; then

@@ -21,10 +21,8 @@ and if the others have waited for a fifth of a minute more than a rank,
 
 A heartbeat is a line of JSON in log/JOB/ranks-START/RANK, or by hand in log/local/ranks-PORT/RANK.
 Each rank writes one every two seconds; in a job of more than 60 ranks less often, so that all
-together write 30 times a second.
-
-With HEARTBEAT_LIMIT=600 a run ends that takes no step for 600 seconds, instead of waiting for the
-timeout of its collective. launch_slurm_with_spare.sh sets it, or you do in site.sh.
+together write 30 times a second. With HEARTBEAT_LIMIT=600 a run that takes no step for 600 seconds
+ends.
 """
 
 import contextlib
@@ -77,6 +75,8 @@ class Heart:
         self.size = 4096  # bytes of a heartbeat
         # Ten times a second, for `after` seconds: whether this rank waited for others.
         self.waits, self.named = deque(maxlen=int(10 * self.after)), set()
+        # For aux/ledger.py: how often it was looked at, was in a step, and waited there
+        self.began, self.first_step, self.counts = time.time(), None, [0, 0, 0]
         self.folder = Path("log/local", f"ranks-{env.get('MASTER_PORT', 0)}")
         if "SLURM_JOB_ID" in env:
             restarts = env.get("SLURM_RESTART_COUNT", 0)
@@ -108,9 +108,13 @@ class Heart:
                 late = seconds > self.after / 2
                 self.write(seconds)
                 next_write = now + self.interval
+            self.counts[0] += 1
             # Not before the first step, nor in a save or an evaluation.
             if step != expected[1]:
                 self.waits.append(main_stack()[2])
+                self.counts[1] += 1
+                self.counts[2] += self.waits[-1]
+                self.first_step = self.first_step or step
             if self.rank == 0 and now >= next_look:
                 next_look = now + self.after / 4
                 for beat in holds_back(self.look()[0]):
@@ -127,21 +131,11 @@ class Heart:
     def write(self, seconds: float):
         """Writes the heartbeat of a rank that has been in its step for so many seconds."""
         stack, frame, waits = main_stack()
-        full = len(self.waits) == self.waits.maxlen
-        waited = sum(self.waits) / len(self.waits) if full else None
-        beat = {
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "host": HOST,
-            "time": time.time(),
-            "interval": self.interval,
-            "step": step,
-            "seconds_in_step": seconds,
-            "waits": waits,
-            "waited": waited,
-            "frame": frame,
-            "stack": stack,
-        }
+        waited = sum(self.waits) / len(self.waits) if self.counts[1] > 10 * self.after else None
+        beat = {"rank": self.rank, "world_size": self.world_size, "host": HOST, "step": step}
+        beat |= {"time": time.time(), "interval": self.interval, "seconds_in_step": seconds}
+        beat |= {"began": self.began, "first_step": self.first_step, "counts": self.counts}
+        beat |= {"waits": waits, "waited": waited, "frame": frame, "stack": stack}
         text = json.dumps(beat).encode()
         # Never shorter than the one before, whose end would remain behind it.
         self.size = max(self.size, len(text))
@@ -189,8 +183,8 @@ class Heart:
         if self.speaks():
             beats, silent = self.look()
             for beat in (silent or holds_up(beats))[:1]:
-                whom = f"rank {beat['rank']} on {beat['host']}"
-                print(f"Ended, because of {whom}: no step for {seconds:.0f} s", flush=True)
+                why = f"rank {beat['rank']} on {beat['host']}: no step for {seconds:.0f} s"
+                print(f"Ended, because of {why}", flush=True)
         time.sleep(1)  # others read this rank's heartbeat
         os._exit(1)
 
@@ -243,7 +237,6 @@ def holds_back(beats: list[dict]) -> list[dict]:
 
 
 def slow_rank(beat: dict) -> str:
-    """The sentence on one of these."""
     share = f"it has waited in {beat['waited']:.0%} of the last minute, they far longer"
     return f"rank {beat['rank']} on {beat['host']} holds the others back: {share}"
 

@@ -1,6 +1,7 @@
 """launch_slurm_with_spare.sh: a run goes on within its job when a rank or a node fails, and ends
 when it makes no progress."""
 
+import json
 import os
 import re
 import signal
@@ -34,7 +35,7 @@ class Run:
         folder.mkdir(exist_ok=True)
         for name in ("env.sh", "torchrun.sh", LAUNCHER):
             copy_file(name, folder)
-        for name in ("distributed", "tests", ".venv"):
+        for name in ("aux", "distributed", "tests", ".venv"):
             (folder / name).symlink_to(REPOSITORY / name)
         launcher = folder / LAUNCHER
         text = launcher.read_text().replace("HEARTBEAT_LIMIT=600", "HEARTBEAT_LIMIT=15")
@@ -55,7 +56,7 @@ class Run:
     def nodes(self, start: int) -> list[str]:
         """Those of a start, once it takes steps."""
         said = rf"(?s)^Start {start} on (\S+)$.*^epoch=\d step=[7-9]/"
-        wait_for(lambda: re.search(said, self.log, re.M), 120)
+        wait_for(lambda: re.search(said, self.log, re.M), 240)
         return re.search(said, self.log, re.M)[1].split(",")
 
     def rank(self, node: str) -> int:
@@ -70,7 +71,7 @@ class Run:
     def steps_after(self, fault_at: float, start: int) -> float:
         """Seconds from the fault to the first step of that start."""
         said = rf"(?s)^Start {start} on .*^Resumed after step [1-9].*^epoch="
-        wait_for(lambda: re.search(said, self.log, re.M), 150)
+        wait_for(lambda: re.search(said, self.log, re.M), 240)
         return time.monotonic() - fault_at
 
     def ends(self, state: str, fault: str, seconds: float):
@@ -135,6 +136,8 @@ def test_goes_on(place, cluster, tiny, tmp_path):
         again = fault.startswith("node") and place == 0
         seconds = run.steps_after(fault_at, 1 if again else 2)
         job = run.ends("COMPLETED", f"{fault} {place}", seconds)
+        ledger = json.loads(job.log.splitlines()[-1])
+        assert ledger["starts"] == 2 and ledger["ranks"] == 2, ledger
         print(
             fault,
             place,
@@ -165,6 +168,7 @@ def test_nodes_are_left_out(cluster, tiny, tmp_path):
             rf"\d{{4}}-\d\d-\d\d node-3 a rank has failed there twice \(job {run.job}\)", line
         )
         options = [*SIZE, "--nodelist=node-[2-4]", "--output=again.out", LAUNCHER]
+        assert json.loads(job.log.splitlines()[-1])["starts"] == 3
         again = cluster.sbatch(*options, "tests/scripts/variables.py", cwd=run.folder)
         said = "Left out: node-3, as bad_nodes.txt says\nStart 1 on node-2,node-4\n"
         assert again.state == "COMPLETED" and said in again.log, again.log
@@ -251,7 +255,10 @@ def test_a_failed_job_is_requeued_if_it_has_saved(cluster, tiny, tmp_path):
         number = job("torchrun", *TRAIN.split(), "--data-dir", tiny)
         log = tmp_path / f"{number}.out"
         wait_for(lambda: log.exists() and "epoch=1 step=7/" in log.read_text(), 120)
-        os.kill(min(chaos.processes(number, "slowly.py")), signal.SIGKILL)
+        fault_at = time.monotonic()
+        os.kill(max(chaos.processes(number, "slowly.py")), signal.SIGKILL)
+        wait_for(lambda: re.search(r"(?s)^Resumed after .*^epoch", log.read_text(), re.M), 120)
+        note("torchrun", "rank killed, requeued", "", 0, 1, time.monotonic() - fault_at)
         ended = cluster.wait(number, 240)
         assert ended.state == "COMPLETED" and "\nResumed after step 5\n" in ended.log, ended.log
         assert ended.log.count("and requeued: it resumes by itself\n") == 1, ended.log
