@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import heartbeat
+import ledger
 import watch_job
 from conftest import LAUNCHERS, REPOSITORY, cells, environment, run, wait_for
 from test_preemption import submit
@@ -86,6 +87,40 @@ def test_rank_1_speaks_of_a_silent_rank_0(monkeypatch, tmp_path, capsys):
         said.append(capsys.readouterr().err)
     sentence = r"\[Rank 1 on \S+\] no step for 65 s. First to look at: rank 0 on n0 \(step 5\), "
     assert said[0] == "" and re.match(sentence + "which sends no heartbeat", said[1]), said
+
+
+def test_the_first_rank_that_is_not_silent_speaks(monkeypatch, tmp_path, capsys):
+    """A node with two ranks is frozen."""
+    monkeypatch.setenv("MASTER_PORT", "61000")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "log/local/ranks-61000"
+    folder.mkdir(parents=True)
+    for rank, seconds in enumerate((20, 20, 65, 65)):
+        beat = {"rank": rank, "host": f"n{rank // 2}", "step": 5, "waits": True, "frame": "f"}
+        beat |= {"stack": ["f"], "seconds_in_step": seconds}
+        (folder / str(rank)).write_text(json.dumps(beat))
+    heartbeat.Heart(60, rank=3, world_size=4).report(65)
+    assert capsys.readouterr().err == ""
+    heartbeat.Heart(60, rank=2, world_size=4).report(65)
+    said = (
+        "First to look at: rank 0 on n0 (step 5), rank 1 on n0 (step 5), which sends no heartbeat"
+    )
+    assert said in capsys.readouterr().err
+
+
+def test_the_ledger_of_two_starts():
+    """Of two ranks. The second start resumes at step 51, and 10 steps were lost."""
+    beats = []
+    for first, last, waited in ((1, 60, (0, 0)), (51, 150, (10, 40))):
+        for rank in (0, 1):
+            beat = {"rank": rank, "host": f"n{rank}", "world_size": 2, "first_step": first}
+            beat |= {"step": last, "began": 1000.0, "time": 2800.0}
+            beats.append(beat | {"counts": [100, 80, waited[rank]]})
+    found = ledger.ledger([beats[:2], beats[2:]], ["start 1: status 1, n1 first"])
+    assert found["rank_hours"] == 2.0 and found["share_in_steps"] == 0.8
+    assert found["steps"] == 150 and found["steps_lost"] == 10
+    assert found["slowest"] == {"rank": 0, "host": "n0", "waits": 0.125}
+    assert found["others_wait"] == 0.5
 
 
 @pytest.fixture

@@ -120,34 +120,36 @@ FAULTS = {
 }
 
 
+def goes_on(fault, place, cluster, tiny, tmp_path):
+    """On the first of two nodes, which also has the batch shell, or the second."""
+    run = Run(cluster, tmp_path / fault.replace(" ", "_"), tiny)
+    nodes = run.nodes(1)
+    fault_at = time.monotonic()
+    FAULTS[fault](run, nodes[place])
+    # A job that loses its first node is requeued.
+    again = fault.startswith("node") and place == 0
+    seconds = run.steps_after(fault_at, 1 if again else 2)
+    job = run.ends("COMPLETED", f"{fault} {place}", seconds)
+    assert cluster.show(run.job)["Restarts"] == str(int(again)), job.log
+    lost_a_node = fault.startswith("node") and place == 1
+    said = f"Left out: {nodes[1]}, it does not run a step\n"
+    assert job.log.count("Left out: ") == job.log.count(said) == int(lost_a_node), job.log
+    ledger = json.loads(job.log.splitlines()[-1])
+    assert ledger["starts"] == 2 and ledger["ranks"] == 2, ledger
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("place", [0, 1])
 def test_goes_on(place, cluster, tiny, tmp_path):
-    """After each of these faults, on the first node, which has the batch shell, and the last."""
+    faults = [(fault,) for fault in FAULTS if fault != "node frozen"]
+    at_once(lambda fault: goes_on(fault, place, cluster, tiny, tmp_path), faults)
 
-    def scenario(fault):
-        folder = tmp_path / fault
-        folder.mkdir()
-        run = Run(cluster, folder, tiny)
-        nodes = run.nodes(1)
-        fault_at = time.monotonic()
-        FAULTS[fault](run, nodes[place])
-        # Slurm requeues a job that has lost its first node, and with it the batch shell.
-        again = fault.startswith("node") and place == 0
-        seconds = run.steps_after(fault_at, 1 if again else 2)
-        job = run.ends("COMPLETED", f"{fault} {place}", seconds)
-        ledger = json.loads(job.log.splitlines()[-1])
-        assert ledger["starts"] == 2 and ledger["ranks"] == 2, ledger
-        print(
-            fault,
-            place,
-            *[x for x in job.log.splitlines() if not re.match("epoch.*step=[^1]", x)],
-            sep="\n",
-        )
 
-    at_once(scenario, [(fault,) for fault in FAULTS if fault != "node frozen"])
-    # By itself, because Slurm waits a minute for its answers, and asks no other node meanwhile.
-    scenario("node frozen")
+@pytest.mark.matrix
+@pytest.mark.parametrize("place", [0, 1])
+def test_goes_on_without_a_frozen_node(place, cluster, tiny, tmp_path):
+    """By itself, because Slurm waits a minute for its answers, and asks no other node meanwhile."""
+    goes_on("node frozen", place, cluster, tiny, tmp_path)
 
 
 def test_nodes_are_left_out(cluster, tiny, tmp_path):
