@@ -28,7 +28,8 @@ unset SLURM_NTASKS
 source ./env.sh
 # EDIT: the folder or file in which the run saves. A newer file there is progress.
 saves=checkpoints/$RUN
-# EDIT: a command that fails on a bad node, such as (nvidia-smi)
+# EDIT: a command that fails on a bad node, such as (nvidia-smi),
+# or (env NNODES=1 MASTER_ADDR=localhost ./torchrun.sh aux/check_ranks.py)
 probe=(true)
 # EDIT: after so many seconds without a step heartbeat.py ends the run, and names the node.
 export HEARTBEAT_LIMIT=600
@@ -44,16 +45,15 @@ is_running() {
     read -r state count < <(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=state:20,restartcnt:9)
     [[ "$state $count" == "RUNNING $requeues" ]]
 }
-# A newer file than the start, but neither a half written one nor the mark of the folder's owner.
+# A file that is newer than the start, whole, and not checkpoint.py's mark of who may write.
 has_saved() {
-    find "$saves" -newer "$started" -type f ! -name '*part' ! -name owner ! -path '*/.*' -print -quit \
-        2>/dev/null |
-        grep --quiet .
+    find "$saves" -newer "$started" -type f ! -name '*part' ! -name owner ! -path '*/.*' \
+        -print -quit 2>/dev/null | grep --quiet .
 }
 # Those of the job's nodes that can run a step now.
 fit_nodes() {
     for node in "${nodes[@]}"; do
-        timeout --kill-after=9 60 srun --nodelist="$node" --nodes=1 --ntasks=1 --overlap \
+        timeout --kill-after=9 120 srun --nodelist="$node" --nodes=1 --ntasks=1 --overlap \
             --kill-on-bad-exit=1 --immediate=30 "${probe[@]}" &>/dev/null && echo "$node" &
     done
     wait
@@ -95,6 +95,7 @@ while true; do
     # --- the first nodes that can run a step ---
     fit=$(fit_nodes)
     if ! is_running; then exit "$status"; fi
+    if [[ -z "$fit" ]]; then echo "No node runs a step: the job ends" && exit "$status"; fi
     for node in "${nodes[@]}"; do
         if [[ -z "${out[$node]:-}" ]] && ! grep --quiet --line-regexp "$node" <<<"$fit"; then
             leave_out "$node" "it does not run a step"

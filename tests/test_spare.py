@@ -273,3 +273,15 @@ def test_a_failed_job_is_requeued_if_it_has_saved(cluster, tiny, tmp_path):
             (fails, "saves nothing", "0", "the run has saved nothing"),
         ],
     )
+
+
+@pytest.mark.matrix
+def test_check_ranks_is_a_probe(cluster, tiny, tmp_path):
+    """Of each node by itself, with the line that the launcher names."""
+    [named] = re.findall(
+        r"^# or (\(env .*check_ranks\.py\))$", (REPOSITORY / LAUNCHER).read_text(), re.M
+    )
+    edits = [("probe=(true)", f"probe={named}")]
+    run = Run(cluster, tmp_path / "run", tiny, "tests/scripts/variables.py", edits=edits)
+    job = run.ends("COMPLETED", "none", 0)
+    assert "Left out" not in job.log and job.log.count("VARIABLES") == 2, job.log
