@@ -71,7 +71,7 @@ class Run:
     def steps_after(self, fault_at: float, start: int) -> float:
         """Seconds from the fault to the first step of that start."""
         said = rf"(?s)^Start {start} on .*^Resumed after step [1-9].*^epoch="
-        wait_for(lambda: re.search(said, self.log, re.M), 240)
+        wait_for(lambda: re.search(said, self.log, re.M), 400)
         return time.monotonic() - fault_at
 
     def ends(self, state: str, fault: str, seconds: float):
