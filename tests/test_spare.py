@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -174,7 +175,7 @@ def test_nodes_are_left_out(cluster, tiny, tmp_path):
         again = cluster.sbatch(*options, "tests/scripts/variables.py", cwd=run.folder)
         said = "Left out: node-3, as bad_nodes.txt says\nStart 1 on node-2,node-4\n"
         assert again.state == "COMPLETED" and said in again.log, again.log
-        site = cluster.exec(REPOSITORY / "aux/check_site.py", cwd=run.folder).stdout
+        site = cluster.exec(sys.executable, "aux/check_site.py", cwd=run.folder).stdout
         assert "--exclude=node-14,node-3, or delete their lines" in site, site
 
     def probe():
