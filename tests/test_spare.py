@@ -121,38 +121,6 @@ FAULTS = {
 }
 
 
-def goes_on(fault, place, cluster, tiny, tmp_path):
-    """On the first of two nodes, which also has the batch shell, or the second."""
-    run = Run(cluster, tmp_path / fault.replace(" ", "_"), tiny)
-    nodes = run.nodes(1)
-    fault_at = time.monotonic()
-    FAULTS[fault](run, nodes[place])
-    # A job that loses its first node is requeued.
-    again = fault.startswith("node") and place == 0
-    seconds = run.steps_after(fault_at, 1 if again else 2)
-    job = run.ends("COMPLETED", f"{fault} {place}", seconds)
-    assert cluster.show(run.job)["Restarts"] == str(int(again)), job.log
-    lost_a_node = fault.startswith("node") and place == 1
-    said = f"Left out: {nodes[1]}, it does not run a step\n"
-    assert job.log.count("Left out: ") == job.log.count(said) == int(lost_a_node), job.log
-    ledger = json.loads(job.log.splitlines()[-1])
-    assert ledger["starts"] == 2 and ledger["ranks"] == 2, ledger
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("place", [0, 1])
-def test_goes_on(place, cluster, tiny, tmp_path):
-    faults = [(fault,) for fault in FAULTS if fault != "node frozen"]
-    at_once(lambda fault: goes_on(fault, place, cluster, tiny, tmp_path), faults)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("place", [0, 1])
-def test_goes_on_without_a_frozen_node(place, cluster, tiny, tmp_path):
-    """By itself, because Slurm waits a minute for its answers, and asks no other node meanwhile."""
-    goes_on("node frozen", place, cluster, tiny, tmp_path)
-
-
 def test_nodes_are_left_out(cluster, tiny, tmp_path):
     """One on which a rank has failed twice, and one that the list has. A node that cannot run the
     probe is left out before the first start, and if too few are left, the job says so."""
@@ -230,6 +198,7 @@ sys.exit(1)
 """
 
 
+@pytest.mark.matrix
 def test_a_failed_job_is_requeued_if_it_has_saved(cluster, tiny, tmp_path):
     """Until it has failed three times more without a save. A script that saves nothing fails."""
     (tmp_path / "fails.py").write_text(FAILS)
@@ -286,3 +255,38 @@ def test_check_ranks_is_a_probe(cluster, tiny, tmp_path):
     run = Run(cluster, tmp_path / "run", tiny, "tests/scripts/variables.py", edits=edits)
     job = run.ends("COMPLETED", "none", 0)
     assert "Left out" not in job.log and job.log.count("VARIABLES") == 2, job.log
+
+
+# --- faults, last, because some nodes do not survive ---
+
+
+def goes_on(fault, place, cluster, tiny, tmp_path):
+    """On the first of two nodes, which also has the batch shell, or the second."""
+    run = Run(cluster, tmp_path / fault.replace(" ", "_"), tiny)
+    nodes = run.nodes(1)
+    fault_at = time.monotonic()
+    FAULTS[fault](run, nodes[place])
+    # A job that loses its first node is requeued.
+    again = fault.startswith("node") and place == 0
+    seconds = run.steps_after(fault_at, 1 if again else 2)
+    job = run.ends("COMPLETED", f"{fault} {place}", seconds)
+    assert cluster.show(run.job)["Restarts"] == str(int(again)), job.log
+    lost_a_node = fault.startswith("node") and place == 1
+    said = f"Left out: {nodes[1]}, it does not run a step\n"
+    assert job.log.count("Left out: ") == job.log.count(said) == int(lost_a_node), job.log
+    ledger = json.loads(job.log.splitlines()[-1])
+    assert ledger["starts"] == 2 and ledger["ranks"] == 2, ledger
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("place", [0, 1])
+def test_goes_on(place, cluster, tiny, tmp_path):
+    faults = [(fault,) for fault in FAULTS if fault != "node frozen"]
+    at_once(lambda fault: goes_on(fault, place, cluster, tiny, tmp_path), faults)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("place", [0, 1])
+def test_goes_on_without_a_frozen_node(place, cluster, tiny, tmp_path):
+    """By itself, because Slurm waits a minute for its answers, and asks no other node meanwhile."""
+    goes_on("node frozen", place, cluster, tiny, tmp_path)
