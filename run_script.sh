@@ -29,6 +29,9 @@ export CONTAINER_MOUNTS=
 # EDIT: more variables: WANDB_API_KEY,HF_HOME
 export CONTAINER_ENV=
 
+# EDIT: without the second line's #, a job that fails is requeued if its run has saved.
+#source aux/requeue_failed.sh "checkpoints/$RUN"
+
 # Slurm sends SIGTERM before it kills a job. Some scripts then save, and this shell waits for them.
 trap : TERM
 

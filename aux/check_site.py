@@ -353,6 +353,12 @@ def unusual(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
         yield f"JobSubmitPlugins={config['JobSubmitPlugins']}", "it may change or refuse options"
     if config["TopologyPlugin"] not in PLAIN_TOPOLOGY:
         yield f"TopologyPlugin={config['TopologyPlugin']}", "--switches=1 asks for near nodes"
+    # A line is a date, a node, and why launch_slurm_with_spare.sh has left it out.
+    listed = Path("bad_nodes.txt").read_text() if Path("bad_nodes.txt").exists() else ""
+    if bad := dict(re.findall(r"^\S+ (\S+) (.+)$", listed, re.M)):
+        what = "; ".join(f"{node}: {why}" for node, why in sorted(bad.items()))
+        how = f"--exclude={','.join(sorted(bad))}, or delete their lines"
+        yield f"bad_nodes.txt ({what})", how
     names = [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]
     if names := sorted({*names} - {"SLURM_CONF"}):
         yield f"in this shell: {', '.join(names)}", "sbatch and srun take them for options"

@@ -30,7 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
-from heartbeat import HOST, describe, holds_up, read_beats
+from heartbeat import HOST, describe, holds_back, holds_up, read_beats, slow_rank
 
 
 def main():
@@ -96,6 +96,8 @@ def report(beats: list[dict], silent: list[dict], after: float) -> int | str:
         hosts = ",".join(sorted({beat["host"] for beat in silent or stuck}))
         print(f"If it is the node, submit again without it:  sbatch --exclude={hosts}")
         return 1
+    for beat in holds_back(beats):
+        print(slow_rank(beat))
     steps = [beat["step"] for beat in beats if beat["step"] is not None]
     where = f"at step {max(steps)}." if steps else "before the first step."
     since = f" No step for {seconds:.0f} s." if seconds > after else ""

@@ -15,9 +15,14 @@ what each rank is doing, and if ranks wait for another one for 60 seconds, the l
 
     no step for 60 s. First to look at: rank 2 on node-2 (step 49), in ...
 
+and if the others have waited for a fifth of a minute more than a rank,
+
+    rank 2 on node-2 holds the others back: it has waited in 3% of the last minute, they far longer
+
 A heartbeat is a line of JSON in log/JOB/ranks-START/RANK, or by hand in log/local/ranks-PORT/RANK.
 Each rank writes one every two seconds; in a job of more than 60 ranks less often, so that all
-together write 30 times a second.
+together write 30 times a second. With HEARTBEAT_LIMIT=600 a run that takes no step for 600 seconds
+ends.
 """
 
 import contextlib
@@ -27,8 +32,9 @@ import socket
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from pathlib import Path
+from statistics import median_high
 
 step: int | None = None
 # Set by `alive`: until that time.monotonic() no step after that one is expected.
@@ -63,9 +69,14 @@ class Heart:
     def __init__(self, after: float, rank: int, world_size: int):
         env = os.environ
         self.rank, self.world_size = rank, world_size
+        self.limit = float(env.get("HEARTBEAT_LIMIT", "inf"))
         # The interval is in seconds. All ranks together write at most 30 times a second.
-        self.after, self.interval = after, max(2, self.world_size / 30)
+        self.after, self.interval = min(after, self.limit), max(2, self.world_size / 30)
         self.size = 4096  # bytes of a heartbeat
+        # Ten times a second, for `after` seconds: whether this rank waited for others.
+        self.waits, self.named = deque(maxlen=int(10 * self.after)), set()
+        # For aux/ledger.py: how often it was looked at, was in a step, and waited there
+        self.began, self.first_step, self.counts = time.time(), None, [0, 0, 0]
         self.folder = Path("log/local", f"ranks-{env.get('MASTER_PORT', 0)}")
         if "SLURM_JOB_ID" in env:
             restarts = env.get("SLURM_RESTART_COUNT", 0)
@@ -82,7 +93,7 @@ class Heart:
             return self.say(f"warning: no heartbeats: {error}")
 
         last, since = None, time.monotonic()
-        next_write, late, reported = since, False, False
+        next_write, next_look, late, reported = since, since + self.after, False, False
         while True:
             now = time.monotonic()
             if (step, expected) != last:
@@ -97,42 +108,61 @@ class Heart:
                 late = seconds > self.after / 2
                 self.write(seconds)
                 next_write = now + self.interval
+            self.counts[0] += 1
+            # Not before the first step, nor in a save or an evaluation.
+            if step != expected[1]:
+                self.waits.append(main_stack()[2])
+                self.counts[1] += 1
+                self.counts[2] += self.waits[-1]
+                self.first_step = self.first_step or step
+            if self.rank == 0 and now >= next_look:
+                next_look = now + self.after / 4
+                for beat in holds_back(self.look()[0]):
+                    if beat["rank"] not in self.named:
+                        self.named.add(beat["rank"])
+                        self.say(slow_rank(beat))
             if seconds > self.after and not reported:
                 reported = True
                 self.report(seconds)
-            time.sleep(0.5)
+            if seconds > self.limit:
+                self.end(seconds)
+            time.sleep(0.1)
 
     def write(self, seconds: float):
         """Writes the heartbeat of a rank that has been in its step for so many seconds."""
         stack, frame, waits = main_stack()
-        beat = {
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "host": HOST,
-            "time": time.time(),
-            "interval": self.interval,
-            "step": step,
-            "seconds_in_step": seconds,
-            "waits": waits,
-            "frame": frame,
-            "stack": stack,
-        }
+        waited = sum(self.waits) / len(self.waits) if self.counts[1] > 10 * self.after else None
+        beat = {"rank": self.rank, "world_size": self.world_size, "host": HOST, "step": step}
+        beat |= {"time": time.time(), "interval": self.interval, "seconds_in_step": seconds}
+        beat |= {"began": self.began, "first_step": self.first_step, "counts": self.counts}
+        beat |= {"waits": waits, "waited": waited, "frame": frame, "stack": stack}
         text = json.dumps(beat).encode()
         # Never shorter than the one before, whose end would remain behind it.
         self.size = max(self.size, len(text))
         with contextlib.suppress(OSError):  # a full disk
             os.pwrite(self.file, text.ljust(self.size), 0)
 
-    def report(self, seconds: float):
-        """Rank 0 says who keeps the others waiting, or rank 1 if rank 0 is silent."""
-        if self.rank > 1:
-            return
+    def speaks(self) -> bool:
+        """Whether this rank reports: all before it are silent."""
+        for rank in range(self.rank):
+            with contextlib.suppress(OSError, ValueError):
+                beat = json.loads((self.folder / str(rank)).read_text())
+                if beat["seconds_in_step"] > self.after / 2:
+                    return False
+        return True
+
+    def look(self) -> tuple[list[dict], list[dict]]:
+        """The heartbeats of all ranks, and of those that are silent."""
         # An earlier run with more ranks may have left heartbeats in log/local.
         beats = [beat for beat in read_beats(self.folder) if beat["rank"] < self.world_size]
-        missing = sorted(set(range(self.world_size)) - {beat["rank"] for beat in beats})
-        silent = [beat for beat in beats if beat["seconds_in_step"] <= self.after / 2]
-        if self.rank == 1 and 0 not in [*missing, *(beat["rank"] for beat in silent)]:
+        return beats, [beat for beat in beats if beat["seconds_in_step"] <= self.after / 2]
+
+    def report(self, seconds: float):
+        """Says who keeps the others waiting."""
+        if not self.speaks():
             return
+        beats, silent = self.look()
+        missing = sorted(set(range(self.world_size)) - {beat["rank"] for beat in beats})
         no_step = f"no step for {seconds:.0f} s"
         if missing:
             none = f"{len(missing)} of {self.world_size} ranks have sent no heartbeat"
@@ -147,6 +177,16 @@ class Heart:
         what = "which sends no heartbeat, last seen" if silent else "which is"
         sentence = f"{no_step}. First to look at: {', '.join(names[:4])}{more}, {what} in"
         self.say("\n    ".join([sentence, *first[0]["stack"]]))
+
+    def end(self, seconds: float):
+        """Ends this rank, as all others do at the same time, and says because of whom."""
+        if self.speaks():
+            beats, silent = self.look()
+            for beat in (silent or holds_up(beats))[:1]:
+                why = f"rank {beat['rank']} on {beat['host']}: no step for {seconds:.0f} s"
+                print(f"Ended, because of {why}", flush=True)
+        time.sleep(1)  # others read this rank's heartbeat
+        os._exit(1)
 
     def say(self, sentence: str):
         print(f"[Rank {self.rank} on {HOST}] {sentence}", file=sys.stderr, flush=True)
@@ -185,6 +225,20 @@ def read_beats(folder: Path) -> list[dict]:
         with contextlib.suppress(OSError, ValueError):
             beats.append(json.loads(path.read_text()))
     return sorted(beats, key=lambda beat: beat["rank"])
+
+
+def holds_back(beats: list[dict]) -> list[dict]:
+    """The heartbeats of the ranks that slow down the others: all take equally long for a step, but
+    these wait for a fifth of the time less."""
+    shares = [beat.get("waited") for beat in beats]
+    if len(beats) < 2 or None in shares:
+        return []
+    return [beat for beat in beats if beat["waited"] < median_high(shares) - 0.2]
+
+
+def slow_rank(beat: dict) -> str:
+    share = f"it has waited in {beat['waited']:.0%} of the last minute, they far longer"
+    return f"rank {beat['rank']} on {beat['host']} holds the others back: {share}"
 
 
 def holds_up(beats: list[dict]) -> list[dict]:

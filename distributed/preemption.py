@@ -102,6 +102,8 @@ def requeue_job(command: str) -> bool:
     if "SLURM_ARRAY_TASK_ID" in env:
         # Only this task, because the array's id alone can mean all of them.
         job = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    # launch_slurm_with_spare.sh counts its own restarts in that variable, and has Slurm's in this.
+    restarts = env.get("JOB_RESTARTS", env.get("SLURM_RESTART_COUNT", 0))
     # slurmctld is busy just when many jobs end at the same limit, so it is asked for half a minute.
     for pause in (0, 2, 4, 8, 16):
         time.sleep(pause)
@@ -109,7 +111,7 @@ def requeue_job(command: str) -> bool:
         reason, state = shown.stderr.strip(), shown.stdout
         # If Slurm counts more restarts than this start knows of, it has requeued the job by itself,
         # or has heard an earlier request. In any state but these two, scancel is ending the job.
-        if f"Restarts={env.get('SLURM_RESTART_COUNT', 0)} " in state:
+        if f"Restarts={restarts} " in state:
             reason = "Slurm is ending it"
             if re.search("JobState=(RUNNING|COMPLETING Reason=TimeLimit) ", state):
                 reason = scontrol("requeue", job).stderr.strip()

@@ -60,7 +60,7 @@ def processes(job: int, name: str, node: str = "") -> Iterator[int]:
 
 def starters(job: int) -> set[int]:
     """What starts the ranks of each node: torchrun, or the spawner."""
-    return {*processes(job, "/torchrun\0"), *processes(job, "spawn_ranks.py")}
+    return {*processes(job, "torch.distributed.run"), *processes(job, "spawn_ranks.py")}
 
 
 def ranks(job: int, name: str = "train_", node: str = "") -> list[int]:

@@ -447,7 +447,7 @@ def test_killed_while_it_trains(cluster, data, tmp_path):
     def scenario(way, script):
         trial = Trial(cluster, way, script, data, tmp_path / way)
         node = trial.train_a_little()[1]
-        torchrun = chaos.processes(trial.job, "/torchrun\0", node)
+        torchrun = chaos.processes(trial.job, "torch.distributed.run", node)
         os.kill(next(torchrun, None) or trial.rank(node), signal.SIGKILL)
         job = trial.fails(30)
         assert re.search(rf"^srun: error: {node}: task \d: Killed$", job.log, re.M), job.log

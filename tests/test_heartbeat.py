@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import heartbeat
+import ledger
 import watch_job
 from conftest import LAUNCHERS, REPOSITORY, cells, environment, run, wait_for
 from test_preemption import submit
@@ -85,6 +87,40 @@ def test_rank_1_speaks_of_a_silent_rank_0(monkeypatch, tmp_path, capsys):
         said.append(capsys.readouterr().err)
     sentence = r"\[Rank 1 on \S+\] no step for 65 s. First to look at: rank 0 on n0 \(step 5\), "
     assert said[0] == "" and re.match(sentence + "which sends no heartbeat", said[1]), said
+
+
+def test_the_first_rank_that_is_not_silent_speaks(monkeypatch, tmp_path, capsys):
+    """A node with two ranks is frozen."""
+    monkeypatch.setenv("MASTER_PORT", "61000")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "log/local/ranks-61000"
+    folder.mkdir(parents=True)
+    for rank, seconds in enumerate((20, 20, 65, 65)):
+        beat = {"rank": rank, "host": f"n{rank // 2}", "step": 5, "waits": True, "frame": "f"}
+        beat |= {"stack": ["f"], "seconds_in_step": seconds}
+        (folder / str(rank)).write_text(json.dumps(beat))
+    heartbeat.Heart(60, rank=3, world_size=4).report(65)
+    assert capsys.readouterr().err == ""
+    heartbeat.Heart(60, rank=2, world_size=4).report(65)
+    said = (
+        "First to look at: rank 0 on n0 (step 5), rank 1 on n0 (step 5), which sends no heartbeat"
+    )
+    assert said in capsys.readouterr().err
+
+
+def test_the_ledger_of_two_starts():
+    """Of two ranks. The second start resumes at step 51, and 10 steps were lost."""
+    beats = []
+    for first, last, waited in ((1, 60, (0, 0)), (51, 150, (10, 40))):
+        for rank in (0, 1):
+            beat = {"rank": rank, "host": f"n{rank}", "world_size": 2, "first_step": first}
+            beat |= {"step": last, "began": 1000.0, "time": 2800.0}
+            beats.append(beat | {"counts": [100, 80, waited[rank]]})
+    found = ledger.ledger([beats[:2], beats[2:]], ["start 1: status 1, n1 first"])
+    assert found["rank_hours"] == 2.0 and found["share_in_steps"] == 0.8
+    assert found["steps"] == 150 and found["steps_lost"] == 10
+    assert found["slowest"] == {"rank": 0, "host": "n0", "waits": 0.125}
+    assert found["others_wait"] == 0.5
 
 
 @pytest.fixture
@@ -228,3 +264,47 @@ def test_without_py_spy(tmp_path):
         path = {"env": environment(PATH="/usr/bin:/bin")}
         done = run(python, WATCH, os.getpid(), "--this-node", **path)
     assert re.search(r'"there is no py-spy on \S+: pip install py-spy"', done.stdout), done
+
+
+WORKS = """import os, sys, time
+import torch
+import torch.distributed as dist
+import heartbeat
+dist.init_process_group("gloo")
+heartbeat.start(after=5)
+work, x = int(sys.argv[1 + dist.get_rank()]), torch.randn(200, 200)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(200, 200))
+start, step = time.monotonic(), 0
+done = torch.zeros(1)
+while not done.item():
+    for _ in range(work):
+        x = torch.nn.functional.normalize(x @ x)
+    time.sleep(0.002 * work)
+    model(x).sum().backward()
+    step += 1
+    heartbeat.step = step
+    done.fill_(time.monotonic() - start > 15)
+    dist.all_reduce(done, dist.ReduceOp.MAX)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("work", [(10, 10, 10), (10, 10, 30)], ids=["healthy", "slow"])
+def test_a_rank_that_holds_the_others_back_is_named(work, tmp_path):
+    """While the run goes on, once; a healthy run says nothing."""
+    (tmp_path / "works.py").write_text(WORKS)
+    env = environment(NPROC_PER_NODE=3, OMP_NUM_THREADS=1, PYTHONPATH=REPOSITORY / "distributed")
+    command = [REPOSITORY / "torchrun.sh", "works.py", *work]
+    watched = []
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(run, *command, env=env, cwd=tmp_path)
+        while not job.done():
+            watched.append(run(sys.executable, WATCH, "local", cwd=tmp_path).stdout)
+            time.sleep(1)
+    done = job.result()
+    assert done.returncode == 0, done.stderr
+    said = re.findall(
+        r"^\[Rank 0 on \S+\] rank (\d) on \S+ holds the others back: .*", done.stderr, re.M
+    )
+    assert said == (["2"] if work[2] > 10 else []), done.stderr
+    assert any("rank 2 on" in text for text in watched) == (work[2] > 10), watched

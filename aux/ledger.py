@@ -1,0 +1,70 @@
+"""Where a job's hours went: in steps, in steps that were lost, or in neither.
+
+    python aux/ledger.py JOB         # in the folder the job was submitted from
+
+Reads the heartbeats of all starts of the job in log/JOB (distributed/heartbeat.py), so any script
+that sends them has a ledger. Prints two lines: a sentence, and the same numbers as JSON. An hour of
+a rank is a GPU-hour. launch_slurm_with_spare.sh prints them at the end of its log.
+"""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
+
+from heartbeat import read_beats
+
+
+def ledger(starts: list[list[dict]], ends: list[str]) -> dict:
+    """The numbers, from the last heartbeats of the ranks of each start, and why starts ended."""
+    everyone = [beat for beats in starts for beat in beats]
+    looked, in_steps, _ = map(sum, zip(*(beat["counts"] for beat in everyone), strict=True))
+    found = {"starts": len(starts), "ranks": starts[-1][0]["world_size"]}
+    found["rank_hours"] = round(sum(b["time"] - b["began"] for b in everyone) / 3600, 3)
+    found["share_in_steps"] = round(in_steps / max(1, looked), 3)
+
+    # (first step, last step) of the starts that took any, as far as heartbeats have seen them
+    taken = [
+        (beats[0]["first_step"], beats[0]["step"])
+        for beats in starts
+        if beats[0]["first_step"] is not None
+    ]
+    found["steps"] = taken[-1][1] - taken[0][0] + 1 if taken else 0
+    pairs = itertools.pairwise(taken)
+    found["steps_lost"] = sum(max(0, last - first + 1) for (_, last), (first, _) in pairs)
+    found["ends"] = ends
+
+    # Of the last start. The slowest rank waits least for the others.
+    waited = [(beat["counts"][2] / max(1, beat["counts"][1]), beat) for beat in starts[-1]]
+    share, beat = min(waited, key=lambda pair: pair[0])
+    found["slowest"] = {"rank": beat["rank"], "host": beat["host"], "waits": round(share, 3)}
+    found["others_wait"] = round(
+        sum(s for s, b in waited if b is not beat) / max(1, len(waited) - 1), 3
+    )
+    return found
+
+
+def main():
+    if len(sys.argv) != 2:
+        sys.exit("usage: python aux/ledger.py JOB")
+    folder = Path("log", sys.argv[1])
+    paths = sorted(folder.glob("ranks-*"), key=lambda path: int(path.name.partition("-")[2]))
+    starts = [beats for path in paths if (beats := read_beats(path))]
+    if not starts:
+        sys.exit(f"ledger.py: no heartbeats in {folder}")
+    why = folder / "ends"
+    found = ledger(starts, why.read_text().splitlines() if why.exists() else [])
+    hours, slowest = found["rank_hours"], found["slowest"]
+    print(
+        f"Ledger: {hours} hours of ranks, {found['share_in_steps']:.0%} in steps; "
+        f"{found['steps']} steps, {found['steps_lost']} more were lost; {found['starts']} starts; "
+        f"the slowest is rank {slowest['rank']} on {slowest['host']}, "
+        f"it waits {slowest['waits']:.0%}, others {found['others_wait']:.0%} of their steps"
+    )
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
