@@ -264,7 +264,8 @@ YOURS = """
 
 
 def known_site(cluster: str) -> Path | None:
-    """The file for this cluster in sites/, beside aux/, if there is one."""
+    """The file for this cluster in sites/, beside aux/, if there is one. Its names are those in the
+    sites' documents, so a ClusterName need only begin like one."""
     for path in sorted((Path(__file__).resolve().parents[1] / "sites").glob("*.sh")):
         names = re.search(r"^# ClusterName: (.+)$", path.read_text(), re.M)[1].split(", ")
         if any(cluster.lower().startswith(name) for name in names):

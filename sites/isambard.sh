@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC1091
 # Isambard-AI (BriCS): 4 x GH200 per node, Slingshot. Copy this to ../site.sh.
-# ClusterName: isambard, i-ai, aip1, aip2
+# ClusterName: isambard
 # From the site's github.com/isambard-sc/skills.isambard.ac.uk, skills nccl and slurm, which come
 # from docs.isambard.ac.uk; looked at on 2026-11-27. Nobody here could try it.
 source /etc/profile
