@@ -40,7 +40,8 @@ import torch.distributed as dist
 
 env = os.environ
 HOST = env.get("SLURMD_NODENAME") or socket.gethostname()
-INFINIBAND = Path("/sys/class/infiniband")
+# The devices of two kinds of fast networks. CXI is HPE's Slingshot.
+INFINIBAND, CXI = Path("/sys/class/infiniband"), Path("/sys/class/cxi")
 # nvidia-smi's reasons that are faults. A power cap is none, because a GPU under constant load
 # reaches it.
 SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
@@ -68,7 +69,7 @@ if "TORCHELASTIC_RUN_ID" in env:  # set by torchrun and by spawn_ranks.py
 def parse_arguments() -> argparse.Namespace:
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=text, allow_abbrev=False)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto")
     help = "check that all nodes see this folder (default: checkpoints)"
     parser.add_argument("--checkpoint-dir", type=Path, default="checkpoints", help=help)
     help = "how long to wait for a rank (default: 300)"
@@ -187,9 +188,12 @@ def choose_device(asked: str) -> tuple[torch.device, list[str]]:
     if asked == "cpu" or (asked == "auto" and count == granted == 0):
         return cpu, []
     if count == 0:
-        who = f"Slurm granted {granted} GPUs on this node" if granted else "--device cuda was given"
+        who = f"Slurm granted {granted} GPUs on this node"
+        if not granted:
+            who = f"--device {asked} was given"
         what = f"{who}, but torch {torch.__version__} sees none"
-        return cpu, [f"{what}: look at nvidia-smi and the build of torch, or pass --device cpu"]
+        how = "look at nvidia-smi, amd-smi or xpu-smi, and the build of torch, or pass --device cpu"
+        return cpu, [f"{what}: {how}"]
     # If Slurm hides the other ranks' GPUs, this rank's is number 0.
     number = local_rank if count > 1 else 0
     if number >= count:
@@ -197,6 +201,13 @@ def choose_device(asked: str) -> tuple[torch.device, list[str]]:
         return cpu, [f"{what}; ask for as many GPUs per node as ranks"]
     torch.accelerator.set_device_index(number)
     return torch.device(torch.accelerator.current_accelerator().type, number), []
+
+
+def name_of(device: torch.device) -> str:
+    """Tells the GPUs of a node apart, even if a variable such as CUDA_VISIBLE_DEVICES renumbers
+    them. Parts of a GPU can share either the UUID or the address."""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return f"{getattr(properties, 'uuid', '')} {getattr(properties, 'pci_bus_id', '')}"
 
 
 def limits() -> Iterator[str]:
@@ -251,9 +262,10 @@ def folder_faults(folder: Path, store: dist.Store) -> list[str]:
 
 def warnings(device: torch.device) -> Iterator[str]:
     """Possible reasons for a slow training run."""
-    there = int(env.get("SLURM_GPUS_ON_NODE") or len(list(Path("/dev").glob("nvidia[0-9]*"))))
-    count = torch.accelerator.device_count()
-    if device.type != "cpu" and count < min(there, ranks_per_node):
+    there, count = int(env.get("SLURM_GPUS_ON_NODE") or 0), torch.accelerator.device_count()
+    # For AMD's GPUs, Frontier's user guide advises --gpu-bind=closest.
+    hides = device.type != "cpu" and not torch.version.hip
+    if hides and count < min(there, ranks_per_node):
         what = f"sees {count} of this node's {there} GPUs"
         why = "--gpus-per-task or --gpu-bind hides its peers' from NCCL"
         yield f"{what}: {why}; ask with --gpus-per-node instead"
@@ -263,19 +275,11 @@ def warnings(device: torch.device) -> Iterator[str]:
         yield f"{what}: ulimit -l unlimited in site.sh, or LimitMEMLOCK=infinity for slurmd"
 
 
-def ask_nvidia_smi() -> tuple[list[str], list[str]]:
-    """The faults of this node's GPUs, and the warnings. Other jobs' GPUs are left out."""
+def read_nvidia_smi(text: str) -> tuple[list[str], list[str]]:
     bad, notes = [], []
-    if not shutil.which("nvidia-smi"):
-        return bad, notes
-    command = ["nvidia-smi", "--query", "--xml-format"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except subprocess.SubprocessError as error:
-        return [f"nvidia-smi fails here: {error}"], notes
-    gpus = list(enumerate(ElementTree.fromstring(done.stdout).iter("gpu")))
-    seen = range(torch.cuda.device_count())
-    uuids = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in seen]
+    gpus = list(enumerate(ElementTree.fromstring(text).iter("gpu")))
+    module, seen = torch.get_device_module(), range(torch.accelerator.device_count())
+    uuids = [f"GPU-{module.get_device_properties(index).uuid}" for index in seen]
     ours = [(number, gpu) for number, gpu in gpus if gpu.findtext("uuid") in uuids]
     # If this rank sees fewer GPUs than the node has ranks, Slurm hides its peers' GPUs from it.
     for number, gpu in ours if len(ours) >= ranks_per_node else gpus:
@@ -292,6 +296,59 @@ def ask_nvidia_smi() -> tuple[list[str], list[str]]:
         if gpu.findtext("mig_mode/current_mig") == "Enabled":
             notes.append(f"GPU {number} is in MIG mode: a rank gets a part of it")
     return bad, notes
+
+
+def read_amd_smi(text: str) -> tuple[list[str], list[str]]:
+    found, bad = json.loads(text), []
+    gpus = found["gpu_data"] if isinstance(found, dict) else found  # from ROCm 7 on, and before
+    for gpu in gpus:
+        errors = gpu["ecc"]["total_uncorrectable_count"]
+        if isinstance(errors, int) and errors:  # not N/A
+            bad.append(f"GPU {gpu['gpu']} has {errors} uncorrected ECC errors")
+    return whose(bad, len(gpus))
+
+
+def read_xpu_smi(text: str) -> tuple[list[str], list[str]]:
+    bad, number, gpus = [], "", 0
+    # | Device ID                    | 0                  |
+    # | 1. GPU Core Temperature      | Status: Ok         |
+    for name, value in re.findall(r"^\| (\S[^|]*?) *\| (\S[^|]*?) *\|$", text, re.M):
+        if name == "Device ID":
+            number, gpus = value, gpus + 1
+        elif value.startswith("Status: ") and value[8:].lower() not in ("ok", "unknown"):
+            bad.append(f"GPU {number}: {name[3:]}, {value}")
+    return whose(bad, gpus)
+
+
+def whose(bad: list[str], gpus: int) -> tuple[list[str], list[str]]:
+    """Faults, or only warnings if the node has GPUs that may be another job's."""
+    ours = int(env.get("SLURM_GPUS_ON_NODE") or torch.accelerator.device_count())
+    return (bad, []) if gpus == ours else ([], bad)
+
+
+HEALTH = {
+    "nvidia-smi --query --xml-format": read_nvidia_smi,
+    "amd-smi metric --ecc --json": read_amd_smi,
+    "xpu-smi health -l": read_xpu_smi,
+}
+
+
+def ask_about_gpus() -> tuple[list[str], list[str]]:
+    """The faults of this node's GPUs, and the warnings, by the command of their vendor."""
+    for command, read in HEALTH.items():
+        name, *options = command.split()
+        if not shutil.which(name):
+            continue
+        try:
+            done = subprocess.run(
+                [name, *options], capture_output=True, text=True, timeout=60, check=True
+            )
+            return read(done.stdout)
+        except (subprocess.SubprocessError, ValueError, KeyError) as error:
+            sentence = f"{name} fails here: {error}"
+            # Everybody may run nvidia-smi. The others can need rights that a job has not.
+            return ([sentence], []) if name == "nvidia-smi" else ([], [sentence])
+    return [], []
 
 
 # --- how fast is it? ---
@@ -322,7 +379,9 @@ def measure(device: torch.device, mine: dict):
         mine["GPU memory in use"] = f"{(total - free) / 2**30:.1f} GiB"
         # Some 512 MiB are the driver's own.
         if total - free > 2048 * MIB:
-            mine["bad"].append("other programs use its GPU's memory: nvidia-smi names them")
+            mine["bad"].append(
+                "other programs use its GPU's memory: nvidia-smi or amd-smi names them"
+            )
 
     size, dtype = (8192, torch.bfloat16) if on_gpu else (256, torch.float32)
     a, b, c = torch.rand(3, size, size, device=device, dtype=dtype)
@@ -334,7 +393,7 @@ def measure(device: torch.device, mine: dict):
     with ThreadPoolExecutor(1) as pool:
         # One rank of a node asks, while all its GPUs are at work.
         asks = local_rank == 0 and (on_gpu or "SLURM_GPUS_ON_NODE" in env)
-        asked = pool.submit(ask_nvidia_smi) if asks else None
+        asked = pool.submit(ask_about_gpus) if asks else None
         amount = 2 * piece / 1e9  # read and written
         mine["GB/s"] = rate(device, amount, lambda: next(pieces).copy_(next(pieces)))
     if asked:
@@ -365,12 +424,17 @@ def read_log_of_nccl(log: str, mine: dict):
     mine["network"] = network
     if used:
         mine["network"] += f", GPUDirect RDMA: {'yes' if direct else 'no'}"
-    devices = sorted(device.name for device in INFINIBAND.glob("*"))
-    if network == "Socket" and devices:
-        what = f"NCCL uses TCP, although this node has {', '.join(devices)}"
+    infiniband, cxi = (sorted(each.name for each in kind.glob("*")) for kind in (INFINIBAND, CXI))
+    what = f"NCCL uses TCP, although this node has {', '.join([*cxi, *infiniband])}"
+    if network == "Socket" and cxi:
+        plugin = "aws-ofi-rccl" if torch.version.hip else "aws-ofi-nccl"
+        how = f"load the site's module for Slingshot, which has the plugin {plugin}"
+        safe = 'NCCL_NET="AWS Libfabric" makes NCCL fail without it'
+        mine["warnings"].append(f"{what}: {how}; {safe}")
+    elif network == "Socket" and infiniband:
         how = "without NCCL_NET, NCCL_IB_DISABLE and NCCL_IB_HCA it chooses by itself"
         mine["warnings"].append(f"{what}: {how}; a container needs /dev/infiniband")
-    elif devices and used and not direct:
+    elif infiniband and not cxi and used and not direct:
         what = "NCCL copies its data to the CPU's memory first (no GPUDirect RDMA)"
         mine["warnings"].append(f"{what}: is nvidia_peermem loaded?")
 
@@ -601,9 +665,8 @@ def main():
     store = open_store(args.timeout)
     device, bad = choose_device(args.device)
     bad += [*limits(), *folder_faults(args.checkpoint_dir.absolute(), store)]
-    # The UUID tells two GPUs of a node apart, even if CUDA_VISIBLE_DEVICES renumbers them.
-    gpu = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else ""
-    mine = {"host": HOST, "local rank": local_rank, "device": str(device), "gpu": str(gpu)}
+    gpu = "" if device.type == "cpu" else name_of(device)
+    mine = {"host": HOST, "local rank": local_rank, "device": str(device), "gpu": gpu}
     mine |= {"CPUs": len(os.sched_getaffinity(0)), "torch": torch.__version__, "bad": bad}
     mine["warnings"] = list(warnings(device))
 

@@ -96,6 +96,7 @@ class Shape:
         self.others = [name for name, _, _ in resources if name not in NOT_GPUS]
         self.gpus = sum(self.types.values())
         self.cpus = int(node.get("CPUEfctv", node.get("CPUTot", 1)))
+        self.threads = int(node.get("ThreadsPerCore", 1))
         self.memory = int(node.get("RealMemory", 0)) - int(node.get("MemSpecLimit", 0))
         # Nodes of one kind have one key, and those with the most GPUs the lowest.
         self.key = (-self.gpus, tuple(sorted(self.types.items())), self.cpus, self.memory)
@@ -197,6 +198,30 @@ class Site:
         return options
 
 
+def sbatch_says(options: dict[str, str]) -> str:
+    """Why sbatch refuses these options, without a job; empty if it takes them."""
+    words = [f"--{name}={value}" for name, value in options.items()]
+    command = ["sbatch", "--test-only", "--nodes=1", *words, "--wrap=true"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"  <- not tried: {error}"
+    said = done.stderr.strip().splitlines() or ["without a word"]
+    return f"  <- refused: {said[-1]}" if done.returncode else ""
+
+
+def tried(site: Site, partition: dict, whole: bool, by_rank: bool) -> tuple[dict[str, str], str]:
+    """The options that sbatch takes, and an empty text; or why it refuses them."""
+    options = site.options(partition, whole, by_rank)
+    refused, threads = sbatch_says(options), site.shapes(partition)[0][0].threads
+    if refused and threads > 1:
+        # Some sites have --hint=nomultithread by default, and then a CPU is a core.
+        cores = options | {"cpus-per-task": str(max(1, int(options["cpus-per-task"]) // threads))}
+        if not sbatch_says(cores):
+            return cores, ""
+    return options, refused
+
+
 def write(path: Path, site: Site, partition: dict) -> str:
     """Puts the options for whole nodes into a launcher's header. Returns the diff."""
     try:
@@ -208,7 +233,7 @@ def write(path: Path, site: Site, partition: dict) -> str:
         sys.exit(f"check_site.py: {path} {what}")
     # A number of tasks that is the user's to edit: srun starts each rank.
     by_rank = re.search(r"^#SBATCH --ntasks-per-node=\S+ +# EDIT", old, re.M) is not None
-    options = site.options(partition, True, by_rank)
+    options, _ = tried(site, partition, True, by_rank)
     for name, value in options.items():
         line = f"#SBATCH --{name}={value}"
         found = re.search(rf"^##?SBATCH --{name}=\S* *", new, re.M)
@@ -229,9 +254,7 @@ def write(path: Path, site: Site, partition: dict) -> str:
 
 
 # Lines of site.sh that only the user can know.
-MODULES = (
-    "# source /etc/profile; module load cuda/12.8           # if `import torch` needs a module"
-)
+MODULES = "# source /etc/profile; module load python/3.12         # if your Python needs a module"
 YOURS = """
 # Each of these without its first #, if you need it:
 # MASTER_ADDR=${MASTER_ADDR}i                            # if the fast network has names of its own
@@ -240,8 +263,19 @@ YOURS = """
 """
 
 
-def site_lines(launcher: Path) -> str:
-    """The content of site.sh: what this shell has loaded and activated, and lines to edit."""
+def known_site(cluster: str) -> Path | None:
+    """The file for this cluster in sites/, beside aux/, if there is one. Its names are those in the
+    sites' documents, so a ClusterName need only begin like one."""
+    for path in sorted((Path(__file__).resolve().parents[1] / "sites").glob("*.sh")):
+        names = re.search(r"^# ClusterName: (.+)$", path.read_text(), re.M)[1].split(", ")
+        if any(cluster.lower().startswith(name) for name in names):
+            return path
+    return None
+
+
+def site_lines(launcher: Path, known: Path | None = None) -> str:
+    """The content of site.sh: what this shell has loaded and activated, and lines to edit or those
+    for a known cluster."""
     lines = ["# shellcheck shell=bash disable=SC1090,SC1091"]
     lines.append("# What is special about this cluster. env.sh sources it in every job.")
     if modules := [name for name in os.environ.get("LOADEDMODULES", "").split(":") if name]:
@@ -261,19 +295,20 @@ def site_lines(launcher: Path) -> str:
         lines.append(f"conda activate {shlex.quote(conda)}")
     elif conda:
         lines.append(f"export PATH={shlex.quote(conda)}/bin:$PATH")
-    return "\n".join(lines) + "\n" + YOURS
+    return "\n".join(lines) + "\n" + (f"\n{known.read_text()}" if known else YOURS)
 
 
-def write_site(launcher: Path) -> str:
+def write_site(launcher: Path, known: Path | None = None) -> str:
     """Makes site.sh beside the launcher, if there is none. Returns a sentence."""
     path = launcher.parent / "site.sh"
     if path.exists():
         return f"{path} is there, and stays as it is"
     try:
-        path.write_text(site_lines(launcher))
+        path.write_text(site_lines(launcher, known))
     except OSError as error:
         sys.exit(f"check_site.py: cannot write {path}: {error.strerror}")
-    return f"{path} is new, with the modules and the environment of this shell: look at it"
+    what = f", and sites/{known.name}" if known else ""
+    return f"{path} is new, with the modules and the environment of this shell{what}: look at it"
 
 
 # --- what to know ---
@@ -283,6 +318,9 @@ def facts(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
     """Sentences on what a job gets, each with the setting of Slurm that says so."""
     config, shape = site.config, site.shapes(partition)[0][0]
     yield f"a job may run for {partition['MaxTime']}", "MaxTime"
+    if shape.threads > 1:
+        what = f"a core has {shape.threads} hardware threads, and Slurm counts threads"
+        yield f"{what}: {shape.cpus} CPUs are {shape.cpus // shape.threads} cores", "ThreadsPerCore"
     if partition.get("DefaultTime", "NONE") != "NONE":
         yield f"without --time it gets {partition['DefaultTime']}", "DefaultTime"
     sentence = f"at its end SIGTERM comes {config['KillWait']} before SIGKILL, for a checkpoint"
@@ -299,6 +337,10 @@ def facts(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
         grace = partition.get("GraceTime", "0")
         grace = f"{grace} s" if grace != "0" else config["KillWait"]
         yield f"a preempted job has {grace} for its checkpoint", f"GraceTime, PreemptMode={mode}"
+        if "CANCEL" in mode:
+            what = "a preempted job is cancelled, and --requeue does not bring it back"
+            how = "submit the next one with --dependency=singleton and the same --job-name"
+            yield f"{what}: {how}", f"PreemptMode={mode}"
     again = re.search(r"cred_expire=(\d+)", config["AuthInfo"])
     yield f"a requeued job waits for {again[1] if again else 120} s", "cred_expire in AuthInfo"
     if config["JobRequeue"] == "0":
@@ -326,6 +368,34 @@ def facts(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
                 yield f"with all CPUs of a node that is {what}: use --mem", name
 
 
+def torch_for(driver: str) -> str:
+    """How to install a torch for this version of NVIDIA's driver."""
+    index = "--index-url https://download.pytorch.org/whl"
+    major = int(driver.split(".")[0])
+    if major >= 580:
+        return "pip install torch"
+    if major >= 570:
+        blackwell = f"for Blackwell (B200) pip install torch==2.11.0 {index}/cu128"
+        return f"pip install torch {index}/cu126; {blackwell}"
+    if major >= 525:
+        return f"pip install torch {index}/cu126"
+    return "none of today: ask for a newer driver"
+
+
+def this_node() -> Iterator[tuple[str, str]]:
+    """What this node has that the nodes of a job may have as well."""
+    with contextlib.suppress(OSError):
+        path = Path("/proc/driver/nvidia/version")
+        driver = re.search(r"\d+\.[\d.]+", path.read_text())[0]
+        yield f"for NVIDIA's driver {driver}, which is here: {torch_for(driver)}", str(path)
+    for kind, name in (("infiniband", "InfiniBand or RoCE"), ("cxi", "Slingshot")):
+        if devices := sorted(each.name for each in Path("/sys/class", kind).glob("*")):
+            yield f"a fast network: {name} ({', '.join(devices)})", f"/sys/class/{kind}"
+    tools = ("enroot", "apptainer", "singularity", "podman-hpc", "shifter", "uenv", "uv")
+    if found := [name for name in tools if shutil.which(name)]:
+        yield f"commands for containers and environments: {', '.join(found)}", "PATH"
+
+
 def unusual(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
     """What is unusual here, and for each thing what to do."""
     config, shapes = site.config, [shape for shape, _, _ in site.shapes(partition)]
@@ -351,8 +421,15 @@ def unusual(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
         yield f"TaskProlog={config['TaskProlog']}", "`srun env` shows what it sets"
     if config["JobSubmitPlugins"]:
         yield f"JobSubmitPlugins={config['JobSubmitPlugins']}", "it may change or refuse options"
-    if config["TopologyPlugin"] not in PLAIN_TOPOLOGY:
-        yield f"TopologyPlugin={config['TopologyPlugin']}", "--switches=1 asks for near nodes"
+    topology = config["TopologyPlugin"]
+    if topology not in PLAIN_TOPOLOGY:
+        how = "--switches=1 asks for near nodes"
+        if topology == "topology/block":
+            how = "--segment=N keeps each N of the job's nodes in one block"
+        yield f"TopologyPlugin={topology}", how
+    if (export := os.environ.get("SBATCH_EXPORT", "ALL")) != "ALL":
+        how = "a variable that you set does not reach the job: sbatch --export=ALL, or site.sh"
+        yield f"SBATCH_EXPORT={export}", how
     # A line is a date, a node, and why launch_slurm_with_spare.sh has left it out.
     listed = Path("bad_nodes.txt").read_text() if Path("bad_nodes.txt").exists() else ""
     if bad := dict(re.findall(r"^\S+ (\S+) (.+)$", listed, re.M)):
@@ -410,17 +487,6 @@ def print_partitions(site: Site):
         print(f"... and {len(rows) - 21} more rows")
 
 
-def sbatch_says(options: list[str]) -> str:
-    """Why sbatch refuses these options, without a job; empty if it takes them."""
-    command = ["sbatch", "--test-only", "--nodes=1", *options, "--wrap=true"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"  <- not tried: {error}"
-    said = done.stderr.strip().splitlines() or ["without a word"]
-    return f"  <- refused: {said[-1]}" if done.returncode else ""
-
-
 def main():
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=text, allow_abbrev=False)
@@ -438,10 +504,13 @@ def main():
     name = partition["PartitionName"]
     if args.write:
         print(write(args.write, site, partition) or f"{args.write} has these lines")
-        print(write_site(args.write))
+        print(write_site(args.write, known_site(site.config["ClusterName"])))
         return
 
-    print(f"Slurm {site.config['SLURM_VERSION']}, cluster {site.config['ClusterName']}\n")
+    print(f"Slurm {site.config['SLURM_VERSION']}, cluster {site.config['ClusterName']}")
+    if known := known_site(site.config["ClusterName"]):
+        print(f"A known cluster: cp sites/{known.name} site.sh, and look at it")
+    print()
     print_partitions(site)
     shares = [(True, "All of a node")]
     if site.shapes(partition)[0][0].gpus:
@@ -449,10 +518,11 @@ def main():
     for whole, what in shares:
         print(f"\n{what} in the partition {name}:")
         for by_rank, launcher in ((False, "torchrun, mp"), (True, "launch_slurm_to_torch.sh")):
-            options = [f"--{k}={v}" for k, v in site.options(partition, whole, by_rank).items()]
-            print(f"  {launcher:24}  {' '.join(options)}{sbatch_says(options)}")
+            options, refused = tried(site, partition, whole, by_rank)
+            words = [f"--{option}={value}" for option, value in options.items()]
+            print(f"  {launcher:24}  {' '.join(words)}{refused}")
     print("\nGood to know (scontrol show config, scontrol show partition, /proc/mounts):")
-    for sentence, source in facts(site, partition):
+    for sentence, source in (*facts(site, partition), *this_node()):
         print(f"- {sentence} [{source}]")
     for sentence in file_systems():
         print(f"- {sentence}")

@@ -81,7 +81,8 @@ IFS=, read -r -a names <<<"$CONTAINER_ENV"
 names+=(RUN MASTER_ADDR MASTER_PORT NNODES NPROC_PER_NODE CPUS_PER_NODE OMP_NUM_THREADS)
 names+=(PYTHONUNBUFFERED PYTHONFAULTHANDLER LOGLEVEL)
 names+=(CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING "${!CUDA_DEVICE_@}")
-names+=(ROCR_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ZE_AFFINITY_MASK)
+# AMD's and Intel's
+names+=("${!ROCR_@}" "${!HIP_@}" "${!HSA_@}" "${!MIOPEN_@}" "${!RCCL_@}" "${!ZE_@}" "${!CCL_@}")
 names+=("${!SLURM@}" "${!NCCL_@}" "${!GLOO_@}" "${!TORCH_@}" "${!PYTORCH_@}")
 names+=("${!FI_@}" "${!NVIDIA_@}" "${!MELLANOX_@}" TRITON_CACHE_DIR)
 for variable in "${names[@]}"; do

@@ -399,7 +399,10 @@ def addresses(script: Script) -> Findings:
     port = rf"(?:{port}|--rdzv[-_]endpoint[ =]\S+:)([1-9]\d*)"
     address = r"(?:MASTER_ADDR=|--(?:master[-_]addr|rdzv[-_]endpoint)[ =])(.*)"
     local = r"|^\W*(?:localhost|127\.\d+\.\d+\.\d+)" if script.nodes > 1 else ""
-    local = rf"/etc/hosts|hostname +(?:-[iI]\b|--ip-address)|SLURM_LAUNCH_NODE_IPADDR{local}"
+    local = rf"/etc/hosts|SLURM_LAUNCH_NODE_IPADDR{local}"
+    # Frontier's user guide advises $(hostname -i), and its jobs load this module.
+    if "rccl-net-plugin" not in script.text:
+        local += r"|hostname +(?:-[iI]\b|--ip-address)"
     for command in script.body:
         if found := re.search(port, command.text):
             why = "and two jobs on a node disturb each other"

@@ -42,7 +42,8 @@ SIZES = {"cpu": CPU, "gpu": GPU, "gpt2": GPT2, "gpt2-medium": MEDIUM, "1b": ONE_
 # NVL" are slower. They are at www.nvidia.com/en-us/data-center/: a40, a100, l4, l40s, h100, h200,
 # grace-hopper-superchip, hgx (B200 and B300), gb200-nvl72, gb300-nvl72, products/a10-gpu and
 # products/a30-gpu; and at www.amd.com/en/products/accelerators/instinct/mi300/: mi300x.html and
-# mi325x.html. H20 and H800 were made for China, and have none there.
+# mi325x.html. MI250X is in AMD's white paper on CDNA 3. Half of it is here, because each half is a
+# GPU for torch. H20 and H800 were made for China, and have none there.
 PEAK_FLOPS = {
     "A10": 125e12,
     "A30": 165e12,
@@ -63,6 +64,7 @@ PEAK_FLOPS = {
     "B300": 2250e12,
     "GB200": 2500e12,
     "GB300": 2500e12,
+    "MI250X": 191.5e12,
     "MI300X": 1307e12,
     "MI325X": 1307e12,
 }

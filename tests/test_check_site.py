@@ -10,6 +10,7 @@ import pytest
 
 import check_site
 from conftest import LAUNCHERS, REPOSITORY, cells, run, stand_ins
+from recorded_sites import SITES, answers
 from test_launchers import VARIABLES
 from test_python_versions import violations
 
@@ -52,11 +53,11 @@ NodeName=c1 CPUTot=32 Gres=(null) NodeAddr=c1 RealMemory=128000 State=ALLOCATED 
 def site_of(*partitions: str, config: str = CONFIG, nodes: str = NODES, accounts: str = "mine"):
     """A cluster by what its commands say."""
     said = {"config": config, "partition": "\n".join(partitions), "node": nodes, "assoc": accounts}
+    return site_that_says(said)
 
-    def ask(*command: str) -> str:
-        return said[next(word for word in command if word in said)]
 
-    return check_site.Site(ask)
+def site_that_says(said: dict[str, str]):
+    return check_site.Site(lambda *command: said[next(word for word in command if word in said)])
 
 
 def test_a_campus_cluster(capsys, monkeypatch):
@@ -140,6 +141,93 @@ def test_preemption_by_partition(kind, grace, sentence):
     partition = GPU.replace("GraceTime=0", f"GraceTime={grace}").replace("=REQUEUE", f"={kind}")
     site = site_of(partition, config=CONFIG.replace("preempt/qos", "preempt/partition_prio"))
     assert sentence in [said for said, _ in check_site.facts(site, site.choose(None))]
+
+
+def test_cancelled_jobs_do_not_come_back():
+    """Whatever the header's --requeue says."""
+    config = CONFIG.replace("preempt/qos", "preempt/partition_prio")
+    for mode in ("CANCEL", "REQUEUE"):
+        site = site_of(GPU.replace("PreemptMode=REQUEUE", f"PreemptMode={mode}"), config=config)
+        said = " ".join(sentence for sentence, _ in check_site.facts(site, site.choose(None)))
+        assert ("--requeue does not bring it back" in said) == (mode == "CANCEL"), said
+        assert "has 30 sec for its checkpoint" in said
+
+
+@pytest.mark.parametrize("plugin", ["topology/block", "topology/tree", "topology/default"])
+def test_the_topology(plugin):
+    """A block plugin ignores --switches."""
+    site = site_of(GPU, config=CONFIG.replace("topology/tree", plugin))
+    found = dict(check_site.unusual(site, site.choose(None))).get(f"TopologyPlugin={plugin}", "")
+    options = {"topology/block": "--segment=N", "topology/tree": "--switches=1"}
+    assert found.startswith(options.get(plugin, "")) and bool(found) == (plugin in options)
+
+
+DRIVERS = {"580.95.05": "pip install torch", "610.1": "pip install torch", "570.148.08": "cu126; "}
+DRIVERS |= {"535.183.01": "whl/cu126", "470.82": "none of today: ask for a newer driver"}
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_the_torch_for_a_driver(driver):
+    said = check_site.torch_for(driver)
+    assert DRIVERS[driver] in said and ("torch==2.11.0" in said) == driver.startswith("57")
+    assert (said == "pip install torch") == (int(driver[:3]) >= 580)
+
+
+# --- known sites ---
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_a_known_site(name, tmp_path, monkeypatch):
+    """Its file by the cluster's name; its lines, and those for a site that counts cores, where
+    sbatch refuses a CPU for each thread."""
+    file, _, _, gpus, cpus, cores = SITES[name]
+    known = check_site.known_site(name)
+    assert (known and known.name) == file
+    site = site_that_says(answers(name))
+    partition, threads = site.choose(None), cpus // cores
+    for limit, expected in ((cpus, cpus), (cores, cores)):
+        takes = f'[[ "$*" =~ cpus-per-task=([0-9]+) ]] && ((BASH_REMATCH[1] <= {limit}))'
+        monkeypatch.setenv("PATH", f"{stand_ins(tmp_path, {'sbatch': takes})}:/usr/bin:/bin")
+        options, refused = check_site.tried(site, partition, True, False)
+        assert refused == "" and options["gpus-per-node"] == str(gpus)
+        assert options["cpus-per-task"] == str(expected)
+    said = [sentence for sentence, _ in check_site.facts(site, partition) if "threads" in sentence]
+    assert bool(said) == (threads > 1)
+    assert not said or said[0].endswith(f"{cpus} CPUs are {cores} cores")
+
+
+FILES = sorted((REPOSITORY / "sites").glob("*.sh"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+def test_a_file_for_a_known_site(path, tmp_path):
+    """It says where its lines are from and when, and env.sh can source it."""
+    text = path.read_text()
+    assert re.search(
+        r"looked at on\s(# )?\d{4}-\d\d-\d\d", text
+    ) and "could try it" in text.replace("could\n# try", "could try")
+    assert re.search(r"\b[\w-]+(\.[\w-]+)+/\w", text), "no address of a document"
+    (tmp_path / "profile").write_text('module() { echo "module $*"; }\n')
+    script = text.replace("/etc/profile", str(tmp_path / "profile"))
+    (tmp_path / "site.sh").write_text(script)
+    stand_ins(tmp_path, {"getent": "exit 0"})
+    job = "SLURM_JOB_ID=7 SLURM_JOB_NUM_NODES=2 SLURM_JOB_PARTITION=gpu_h100 USER=me MASTER_ADDR=n1"
+    shell = f"set -euo pipefail; {job}; PATH={tmp_path}:$PATH; set +eu; source ./site.sh; set -eu; "
+    done = run("bash", "-c", f"{shell} echo $MASTER_ADDR; env", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == "", done
+    address = {"jupiter": "n1-interconnect-1.jupiter.internal", "juwels": "n1i"}
+    assert f"\n{address.get(path.stem, 'n1')}\n" in f"\n{done.stdout}"
+    assert done.stdout.count("module ") == len(re.findall(r"^module", text, re.M))
+
+
+def test_site_sh_of_a_known_site(tmp_path, monkeypatch):
+    """The file's lines take the place of those to edit."""
+    monkeypatch.setenv("LOADEDMODULES", "")
+    said = check_site.write_site(tmp_path / "launch.sh", check_site.known_site("Clariden"))
+    assert said.endswith("environment of this shell, and sites/alps.sh: look at it")
+    written = (tmp_path / "site.sh").read_text()
+    assert written.endswith((REPOSITORY / "sites/alps.sh").read_text()) and "ib0" not in written
+    assert check_site.known_site("campus") is None
 
 
 def test_two_types_in_a_node_and_states():
@@ -247,7 +335,7 @@ def test_every_line_of_site_sh_can_be_used(tmp_path, monkeypatch):
         script = "set -euo pipefail; MASTER_ADDR=node-1; set +eu; source ./site.sh; set -eu; "
         script += "echo $MASTER_ADDR $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME $NCCL_DEBUG"
         done = run("bash", "-c", script, cwd=tmp_path)
-        loaded = f"load {modules or 'cuda/12.8'}\n"
+        loaded = f"load {modules or 'python/3.12'}\n"
         assert done.stdout == f"{loaded}node-1i ib0 ib0 INFO\n" and done.returncode == 0, done
 
 

@@ -195,6 +195,11 @@ CASES = {
         'MASTER_ADDR=$(grep "$(hostname)" /etc/hosts | cut -f 1)  # MISTAKE',
         "hosts=$(scontrol show hostnames \"$SLURM_JOB_NODELIST\")\nMASTER_ADDR=${hosts%%$'\\n'*}",
     ),
+    "address of one of several networks, but not on Frontier": (
+        "hostname -i",
+        "MASTER_ADDR=$(hostname -i)  # MISTAKE",
+        "module load rccl-net-plugin\nMASTER_ADDR=$(hostname -i)",
+    ),
     "localhost": (
         "localhost",
         "export MASTER_ADDR=localhost  # MISTAKE\n#SBATCH --nodes=1",

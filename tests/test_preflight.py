@@ -425,7 +425,7 @@ def test_what_nvidia_smi_says(reasons, tmp_path, monkeypatch):
     text = XML.format(mig="Enabled", reasons=reasons, hot="Active")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     nvidia_smi_says(tmp_path, text)
-    bad, notes = check_ranks.ask_nvidia_smi()
+    bad, notes = check_ranks.ask_about_gpus()
     assert bad == [
         "GPU 1 has 3 uncorrected ECC errors",
         "GPU 1 is throttled: hw_thermal_slowdown",
@@ -438,13 +438,67 @@ def test_other_jobs_gpus_are_not_ours(tmp_path, monkeypatch):
     text = XML.format(mig="Enabled", reasons="event_reason", hot="Active")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     nvidia_smi_says(tmp_path, text)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    first = SimpleNamespace(uuid="07")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: first)
-    assert check_ranks.ask_nvidia_smi()[0] == []
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    module = SimpleNamespace(get_device_properties=lambda index: SimpleNamespace(uuid="07"))
+    monkeypatch.setattr(torch, "get_device_module", lambda: module)
+    assert check_ranks.ask_about_gpus()[0] == []
     # Of two ranks on this node, one sees one.
     monkeypatch.setattr(check_ranks, "ranks_per_node", 2)
-    assert len(check_ranks.ask_nvidia_smi()[0]) == 2
+    assert len(check_ranks.ask_about_gpus()[0]) == 2
+
+
+AMD = '{"gpu": 0, "ecc": {"total_correctable_count": 9, "total_uncorrectable_count": %s}}'
+# The third part of what Intel's guide of xpu-smi shows, and two statuses changed
+XPU = """
++------------------------------+-------------------------------------------------------------------+
+| Device ID                    | 0                                                                 |
++------------------------------+-------------------------------------------------------------------+
+| 1. GPU Core Temperature      | Status: Ok                                                        |
+|                              | Description: All temperature sensors are healthy.                 |
+|                              | Throttle Threshold: 105 Celsius Degree                            |
++------------------------------+-------------------------------------------------------------------+
+| 4. GPU Memory                | Status: Critical                                                  |
+|                              | Description: All memory channels are healthy.                     |
++------------------------------+-------------------------------------------------------------------+
+| 5. Xe Link Port              | Status: Unknown                                                   |
++------------------------------+-------------------------------------------------------------------+
+| 6. GPU Frequency             | Status: OK                                                        |
++------------------------------+-------------------------------------------------------------------+
+"""
+OTHER_GPUS = [
+    ("amd-smi", f'{{"gpu_data": [{AMD % 3}]}}', ["GPU 0 has 3 uncorrected ECC errors"]),
+    ("amd-smi", f"[{AMD % 3}]", ["GPU 0 has 3 uncorrected ECC errors"]),
+    ("amd-smi", f"[{AMD % 0}]", []),
+    ("amd-smi", "[" + AMD % '"N/A"' + "]", []),
+    ("xpu-smi", XPU, ["GPU 0: GPU Memory, Status: Critical"]),
+    ("xpu-smi", XPU.replace("Critical", "Ok"), []),
+]
+
+
+@pytest.mark.parametrize(("command", "text", "expected"), OTHER_GPUS)
+def test_what_amd_smi_and_xpu_smi_say(command, text, expected, tmp_path, monkeypatch):
+    """By the form of ROCm 7, of ROCm 6, and of XPU manager 1.2. With GPUs that may be another
+    job's, a fault is a warning."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    stand_ins(tmp_path, {command: f"cat <<'END'\n{text}\nEND"})
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
+    assert check_ranks.ask_about_gpus() == (expected, [])
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    assert check_ranks.ask_about_gpus() == ([], expected)
+    stand_ins(tmp_path, {command: "echo no rights; exit 0" if command == "amd-smi" else "exit 7"})
+    bad, [note] = check_ranks.ask_about_gpus()
+    assert bad == [] and note.startswith(f"{command} fails here: ")
+
+
+def test_a_gpu_has_a_name_of_its_own(monkeypatch):
+    """Parts of an NVIDIA GPU share its address, and both halves of an MI250X may share a UUID."""
+    found = set()
+    for kind, number in (("a", 1), ("b", 1), ("a", 2), (None, None)):
+        properties = SimpleNamespace(uuid=kind, pci_bus_id=number) if kind else SimpleNamespace()
+        module = SimpleNamespace(get_device_properties=lambda device, its=properties: its)
+        monkeypatch.setattr(torch, "get_device_module", lambda device, its=module: its)
+        found.add(check_ranks.name_of(torch.device("xpu:0")))
+    assert found == {"a 1", "b 1", "a 2", " "}
 
 
 def test_what_nccl_s_log_says(tmp_path, monkeypatch, capsys):
@@ -470,6 +524,17 @@ def test_what_nccl_s_log_says(tmp_path, monkeypatch, capsys):
     assert "no GPUDirect RDMA" in warning
     # A job of one node has no network.
     assert read(f"{chosen} IB\n") == ("IB", [])
+
+    # Slingshot, where NCCL only uses the network with a plugin.
+    monkeypatch.setattr(check_ranks, "CXI", tmp_path / "cxi")
+    (tmp_path / "cxi" / "cxi0").mkdir(parents=True)
+    [warning] = read(over_tcp)[1]
+    assert "although this node has cxi0" in warning and "aws-ofi-nccl" in warning
+    assert 'NCCL_NET="AWS Libfabric" makes NCCL fail without it' in warning
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert "aws-ofi-rccl" in read(over_tcp)[1][0]
+    over_cxi = f"{chosen} AWS Libfabric\n{channel}/AWS Libfabric/0\n"
+    assert read(over_cxi) == ("AWS Libfabric, GPUDirect RDMA: no", [])
 
 
 @pytest.fixture
@@ -540,10 +605,10 @@ def test_nccl_s_log_is_asked_for(debug, reads, tmp_path, monkeypatch):
 def test_nvidia_smi_that_fails_or_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     stand_ins(tmp_path, {"nvidia-smi": "exit 15"})
-    [bad], notes = check_ranks.ask_nvidia_smi()
+    [bad], notes = check_ranks.ask_about_gpus()
     assert "nvidia-smi fails here" in bad and "15" in bad and notes == []
     (tmp_path / "nvidia-smi").unlink()
-    assert check_ranks.ask_nvidia_smi() == ([], [])
+    assert check_ranks.ask_about_gpus() == ([], [])
 
 
 def test_warnings(tmp_path, monkeypatch):
@@ -556,6 +621,10 @@ def test_warnings(tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (65536, 65536))
     [hidden] = check_ranks.warnings(gpu)
     assert "sees 1 of this node's 4 GPUs" in hidden and "--gpus-per-node" in hidden
+    # The site's own advice on Frontier.
+    with monkeypatch.context() as amd:
+        amd.setattr(torch.version, "hip", "7.1")
+        assert list(check_ranks.warnings(gpu)) == []
     (tmp_path / "mlx5_0").mkdir()
     [locked] = check_ranks.warnings(torch.device("cpu"))
     assert "may lock 64 KiB" in locked and "ulimit -l unlimited" in locked

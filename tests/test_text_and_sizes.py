@@ -89,6 +89,7 @@ NAMES = {
     "NVIDIA GB200": 2500e12,
     "NVIDIA L40S": 362e12,
     "AMD Instinct MI300X OAM": 1307e12,
+    "AMD Instinct MI250X": 191.5e12,
     "NVIDIA A100-SXM4-40GB MIG 3g.20gb": None,
     "NVIDIA A10": 125e12,
     "NVIDIA A10G": None,
