@@ -30,9 +30,7 @@ def test_stream(packages, tmp_path):
     variables = packages | {"HF_HOME": tmp_path}
     python(variables, "-c", SHARDS, tmp_path)
     command = ["tests/guests/stream.py", tmp_path]
-    first, second = (
-        python(variables, *command, 0, 0, RANK=rank, WORLD_SIZE=2) for rank in (0, 1)
-    )
+    first, second = (python(variables, *command, 0, 0, RANK=rank, WORLD_SIZE=2) for rank in (0, 1))
     assert len(first) == len(second) == 32 and sorted(first + second) == list(range(64))
     resumed = python(variables, *command, 0, 11, RANK=0, WORLD_SIZE=2)
     assert resumed == first[11:]
