@@ -185,7 +185,7 @@ def test_make_train(clone):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("chapter", [1, 2, 3, 9])
+@pytest.mark.parametrize("chapter", [8, 9])
 def test_chapter_on_one_machine(chapter, clone):
     """Without Slurm."""
     assert try_chapter(chapter, clone)
@@ -207,7 +207,7 @@ def test_chapter_of_slurm(clone):
 
 @pytest.mark.matrix
 def test_chapters_of_launchers(clone, cluster):
-    """Every job of theirs trains, or finds all ranks, but for the one that has too few tasks."""
+    """Every job of theirs ends well, but for the one that has too few tasks."""
 
     def scenario(chapter: int | str, folder: Path):
         printed = "".join(
@@ -216,14 +216,11 @@ def test_chapters_of_launchers(clone, cluster):
         ids = [int(job) for job in re.findall(r"Submitted batch job (\d+)", printed)]
         ended = [cluster.wait(job, timeout=240) for job in ids]
         logs = [job.log for job in ended if job.state == "COMPLETED"]
-        assert any(
-            re.search(r"^epoch=1 test_loss=\S+ .*\nFinished: epoch=1, ", log, re.M) for log in logs
-        ), ended
         refused = [job for job in ended if "Unable to create step" in job.log]
         assert len(refused) == (chapter == "launchers"), ended
         assert len(logs) == len(ended) - len(refused), ended
 
-    at_once(scenario, [(chapter, clone) for chapter in (5, "launchers")])
+    at_once(scenario, [(chapter, clone) for chapter in (7, "launchers")])
 
 
 @pytest.mark.matrix
