@@ -249,7 +249,10 @@ def test_on_a_cluster(clone, cluster):
     for end, job in zip(("VERDICT: all well", "Finished: "), jobs, strict=True):
         assert job.state == "COMPLETED", job.log
         [shown] = [text for text in blocks if re.search(f"^{end}", text, re.M)]
-        assert_shown(shown, job.log)
+        # The small data have one line of steps. At the end torchrun may complain that the other
+        # node has ended first.
+        shown = re.sub(r"^(epoch=1 step=.*\n|\.\.\.\n)+", "...\n", shown, flags=re.M)
+        assert_shown(f"{shown}...\n", job.log)
     assert time.time() - before < 240
 
 
