@@ -1,6 +1,7 @@
 """`make docs`: every page and picture is there, every link leads somewhere, and nothing is fetched
 from elsewhere."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -67,10 +68,15 @@ def test_every_page_and_picture_is_there(site):
     # The navigation is above the page's own text.
     navigation = front.partition("<article")[0]
     tutorial = [name for name in chapters if name[0].isdigit()]
-    tutorial.insert(6, "your_cluster")
-    tutorial.insert(10, "second_node")
     shown = re.findall(r'href="docs/(\w+)\.html"', navigation)
     assert list(dict.fromkeys(shown))[: len(tutorial)] == tutorial
+
+
+def test_each_chapter_leads_to_the_next():
+    chapters = [path for path in PAGES if re.match(r"\d\d_", path.name)]
+    for chapter, following in itertools.pairwise(chapters):
+        [link] = re.findall(r"^Next: \[.*\]\((.*)\)\.?$", chapter.read_text(), re.M)
+        assert link == following.name, chapter.name
 
 
 def test_markdown_is_read_as_on_github(site):

@@ -30,20 +30,15 @@ def linked_files() -> set[Path]:
     return found
 
 
-def from_here(name: str) -> list[str]:
-    """A page of docs/, and those to which the links `Next:` lead from it."""
-    following = re.search(r"^Next: \[[^\]]*\]\((.*?)\)", Path(REPOSITORY, name).read_text(), re.M)
-    return [name, *(from_here(f"docs/{following[1]}") if following else [])]
-
-
 def on_config(config):
-    """The front page, the chapters, the appendices, then the other pages."""
-    names = [str(page.relative_to(REPOSITORY)) for page in PAGES]
-    chapters = from_here("docs/07_one_process.md")
-    appendices = from_here("docs/appendix_launchers.md")
-    others = [name for name in names[1:] if name not in [*chapters, *appendices]]
-    config.nav = [{"Start": names[0]}, {"Tutorial": chapters}]
-    config.nav += [{"Appendices": appendices}, {"Reference": others}]
+    """The front page, the chapters of each part by their numbers, the other pages in the order of
+    README."""
+    readme, *others = [str(page.relative_to(REPOSITORY)) for page in PAGES]
+    chapters = [name for name in others if re.match(r"docs/\d\d_", name)]
+    linked = re.findall(r"\]\(([\w/]+\.md)", PAGES[0].read_text())
+    others = [name for name in dict.fromkeys([*linked, *others]) if name not in chapters]
+    config.nav = [{"Start": readme}, {"Sixty minutes": chapters[:6]}]
+    config.nav += [{"Why it works": chapters[6:]}, {"Look up": others}]
     return config
 
 
