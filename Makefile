@@ -3,7 +3,6 @@ SHELL := /bin/bash -euo pipefail
 PYTHON ?= python3
 VENV = .venv
 DATA_DIR ?= data/mnist
-TEXT_DIR ?= data/shakespeare
 SITE ?= site
 ARGS ?=
 NODES ?= 2
@@ -13,7 +12,7 @@ TORCH ?= 2.9.1 2.11.0 2.12.1 2.14.1 2.15.0
 SLURM ?= bookworm trixie forky
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-torch test-slurm test-kernels test-scale test-gpu gpu-report bench lint docs clean
+.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-torch test-slurm test-kernels test-scale test-gpu gpu-report lint docs clean
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand --tabs=28
 
@@ -50,10 +49,9 @@ test: .venv/tests slurm docker sshd  ## install what the tests need (root: Slurm
 	.venv/bin/python -m pytest tests --numprocesses 2 $(ARGS)
 
 test-all: .venv/tests .venv-guests/ready slurm docker sshd podman accounting  ## what make test leaves out, such as the whole failure matrix, and the oldest and the newest torch: an hour
-	.venv/bin/python -m pytest tests -m matrix --numprocesses 2 --ignore tests/test_bench.py $(ARGS)
+	.venv/bin/python -m pytest tests -m matrix --numprocesses 2 $(ARGS)
 	.venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2 --dist load
 	$(MAKE) test-torch TORCH="$(sort $(firstword $(TORCH)) $(lastword $(TORCH)))"
-	.venv/bin/python -m pytest tests/test_bench.py -m matrix  # ratios of speed, so nothing else may run
 
 test-torch:     ## every script under other versions of torch, each in its own environment (TORCH="2.9.1 2.11.0")
 	for version in $(TORCH); do \
@@ -99,11 +97,6 @@ gpu-report: $(VENV:=/ready)  ## ten minutes on one GPU leave one page, gpu.md: s
 	$(if $(VENV),$(VENV)/bin/python,$(PYTHON)) dev/gpu_report.py --out gpu.md $(ARGS)
 
 # compare.py reads its data here.
-bench: override DATA_DIR = data/mnist
-bench: override TEXT_DIR = data/shakespeare
-bench: .venv/ready data text slurm  ## the speed relative to plain loops, in 25 minutes on a quiet machine (ARGS="--only launch")
-	.venv/bin/python dev/bench/compare.py $(ARGS)
-
 lint: .venv/tests  ## ruff and shellcheck
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -114,16 +107,13 @@ docs: .venv-docs/ready  ## README and docs/ as a site to read offline: open site
 	@echo 'Open $(SITE)/index.html'
 
 # MNIST, or synthetic digits if it cannot be downloaded; the log of every run says which.
-.PHONY: data text
+.PHONY: data
 data: .venv/ready
 	@if [[ ! -e $(DATA_DIR)/MNIST/raw/t10k-labels-idx1-ubyte ]]; then \
 	    .venv/bin/python aux/prepare_data.py mnist --data-dir $(DATA_DIR) || \
 	    { echo "make: drawing synthetic digits instead, which takes some ten seconds"; \
 	      .venv/bin/python aux/prepare_data.py mnist --data-dir $(DATA_DIR) --synthetic; }; \
 	fi
-
-text: .venv/ready
-	@[[ -e $(TEXT_DIR)/vocabulary.json ]] || .venv/bin/python aux/prepare_data.py shakespeare --data-dir $(TEXT_DIR)
 
 # The last line makes the stamp, so that an interrupted installation is repeated.
 new_venv = $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || ./dev/install.sh python3-venv; $(PYTHON) -m venv

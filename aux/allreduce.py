@@ -1,7 +1,7 @@
 """Latency and bandwidth of an all-reduce by size, over the job's own ranks: NCCL or gloo.
 
-    ./torchrun.sh dev/bench/allreduce.py
-    sbatch --nodes=2 --gpus-per-node=8 launch_slurm_with_torchrun.sh dev/bench/allreduce.py
+    ./torchrun.sh aux/allreduce.py
+    sbatch --nodes=2 --gpus-per-node=8 launch_slurm_with_torchrun.sh aux/allreduce.py
 
 The columns are those of nccl-tests: the time of one call in place, averaged over the ranks; algbw
 is bytes over time, and busbw is algbw times 2(n-1)/n. If there are several nodes with several

@@ -1,6 +1,6 @@
 """Strong scaling of a train script: the same run on more and more ranks, by Slurm jobs.
 
-    python dev/bench/scaling.py --sizes 1x1 1x8 2x8 -- distributed/train_ddp.py --epochs 1 \\
+    python aux/scaling.py --sizes 1x1 1x8 2x8 -- distributed/train_ddp.py --epochs 1 \\
         --batch-size 128 --log-every 5
 
 A size is nodes x ranks of a node; speed-ups are relative to the first. Throughput and loss are
