@@ -18,12 +18,19 @@ def test_recipes(clone, cluster, text):  # noqa: F811  the fixture
     prefix = (NAMESPACES, "exec")
     blocks = [step for step in steps(PAGE) if step[0] == "bash"]
     printed = [try_block(*step, clone, prefix, **cluster.environment) for step in blocks]
-    allocation, sweep, chain, own_text, staged = printed
+    allocation, sweep, draw, server, chain, own_text, staged = printed
     assert "VERDICT: all well, 4 ranks" in allocation
 
     losses = re.findall(r"_([012])\.out:test_loss=(\S+) ", sweep)
     assert [task for task, _ in losses] == ["0", "1", "2"]
     assert len({loss for _, loss in losses}) == 3, "each with its own learning rate"
+
+    drawn = re.findall(r"^draw_([012])\.out:test_loss=(\S+) ", draw, re.M)
+    assert [task for task, _ in drawn] == ["0", "1", "2"]
+    assert len({loss for _, loss in drawn}) == 3
+
+    assert "Submitted" in server
+    assert (clone / "both.out").read_text().count("\nFinished: epoch=1") == 1
 
     assert re.search(r"^Sample from checkpoints/\d+/step_20:\n", chain, re.M), chain
     assert "not found" not in chain, chain
