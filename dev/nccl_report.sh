@@ -228,7 +228,8 @@ fault() {
     local id=local begin=$SECONDS name=fault-$1 pid='' inside=() step=()
     if [[ "$SLURM" == yes ]]; then
         inside=(./local/cluster/namespaces.sh exec)
-        id=$(job "$name" 2 launch_slurm_with_torchrun.sh dev/nccl_faults.py "$1")
+        # By srun, because torchrun's reports would hide a rank's last words.
+        id=$(job "$name" 2 launch_slurm_to_torch.sh dev/nccl_faults.py "$1")
         step=(srun "--jobid=$id" --overlap --nodes=1 --ntasks=1)
     else
         mkdir -p "log/$1"
