@@ -151,7 +151,7 @@ machine() {
     } 2>&1 | block 60
 }
 
-TEXT="--layers 2 --heads 4 --width 64 --context 32 --batch-size 48 --learning-rate 0.01 --dropout 0"
+TEXT="--layers 2 --heads 4 --width 64 --context 32 --batch-size 48 --learning-rate 0.002 --dropout 0"
 TEXT+=" --warmup-steps 5 --steps 60 --log-every 5 --precision fp32 --no-compile --deterministic"
 
 # report NODES PART ...: aux/cluster_report.py, as on any cluster.
