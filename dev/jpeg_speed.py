@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torchvision
+from PIL import Image
 from torch.nn.functional import cross_entropy, interpolate
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -28,7 +29,7 @@ parser.add_argument("--out", type=Path, required=True, help="the folder of the t
 parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
 args = parser.parse_args()
 on_gpu, device = args.device == "cuda", torch.device(args.device)
-batch_size, images, steps = (128, 2048, 30) if on_gpu else (4, 32, 2)
+batch_size, images, steps = (128, 1024, 30) if on_gpu else (4, 32, 2)
 cpus = len(os.sched_getaffinity(0))
 
 
@@ -42,10 +43,12 @@ def write_shards(folder: Path, shards: int = 16):
                 scales = [torch.rand(1, 3, size, size) for size in (4, 16, 64, 256)]
                 layers = [interpolate(noise, (256, 256), mode="bilinear") for noise in scales]
                 pixels = (255 * sum(layers) / len(layers)).to(torch.uint8)[0]
-                content = torchvision.io.encode_jpeg(pixels, quality=90).numpy().tobytes()
+                content = io.BytesIO()
+                Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(content, "JPEG", quality=90)
                 entry = tarfile.TarInfo(f"{random.randrange(1000)}-{number}.jpg")
-                entry.size = len(content)
-                tar.addfile(entry, io.BytesIO(content))
+                entry.size = content.tell()
+                content.seek(0)
+                tar.addfile(entry, content)
 
 
 class Shards(IterableDataset):
@@ -53,7 +56,8 @@ class Shards(IterableDataset):
 
     def __init__(self, folder: Path):
         self.paths = sorted(folder.glob("*.tar"))
-        self.crop = v2.Compose([v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()])
+        change = [v2.RandomResizedCrop(224), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+        self.change = v2.Compose(change)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
         worker = get_worker_info()
@@ -62,10 +66,8 @@ class Shards(IterableDataset):
             for path in self.paths[first % len(self.paths) :: count]:
                 with tarfile.open(path) as tar:
                     for entry in tar:
-                        content = bytearray(tar.extractfile(entry).read())
-                        content = torch.frombuffer(content, dtype=torch.uint8)
-                        pixels = torchvision.io.decode_jpeg(content)
-                        yield self.crop(pixels), int(entry.name.partition("-")[0])
+                        image = Image.open(tar.extractfile(entry))
+                        yield self.change(image), int(entry.name.partition("-")[0])
 
 
 def train(folder: Path, trace: Path | None, **how: bool) -> tuple[float, float, float]:

@@ -1,9 +1,11 @@
-"""What the last rank can do to the others, with 20 seconds of patience: for dev/nccl_report.sh.
+"""What the last rank can do to the others, for dev/nccl_report.sh.
 
-sbatch LAUNCHER dev/nccl_faults.py hangs        # it stays in a loop of its own
-sbatch LAUNCHER dev/nccl_faults.py dies         # kill -9
-sbatch LAUNCHER dev/nccl_faults.py stays-away   # from the first collective
-sbatch LAUNCHER dev/nccl_faults.py differs      # it calls another collective
+    sbatch launch_slurm_to_torch.sh dev/nccl_faults.py hangs        # it stays in a loop of its own
+    sbatch launch_slurm_to_torch.sh dev/nccl_faults.py dies         # kill -9
+    sbatch launch_slurm_to_torch.sh dev/nccl_faults.py stays-away   # from the first collective
+    sbatch launch_slurm_to_torch.sh dev/nccl_faults.py differs      # it calls another collective
+
+The others lose patience after 20 seconds, and heartbeat.py reports after 8.
 """
 
 import faulthandler

@@ -151,7 +151,7 @@ machine() {
     } 2>&1 | block 60
 }
 
-TEXT="--layers 2 --heads 4 --width 64 --context 32 --batch-size 48 --learning-rate 0.01 --dropout 0"
+TEXT="--layers 2 --heads 4 --width 64 --context 32 --batch-size 48 --learning-rate 0.002 --dropout 0"
 TEXT+=" --warmup-steps 5 --steps 60 --log-every 5 --precision fp32 --no-compile --deterministic"
 
 # report NODES PART ...: aux/cluster_report.py, as on any cluster.
@@ -228,7 +228,8 @@ fault() {
     local id=local begin=$SECONDS name=fault-$1 pid='' inside=() step=()
     if [[ "$SLURM" == yes ]]; then
         inside=(./local/cluster/namespaces.sh exec)
-        id=$(job "$name" 2 launch_slurm_with_torchrun.sh dev/nccl_faults.py "$1")
+        # By srun, because torchrun's reports would hide a rank's last words.
+        id=$(job "$name" 2 launch_slurm_to_torch.sh dev/nccl_faults.py "$1")
         step=(srun "--jobid=$id" --overlap --nodes=1 --ntasks=1)
     else
         mkdir -p "log/$1"

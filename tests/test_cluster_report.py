@@ -40,7 +40,7 @@ def test_broken_scripts(cluster, copy):
     change(copy / "distributed/train_ddp.py", "momentum=0.9", "momentum=0.5")
     fail = "if rank == 1:\n    sys.exit(f'no luck in {os.getcwd()}/a.py')\n# --- data ---"
     change(copy / "distributed/train_tp.py", "# --- data ---", fail)
-    job = cluster.sbatch(*OPTIONS, "checks", "losses", cwd=copy, timeout=200)
+    job = cluster.sbatch(*OPTIONS, "checks", "losses", cwd=copy, timeout=400)
     assert job.state == "FAILED", job.log
     found = rows(job.log)
     assert re.fullmatch(
@@ -57,7 +57,7 @@ def test_broken_scripts(cluster, copy):
 def test_a_stop_that_is_not_heard_and_one_that_does_not_resume(cluster, copy):
     change(copy / "distributed/train_preemptible.py", "and preemption.asked(device)", "and False")
     change(copy / "distributed/train_fsdp.py", "first = runs.load(model, optimizer)", "first = 0")
-    job = cluster.sbatch(*OPTIONS, "stop", cwd=copy, timeout=400)
+    job = cluster.sbatch(*OPTIONS, "stop", cwd=copy, timeout=600)
     assert job.state == "FAILED", job.log
     found = rows(job.log)
     what = "stop and resume of `train_{}.py`"
@@ -69,7 +69,7 @@ def test_a_stop_that_is_not_heard_and_one_that_does_not_resume(cluster, copy):
 
 @pytest.mark.matrix
 def test_all_is_well(cluster, copy):
-    job = cluster.sbatch(*OPTIONS, cwd=copy, timeout=600)
+    job = cluster.sbatch(*OPTIONS, cwd=copy, timeout=900)
     assert job.state == "COMPLETED" and ": All is well\n" in job.log, job.log
     page = job.log[job.log.index("# Cluster report") :]
     assert (copy / f"log/{job.id}/report/page.md").read_text().strip() == page.strip()
