@@ -2,13 +2,13 @@
 # Puts a failed job back into the queue if its run has saved: for the EDIT line of a launcher.
 #
 # Usage, before srun: source aux/requeue_failed.sh FOLDER
-# FOLDER, or a file, is where the run saves. A job that has saved nothing there stays FAILED, and so does one
-# that has been requeued three times since its last save. The script resumes by itself.
+# FOLDER, or a file, is where the run saves. A job that has saved nothing there stays FAILED, and so
+# does one that has been requeued three times since its last save. The script resumes by itself.
 requeue_failed() {
     local status=$? saves=$1 folder=log/$SLURM_JOB_ID failures=0
     # COMPLETING, if somebody has cancelled the job, or it is in the queue already.
     local state job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
-    state=$(squeue --noheader --jobs="$job" --format=%T)
+    state=$(squeue --noheader --jobs="$job" --format=%T || true)
     if ((status == 0)) || [[ "$state" != RUNNING ]]; then return; fi
 
     # Not a file that was only begun (part, .step_100), nor the owner of the folder.
