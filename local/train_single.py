@@ -86,7 +86,9 @@ autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision ==
 run = os.environ.get("RUN", time.strftime("%Y-%m-%d_%H-%M-%S"))
 folder = args.checkpoint_dir or Path("checkpoints", run)
 path, epochs_done = folder / "checkpoint.pt", 0
-if path.exists():
+# If a node has looked for a file in vain, NFS looks again when the folder is made, and listed.
+folder.mkdir(parents=True, exist_ok=True)
+if path.name in os.listdir(folder):
     if not args.resume:
         sys.exit(f"{path} exists: pass --resume, or choose another --checkpoint-dir")
     # On the CPU, because the GPU has no room for the weights twice.
@@ -101,7 +103,6 @@ if path.exists():
     log(f"Resumed after epoch {epochs_done}")
 elif args.resume:
     log(f"No checkpoint in {folder}: the run begins anew")
-folder.mkdir(parents=True, exist_ok=True)
 log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")  # EDIT
 
 # --- training ---

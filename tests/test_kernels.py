@@ -458,7 +458,7 @@ def test_whom_a_signal_reaches(children, cluster, state, tmp_path):
 
 def test_power_cut(cluster, state, data, uninterrupted, tmp_path):  # noqa: F811
     """A kernel ends without a word. Its job starts again on other nodes, and its lock is free
-    half a minute later."""
+    after a minute."""
     trial = training(cluster, "srun", data, tmp_path, sbatch=["--exclude=node-1"], slow=1)
     node = trial.train_a_little()[1]
     with python(cluster, node, LOCKS, tmp_path / "lock", "stay", stdin=subprocess.PIPE) as holder:

@@ -222,8 +222,9 @@ END_OF_BATCH
         # No other version, so that it needs no rpcbind.
         echo "NFS_CORE_PARAM { Protocols = 4; Enable_NLM = false; Enable_RQUOTA = false;"
         echo "  Enable_UDP = false; fsid_device = true; allow_set_io_flusher_fail = true; }"
-        # A client that vanishes keeps its locks for so many seconds.
-        echo "NFSV4 { Lease_Lifetime = 30; Graceless = true; Minor_Versions = 1, 2;"
+        # A client that vanishes keeps its locks for so many seconds. With 30, a server that had been
+        # stopped for 40 answered the next open with EIO.
+        echo "NFSV4 { Lease_Lifetime = 60; Graceless = true; Minor_Versions = 1, 2;"
         echo "  Only_Numeric_Owners = true; RecoveryRoot = $inside/nfs; }"
         # login writes the same files without the server's knowledge, so it caches nothing.
         echo "EXPORT_DEFAULTS { Access_Type = RW; Squash = No_Root_Squash; SecType = sys;"
