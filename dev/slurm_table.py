@@ -1,4 +1,4 @@
-"""Write the table of Slurm's versions in docs/tested.md from the reports of make test-slurm.
+"""Write the table of Slurm's versions in dev/tested.md from the reports of make test-slurm.
 
 python dev/slurm_table.py log/slurm/*.xml    # 24.11.5.xml is pytest's --junitxml under 24.11.5
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PAGE = REPOSITORY / "docs/tested.md"
+PAGE = REPOSITORY / "dev/tested.md"
 
 
 def read(report: Path) -> Counter:

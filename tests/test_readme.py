@@ -324,7 +324,11 @@ def anchors(path: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     "path",
-    [*DOCUMENTS, *(REPOSITORY / name for name in ("AGENTS.md", "CHANGELOG.md", "SECURITY.md"))],
+    [
+        *DOCUMENTS,
+        *(REPOSITORY / name for name in ("AGENTS.md", "CHANGELOG.md", "SECURITY.md")),
+        REPOSITORY / "dev/tested.md",
+    ],
     ids=lambda path: str(path.relative_to(REPOSITORY)),
 )
 def test_links_and_paths_lead_somewhere(path):

@@ -17,6 +17,7 @@ PAGES = [
     REPOSITORY / "CHANGELOG.md",
     REPOSITORY / "SECURITY.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
+    REPOSITORY / "dev/tested.md",
 ]
 
 
@@ -38,7 +39,7 @@ def test_a_broken_link_is_found(site, tmp_path):
     """By mkdocs, because mkdocs.yml is strict. The site itself is built, so it has none."""
     clone = copy_of_repository(tmp_path / "clone")
     (clone / ".venv-docs").symlink_to(REPOSITORY / ".venv-docs")
-    with (clone / "docs/tested.md").open("a") as page:
+    with (clone / "dev/tested.md").open("a") as page:
         page.write("\n[a page](nowhere.md), [a heading](tested.md#nowhere)\n")
     made = run("make", "docs", f"SITE={tmp_path}/site", cwd=clone)
     assert made.returncode != 0 and made.stderr.count("WARNING") == 2, made.stderr

@@ -120,7 +120,7 @@ def test_make_help_lists_every_target():
 @pytest.mark.parametrize("heading", ["What is promised", "Mistakes that the tests catch"])
 def test_the_tests_that_tested_md_lists(heading):
     """They exist, for each promise and for each mistake."""
-    page = (REPOSITORY / "docs/tested.md").read_text()
+    page = (REPOSITORY / "dev/tested.md").read_text()
     section = page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     _, *rows = re.findall(r"^\| .* \| (.*) \|$", section, re.M)
     for row in rows:

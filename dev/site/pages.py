@@ -16,6 +16,7 @@ PAGES = [
     *sorted((REPOSITORY / "docs").glob("*.md")),
     REPOSITORY / "CHANGELOG.md",
     REPOSITORY / "SECURITY.md",
+    REPOSITORY / "dev/tested.md",
 ]
 
 
