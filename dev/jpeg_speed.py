@@ -29,7 +29,7 @@ parser.add_argument("--out", type=Path, required=True, help="the folder of the t
 parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
 args = parser.parse_args()
 on_gpu, device = args.device == "cuda", torch.device(args.device)
-batch_size, images, steps = (128, 1024, 30) if on_gpu else (4, 32, 2)
+size, batch_size, images, steps = (224, 128, 1024, 30) if on_gpu else (64, 4, 32, 2)
 cpus = len(os.sched_getaffinity(0))
 
 
@@ -52,11 +52,11 @@ def write_shards(folder: Path, shards: int = 16):
 
 
 class Shards(IterableDataset):
-    """Endlessly, the images (3, 224, 224) uint8 and labels of this worker's shards."""
+    """Endlessly, the images (3, size, size) uint8 and labels of this worker's shards."""
 
     def __init__(self, folder: Path):
         self.paths = sorted(folder.glob("*.tar"))
-        change = [v2.RandomResizedCrop(224), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+        change = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
         self.change = v2.Compose(change)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
@@ -147,4 +147,4 @@ with tempfile.TemporaryDirectory() as folder:
         ends = number in (0, len(CHANGES) - 1)
         trace = args.out / f"trace-{'before' if number == 0 else 'after'}.json.gz" if ends else None
         rate, busy, peak = train(Path(folder), trace, **how)
-        print(f"| {name} | {rate:,.0f} | {busy:.0%} | {peak:.1f} |", flush=True)
+        print(f"| {name} | {rate:,.1f} | {busy:.0%} | {peak:.1f} |", flush=True)

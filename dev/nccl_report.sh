@@ -48,12 +48,13 @@ prepare() {
 
 # Unpacks the packages that are not installed, beside what is there.
 install_slurm() {
-    local deb name
+    local deb name status
     source /etc/os-release
     for deb in ".nccl/${VERSION_CODENAME:-none}"/*.deb; do
         name=${deb##*/}
         name=${name%%_*}
-        if [[ "$(dpkg-query --show --showformat='${Status}' "$name" 2>/dev/null)" != *" installed" ]]; then
+        status=$(dpkg-query --show --showformat='${Status}' "$name" 2>/dev/null || true)
+        if [[ "$status" != *" installed" ]]; then
             # dpkg --extract would replace /lib, which is a link, by a folder.
             dpkg --fsys-tarfile "$deb" |
                 tar --extract --directory=/ --keep-directory-symlink --skip-old-files
@@ -88,7 +89,8 @@ part() {
         return
     fi
     { printf '\n## %s\n\n' "$title"; } >"$WORK/page/$number"
-    timeout --kill-after=10 "$limit" ./dev/nccl_report.sh "$@" >>"$WORK/page/$number" 2>&1 || status=$?
+    timeout --kill-after=10 "$limit" ./dev/nccl_report.sh "$@" \
+        >>"$WORK/page/$number" 2>&1 || status=$?
     printf '\n(%s s, status %s)\n' "$((SECONDS - begin))" "$status" >>"$WORK/page/$number"
     echo "part $number, $*: $((SECONDS - begin)) s, status $status"
     publish
@@ -102,7 +104,8 @@ together() {
 block() {
     echo '```'
     # Without torch's frames in C++.
-    grep --invert-match -E '^frame #|^ *(at|from) .*\.(cpp|h):' | tail --lines="${1:-25}" | cut --characters=1-400
+    grep --invert-match -E '^frame #|^ *(at|from) .*\.(cpp|h):' |
+        tail --lines="${1:-25}" | cut --characters=1-400
     echo '```'
 }
 
@@ -119,7 +122,10 @@ state_of() { in_cluster scontrol --oneliner show job "$1" | grep -oP 'JobState=\
 # ended JOB SECONDS: waits for its end.
 ended() {
     local end=$((SECONDS + $2))
-    while [[ "$(state_of "$1")" =~ PENDING|RUNNING|COMPLETING|REQUEUED ]] && ((SECONDS < end)); do sleep 1; done
+    until [[ ! "$(state_of "$1")" =~ PENDING|RUNNING|COMPLETING|REQUEUED ]]; do
+        if ((SECONDS > end)); then break; fi
+        sleep 1
+    done
     echo "Job $1: $(state_of "$1")."
     in_cluster scancel "$1"
 }
@@ -151,8 +157,9 @@ machine() {
     } 2>&1 | block 60
 }
 
-TEXT="--layers 2 --heads 4 --width 64 --context 32 --batch-size 48 --learning-rate 0.002 --dropout 0"
-TEXT+=" --warmup-steps 5 --steps 60 --log-every 5 --precision fp32 --no-compile --deterministic"
+TEXT="--layers 2 --heads 4 --width 64 --context 32 --batch-size 48 --learning-rate 0.002"
+TEXT+=" --dropout 0 --warmup-steps 5 --steps 60 --log-every 5 --precision fp32 --no-compile"
+TEXT+=" --deterministic"
 
 # report NODES PART ...: aux/cluster_report.py, as on any cluster.
 report() {
@@ -215,7 +222,8 @@ requeue() {
     says first-half '^step=5/' 90
     in_cluster scancel --signal=TERM "$stopped"
     ended "$stopped" 60
-    stopped=$(job second-half 4 "${train[@]}" "${options[@]}" --checkpoint-dir "$folder/more" --resume)
+    options+=(--checkpoint-dir "$folder/more")
+    stopped=$(job second-half 4 "${train[@]}" "${options[@]}" --resume)
     ended "$stopped" 100
     for name in whole stopped first-half second-half; do
         echo "$name:" && grep -E '^(step=(15|30|60)/|Stopped|Requeued|Not requ|Resumed|Finished)' \
@@ -257,14 +265,17 @@ fault() {
     if compgen -G "log/$id/nccl_rank_*" >/dev/null; then
         cp "log/$id"/nccl_rank_* "$WORK/logs/" 2>/dev/null || true
         echo "The flight recorder's dumps, read by torchfrtrace:"
-        timeout 60 python3 -m torch.distributed.flight_recorder.fr_trace --prefix nccl_rank_ "log/$id" 2>&1 | block 30
+        timeout 60 python3 -m torch.distributed.flight_recorder.fr_trace --prefix nccl_rank_ \
+            "log/$id" 2>&1 | block 30
     fi
 }
 
 binding() {
     # shellcheck disable=SC2016 # on the node
-    local look='echo "CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-unset} NCCL_HOSTID=${NCCL_HOSTID:-unset}"
-        tail --lines=3 /proc/self/cgroup; nvidia-smi --list-gpus; head --bytes=0 /dev/nvidia0 && echo opens'
+    local look='echo "GPUs ${CUDA_VISIBLE_DEVICES:-unset}, NCCL_HOSTID ${NCCL_HOSTID:-unset}"
+        tail --lines=3 /proc/self/cgroup
+        nvidia-smi --list-gpus
+        head --bytes=0 /dev/nvidia0 && echo opens'
     echo "With --gpus-per-node=1:"
     in_cluster timeout 20 srun --nodes=1 --gpus-per-node=1 bash -c "$look" 2>&1 | block
     echo "Without a GPU:"
@@ -314,8 +325,8 @@ END
     trap 'slurm down >/dev/null 2>&1 || true; publish' EXIT
     part 01 "Machine" 30 machine
     if [[ "$SLURM" == no ]]; then
-        { echo "Slurm does not start, so a torchrun runs for each node:" && block 20 <"$WORK/logs/cluster"; } \
-            >>"$WORK/page/01" || true
+        echo "Slurm does not start, so a torchrun runs for each node:" >>"$WORK/page/01"
+        if [[ -e "$WORK/logs/cluster" ]]; then block 20 <"$WORK/logs/cluster" >>"$WORK/page/01"; fi
     fi
     PYTHONPATH=aux python3 -c "
 import cluster_report, pathlib
