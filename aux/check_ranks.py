@@ -377,11 +377,10 @@ def measure(device: torch.device, mine: dict):
     if on_gpu:
         free, total = torch.get_device_module(device).mem_get_info()
         mine["GPU memory in use"] = f"{(total - free) / 2**30:.1f} GiB"
-        # Some 512 MiB are the driver's own.
-        if total - free > 2048 * MIB:
-            mine["bad"].append(
-                "other programs use its GPU's memory: nvidia-smi or amd-smi names them"
-            )
+        # Some 512 MiB are the driver's own. Ranks with an NCCL_HOSTID may share a GPU on purpose.
+        if total - free > 2048 * MIB and "NCCL_HOSTID" not in env:
+            who = "nvidia-smi or amd-smi names them"
+            mine["bad"].append(f"other programs use its GPU's memory: {who}")
 
     size, dtype = (8192, torch.bfloat16) if on_gpu else (256, torch.float32)
     a, b, c = torch.rand(3, size, size, device=device, dtype=dtype)
@@ -595,8 +594,8 @@ def compare(found: list[dict]):
             # GPUs of one model differ by some 8 %, and bad ones have two thirds of the median's
             # speed (Sinha et al. 2022, arxiv.org/abs/2208.11035), so 0.8 tells them apart. The
             # speed of CPUs varies more by itself, because all programs of a node share them. A
-            # healthy one had 0.79 of the median's.
-            share = 0.5 if its["device"] == "cpu" else 0.8
+            # healthy one had 0.79 of the median's. So does that of a GPU that ranks share.
+            share = 0.5 if its["device"] == "cpu" or "NCCL_HOSTID" in env else 0.8
             if its.get(name, 0) < share * median:
                 its["bad"].append(f"{its[name]:.3f} {name}, and the median is {median:.3f}")
     for name, where in (("inside", "inside this node"), ("between", "with each neighbouring node")):
