@@ -252,7 +252,7 @@ fault() {
         echo "RAS at that time:"
         # 28028 is its port.
         local ask='exec 3<>/dev/tcp/localhost/28028 && echo verbose status >&3 && timeout 8 cat <&3'
-        timeout 15 "${inside[@]}" "${step[@]}" bash -c "$ask" 2>&1 | block 60
+        timeout 15 "${inside[@]}" "${step[@]}" bash 2>&1 <<<"$ask" | block 60
     fi
     if [[ -n "$pid" ]]; then
         wait "$pid" || echo "Status $?."
@@ -277,9 +277,9 @@ binding() {
         nvidia-smi --list-gpus
         head --bytes=0 /dev/nvidia0 && echo opens'
     echo "With --gpus-per-node=1:"
-    in_cluster timeout 20 srun --nodes=1 --gpus-per-node=1 bash -c "$look" 2>&1 | block
+    in_cluster timeout 20 srun --nodes=1 --gpus-per-node=1 bash 2>&1 <<<"$look" | block
     echo "Without a GPU:"
-    in_cluster timeout 20 srun --nodes=1 bash -c "$look" 2>&1 | block
+    in_cluster timeout 20 srun --nodes=1 bash 2>&1 <<<"$look" | block
 }
 
 speed() {

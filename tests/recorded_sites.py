@@ -2,8 +2,8 @@
 
 Only the node of `soperator` is a recorded `scontrol show node` (of 2026-01-14, in a public report
 on Nebius' Slurm on Kubernetes, by a user). The others are composed from the documents that
-sites/NAME.sh names: cores, threads, GPUs, memory, partitions and time limits are theirs, and
-settings of which they say nothing have Slurm's defaults.
+sites/NAME.sh names: cores, threads, GPUs and partitions are theirs. Settings of which they say
+nothing have Slurm's defaults, and some sizes of memory and time limits are placeholders.
 """
 
 CONFIG = """AccountingStorageType   = accounting_storage/slurmdbd
