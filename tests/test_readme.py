@@ -245,10 +245,10 @@ def test_on_a_cluster(clone, cluster):
     printed = bash(submit, clone, prefix=(NAMESPACES, "exec"), **cluster.environment)
     ids = [int(job) for job in re.findall(r"Submitted batch job (\d+)", printed)]
     jobs = [cluster.wait(job, timeout=240) for job in ids]
-    blocks = re.findall(r"^```\n(.*?)^```$", CHAPTERS[1].read_text(), re.M | re.S)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", CHAPTERS[1].read_text(), re.M | re.S)
     for end, job in zip(("VERDICT: all well", "Finished: "), jobs, strict=True):
         assert job.state == "COMPLETED", job.log
-        [shown] = [text for text in blocks if re.search(f"^{end}", text, re.M)]
+        [shown] = [text for _, text in blocks if re.search(f"^{end}", text, re.M)]
         # The small data have one line of steps. At the end torchrun may complain that the other
         # node has ended first.
         shown = re.sub(r"^(epoch=1 step=.*\n|\.\.\.\n)+", "...\n", shown, flags=re.M)
