@@ -96,7 +96,6 @@ test-gpu: $(VENV:=/tests)  ## every script on this machine's GPUs, NCCL with one
 gpu-report: $(VENV:=/ready)  ## ten minutes on one GPU leave one page, gpu.md: speed, memory, faults (PYTHON=python3 VENV= ARGS="--device cpu")
 	$(if $(VENV),$(VENV)/bin/python,$(PYTHON)) dev/gpu_report.py --out gpu.md $(ARGS)
 
-# compare.py reads its data here.
 lint: .venv/tests  ## ruff and shellcheck
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .

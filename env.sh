@@ -46,7 +46,7 @@ export NNODES NPROC_PER_NODE CPUS_PER_NODE MASTER_ADDR MASTER_PORT RUN
 
 # --- srun: without what is left from another job, with all variables, and torch needs no MPI ---
 unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER_@}" "${!SLURM_GPUS_PER_@}" SLURM_GPUS
-unset SLURM_CPUS_PER_GPU SLURM_NTASKS_PER_GPU SLURM_TRES_PER_TASK
+unset SLURM_CPUS_PER_GPU SLURM_NTASKS_PER_GPU SLURM_TRES_PER_TASK JOB_RESTARTS
 if ((gpus > 0)); then export SLURM_GPUS_PER_NODE=$gpus; fi
 export SLURM_EXPORT_ENV=ALL SLURM_MPI_TYPE=none OMP_NUM_THREADS=$CPUS_PER_RANK
 

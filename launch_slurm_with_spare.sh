@@ -24,9 +24,10 @@ set -euo pipefail
 # EDIT: so many of the nodes are spare
 SPARE=1
 SLURM_JOB_NUM_NODES=$((${SLURM_JOB_NUM_NODES:-0} - SPARE))
+if ((SLURM_JOB_NUM_NODES < 1)); then echo "--nodes must be more than SPARE=$SPARE" && exit 1; fi
 unset SLURM_NTASKS
 source ./env.sh
-# EDIT: the folder or file in which the run saves. A newer file there is progress.
+# EDIT: the folder or file in which the run saves, and nothing else. A newer file there is progress.
 saves=checkpoints/$RUN
 # EDIT: a command that fails on a bad node, such as (nvidia-smi),
 # or (env NNODES=1 MASTER_ADDR=localhost ./torchrun.sh aux/check_ranks.py)
@@ -35,26 +36,37 @@ probe=(true)
 export HEARTBEAT_LIMIT=600
 
 # Slurm sends SIGTERM before it kills a job. Some scripts then save, and this shell waits for them.
-trap : TERM
+told=
+trap 'told=1' TERM
 # EDIT: where the job's hours went. Needs heartbeats in your script.
 trap 'python3 aux/ledger.py "$SLURM_JOB_ID" 2>/dev/null || true' EXIT
 
 list() { (IFS=, && echo "$*"); }
-# Neither ended by somebody, nor started anew elsewhere.
+# Neither told to end, nor started anew elsewhere. A busy Slurm is asked again, for a minute.
 is_running() {
-    read -r state count < <(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=state:20,restartcnt:9)
-    [[ "$state $count" == "RUNNING $requeues" ]]
+    local shown="" pause
+    if [[ -n "$told" ]]; then return 1; fi
+    for pause in 0 5 10 20 30; do
+        sleep "$pause"
+        if shown=$(squeue --noheader --jobs="$job" --Format=state:20,restartcnt:9); then break; fi
+    done
+    read -r state count <<<"$shown"
+    [[ -z "$shown" || "$state $count" == "RUNNING $requeues" ]]
 }
-# A file that is newer than the start, whole, and not checkpoint.py's mark of who may write.
+# A file that is newer than the start, whole, and neither a log nor checkpoint.py's mark of who may
+# write.
 has_saved() {
-    find "$saves" -newer "$started" -type f ! -name '*part' ! -name owner ! -path '*/.*' \
-        -print -quit 2>/dev/null | grep --quiet .
+    [[ $(find -H "$saves" -newer "$started" -type f ! -name '*part' ! -name owner ! -name '*.log' \
+        ! -name '*tfevents*' ! -path "$saves/.*" ! -path "$saves/*/.*" -print -quit 2>/dev/null) ]]
 }
 # Those of the job's nodes that can run a step now.
 fit_nodes() {
+    trap : TERM
     for node in "${nodes[@]}"; do
-        timeout --kill-after=9 120 srun --nodelist="$node" --nodes=1 --ntasks=1 --overlap \
-            --kill-on-bad-exit=1 --immediate=30 "${probe[@]}" &>/dev/null && echo "$node" &
+        if [[ -n "${out[$node]:-}" ]]; then continue; fi
+        timeout --kill-after=9 120 srun --nodelist="$node" --nodes=1 --ntasks=1 \
+            --cpus-per-task="$CPUS_PER_NODE" --overlap --kill-on-bad-exit=1 --immediate=30 \
+            "${probe[@]}" &>/dev/null && echo "$node" &
     done
     wait
 }
@@ -67,10 +79,18 @@ leave_out() {
     fi
 }
 
+# Of an array only this task, because the array's id can mean all of them.
+job=$SLURM_JOB_ID
+if [[ -n "${SLURM_ARRAY_TASK_ID:-}" ]]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
+unset "${!SQUEUE_@}"
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-# site.sh may have appended something to the name of the first node.
-suffix=${MASTER_ADDR/${nodes[0]}/} port=$MASTER_PORT
+# site.sh may have changed the address, but the name of another node must fit into it.
+address=$MASTER_ADDR port=$MASTER_PORT
+if ((NNODES > 1)) && [[ "$address" != *"${nodes[0]}"* ]]; then
+    die "MASTER_ADDR=$address does not have the name of the first node, ${nodes[0]}, in it"
+fi
 log=$(readlink "/proc/$$/fd/2") started=log/$SLURM_JOB_ID/started
+if [[ ! -f "$log" ]]; then die "it reads its own log, so start it with sbatch"; fi
 requeues=${SLURM_RESTART_COUNT:-0} restarts=0 failures=0 status=1 suspect=
 declare -A out=() deaths=()
 use=()
@@ -80,29 +100,30 @@ for node in "${nodes[@]}"; do
 done
 
 # This shell is on the first node. Slurm does not requeue a --no-kill job that loses that node, so
-# tasks on up to three others do.
+# tasks on up to three other nodes requeue it.
 # shellcheck disable=SC2016
 watch='while sleep 20; do
+    start=$(squeue --noheader --jobs="$0" --Format=restartcnt:9) || continue
     shown=$(squeue --noheader --states=all --jobs="$0" --nodelist="$1") || continue
-    if [[ -z "$shown" ]]; then scontrol requeue "$0"; fi
+    if [[ -z "$shown" && $((start)) == "$2" ]]; then scontrol requeue "$0"; fi
 done'
 others=("${nodes[@]:1:3}")
 srun --nodelist="$(list "${others[@]}")" --nodes="${#others[@]}" --ntasks="${#others[@]}" \
     --cpus-per-task=1 --overlap --no-kill --kill-on-bad-exit=0 \
-    bash -c "$watch" "$SLURM_JOB_ID" "${nodes[0]}" &>/dev/null &
+    bash -c "$watch" "$job" "${nodes[0]}" "$requeues" &>/dev/null &
 
 while true; do
     # --- the first nodes that can run a step ---
-    fit=$(fit_nodes)
+    fit=$(fit_nodes) || true
     if ! is_running; then exit "$status"; fi
     if [[ -z "$fit" ]]; then echo "No node runs a step: the job ends" && exit "$status"; fi
     for node in "${nodes[@]}"; do
         if [[ -z "${out[$node]:-}" ]] && ! grep --quiet --line-regexp "$node" <<<"$fit"; then
             leave_out "$node" "it does not run a step"
+            # A rank that fails when it has lost this node is not to blame.
             if [[ " ${use[*]} " == *" $node "* ]]; then suspect=; fi
         fi
     done
-    # A rank that fails when it has lost a node is not to blame.
     if [[ -n "$suspect" ]]; then
         deaths[$suspect]=$((${deaths[$suspect]:-0} + 1))
         if ((deaths[$suspect] == 2)); then leave_out "$suspect" "a rank has failed there twice"; fi
@@ -120,7 +141,8 @@ while true; do
     echo "Start $((restarts + 1)) on $hosts"
 
     # --- the run: each start has a port of its own, and a number, for which scripts resume ---
-    export MASTER_ADDR=${use[0]}$suffix MASTER_PORT=$((port - restarts))
+    export MASTER_ADDR=${address/${nodes[0]}/${use[0]}} MASTER_PORT=$port
+    if ((restarts > 0)); then MASTER_PORT=$((61000 + (port + 1009 * restarts) % 4536)); fi
     if ((requeues + restarts > 0)); then
         export SLURM_RESTART_COUNT=$((100 * requeues + restarts)) JOB_RESTARTS=$requeues
     fi
@@ -132,14 +154,20 @@ while true; do
         ./torchrun.sh "${@:-distributed/train_ddp.py}" || status=$?
 
     # --- why it has ended: the first node that srun or heartbeat.py names ---
-    signs='/^(Requeued|Not requeued): /p; s/^srun: error: (\S+): task .*/\1/p'
-    signs+='; s/^Ended, because of rank \S+ on (\S+): .*/\1/p'
+    # srun's --label or torchrun's --tee may have put a label before the line.
+    label='^(\[[^]]*\]: ?|[0-9]+: )?'
+    signs="/$label(Requeued|Not requeued): /p; s/^srun: error: (\\S+): task .*/\\1/p"
+    signs+="; s/${label}Ended, because of rank \\S+ on (\\S+): .*/\\2/p"
+    signs+="; s/${label}Ended, because of no rank .*/-/p"
     said=$(tail --bytes=+$((before + 1)) "$log" | sed --quiet --regexp-extended "$signs")
     if ((status == 0)) || [[ "$said" == *equeued:* ]] || ! is_running; then exit "$status"; fi
     restarts=$((restarts + 1)) failures=$((failures + 1)) suspect=${said%%$'\n'*}
+    if [[ "$suspect" == - ]]; then suspect=; fi
     echo "start $restarts: status $status, ${suspect:-no node} first" >>"log/$SLURM_JOB_ID/ends"
     if has_saved; then failures=0; fi
     if ((failures == 3)); then
+        # More likely the script's fault than that of the nodes on which it failed.
+        sed --in-place "/failed there twice (job $SLURM_JOB_ID)/d" bad_nodes.txt
         echo "The run has failed three times without a new file in $saves: it ends"
         exit "$status"
     fi

@@ -207,7 +207,7 @@ def name_of(device: torch.device) -> str:
     """Tells the GPUs of a node apart, even if a variable such as CUDA_VISIBLE_DEVICES renumbers
     them. Parts of a GPU can share either the UUID or the address."""
     properties = torch.get_device_module(device).get_device_properties(device)
-    return f"{getattr(properties, 'uuid', '')} {getattr(properties, 'pci_bus_id', '')}"
+    return f"{getattr(properties, 'uuid', '')} {getattr(properties, 'pci_bus_id', '')}".strip()
 
 
 def limits() -> Iterator[str]:
@@ -333,6 +333,10 @@ HEALTH = {
 }
 
 
+# Of output that has another form than the one that these functions know.
+UNREADABLE = (ElementTree.ParseError, ValueError, KeyError, TypeError, AttributeError)
+
+
 def ask_about_gpus() -> tuple[list[str], list[str]]:
     """The faults of this node's GPUs, and the warnings, by the command of their vendor."""
     for command, read in HEALTH.items():
@@ -344,7 +348,7 @@ def ask_about_gpus() -> tuple[list[str], list[str]]:
                 [name, *options], capture_output=True, text=True, timeout=60, check=True
             )
             return read(done.stdout)
-        except (subprocess.SubprocessError, ValueError, KeyError) as error:
+        except (subprocess.SubprocessError, *UNREADABLE) as error:
             sentence = f"{name} fails here: {error}"
             # Everybody may run nvidia-smi. The others can need rights that a job has not.
             return ([sentence], []) if name == "nvidia-smi" else ([], [sentence])

@@ -7,17 +7,23 @@
 requeue_failed() {
     local status=$? saves=$1 folder=log/$SLURM_JOB_ID failures=0
     # COMPLETING, if somebody has cancelled the job, or it is in the queue already.
-    local state job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
-    state=$(squeue --noheader --jobs="$job" --format=%T || true)
-    if ((status == 0)) || [[ "$state" != RUNNING ]]; then return; fi
+    local state pause job=$SLURM_JOB_ID
+    if [[ -n "${SLURM_ARRAY_TASK_ID:-}" ]]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
+    if ((status == 0)); then return; fi
+    for pause in 0 5 10; do
+        sleep "$pause"
+        if state=$(squeue --noheader --jobs="$job" --format=%T); then break; fi
+    done
+    if [[ "$state" != RUNNING ]]; then return; fi
 
-    # Not a file that was only begun (part, .step_100), nor the owner of the folder.
-    if [[ $(find "$saves" -newer "$folder/started" -type f ! -name '*part' ! -name owner \
-        ! -path '*/.*' -print -quit 2>/dev/null) ]]; then
-        echo 0 >"$folder/failures"
-    elif [[ -e "$folder/failures" ]]; then
-        failures=$(($(<"$folder/failures") + 1))
-        echo "$failures" >"$folder/failures"
+    # Not a file that was only begun (part, .step_100), nor a log, nor the owner of the folder.
+    if [[ $(find -H "$saves" -newer "$folder/started" -type f ! -name '*part' ! -name owner \
+        ! -name '*.log' ! -name '*tfevents*' ! -path "$saves/.*" ! -path "$saves/*/.*" \
+        -print -quit 2>/dev/null) ]]; then
+        echo 0 >"$folder/failures" || true
+    elif [[ -e "$folder/failures" || "${SLURM_RESTART_COUNT:-0}" != 0 ]]; then
+        failures=$(($(cat "$folder/failures" 2>/dev/null || echo 0) + 1))
+        echo "$failures" >"$folder/failures" || true
     else
         echo "Not requeued: the run has saved nothing"
         return

@@ -79,7 +79,9 @@ def train(folder: Path, trace: Path | None, **how: bool) -> tuple[float, float, 
     mean = torch.tensor([124.0, 116.0, 104.0], device=device).view(3, 1, 1)
     forward = torch.compile(model) if how["compile"] else model
     workers = min(cpus - 1, 14) if how["workers"] else 0
-    loader = iter(DataLoader(Shards(folder), batch_size, num_workers=workers, pin_memory=on_gpu))
+    # Forked, because new processes would run this file again.
+    options = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+    loader = iter(DataLoader(Shards(folder), batch_size, pin_memory=on_gpu, **options))
 
     def step():
         pixels, labels = (part.to(device, non_blocking=True) for part in next(loader))
@@ -116,7 +118,8 @@ def train(folder: Path, trace: Path | None, **how: bool) -> tuple[float, float, 
         wait()
         seconds = time.perf_counter() - start
     if on_gpu:
-        kernels = [event for event in seen.events() if str(event.device_type).endswith("CUDA")]
+        events = [event for event in seen.events() if not event.is_user_annotation]
+        kernels = [event for event in events if str(event.device_type).endswith("CUDA")]
         busy = sum(event.time_range.elapsed_us() for event in kernels) / 1e6 / seconds
     if trace:
         seen.export_chrome_trace(str(trace))

@@ -69,7 +69,7 @@ class Heart:
     def __init__(self, after: float, rank: int, world_size: int):
         env = os.environ
         self.rank, self.world_size = rank, world_size
-        self.limit = float(env.get("HEARTBEAT_LIMIT", "inf"))
+        self.limit = float(env.get("HEARTBEAT_LIMIT") or "inf")
         # The interval is in seconds. All ranks together write at most 30 times a second.
         self.after, self.interval = min(after, self.limit), max(2, self.world_size / 30)
         self.size = 4096  # bytes of a heartbeat
@@ -114,17 +114,19 @@ class Heart:
                 self.waits.append(main_stack()[2])
                 self.counts[1] += 1
                 self.counts[2] += self.waits[-1]
-                self.first_step = self.first_step or step
+                self.first_step = step if self.first_step is None else self.first_step
             if self.rank == 0 and now >= next_look:
-                next_look = now + self.after / 4
-                for beat in holds_back(self.look()[0]):
-                    if beat["rank"] not in self.named:
-                        self.named.add(beat["rank"])
-                        self.say(slow_rank(beat))
+                next_look = now + max(self.after / 4, self.world_size / 30)
+                with contextlib.suppress(OSError):  # a file server that is away
+                    for beat in holds_back(self.look()[0]):
+                        if beat["rank"] not in self.named:
+                            self.named.add(beat["rank"])
+                            self.say(slow_rank(beat))
             if seconds > self.after and not reported:
                 reported = True
                 self.report(seconds)
-            if seconds > self.limit:
+            # Before the first step a script may compile or load for as long as it likes.
+            if seconds > self.limit and step is not None:
                 self.end(seconds)
             time.sleep(0.1)
 
@@ -179,13 +181,15 @@ class Heart:
         self.say("\n    ".join([sentence, *first[0]["stack"]]))
 
     def end(self, seconds: float):
-        """Ends this rank, as all others do at the same time, and says because of whom."""
-        if self.speaks():
+        """Ends this rank, and says because of whom. All do, some seconds apart."""
+        speaks = self.speaks()
+        if speaks:
             beats, silent = self.look()
-            for beat in (silent or holds_up(beats))[:1]:
-                why = f"rank {beat['rank']} on {beat['host']}: no step for {seconds:.0f} s"
-                print(f"Ended, because of {why}", flush=True)
-        time.sleep(1)  # others read this rank's heartbeat
+            found = [f"rank {beat['rank']} on {beat['host']}" for beat in silent or holds_up(beats)]
+            whom = found[0] if found else "no rank by itself"
+            print(f"Ended, because of {whom}: no step for {seconds:.0f} s", flush=True)
+        # The one that speaks ends first, because srun reports who does.
+        time.sleep(1 if speaks else 10)
         os._exit(1)
 
     def say(self, sentence: str):

@@ -10,7 +10,7 @@ module use /appl/local/laifs/modules
 module load lumi-aif-singularity-bindings
 # MIOpen keeps its files on the node.
 export MIOPEN_CUSTOM_CACHE_DIR=/tmp/$USER-miopen-$SLURM_JOB_ID
-export MIOPEN_USER_DB=$MIOPEN_CUSTOM_CACHE_DIR/config
+export MIOPEN_USER_DB=$MIOPEN_CUSTOM_CACHE_DIR/config MIOPEN_USER_DB_PATH=$MIOPEN_CUSTOM_CACHE_DIR
 # Without it, the site's containers can hang in training (pull request 118).
 export FI_MR_CACHE_MONITOR=userfaultfd
 # Ask for --cpus-per-task=56: a node has 64 cores, and jobs get 56. In torchrun.sh add

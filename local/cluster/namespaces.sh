@@ -203,7 +203,7 @@ machine() {
     mount -t tmpfs -o mode=755 slurm-cluster "$inside"
     mkdir "$inside"/{key,spool,state,munge,cgroup}
     write_host_pid machine
-    write_configuration "$nodes" "$cpus" "$gpus" "$cgroups"
+    real_gpus=yes write_configuration "$nodes" "$cpus" "$gpus" "$cgroups"
     # Every name twice, because torch also looks up IPv4 addresses in IPv6 form.
     printf '%s\n' "127.0.0.1 localhost" "::ffff:127.0.0.1 localhost" >"$inside/hosts"
     for ((node = 1; node <= nodes; node++)); do

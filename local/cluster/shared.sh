@@ -87,9 +87,9 @@ write_configuration() {
     chmod 400 "$inside/key/munge.key"
     "$here/configure.sh" "$inside" "$nodes" "$cpus" "$gpus" "$cgroups"
     for ((gpu = 0; gpu < gpus; gpu++)); do
-        # A GPU of this machine is one of each node's.
+        # If this machine has as many GPUs, they are each node's.
         device="/dev/nvidia$gpu"
-        if [[ ! -e "$device" ]]; then
+        if [[ -z "${real_gpus:-}" || ! -e "/dev/nvidia$((gpus - 1))" ]]; then
             # Slurm insists on a character device. It has NVIDIA's major number, but no driver.
             device="$inside/gpu$gpu"
             mknod "$device" c 195 "$gpu"
