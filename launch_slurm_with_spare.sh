@@ -101,16 +101,14 @@ done
 
 # This shell is on the first node. Slurm does not requeue a --no-kill job that loses that node, so
 # tasks on up to three other nodes requeue it.
-# shellcheck disable=SC2016
-watch='while sleep 20; do
-    start=$(squeue --noheader --jobs="$0" --Format=restartcnt:9) || continue
-    shown=$(squeue --noheader --states=all --jobs="$0" --nodelist="$1") || continue
-    if [[ -z "$shown" && $((start)) == "$2" ]]; then scontrol requeue "$0"; fi
-done'
 others=("${nodes[@]:1:3}")
 srun --nodelist="$(list "${others[@]}")" --nodes="${#others[@]}" --ntasks="${#others[@]}" \
     --cpus-per-task=1 --overlap --no-kill --kill-on-bad-exit=0 \
-    bash -c "$watch" "$job" "${nodes[0]}" "$requeues" &>/dev/null &
+    bash -c 'while sleep 20; do
+        start=$(squeue --noheader --jobs="$0" --Format=restartcnt:9) || continue
+        shown=$(squeue --noheader --states=all --jobs="$0" --nodelist="$1") || continue
+        if [[ -z "$shown" && $((start)) == "$2" ]]; then scontrol requeue "$0"; fi
+    done' "$job" "${nodes[0]}" "$requeues" &>/dev/null &
 
 while true; do
     # --- the first nodes that can run a step ---
