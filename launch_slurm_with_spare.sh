@@ -102,6 +102,7 @@ done
 # This shell is on the first node. Slurm does not requeue a --no-kill job that loses that node, so
 # tasks on up to three other nodes requeue it.
 others=("${nodes[@]:1:3}")
+# shellcheck disable=SC2016
 srun --nodelist="$(list "${others[@]}")" --nodes="${#others[@]}" --ntasks="${#others[@]}" \
     --cpus-per-task=1 --overlap --no-kill --kill-on-bad-exit=0 \
     bash -c 'while sleep 20; do

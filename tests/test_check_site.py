@@ -275,9 +275,8 @@ def test_its_lines_in_a_launcher_that_runs(cluster, tmp_path, way):
     per_task = ["+#SBATCH --ntasks-per-node=8", "+#SBATCH --cpus-per-task=8"]
     for line in [*(per_task if way == "srun" else []), "+#SBATCH --gpus-per-node=8"]:
         assert any(found.startswith(line) for found in changed) or line[1:] in before, changed
-    column = {
-        line.index("# EDIT") for line in launcher.read_text().splitlines() if "# EDIT" in line
-    }
+    header = re.findall(r"^#+SBATCH.*", launcher.read_text(), re.M)
+    column = {line.index("# EDIT") for line in header if "# EDIT" in line}
     assert len(column) == 1, launcher.read_text()
     again = cluster.exec(sys.executable, CHECK, "--write", launcher)
     there = f"{tmp_path}/site.sh is there, and stays as it is"

@@ -330,13 +330,13 @@ def timer(seconds, exit): pending.append((seconds, exit))
 faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later = timer, pending.clear
 def begin(*args, **options):
     assert pending == [(300, True)]
-    print("timeout", options["timeout"], flush=True)
+    print(f"timeout {options['timeout']}\\n", end="", flush=True)
     init(*args, **options)
 dist.init_process_group = begin
 transformer.peak_flops = lambda device: 1e9
 end = dist.destroy_process_group
 def ended():
-    print("pending", pending, flush=True)
+    print(f"pending {pending}\\n", end="", flush=True)
     end()
 dist.destroy_process_group = ended
 sys.argv.pop(0)
