@@ -375,6 +375,7 @@ def test_what_the_log_says(dense, text, tmp_path, script):
     assert values(done.stdout, "val_loss") == {10: pytest.approx(loss.item(), abs=3e-6)}
 
 
+@pytest.mark.matrix
 def test_shard_is_of_neighbours(text, tmp_path):
     """Six ranks in three pairs."""
     done = train("train_fsdp.py", 6, text, tmp_path, "--shard", 2, "--steps", 1, "--batch-size", 6)
