@@ -66,8 +66,10 @@ class Folder:
             if theirs[:1] == [job] and int(theirs[1]) > int(restarts):
                 return f"{self.path} belongs to a later start of this job, so this one ends"
             owner.write_text(self.owner)
-        except (OSError, ValueError, IndexError) as error:
-            return f"{self.path} cannot be written, or its file owner is damaged: {error}"
+        except OSError as error:
+            return f"{self.path} cannot be written: {error.strerror}"
+        except (ValueError, IndexError):
+            return f"{owner} is damaged: delete it"
         # What starts have left that were killed while they saved.
         for part in self.path.glob(".step_*"):
             shutil.rmtree(part, ignore_errors=True)
