@@ -300,7 +300,10 @@ with tempfile.TemporaryDirectory() as folder:
 END
 }
 
-jpegs() { python3 dev/jpeg_speed.py --device "$DEVICE" --out "$OUT"; }
+# Without the profiler's lines about itself.
+jpegs() {
+    python3 dev/jpeg_speed.py --device "$DEVICE" --out "$OUT" 2>&1 | grep --invert-match '^USDT'
+}
 
 run() {
     local fault
