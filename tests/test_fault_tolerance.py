@@ -514,7 +514,8 @@ def test_cut_link(cluster, data, uninterrupted, tmp_path):
     node = trial.train_a_little()[1]
     cluster.exec("ip", "link", "set", "eth0", "down", node=node)
     try:
-        trial.wait_for("^Resumed after step [1-9]", 90)
+        # SlurmdTimeout, KillWait and a start together take a minute of an idle machine.
+        trial.wait_for("^Resumed after step [1-9]", 240)
     finally:
         cluster.exec("ip", "link", "set", "eth0", "up", node=node)
     trial.is_equal_after_a_restart(uninterrupted("train_tp.py"))
