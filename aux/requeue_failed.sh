@@ -14,6 +14,7 @@ requeue_failed() {
         sleep "$pause"
         if state=$(squeue --noheader --jobs="$job" --format=%T); then break; fi
     done
+    if [[ -z "$state" ]]; then echo "Not requeued: Slurm does not answer"; fi
     if [[ "$state" != RUNNING ]]; then return; fi
 
     # Not a file that was only begun (part, .step_100), nor a log, nor the owner of the folder.

@@ -21,8 +21,8 @@ and if the others have waited for a fifth of a minute more than a rank,
 
 A heartbeat is a line of JSON in log/JOB/ranks-START/RANK, or by hand in log/local/ranks-PORT/RANK.
 Each rank writes one every two seconds; in a job of more than 60 ranks less often, so that all
-together write 30 times a second. With HEARTBEAT_LIMIT=600 a run that takes no step for 600 seconds
-ends.
+together write 30 times a second. With HEARTBEAT_LIMIT=600 a run ends that has taken a step, and
+takes none for 600 seconds.
 """
 
 import contextlib

@@ -222,8 +222,8 @@ END_OF_BATCH
         # No other version, so that it needs no rpcbind.
         echo "NFS_CORE_PARAM { Protocols = 4; Enable_NLM = false; Enable_RQUOTA = false;"
         echo "  Enable_UDP = false; fsid_device = true; allow_set_io_flusher_fail = true; }"
-        # A client that vanishes keeps its locks for so many seconds. With 30, a server that had been
-        # stopped for 40 answered the next open with EIO.
+        # A client that vanishes keeps its locks for so many seconds. With 30, a run ended with EIO
+        # after its server had been stopped for 40, perhaps because of that.
         echo "NFSV4 { Lease_Lifetime = 60; Graceless = true; Minor_Versions = 1, 2;"
         echo "  Only_Numeric_Owners = true; RecoveryRoot = $inside/nfs; }"
         # login writes the same files without the server's knowledge, so it caches nothing.
