@@ -173,6 +173,9 @@ class Script:
         # After trap '' and trap : nothing handles the signal.
         handlers = [found for found in traps if found[1] not in ("''", '""', "-", ":")]
         self.handled = " ".join(found[2] for found in handlers)
+        # A trap that only sets a variable, as in `trap 'told=1' TERM`, has time.
+        urgent = [found for found in handlers if not re.fullmatch(r"(['\"]?)\w+=\w*\1", found[1])]
+        self.urgent = " ".join(found[2] for found in urgent)
 
     def number(self, option: str) -> int:
         return first_number(self.asked.get(option))
@@ -470,7 +473,7 @@ def srun_options(script: Script) -> Findings:
 def traps(script: Script) -> Findings:
     """A trap needs a training run in the background, and a shell that waits until it has ended."""
     foreground = [command for command in script.trainings if command.end != "&"]
-    if re.search("USR|TERM" if script.directives else "USR", script.handled):
+    if re.search("USR|TERM" if script.directives else "USR", script.urgent):
         for command in foreground:
             what = f"{command.name} in the foreground of a shell with a trap"
             why = "bash runs the trap only after the command has ended"

@@ -276,6 +276,11 @@ CASES = {
         f"trap 'scontrol requeue $SLURM_JOB_ID' USR1\nsrun {FLAGS} python train.py  # MISTAKE",
         f"trap 'kill -USR1 $srun_pid' USR1\nsrun {FLAGS} python train.py &\n{WAIT}",
     ),
+    "trap for the time after": (
+        "add & and wait",
+        f"trap 'touch STOP' USR1\nsrun {FLAGS} python train.py  # MISTAKE",
+        f"trap 'told=1' USR1\nsrun {FLAGS} python train.py",
+    ),
     "waited for once": (
         "wait ends when the trap has run",
         f"trap 'touch STOP' USR1\nsrun {FLAGS} python train.py &  # MISTAKE\nwait",
