@@ -18,6 +18,7 @@ PAGES = [
     REPOSITORY / "SECURITY.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
     REPOSITORY / "dev/tested.md",
+    REPOSITORY / "tests/failures/README.md",
 ]
 
 
