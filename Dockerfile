@@ -2,7 +2,7 @@
 # `docker build .` takes the folder without what .dockerignore lists. aux/submit.py takes the files that git lists, if
 # Slurmfile.toml says packaging type = "container".
 # Another base must have Python 3.10 and pip: --build-arg BASE=debian:bookworm, or build_args in Slurmfile.toml.
-ARG BASE=nvcr.io/nvidia/pytorch:25.12-py3
+ARG BASE=nvcr.io/nvidia/pytorch:26.09-py3
 FROM ${BASE}
 WORKDIR /workspace
 

@@ -19,7 +19,7 @@ if [[ "${1:-}" == "--help" || "${1:-}" == "-h" ]]; then
 fi
 
 (($# <= 2)) || die "takes an image and a file, not $# arguments"
-image=${1:-docker://nvcr.io#nvidia/pytorch:25.12-py3}
+image=${1:-docker://nvcr.io#nvidia/pytorch:26.09-py3}
 file=${2:-pytorch.sqsh}
 [[ "$image" == *://* ]] || die "'$image' does not begin with docker://"
 [[ ! -e "$file" ]] || die "$file exists already: remove it first to import $image"

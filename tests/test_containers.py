@@ -97,7 +97,7 @@ def site(memory):
     make_image(site.root, site.image, "first")
     (folder / "log").touch()
     # The default of import_image.sh.
-    (folder / "registry/nvcr.io+nvidia+pytorch:25.12-py3").symlink_to(site.image)
+    (folder / "registry/nvcr.io+nvidia+pytorch:26.09-py3").symlink_to(site.image)
     return site
 
 
@@ -458,7 +458,7 @@ def test_pyxis(cluster, site):
         for program in Path(folder).iterdir():
             if not program.name.startswith("py") and not (programs / program.name).exists():
                 (programs / program.name).symlink_to(program)
-    clone = documented("Pyxis", site.clone("pyxis", image="nvcr.io#nvidia/pytorch:25.12-py3"))
+    clone = documented("Pyxis", site.clone("pyxis", image="nvcr.io#nvidia/pytorch:26.09-py3"))
     path = f"{STAND_INS}/pyxis:{programs}"
     job = sbatch(cluster, site, clone, INSIDE, *NASTY, nodes="node-[13-14]", PATH=path)
     assert job.state == "COMPLETED", job.log

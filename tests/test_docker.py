@@ -167,7 +167,8 @@ def test_readme(project):
     [step] = steps(REPOSITORY / "docs/docker.md")
     shown = try_block(*step, project.clone, **project.environment)
     assert len(re.findall(r"^node-[12] +1 +train\* +idle 16 ", shown, re.M)) == 2
-    assert set(re.findall(r"^\[Rank: \d+ \| (\S+) \|", shown, re.M)) == {"node-1", "node-2"}
+    trained = (project.clone / "training_job.log").read_text()
+    assert set(re.findall(r"^\[Rank: \d+ \| (\S+) \|", trained, re.M)) == {"node-1", "node-2"}
     assert "\nFinished: " in shown, shown
     log = next(project.clone.glob("launch_slurm_to_torch.sh_*.out")).read_text()
     assert "VERDICT: all well, 4 ranks started by srun" in log, log
@@ -240,7 +241,7 @@ def test_three_nodes(nodes):
 
 
 def test_nodes_with_one_cpu(nodes):
-    """So that two tasks do not fit on one, as the table in docs/docker.md says."""
+    """So that two tasks do not fit on one, as docker-compose.yml says."""
     nodes.compose("up", "--detach", CPUS="1")
     assert nodes.states() == ["node-1 1 idle", "node-2 1 idle"]
     job = nodes.sbatch("--ntasks=2", "--output=%j.out", "--wrap=srun hostname")
