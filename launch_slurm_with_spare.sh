@@ -152,15 +152,21 @@ while true; do
         --cpus-per-task="$CPUS_PER_NODE" --no-kill=off --overlap --wait=0 --kill-on-bad-exit=1 \
         ./torchrun.sh "${@:-distributed/train_ddp.py}" || status=$?
 
-    # --- why it has ended: the first node that srun or heartbeat.py names ---
+    # --- why it has ended: the node of a rank that was killed, as torchrun's report says, or the
+    # first one that srun or heartbeat.py names ---
     # srun's --label or torchrun's --tee may have put a label before the line.
     label='^(\[[^]]*\]: ?|[0-9]+: )?'
     signs="/$label(Requeued|Not requeued): /p; s/^srun: error: (\\S+): task .*/\\1/p"
     signs+="; s/${label}Ended, because of rank \\S+ on (\\S+): .*/\\2/p"
     signs+="; s/${label}Ended, because of no rank .*/-/p"
+    # SIGKILL, SIGSEGV and the like, but not SIGTERM, nor SIGABRT, with which NCCL ends its waits.
+    signs+="; /Root Cause/,/====/{/ host +: /h; /exitcode +: -(4|7|8|9|11) /{x; s/.* /killed: /p}}"
     said=$(tail --bytes=+$((before + 1)) "$log" | sed --quiet --regexp-extended "$signs")
     if ((status == 0)) || [[ "$said" == *equeued:* ]] || ! is_running; then exit "$status"; fi
     restarts=$((restarts + 1)) failures=$((failures + 1)) suspect=${said%%$'\n'*}
+    if [[ "$said" =~ killed:\ ([^[:space:].]+) && " ${nodes[*]} " == *" ${BASH_REMATCH[1]} "* ]]; then
+        suspect=${BASH_REMATCH[1]}
+    fi
     if [[ "$suspect" == - ]]; then suspect=; fi
     echo "start $restarts: status $status, ${suspect:-no node} first" >>"log/$SLURM_JOB_ID/ends"
     if has_saved; then failures=0; fi
