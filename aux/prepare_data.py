@@ -6,6 +6,7 @@
     python aux/prepare_data.py --synthetic                      # without a download
     python aux/prepare_data.py text --input a.txt b.txt         # your own text, into data/text
     python aux/prepare_data.py text --input a.txt --tokenizer tokenizer.json
+    python aux/prepare_data.py images --data-dir data/pets      # JPEGs, drawn here
 
 Data that are already there stay. SHA256SUMS beside them is for `sha256sum --check`.
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 from torchvision import datasets
 from torchvision.datasets.utils import download_url
 
@@ -36,6 +38,7 @@ SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/t
 SHAKESPEARE += "/input.txt"
 SHAKESPEARE_MD5 = "6fb458f1232090904fb40fe944165e91"
 SYNTHETIC_TEXT = "Python documentation (synthetic)"
+DATA_SETS = ["mnist", "shakespeare", "text", "images"]
 LAST_OF_MNIST = "t10k-labels-idx1-ubyte"  # also the last one that torchvision downloads
 
 
@@ -125,6 +128,33 @@ def download_mnist(folder: Path):
             reason = str(error).strip().splitlines()[-1]
             hint = f"bring its four .gz files into {folder}/MNIST/raw by hand, or use --synthetic"
             raise DownloadError(f"cannot download MNIST ({reason}): {hint}") from None
+
+
+# --- images ---
+
+
+def draw_images(folder: Path, train: int = 5_000, test: int = 1_000):
+    """JPEGs of 400 x 400 pixels in a folder for each of ten classes, such as train/7/17.jpg. They
+    are synthetic digits, each in two colours of its own."""
+    torch.set_num_threads(1)
+    for seed, (split, count) in enumerate({"train": train, "test": test}.items()):
+        pixels = draw_digits(count, seed)
+        for i in range(count):
+            path = folder / split / str(i % 10) / f"{i}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            digit = Image.frombytes("L", (28, 28), pixels[784 * i : 784 * (i + 1)])
+            # Bright on dark, in colours that say nothing of the class.
+            dark, bright = f"hsl({37 * i % 360}, 60%, 20%)", f"hsl({53 * i % 360}, 60%, 75%)"
+            ImageOps.colorize(digit.resize((400, 400)), dark, bright).save(path)
+
+
+def prepare_images(folder: Path) -> str:
+    """Makes `folder` as a whole. Returns one line that describes it. Raises OSError."""
+    if folder.exists():
+        sys.exit(f"{folder} is left as it is: give another --data-dir")
+    with written_whole(folder.parent, folder.name) as new:
+        draw_images(new / folder.name)
+    return f"SYNTHETIC photographs in ten classes: digits in colour, in {folder}"
 
 
 # --- text ---
@@ -242,8 +272,8 @@ def download_shakespeare(folder: Path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("dataset", nargs="?", choices=["mnist", "shakespeare", "text", "all"], default="all")
-    help = "write into this folder (default: data/mnist, data/shakespeare or data/text)"
+    add("dataset", nargs="?", choices=[*DATA_SETS, "all"], default="all")
+    help = "write into this folder (default: data/ and the data set's name)"
     add("--data-dir", type=Path, help=help)
     add("--synthetic", action="store_true", help="make the data here, without internet")
     help = "your own text, in UTF-8, for the data set text"
@@ -268,6 +298,8 @@ def main():
         folder = args.data_dir or Path("data", name)
         if name == "mnist":
             return prepare_mnist(folder, synthetic)
+        if name == "images":
+            return prepare_images(folder)
         return prepare_text(folder, synthetic, args.input, args.tokenizer)
 
     names = ["mnist", "shakespeare"] if args.dataset == "all" else [args.dataset]

@@ -251,6 +251,34 @@ def test_a_download_that_ended_early_gives_way_to_synthetic(tmp_path, monkeypatc
     assert prepare_data.mnist.describe(tmp_path).startswith("SYNTHETIC")
 
 
+def test_images_are_drawn_as_a_whole(tmp_path, monkeypatch, capsys):
+    """ImageFolder reads them. A disk that is full leaves nothing, and a second start changes
+    nothing."""
+    draw = functools.partial(prepare_data.draw_images, train=40, test=20)
+    monkeypatch.setattr(prepare_data, "draw_images", draw)
+    command = ["images", "--data-dir", tmp_path / "pets"]
+
+    def full_disk(image, path):
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare_data.Image.Image, "save", full_disk)
+        with pytest.raises(SystemExit, match=r"cannot read or write .*: No space left on"):
+            prepare(patched, *command)
+    assert not [*tmp_path.iterdir()]
+
+    prepare(monkeypatch, *command)
+    assert f"SYNTHETIC photographs in ten classes: digits in colour, in {tmp_path}/pets" in (
+        capsys.readouterr().out
+    )
+    for split, count in (("train", 40), ("test", 20)):
+        read = torchvision.datasets.ImageFolder(tmp_path / "pets" / split)
+        assert len(read.classes) == 10 and len(read) == count
+        assert all(image.size == (400, 400) and image.mode == "RGB" for image, _ in read)
+    with pytest.raises(SystemExit, match="pets is left as it is: give another --data-dir"):
+        prepare(monkeypatch, *command)
+
+
 def test_damage_is_found(served, tmp_path, monkeypatch):
     prepare(monkeypatch, "mnist", "--data-dir", tmp_path)
     raw = tmp_path / "MNIST/raw"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, at_once, environment, run
-from write_diffs import DIFF, hunks_by_block, with_diffs
+from write_diffs import DIFF, with_diffs
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 # By number, and the appendices by name
@@ -300,18 +300,10 @@ def test_files_of_a_copy(clone):
 def test_diffs_are_fresh(path):
     """`python dev/write_diffs.py README.md docs/*.md` writes them anew."""
     text = path.read_text()
-    # Those that begin with a file's name are applied by test_plain_scripts.py.
+    # One that begins with a file's name is a patch, and test_plain_scripts.py applies it.
     commands = re.findall(r"^```diff\n(?!---)", text, re.M)
     assert len(DIFF.findall(text)) == len(commands), "a diff without its command above it"
     assert with_diffs(text) == text
-
-
-def test_all_of_the_step_to_data_parallel_is_shown():
-    """In chapter 2, except the docstring, with every line that stays."""
-    command = "git diff --no-index -U999 local/train_single.py distributed/train_ddp.py"
-    chapter = CHAPTERS[2].read_text()
-    hidden = {block for block, hunk in hunks_by_block(command) if hunk not in chapter}
-    assert hidden == {"docstring"}
 
 
 def anchors(path: Path) -> set[str]:
