@@ -79,8 +79,9 @@ def cells(pairs: list[tuple], *quick: tuple) -> list:
 
 
 def at_once(scenario: Callable, cases: list[tuple]):
-    """Calls `scenario` with each case in a thread: a job waits more than it computes."""
-    with ThreadPoolExecutor(len(cases)) as pool:
+    """Calls `scenario` with each case in a thread: a job waits more than it computes. When what it
+    prints is recorded, one after the other."""
+    with ThreadPoolExecutor(1 if "RECORD" in os.environ else len(cases)) as pool:
         for done in [pool.submit(scenario, *case) for case in cases]:
             done.result()
 

@@ -1,0 +1,51 @@
+"""With RECORD set, as `make record` does, the tests that compare what a page shows with what its
+commands print train on all of the data, and the page gets the fresh lines, the same ones as before.
+"""
+
+import os
+import re
+import socket
+import threading
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RECORDING = "RECORD" in os.environ
+LOSS = r"loss=\d+\.\d{6}(?: test_accuracy=[\d.]+)?"
+LOCK = threading.Lock()
+
+
+def write(shown: str, fresh: str):
+    """Puts `fresh` in the place of the block `shown` of a page. If a loss is a new one, it is so on
+    all pages, in sentences and in outputs of other tests."""
+    fresh = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "vm", fresh)
+    pairs = {f"\n{shown}```": f"\n{fresh}```"}
+    for old, new in zip(re.findall(LOSS, shown), re.findall(LOSS, fresh), strict=True):
+        pairs[old] = new
+        pairs[old.split()[0].removeprefix("loss=")] = new.split()[0].removeprefix("loss=")
+    pattern = "|".join(re.escape(old) for old in pairs)
+    with LOCK:
+        pages = {path: path.read_text() for path in pages_of_the_tutorial()}
+        assert any(f"\n{shown}```" in text for text in pages.values()), f"on no page:\n{shown}"
+        for path, text in pages.items():
+            # All at once, so that no new loss is taken for another old one.
+            written = re.sub(pattern, lambda found: pairs[found[0]], text)
+            if written != text:
+                path.write_text(written)
+
+
+def pages_of_the_tutorial() -> list[Path]:
+    return [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+
+def stop_early(clone: Path, batches: int):
+    """A training in this clone ends after so many batches, for a page that shows the first steps of
+    several."""
+    path = clone / "distributed/mnist.py"
+    text = path.read_text().replace("import hashlib\n", "import hashlib\nimport os\nimport time\n")
+    text = text.replace("\ndef collate", "\nfetched = [0]\n\n\ndef collate")
+    # The other ranks may still be adding up.
+    stop = f"    fetched[0] += 1\n    if fetched[0] > {batches}:\n"
+    stop += "        time.sleep(2)\n        os._exit(0)\n"
+    text = text.replace("    return batch\n", f"{stop}    return batch\n")
+    assert stop in text
+    path.write_text(text)
