@@ -14,9 +14,11 @@ LOSS = r"loss=\d+\.\d{6}(?: test_accuracy=[\d.]+)?"
 LOCK = threading.Lock()
 
 
-def write(shown: str, fresh: str):
-    """Puts `fresh` in the place of the block `shown` of a page. If a loss is a new one, it is so on
-    all pages, in sentences and in outputs of other tests."""
+def write(shown: str, parts: list[list[int]], output: str):
+    """Puts these lines of the output in the place of the block `shown` of a page, with "..."
+    between the parts. A new loss takes the old one's place on all pages, also in sentences."""
+    lines = output.splitlines(keepends=True)
+    fresh = "...\n".join("".join(lines[number] for number in part) for part in parts)
     fresh = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "vm", fresh)
     pairs = {f"\n{shown}```": f"\n{fresh}```"}
     for old, new in zip(re.findall(LOSS, shown), re.findall(LOSS, fresh), strict=True):
