@@ -2,6 +2,7 @@
 commands print train on all of the data, and the page gets the fresh lines, the same ones as before.
 """
 
+import contextlib
 import os
 import re
 import socket
@@ -39,11 +40,13 @@ def pages_of_the_tutorial() -> list[Path]:
     return [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 
 
+@contextlib.contextmanager
 def stop_early(clone: Path, batches: int):
-    """A training in this clone ends after so many batches, for a page that shows the first steps of
-    several."""
+    """Meanwhile a training in this clone ends after so many batches, for a page that shows no more.
+    In a test that does not record, the small data end before."""
     path = clone / "distributed/mnist.py"
-    text = path.read_text().replace("import hashlib\n", "import hashlib\nimport os\nimport time\n")
+    kept = path.read_text()
+    text = kept.replace("import hashlib\n", "import hashlib\nimport os\nimport time\n")
     text = text.replace("\ndef collate", "\nfetched = [0]\n\n\ndef collate")
     # The other ranks may still be adding up.
     stop = f"    fetched[0] += 1\n    if fetched[0] > {batches}:\n"
@@ -51,3 +54,5 @@ def stop_early(clone: Path, batches: int):
     text = text.replace("    return batch\n", f"{stop}    return batch\n")
     assert stop in text
     path.write_text(text)
+    yield
+    path.write_text(kept)

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.matrix
 def test_one_script_twice(clone):  # noqa: F811  the fixture
     """Chapter 2. The order of two processes' lines is by chance, and on the page not."""
     shown = shown_by(2, "Data: SYNTHETIC")
-    if record.RECORDING and shown.endswith("...\n"):
-        record.stop_early(clone, 150)
-    fresh = bash("./torchrun.sh local/train_single.py --epochs 1", clone, NPROC_PER_NODE=2)
+    batches = 150 if shown.endswith("...\n") else 1000
+    with record.stop_early(clone, batches):
+        fresh = bash("./torchrun.sh local/train_single.py --epochs 1", clone, NPROC_PER_NODE=2)
     lines = defaultdict(list)
     for shape, number in shapes(fresh):
         lines[shape].append(fresh.splitlines(keepends=True)[number])
