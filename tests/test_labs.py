@@ -1,15 +1,13 @@
 """Outputs of the pages below blocks of sh, such as those of labs: their commands, in the order in
 which somebody types them."""
 
-import os
 import re
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 
 import record
-from conftest import LAUNCHERS, NAMESPACES, environment, run, wait_for
+from conftest import LAUNCHERS, NAMESPACES, wait_for
 from test_readme import HOME, assert_shown, bash, clone, shapes, shown_by  # noqa: F401
 
 pytestmark = pytest.mark.matrix
@@ -45,22 +43,33 @@ def test_endless_loop(clone, cluster):  # noqa: F811
     assert_shown(shown_by(4, r"\[Rank.*no step for"), fresh)
 
 
-def test_crash_a_node(clone):  # noqa: F811
-    """Chapter 5, on a cluster of its own."""
-    variables = {"CLUSTER": f"lab-{os.getpid()}"}
+def test_kill_a_rank(clone, cluster):  # noqa: F811
+    """Chapter 5: the last rank of the second node, after five lines of steps."""
+
+    def on_the_cluster(command: str) -> str:
+        return bash(command, clone, (NAMESPACES, "exec"), **cluster.environment)
+
     train = "distributed/train_preemptible.py --epochs 500 --log-every 20 --save-every 20"
-    submit = f"sbatch --exclude=node-1 --output=lab.out launch_slurm_with_spare.sh {train}"
-    log, state = clone / "lab.out", Path(f"/run/slurm-cluster-{variables['CLUSTER']}")
+    submit = "sbatch --parsable --nodes=3 --output=lab.out launch_slurm_with_spare.sh"
+    job = on_the_cluster(f"{submit} {train}").strip()
+    log = clone / "lab.out"
     try:
-        bash(f"{NAMESPACES} up --nodes 4", clone, **variables)
-        bash(submit, clone, (NAMESPACES, "exec"), **variables)
-        wait_for(lambda: log.exists() and " step=60/" in log.read_text(), 240)
-        bash(f'kill -9 "$(cat {state}/node-3.pid)"', clone)
+        wait_for(
+            lambda: log.exists() and re.search(r"(?s)^Start 1 .* loss=", log.read_text(), re.M), 240
+        )
+        node = re.search(r"^Start 1 on \S+,(\S+)$", log.read_text(), re.M)[1]
+        there = f"srun --jobid={job} --overlap --nodelist={node} --nodes=1 --ntasks=1"
+        rank = on_the_cluster(f"{there} pgrep --full train_preemptible").split()[-1]
+        wait_for(lambda: log.read_text().count(" loss=") >= 5, 240)
+        on_the_cluster(f"{there} kill -9 {rank}")
         wait_for(lambda: re.search(r"(?s)^Resumed after.* loss=", log.read_text(), re.M), 240)
-        shown = bash("grep -E '^(Start|Left|Resumed|srun: error|epoch)' lab.out", clone)
-        assert_shown(shown_by(5, "Start 1 on"), shown)
     finally:
-        run(NAMESPACES, "down", env=environment(**variables))
+        on_the_cluster(f"scancel {job}")
+    fresh = bash("grep -E '^(Start|Resumed|srun: error|epoch)' lab.out", clone)
+    # Those of the end, which came after the look.
+    assert_shown(
+        shown_by(5, "Start 1 on"), re.match(r"(?s).*^Resumed.*?\nepoch.*?\n", fresh, re.M)[0]
+    )
 
 
 def test_silent_mistakes(clone):  # noqa: F811
