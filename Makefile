@@ -12,7 +12,7 @@ TORCH ?= 2.9.1 2.11.0 2.12.1 2.14.1 2.15.0
 SLURM ?= bookworm trixie forky
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all test-torch test-slurm test-kernels test-scale test-gpu gpu-report lint docs clean
+.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all record test-torch test-slurm test-kernels test-scale test-gpu gpu-report lint docs clean
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand --tabs=28
 
@@ -52,6 +52,10 @@ test-all: .venv/tests .venv-guests/ready slurm docker sshd podman accounting  ##
 	.venv/bin/python -m pytest tests -m matrix --numprocesses 2 $(ARGS)
 	.venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2 --dist load
 	$(MAKE) test-torch TORCH="$(sort $(firstword $(TORCH)) $(lastword $(TORCH)))"
+
+record: .venv/tests slurm  ## write the pages' outputs anew, on an idle machine: run, and look at git diff (root; twelve minutes)
+	RECORD=1 .venv/bin/python -m pytest tests/test_readme.py tests/test_labs.py \
+	    -m 'not scale' -k 'make_train or chapter or test_labs' $(ARGS)
 
 test-torch:     ## every script under other versions of torch, each in its own environment (TORCH="2.9.1 2.11.0")
 	for version in $(TORCH); do \

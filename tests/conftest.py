@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 
 import chaos
+import record
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NAMESPACES = REPOSITORY / "local/cluster/namespaces.sh"
@@ -79,8 +80,9 @@ def cells(pairs: list[tuple], *quick: tuple) -> list:
 
 
 def at_once(scenario: Callable, cases: list[tuple]):
-    """Calls `scenario` with each case in a thread: a job waits more than it computes."""
-    with ThreadPoolExecutor(len(cases)) as pool:
+    """Calls `scenario` with each case in a thread: a job waits more than it computes. When what it
+    prints is recorded, one after the other."""
+    with ThreadPoolExecutor(1 if record.RECORDING else len(cases)) as pool:
         for done in [pool.submit(scenario, *case) for case in cases]:
             done.result()
 
@@ -345,7 +347,9 @@ def mnist(mnist_full, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny(mnist_full, tmp_path_factory) -> Path:
     """300 training and 100 test images, where a test is not about what is learnt: five steps an
-    epoch."""
+    epoch. When what the pages show is recorded, the whole set."""
+    if record.RECORDING:
+        return mnist_full
     return first_images(mnist_full, tmp_path_factory.mktemp("tiny"), 300, 100)
 
 

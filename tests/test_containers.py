@@ -235,8 +235,8 @@ def test_chapter_has_the_losses_of_torchrun(cluster, site, tiny, tmp_path):
         language, commands, shown, clone, prefix, **cluster.environment, **site.environment
     )
     logs = [printed, cluster.wait(other).log]
-    losses = [re.findall(r"^epoch=1 step=\d/4 loss=(\S+)", log, re.M) for log in logs]
-    assert len(losses[0]) == 4 and losses[0] == losses[1]
+    losses = [re.findall(r"^epoch=1 step=\d+/\d+ loss=(\S+)", log, re.M) for log in logs]
+    assert len(losses[0]) >= 4 and losses[0] == losses[1]
 
 
 def test_two_jobs_create_one_container(cluster, site):

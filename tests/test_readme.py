@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import record
 from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, at_once, environment, run
 from write_diffs import DIFF, with_diffs
 
@@ -69,42 +70,62 @@ def steps(path: Path) -> list[tuple[str, str, str]]:
     return found
 
 
-# Whether srun had to wait, and what slurmstepd says of an end.
+# Whether srun had to wait, what slurmstepd says of an end, states that pass before a look.
 BY_CHANCE = r"srun: (job \d+ (queued|has been allocated)|Job \d+ step creation|Step created)"
 BY_CHANCE += r"|slurmstepd-\S+: error: \*\*\*"
+PASSING = ["PENDING", "CONFIGURING", "COMPLETING"] + ["RUNNING"] * (not record.RECORDING)
+BY_CHANCE += rf"|job \d+: ({'|'.join(PASSING)})\b"
+# A recorded line is one of the same step.
+SAME = r"(?:epoch|step)=[\d/]+" if record.RECORDING else "(?!)"
+NUMBER = re.compile(rf"({SAME})|\d+(?:[.:]\d+)*")
 
 
-def shapes(text: str) -> list[str]:
-    """The lines of an output without what differs from run to run: numbers, blanks, the name of
-    a machine, what a rank does just then (watch_job.py), and the order of lines that ranks and
-    tasks print at the same time. The numbers of a rank stay."""
+def shapes(text: str) -> list[tuple[str, int]]:
+    """(shape, number) of the lines of an output. The shape has not what differs from run to run:
+    numbers, blanks, the name of a machine, what a rank does just then (watch_job.py), and the order
+    of lines that ranks and tasks print at the same time. The numbers of a rank stay."""
     lines = []
-    for line in text.splitlines():
+    for number, line in enumerate(text.splitlines()):
         line = re.sub(r"^( +\d+  \S+ +)(?:\d+|-)( +\d+ s  ).+", r"\1 0\2 somewhere", line)
         line = re.sub(rf"\b(vm|{re.escape(socket.gethostname())})\b", "HOST", line)
         # PyPI's torch is one for CUDA. Slurm 23.11 has another reason for a job that waits.
         line = re.sub(r"\+(cpu|cu\d+)\b", "", line)
         line = re.sub(r"\((Resources|Priority|InvalidAccount)\)$", "(REASON)", line)
+        line = re.sub(r"\b\d+ days?, (?=\d+:)", "", line)
+        # The end of a temporary folder's name.
+        line = re.sub(r"(_\d\d-\d\d-\d\d)\.\w{6}\b", r"\1.X", line)
         if re.match(r"\[Rank: |task \d+ of |I am rank ", line):
             line = re.sub(r"node-\d+", "node-#", line)
-            lines.append(re.sub(r"CPUs: \d+ \| threads: \d+", "CPUs, threads", line))
+            lines.append((re.sub(r"CPUs: \d+ \| threads: \d+", "CPUs, threads", line), number))
         elif not re.match(BY_CHANCE, line):
-            lines.append(" ".join(re.sub(r"\d+([.:]\d+)*", "#", line).split()))
-    parts = itertools.groupby(lines, lambda line: line.startswith(("[Rank", "task ", "I am")))
+            shape = NUMBER.sub(lambda found: found[1] or "#", line)
+            lines.append((" ".join(shape.split()), number))
+    parts = itertools.groupby(lines, lambda line: line[0].startswith(("[Rank", "task ", "I am")))
     return [line for at_once, part in parts for line in (sorted(part) if at_once else part)]
+
+
+def shown_by(chapter: int | str, words: str) -> str:
+    """The output in a chapter with a line that begins with these words."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", CHAPTERS[chapter].read_text(), re.M | re.S)
+    [found] = [text for _, text in blocks if re.search(f"^ *{words}", text, re.M)]
+    return found
 
 
 def assert_shown(shown: str, fresh: str):
     """What a document shows is what the command prints. A line "..." stands for any number of
-    lines."""
-    lines, start = ["begin", *shapes(fresh), "end"], 0
-    parts = [shapes(part) for part in re.split(r"^\.\.\.\n", f"begin\n{shown}end\n", flags=re.M)]
-    for part in parts:
+    lines. When recording, the document gets the fresh lines."""
+    found = [("begin", -1), *shapes(fresh), ("end", -1)]
+    lines, start, written = [shape for shape, _ in found], 0, []
+    for text in re.split(r"^\.\.\.\n", f"begin\n{shown}end\n", flags=re.M):
+        part = [shape for shape, _ in shapes(text)]
         places = (
             i for i in range(start, len(lines) - len(part) + 1) if lines[i : i + len(part)] == part
         )
         start = next(places, len(lines)) + len(part)
         assert start <= len(lines), f"not in the output:\n{part}\nThe output:\n{fresh}"
+        written.append(sorted(x for _, x in found[start - len(part) : start] if x >= 0))
+    if record.RECORDING:
+        record.write(shown, written, fresh)
 
 
 HOME = "/home/me/project"  # where the documents have the repository
@@ -190,16 +211,40 @@ def test_chapter_on_one_machine(chapter, clone):
     assert try_chapter(chapter, clone)
 
 
+def follow_two_jobs(printed: str, clone: Path, prefix: tuple, variables: dict):
+    """The queue and the logs of chapter 1, after what sbatch has printed."""
+    for _ in range(60):
+        queue = bash("squeue --me", clone, prefix, **variables)
+        if re.search(r" PD .*\((Resources|Priority)\)\n.* R .*node-\[", queue):
+            break
+        time.sleep(0.5)
+    assert_shown(shown_by(1, "JOBID PARTITION"), queue)
+    jobs = re.findall(r"Submitted batch job (\d+)", printed)
+    for job, end in zip(jobs, ("VERDICT: all well", "Finished: "), strict=True):
+        log = clone / f"{LAUNCHERS['torchrun']}_{job}.out"
+        bash(f"until grep -qs '^{end}' {log}; do sleep 1; done", clone)
+        shown = shown_by(1, end)
+        if not record.RECORDING:
+            # The small data have one line of steps.
+            shown = re.sub(r"^(epoch=1 step=.*\n|\.\.\.\n)+", "...\n", shown, flags=re.M)
+        # After its end torchrun may complain that the other node has ended first.
+        assert_shown(shown, re.match(rf"(.*\n)*?{end}.*\n", log.read_text())[0])
+
+
 def test_chapter_of_slurm(clone):
-    """On the cluster of two nodes that one of its blocks starts."""
+    """On the cluster of two nodes that one of its blocks starts. The two jobs of README and of the
+    chapter end with the logs that it shows."""
     variables = {"CLUSTER": f"readme-{os.getpid()}"}
+    prefix = (NAMESPACES, "exec")
     others = steps(CHAPTERS[1])
     [start] = [step for step in others if step[1] == "make cluster\n"]
     others.remove(start)
     try:
         assert "is up" in try_block(*start, clone, **variables)
         for step in others:
-            try_block(*step, clone, prefix=(NAMESPACES, "exec"), **variables)
+            printed = try_block(*step, clone, prefix, **variables)
+            if "aux/check_ranks.py\nsbatch" in step[1]:
+                follow_two_jobs(printed, clone, prefix, variables)
         bash("make cluster-down", clone, **variables)
         assert not Path(f"/run/slurm-cluster-{variables['CLUSTER']}").exists()
     finally:
@@ -237,30 +282,12 @@ def test_chapters_of_language_models(clone):
     assert len(shown.partition("\nSample from checkpoints/tp/step_100:\n")[2]) > 200
 
 
-def test_on_a_cluster(clone, cluster):
-    """The two jobs of README and of chapter 1, typed on a login node, end with the logs that the
-    chapter shows."""
-    before = time.time()
-    submit = block("sbatch launch_slurm_with_torchrun.sh aux/check_ranks.py")
-    printed = bash(submit, clone, prefix=(NAMESPACES, "exec"), **cluster.environment)
-    ids = [int(job) for job in re.findall(r"Submitted batch job (\d+)", printed)]
-    jobs = [cluster.wait(job, timeout=240) for job in ids]
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", CHAPTERS[1].read_text(), re.M | re.S)
-    for end, job in zip(("VERDICT: all well", "Finished: "), jobs, strict=True):
-        assert job.state == "COMPLETED", job.log
-        [shown] = [text for _, text in blocks if re.search(f"^{end}", text, re.M)]
-        # The small data have one line of steps. At the end torchrun may complain that the other
-        # node has ended first.
-        shown = re.sub(r"^(epoch=1 step=.*\n|\.\.\.\n)+", "...\n", shown, flags=re.M)
-        assert_shown(f"{shown}...\n", job.log)
-    assert time.time() - before < 240
-
-
 @pytest.mark.matrix
 def test_chapter_of_the_proof(clone):
     """One process, two ranks and four: the columns are the same training, and not only of the
     same shape."""
-    shown = try_chapter(3, clone)[0]
+    with record.stop_early(clone, 20):
+        shown = try_chapter(3, clone)[0]
     lines = [re.findall(r" loss=(\S+)", line) for line in shown.splitlines()]
     rows = [[float(loss) for loss in line] for line in lines]
     assert len(rows) == 5 and rows[-1][0] < rows[0][0]

@@ -253,13 +253,10 @@ def read_until(word: str, process: subprocess.Popen) -> str:
 # --- a job from its submission to its end ---
 
 
-def as_on_any_machine(text: str, laptop: Laptop) -> str:
-    """Without what differs from run to run: folders, keys, and states of a job that may have
-    passed before a look."""
+def as_on_the_page(text: str, laptop: Laptop) -> str:
+    """With its folders, and its name of the login node."""
     text = text.replace(str(laptop.clone), HOME).replace(f"{laptop.clone.parent}/there", "/home/me")
-    text = re.sub(r"^job \d+: (PENDING|CONFIGURING|RUNNING|COMPLETING)\b.*\n", "", text, flags=re.M)
-    text = re.sub(rf"\[{ADDRESS}\]:2222", "login.example.org", text)
-    return re.sub(r"(_\d\d-\d\d-\d\d)\.\w{6}\b", r"\1.X", text).replace("\r", "")
+    return re.sub(rf"\[{ADDRESS}\]:2222", "login.example.org", text).replace("\r", "")
 
 
 def test_chapter(laptop):
@@ -272,9 +269,10 @@ def test_chapter(laptop):
         for language, commands, shown in steps(CHAPTERS["laptop"]):
             if language == "console":
                 known.write_text("")
-            done = laptop.run("bash", "-euo", "pipefail", "-c", f"exec 2>&1; {commands}")
+            script = f"exec 2>&1; {commands}"
+            done = laptop.run("bash", "-euo", "pipefail", "-c", script, timeout=400)
             assert done.returncode == (language == "console"), done.stdout
-            assert_shown(as_on_any_machine(shown, laptop), as_on_any_machine(done.stdout, laptop))
+            assert_shown(shown, as_on_the_page(done.stdout, laptop))
     finally:
         slurmfile.write_text(kept[0])
         known.write_text(kept[1])

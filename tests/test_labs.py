@@ -1,0 +1,80 @@
+"""Outputs of the pages below blocks of sh, such as those of labs: their commands, in the order in
+which somebody types them."""
+
+import re
+from collections import defaultdict
+
+import pytest
+
+import record
+from conftest import LAUNCHERS, NAMESPACES, wait_for
+from test_readme import HOME, assert_shown, bash, clone, shapes, shown_by  # noqa: F401
+
+pytestmark = pytest.mark.matrix
+
+
+def test_one_script_twice(clone):  # noqa: F811  the fixture
+    """Chapter 2. The order of two processes' lines is by chance, and on the page not."""
+    shown = shown_by(2, "Data: SYNTHETIC")
+    batches = 150 if shown.endswith("...\n") else 1000
+    with record.stop_early(clone, batches):
+        fresh = bash("./torchrun.sh local/train_single.py --epochs 1", clone, NPROC_PER_NODE=2)
+    lines = defaultdict(list)
+    for shape, number in shapes(fresh):
+        lines[shape].append(fresh.splitlines(keepends=True)[number])
+    assert all(len(both) == 2 for both in lines.values()), fresh
+    assert_shown(
+        shown, "".join(lines[shape].pop(0) for shape, _ in shapes(shown) if shape != "...")
+    )
+
+
+def test_endless_loop(clone, cluster):  # noqa: F811
+    """Chapter 4: what the log says after a minute."""
+    command = [LAUNCHERS["torchrun"], "tests/failures/endless_loop.py"]
+    variables = {"PYTHONPATH": "distributed"}
+    job = cluster.submit("--output=endless.out", *command, env=variables, cwd=clone)
+    log = clone / "endless.out"
+    said = re.compile(r"\[Rank \d on .*no step for(.|\n)*endless_loop\.py:\d+\)\n")
+    try:
+        wait_for(lambda: log.exists() and said.search(log.read_text()), 180)
+    finally:
+        cluster.exec("scancel", job)
+    fresh = said.search(log.read_text())[0].replace(str(clone), HOME)
+    assert_shown(shown_by(4, r"\[Rank.*no step for"), fresh)
+
+
+def test_kill_a_rank(clone, cluster):  # noqa: F811
+    """Chapter 5: the last rank of the second node, after five lines of steps."""
+
+    def on_the_cluster(command: str) -> str:
+        return bash(command, clone, (NAMESPACES, "exec"), **cluster.environment)
+
+    train = "distributed/train_preemptible.py --epochs 500 --log-every 20 --save-every 20"
+    submit = "sbatch --parsable --nodes=3 --output=lab.out launch_slurm_with_spare.sh"
+    job = on_the_cluster(f"{submit} {train}").strip()
+    log = clone / "lab.out"
+    try:
+        wait_for(
+            lambda: log.exists() and re.search(r"(?s)^Start 1 .* loss=", log.read_text(), re.M), 240
+        )
+        node = re.search(r"^Start 1 on \S+,(\S+)$", log.read_text(), re.M)[1]
+        there = f"srun --jobid={job} --overlap --nodelist={node} --nodes=1 --ntasks=1"
+        rank = on_the_cluster(f"{there} pgrep --full train_preemptible").split()[-1]
+        wait_for(lambda: log.read_text().count(" loss=") >= 5, 240)
+        on_the_cluster(f"{there} kill -9 {rank}")
+        wait_for(lambda: re.search(r"(?s)^Resumed after.* loss=", log.read_text(), re.M), 240)
+    finally:
+        on_the_cluster(f"scancel {job}")
+    fresh = bash("grep -E '^(Start|Resumed|srun: error|epoch)' lab.out", clone)
+    # Those of the end, which came after the look.
+    assert_shown(
+        shown_by(5, "Start 1 on"), re.match(r"(?s).*^Resumed.*?\nepoch.*?\n", fresh, re.M)[0]
+    )
+
+
+def test_silent_mistakes(clone):  # noqa: F811
+    """Chapter 8."""
+    padding = "./torchrun.sh tests/failures/padding_broken.py"
+    commands = f"./torchrun.sh tests/failures/set_epoch_broken.py\n{padding}\n"
+    fresh = bash(f"{commands}NPROC_PER_NODE=4 {padding}", clone, NPROC_PER_NODE=2)
+    assert_shown(shown_by(8, "epoch 1 begins with"), fresh)
