@@ -13,10 +13,9 @@ BLOCKS = [step for step in steps(PAGE) if step[0] == "bash"]
 pytestmark = pytest.mark.matrix
 
 
-def recipe(word: str, clone, cluster, replaced: tuple[str, str] = ("", "")) -> str:  # noqa: F811
+def recipe(word: str, clone, cluster) -> str:  # noqa: F811
     """Runs the block that has this word. Returns what it prints, which is what the page shows."""
     [(language, commands, shown)] = [step for step in BLOCKS if word in step[1]]
-    commands = commands.replace(*replaced)
     return try_block(language, commands, shown, clone, (NAMESPACES, "exec"), **cluster.environment)
 
 
@@ -25,15 +24,20 @@ def test_an_allocation(clone, cluster):  # noqa: F811
 
 
 def test_a_sweep(clone, cluster):  # noqa: F811
-    """From the page's list, and then with settings that each job draws."""
-    [drawn] = re.findall(r"^rate=\$\(python3.*\)$", PAGE.read_text(), re.M)
-    for replaced in (("", ""), ("rate=${rates[SLURM_ARRAY_TASK_ID]}", drawn)):
-        printed = recipe("sweep.sh", clone, cluster, replaced)
-        losses = re.findall(r"_([012])\.out:test_loss=(\S+) ", printed)
-        assert [task for task, _ in losses] == ["0", "1", "2"]
-        assert len({loss for _, loss in losses}) == 3, "each with its own learning rate"
-        for log in clone.glob("sweep_*.out"):
-            log.unlink()
+    losses = re.findall(r"_([012])\.out:test_loss=(\S+) ", recipe("sweep.sh", clone, cluster))
+    assert [task for task, _ in losses] == ["0", "1", "2"]
+    assert len({loss for _, loss in losses}) == 3, "each with its own learning rate"
+
+
+def test_settings_that_are_drawn():
+    """Each job's own, the same ones again after a requeue."""
+    [line] = re.findall(r"^rate=\$\(python3.*\)$", PAGE.read_text(), re.M)
+    jobs = [
+        run("bash", "-c", f"{line}; echo $rate", env=environment(SLURM_ARRAY_TASK_ID=job)).stdout
+        for job in (0, 1, 2, 0)
+    ]
+    assert len(set(jobs)) == 3 and jobs[0] == jobs[3]
+    assert all(0.001 <= float(rate) <= 0.1 for rate in jobs)
 
 
 def test_a_trainer_and_a_server(clone, cluster):  # noqa: F811
