@@ -6,5 +6,6 @@
 source /etc/profile
 # The site's torch, whose NCCL has the plugin for Slingshot. In Shifter: --module=gpu,nccl-plugin
 module load pytorch
-# In the header: -C gpu, -q regular, -A, and 32 CPUs for each GPU. A node has 64 cores with two
-# hardware threads each, so a CPU is a thread.
+# In the header: -C gpu, -q regular and -A, as in those scripts, instead of the --partition that
+# check_site.py proposes, and 32 CPUs for each GPU. A node has 64 cores with two hardware threads
+# each, so a CPU is a thread.

@@ -9,42 +9,64 @@ from conftest import NAMESPACES, REPOSITORY, environment, run
 from test_readme import clone, steps, try_block  # noqa: F401  a fixture
 
 PAGE = REPOSITORY / "docs/recipes.md"
+BLOCKS = [step for step in steps(PAGE) if step[0] == "bash"]
+pytestmark = pytest.mark.matrix
 
 
-@pytest.mark.matrix
-def test_recipes(clone, cluster, text):  # noqa: F811  the fixture
-    """One after the other; each shows what the page has below it."""
-    shutil.copytree(text, clone / "data/shakespeare")
-    prefix = (NAMESPACES, "exec")
-    blocks = [step for step in steps(PAGE) if step[0] == "bash"]
-    printed = [try_block(*step, clone, prefix, **cluster.environment) for step in blocks]
-    allocation, sweep, draw, server, chain, own_text, staged = printed
-    assert "VERDICT: all well, 4 ranks" in allocation
+def recipe(word: str, clone, cluster) -> str:  # noqa: F811
+    """Runs the block that has this word. Returns what it prints, which is what the page shows."""
+    [(language, commands, shown)] = [step for step in BLOCKS if word in step[1]]
+    return try_block(language, commands, shown, clone, (NAMESPACES, "exec"), **cluster.environment)
 
-    losses = re.findall(r"_([012])\.out:test_loss=(\S+) ", sweep)
+
+def test_an_allocation(clone, cluster):  # noqa: F811
+    assert "VERDICT: all well, 4 ranks" in recipe("salloc", clone, cluster)
+
+
+def test_a_sweep(clone, cluster):  # noqa: F811
+    losses = re.findall(r"_([012])\.out:test_loss=(\S+) ", recipe("sweep.sh", clone, cluster))
     assert [task for task, _ in losses] == ["0", "1", "2"]
     assert len({loss for _, loss in losses}) == 3, "each with its own learning rate"
 
-    drawn = re.findall(r"^draw_([012])\.out:test_loss=(\S+) ", draw, re.M)
-    assert [task for task, _ in drawn] == ["0", "1", "2"]
-    assert len({loss for _, loss in drawn}) == 3
 
-    assert "Submitted" in server
-    assert (clone / "both.out").read_text().count("\nFinished: epoch=1") == 1
+def test_settings_that_are_drawn():
+    """Each job's own, the same ones again after a requeue."""
+    [line] = re.findall(r"^rate=\$\(python3.*\)$", PAGE.read_text(), re.M)
+    jobs = [
+        run("bash", "-c", f"{line}; echo $rate", env=environment(SLURM_ARRAY_TASK_ID=job)).stdout
+        for job in (0, 1, 2, 0)
+    ]
+    assert len(set(jobs)) == 3 and jobs[0] == jobs[3]
+    assert all(0.001 <= float(rate) <= 0.1 for rate in jobs)
 
+
+def test_a_trainer_and_a_server(clone, cluster):  # noqa: F811
+    recipe("http.server", clone, cluster)
+    log = (clone / "both.out").read_text()
+    assert log.count("\nFinished: epoch=1") == 1, log
+    assert '"GET / HTTP/1.1" 200' in log, log
+
+
+def test_a_chain(clone, cluster, text):  # noqa: F811
+    shutil.copytree(text, clone / "data/shakespeare")
+    chain = recipe("afterok", clone, cluster)
     assert re.search(r"^Sample from checkpoints/\d+/step_20:\n", chain, re.M), chain
     assert "not found" not in chain, chain
 
-    assert "\nSample from checkpoints/text/step_100:\n" in own_text, own_text
 
-    assert "in /tmp/data-" in staged
+def test_own_text(clone, cluster):  # noqa: F811
+    printed = recipe("prepare_data.py text", clone, cluster)
+    assert "\nSample from checkpoints/text/step_100:\n" in printed, printed
+
+
+def test_data_on_local_disks(clone, cluster):  # noqa: F811
+    staged = recipe("staged.sh", clone, cluster)
     assert (clone / "staged.out").read_text().count("\nFinished: epoch=1") == 1
     [job] = re.findall(r"/tmp/data-(\d+)/", staged)
     assert run("ls", f"/tmp/data-{job}").returncode != 0, "the copy is removed"
 
 
-@pytest.mark.matrix
-def test_profile(clone, text, tmp_path):  # noqa: F811
+def test_a_profile(clone, text, tmp_path):  # noqa: F811
     """The page's diff fits train_fsdp.py, and each rank writes a trace."""
     [diff] = re.findall(r"^```diff\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     (tmp_path / "diff").write_text(diff)
