@@ -285,7 +285,8 @@ def memory(tmp_path_factory):
 def cluster(memory):
     """64 nodes with 64 CPUs and 8 pretended GPUs each. A cluster that does not start is a
     failure, never a skip."""
-    cluster = Cluster(f"tests-{os.getpid()}", nodes=64, cpus=64, gpus=8)
+    shared = (*SHARED, memory)
+    cluster = Cluster(f"tests-{os.getpid()}", nodes=64, cpus=64, gpus=8, shared=shared)
     yield cluster
     cluster.down()
 
