@@ -301,7 +301,7 @@ def test_stopped_and_resumed(asked, ways, cluster, data, uninterrupted, tmp_path
     """Saved on NFS, requeued and resumed, with equal losses."""
 
     def scenario(way):
-        trial = training(cluster, way, data, tmp_path / way, slow=1.5)
+        trial = training(cluster, way, data, tmp_path / way, slow=1)
         trial.train_a_little()
         if asked == "TERM":
             trial.signal("--signal=TERM")
@@ -356,7 +356,7 @@ def test_a_server_that_hangs(cluster, state, data, uninterrupted, tmp_path):  # 
 
 def test_a_node_without_the_server(cluster, data, uninterrupted, tmp_path):  # noqa: F811
     """Its rank goes on, but is silent, which watch_job.py says. Then all is as before."""
-    trial = training(cluster, "srun", data, tmp_path, slow=4)
+    trial = training(cluster, "srun", data, tmp_path, slow=2)
     node = trial.train_a_little()[1]
     address = cluster.exec("getent", "hosts", node).stdout.split()[0]
     on_server(cluster, "route", "add", "blackhole", address)
