@@ -358,7 +358,7 @@ def test_a_node_without_the_server(cluster, data, uninterrupted, tmp_path):  # n
     """Its rank goes on, but is silent, which watch_job.py says. Then all is as before."""
     trial = training(cluster, "srun", data, tmp_path, slow=2)
     node = trial.train_a_little()[1]
-    address = cluster.exec("getent", "hosts", node).stdout.split()[0]
+    address = cluster.exec("getent", "ahostsv4", node).stdout.split()[0]
     on_server(cluster, "route", "add", "blackhole", address)
     try:
         watch = (sys.executable, "aux/watch_job.py", trial.job, "--after", 10)
