@@ -287,7 +287,7 @@ boot() {
 
     modprobe --dirname="$inside/modules" nfsv4
     # Newer kernels have ipv6 built in. The others are for containers.
-    modprobe --dirname="$inside/modules" --quiet --all ipv6 fuse squashfs || true
+    modprobe --dirname="$inside/modules" --quiet --all ipv6 fuse overlay squashfs || true
     ip link set lo up
     ip address add "10.9.0.${name#node-}/24" dev vec0
     ip link set vec0 up
