@@ -83,12 +83,12 @@ test-slurm: .venv/tests docker  ## the launchers, signals and sites' variants un
 	[[ -z $$failed ]] || { echo "Not reached, or with failures:$$failed" >&2; exit 1; }
 slurm_tests = launchers sites cluster preflight preemption heartbeat fault_tolerance
 
+test-kernels: export BACKEND = kernels
 test-kernels: .venv/tests slurm kernels  ## on nodes with a kernel each, cgroup v2 and NFS (root; Debian)
-	BACKEND=kernels .venv/bin/python -m pytest -m 'not scale and not gpu' $(addprefix tests/test_,$(kernels_tests)) $(ARGS)
+	.venv/bin/python -m pytest -m 'not scale and not gpu' $(addprefix tests/test_,$(kernels_tests)) $(ARGS)
 	.venv/bin/python -m pytest -m kernels tests/test_kernels.py $(ARGS)
 kernels_tests = launchers.py::test_three_files_and_a_strangers_script \
     launchers.py::test_a_failing_rank_ends_the_job launchers.py::test_in_salloc \
-    preemption.py::test_a_strangers_script heartbeat.py::test_a_rank_that_hangs_is_named \
     heartbeat.py::test_a_script_without_heartbeats
 
 test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 10 GB of memory, four minutes)

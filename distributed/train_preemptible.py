@@ -182,7 +182,7 @@ if found.sum() != 0:
 log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")  # EDIT
 
 
-def save(steps_done: int):
+def save(steps_done: int, last: bool = False):
     # Bad weights must not replace good ones. All ranks have the same.
     if not all(weight.isfinite().all() for weight in model.parameters()):
         what = f"the weights are not finite after step {steps_done}"
@@ -192,12 +192,19 @@ def save(steps_done: int):
     if rank == 0:
         checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         checkpoint |= {"steps_done": steps_done, "order": order}
-        # Written under another name and renamed, so a job that ends here leaves the old file whole.
-        with open(folder / "part", "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(folder / "part", path)
+        try:
+            # Written under another name and renamed, so an end here leaves the old file whole.
+            with open(folder / "part", "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(folder / "part", path)
+        except (OSError, RuntimeError) as error:
+            # If the disk is full, torch.save raises an error that only follows from it.
+            what = f"step {steps_done} is not saved: {error.__context__ or error}"
+            if last or not os.path.exists(path):
+                sys.exit(what)
+            print(f"warning: {what}; {path} stays as it was", file=sys.stderr, flush=True)
     dist.barrier()
 
 
@@ -246,7 +253,7 @@ for epoch in range(first_epoch, args.epochs + 1):
             break
 
     # Before the evaluation, because Slurm may not leave time for both.
-    save(before + step)
+    save(before + step, last=stopped or epoch == args.epochs)
     if stopped:
         log(f"Stopped after step {before + step}, saved")
         break

@@ -20,6 +20,7 @@ from conftest import (
     at_once,
     environment,
     mounted_in_memory,
+    one_rank_a_node,
     wait_for,
 )
 from test_fault_tolerance import (
@@ -49,6 +50,9 @@ def cluster(disk):
     assert BACKEND == KERNELS, "make test-kernels runs these tests"
     shared = (*SHARED, VENV, disk)
     cluster = Cluster(f"nfs-{os.getpid()}", nodes=4, cpus=16, gpus=2, shared=shared)
+    # Each node would read it first, for a minute. One test is about that.
+    for number in range(1, 5):
+        assert cluster.exec("umount", VENV, node=f"node-{number}").returncode == 0
     yield cluster
     cluster.down()
 
@@ -110,9 +114,10 @@ for _ in range(2):
 
 def test_requests_of_import_torch(cluster):
     """From a virtual environment on NFS, of which this node has seen nothing yet."""
-    remount = f"umount {VENV} && mount -t nfs4 -o vers=4.2 server:{VENV} {VENV}"
-    assert cluster.exec("bash", "-c", remount, node="node-2").returncode == 0
-    first, second = map(int, on(cluster, "node-2", COUNT, VENV, timeout=300).split())
+    mount = ("mount", "-t", "nfs4", "-o", "vers=4.2", f"server:{VENV}", VENV)
+    assert cluster.exec(*mount, node="node-2").returncode == 0
+    first, second = map(int, on(cluster, "node-2", COUNT, VENV, timeout=500).split())
+    assert cluster.exec("umount", "--lazy", VENV, node="node-2").returncode == 0
     print(f"import torch from NFS: {first} requests, and {second} the second time")
     assert 2000 < second < first < 20000
 
@@ -180,27 +185,29 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("there", [False, True])
 def test_a_checkpoint_that_a_node_has_just_looked_for(
-    there,
     cluster,
     data,  # noqa: F811
     uninterrupted,  # noqa: F811
     tmp_path,
 ):
     """In vain, before it was saved on another one, with or without its folder. All ranks resume."""
-    out, signs = tmp_path / "out", tmp_path / "signs"
-    signs.mkdir()
-    if there:
-        out.mkdir()
     (tmp_path / "looks.py").write_text(LOOKS_FIRST)
     whole = uninterrupted(PREEMPTIBLE)
-    options = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", f"--output={tmp_path}/log"]
-    train = [f"distributed/{PREEMPTIBLE}", *MNIST, "--data-dir", data[PREEMPTIBLE]]
-    train += ["--checkpoint-dir", out, "--resume"]
-    looks = [tmp_path / "looks.py", whole, out, signs]
-    job = cluster.sbatch(*options, LAUNCHERS["torchrun"], *looks, *train)
-    assert job.state == "COMPLETED" and "\nResumed after step 45\n" in job.log, job.log
+
+    def scenario(case):
+        out, signs, log = (tmp_path / f"{name}-{case}" for name in ("out", "signs", "log"))
+        signs.mkdir()
+        if case == "folder":
+            out.mkdir()
+        options = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", f"--output={log}"]
+        train = [f"distributed/{PREEMPTIBLE}", *MNIST, "--data-dir", data[PREEMPTIBLE]]
+        train += ["--checkpoint-dir", out, "--resume"]
+        looks = [tmp_path / "looks.py", whole, out, signs]
+        job = cluster.sbatch(*options, LAUNCHERS["torchrun"], *looks, *train)
+        assert job.state == "COMPLETED" and "\nResumed after step 45\n" in job.log, job.log
+
+    at_once(scenario, [("folder",), ("nothing",)])
 
 
 WRITES = """
@@ -286,12 +293,15 @@ def on_server(cluster, *command: str):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("asked", ["TERM", "time limit"])
-def test_stopped_and_resumed(asked, cluster, data, uninterrupted, tmp_path):  # noqa: F811
-    """By every launcher: saved on NFS, requeued and resumed, with equal losses."""
+ASKED = [("TERM", list(LAUNCHERS)), ("time limit", ["torchrun"])]
+
+
+@pytest.mark.parametrize(("asked", "ways"), ASKED)
+def test_stopped_and_resumed(asked, ways, cluster, data, uninterrupted, tmp_path):  # noqa: F811
+    """Saved on NFS, requeued and resumed, with equal losses."""
 
     def scenario(way):
-        trial = training(cluster, way, data, tmp_path / way, slow=1.5)
+        trial = training(cluster, way, data, tmp_path / way, slow=1)
         trial.train_a_little()
         if asked == "TERM":
             trial.signal("--signal=TERM")
@@ -301,7 +311,7 @@ def test_stopped_and_resumed(asked, cluster, data, uninterrupted, tmp_path):  # 
         cluster.exec("scontrol", "update", f"JobId={trial.job}", "TimeLimit=UNLIMITED")
         completes(trial, uninterrupted(PREEMPTIBLE), restarts=1)
 
-    at_once(scenario, [(way,) for way in LAUNCHERS])
+    at_once(scenario, [(way,) for way in ways])
 
 
 def test_a_model_in_parts(cluster, data, uninterrupted, tmp_path):  # noqa: F811
@@ -346,9 +356,9 @@ def test_a_server_that_hangs(cluster, state, data, uninterrupted, tmp_path):  # 
 
 def test_a_node_without_the_server(cluster, data, uninterrupted, tmp_path):  # noqa: F811
     """Its rank goes on, but is silent, which watch_job.py says. Then all is as before."""
-    trial = training(cluster, "srun", data, tmp_path, slow=4)
+    trial = training(cluster, "srun", data, tmp_path, slow=2)
     node = trial.train_a_little()[1]
-    address = cluster.exec("getent", "hosts", node).stdout.split()[0]
+    address = cluster.exec("getent", "ahostsv4", node).stdout.split()[0]
     on_server(cluster, "route", "add", "blackhole", address)
     try:
         watch = (sys.executable, "aux/watch_job.py", trial.job, "--after", 10)
@@ -360,15 +370,17 @@ def test_a_node_without_the_server(cluster, data, uninterrupted, tmp_path):  # n
 
 
 def test_a_full_server(cluster, disk, data, uninterrupted, tmp_path):  # noqa: F811
-    """The run fails and says why, the checkpoint before stays whole, and with room the run resumes
-    from it."""
+    """The run continues without the saves that fail, the checkpoint before stays whole, and only an
+    end that cannot be saved is a failure. With room the run resumes."""
     reference, out = uninterrupted(PREEMPTIBLE), ["--checkpoint-dir", disk / "out"]
     size = ["mount", "-o", "remount,size=" + "{}", disk]
     checkpoint = (reference / "checkpoint.pt").stat().st_size
     subprocess.run([str(x).format(checkpoint * 3 // 2) for x in size], check=True)
     first = training(cluster, "torchrun", data, tmp_path / "first", *out, slow=0).fails(200)
     print(first.log)
-    assert "No space left on device" in first.log, first.log
+    full = "is not saved: [Errno 28] No space left on device"
+    assert f"warning: step 10 {full}; {disk}/out/checkpoint.pt stays as it was\n" in first.log
+    assert f"\nstep 45 {full}\n" in first.log, first.log
     assert not [name for name in os.listdir(disk / "out") if name.startswith(".nfs")]
     subprocess.run([str(x).format("64m") for x in size], check=True)
     again = training(cluster, "srun", data, tmp_path / "again", *out, "--resume", slow=0)
@@ -400,17 +412,19 @@ time.sleep(300)
 """
 
 
-@pytest.mark.parametrize("way", LAUNCHERS)
-def test_a_rank_that_needs_more_memory(way, cluster, tmp_path):
+def test_a_rank_that_needs_more_memory(cluster, tmp_path):
     """Linux kills it, and Slurm says so. The job ends at once."""
     (tmp_path / "grows.py").write_text(GROWS)
-    one = ["--nodes=2", "--gpus-per-node=1", *(["--ntasks-per-node=1"] if way == "srun" else [])]
-    options = [*one, "--mem=900M", f"--output={tmp_path}/log", LAUNCHERS[way]]
-    job = cluster.sbatch(*options, tmp_path / "grows.py", timeout=200)
-    print(job.state, job.log)
-    assert job.state in ("FAILED", "OUT_OF_MEMORY"), job.log
-    assert re.search(r"^srun: error: node-\d: task 1: Out Of Memory$", job.log, re.M), job.log
-    assert re.search("oom.kill event", job.log), job.log
+
+    def scenario(way):
+        size = ["--nodes=2", *one_rank_a_node(way), "--mem=900M", f"--output={tmp_path}/{way}"]
+        job = cluster.sbatch(*size, LAUNCHERS[way], tmp_path / "grows.py", timeout=200)
+        print(job.state, job.log)
+        assert job.state in ("FAILED", "OUT_OF_MEMORY"), job.log
+        said = r"^srun: error: node-\d: task 1: Out Of Memory$"
+        assert re.search(said, job.log, re.M) and re.search("oom.kill event", job.log), job.log
+
+    at_once(scenario, [(way,) for way in LAUNCHERS])
 
 
 def test_devices(cluster, state):
@@ -458,13 +472,13 @@ def test_whom_a_signal_reaches(children, cluster, state, tmp_path):
 
 def test_power_cut(cluster, state, data, uninterrupted, tmp_path):  # noqa: F811
     """A kernel ends without a word. Its job starts again on other nodes, and its lock is free
-    after a minute."""
+    after the lease of 90 s."""
     trial = training(cluster, "srun", data, tmp_path, sbatch=["--exclude=node-1"], slow=1)
     node = trial.train_a_little()[1]
     with python(cluster, node, LOCKS, tmp_path / "lock", "stay", stdin=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == "at once\n"
         os.kill(int((state / f"{node}.pid").read_text()), signal.SIGKILL)
-        said = on(cluster, "node-1", LOCKS, tmp_path / "lock").splitlines()
+        said = on(cluster, "node-1", LOCKS, tmp_path / "lock", timeout=200).splitlines()
         holder.kill()
     print(said)
     assert said[0] == "held" and said[1].startswith("after ")
