@@ -1,8 +1,10 @@
 """What the tests share: a real Slurm cluster in network namespaces, jobs on it, small data in
 MNIST's own format."""
 
+import atexit
 import contextlib
 import fcntl
+import functools
 import getpass
 import json
 import os
@@ -14,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -48,9 +51,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
-    """test_submit.py first: it takes minutes, and as the last file it would leave the other
-    process without work."""
-    items.sort(key=lambda item: item.path.name != "test_submit.py")
+    """Two that take minutes first: as the last ones they would leave the other process without
+    work."""
+    items.sort(key=lambda item: item.path.name not in ("test_submit.py", "test_spare.py"))
 
 
 def pytest_addoption(parser):
@@ -143,6 +146,52 @@ def wait_for(condition: Callable[[], object], seconds: float = 90):
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} seconds"
         time.sleep(0.1)
+
+
+FORKS = threading.Lock()  # tests have threads
+
+
+@functools.cache
+def forks() -> str:
+    """The socket of tests/forks.py, which is started once and ends with this process."""
+    folder = tempfile.mkdtemp(prefix="forks-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = f"{folder}/socket"
+    command = [sys.executable, REPOSITORY / "tests/forks.py", path]
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "start_new_session": True}
+    server = subprocess.Popen(command, env=environment(OMP_NUM_THREADS=1), **quiet)
+    wait_for(lambda: os.path.exists(path) or server.poll() is not None, 120)
+    return path
+
+
+def ranks(
+    count: int, *command: object, cwd: Path = REPOSITORY, timeout: float = 120, **variables: object
+) -> subprocess.CompletedProcess:
+    """A Python script on so many ranks of this machine, or, with 0, without the variables of a
+    rank; one thread each."""
+    env = environment(OMP_NUM_THREADS=1, **variables)
+    if count:
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        env |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)] or [{}]
+    words = [str(part) for part in command]
+    asked = {"command": words, "cwd": str(cwd), "environments": [env | place for place in places]}
+    asked["timeout"] = timeout
+    with FORKS:
+        path = forks()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("out", "err"):
+            asked[name] = f"{folder}/{name}"
+            Path(asked[name]).touch()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(timeout + 30)
+            connection.connect(path)
+            connection.sendall(json.dumps(asked).encode() + b"\n")
+            status = connection.makefile().readline()
+        out, err = (Path(asked[name]).read_text() for name in ("out", "err"))
+    if not status:
+        raise subprocess.TimeoutExpired(words, timeout, out, err)
+    return subprocess.CompletedProcess(words, int(status), out, err)
 
 
 MATRIX: list[tuple] = []
@@ -289,9 +338,9 @@ def memory(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def cluster(memory):
-    """64 nodes with 64 CPUs and 8 pretended GPUs each. A cluster that does not start is a
-    failure, never a skip."""
-    cluster = Cluster(f"tests-{os.getpid()}", nodes=64, cpus=64, gpus=8)
+    """24 nodes with 64 CPUs and 8 pretended GPUs each: the more nodes, the longer a requeued job
+    waits. A cluster that does not start is a failure, never a skip."""
+    cluster = Cluster(f"tests-{os.getpid()}", nodes=24, cpus=64, gpus=8)
     yield cluster
     cluster.down()
 
@@ -327,34 +376,31 @@ def mnist_full(tmp_path_factory) -> Path:
     return once(tmp_path_factory, "mnist-full", lambda folder: synthetic("mnist", folder))
 
 
-def first_images(full: Path, folder: Path, train: int, test: int) -> Path:
-    """A folder with the first so many images of each split of the set in `full`."""
-    from prepare_data import idx  # and torch
+def digits(folder: Path, train: int, test: int) -> Path:
+    """A folder with so many synthetic images of each split."""
+    from prepare_data import draw_mnist  # and torch
 
-    raw = folder / "MNIST" / "raw"
+    raw = folder / "MNIST/raw"
     raw.mkdir(parents=True)
-    for split, count in (("train", train), ("t10k", test)):
-        images = (full / f"MNIST/raw/{split}-images-idx3-ubyte").read_bytes()[16 : 16 + 784 * count]
-        labels = (full / f"MNIST/raw/{split}-labels-idx1-ubyte").read_bytes()[8 : 8 + count]
-        (raw / f"{split}-images-idx3-ubyte").write_bytes(idx(images, count, 28, 28))
-        (raw / f"{split}-labels-idx1-ubyte").write_bytes(idx(labels, count))
+    for name, content in draw_mnist(train, test).items():
+        (raw / name).write_bytes(content)
     return folder
 
 
 @pytest.fixture(scope="session")
-def mnist(mnist_full, tmp_path_factory) -> Path:
+def mnist(tmp_path_factory) -> Path:
     """1,003 training images, which divide neither by the ranks nor by the batch size, and five test
     images: on two or four ranks the mean of the ranks' means is another than that of all."""
-    return first_images(mnist_full, tmp_path_factory.mktemp("mnist"), 1003, 5)
+    return digits(tmp_path_factory.mktemp("mnist"), 1003, 5)
 
 
 @pytest.fixture(scope="session")
-def tiny(mnist_full, tmp_path_factory) -> Path:
+def tiny(request, tmp_path_factory) -> Path:
     """300 training and 100 test images, where a test is not about what is learnt: five steps an
     epoch. When what the pages show is recorded, the whole set."""
     if record.RECORDING:
-        return mnist_full
-    return first_images(mnist_full, tmp_path_factory.mktemp("tiny"), 300, 100)
+        return request.getfixturevalue("mnist_full")
+    return digits(tmp_path_factory.mktemp("tiny"), 300, 100)
 
 
 @pytest.fixture(scope="session")

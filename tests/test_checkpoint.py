@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import checkpoint
-from conftest import REPOSITORY, environment, run
+from conftest import REPOSITORY, ranks
 
 GUEST = (REPOSITORY / "tests/guests/with_fsdp.py").read_text()
 # The five lines, seeds, and a loop that knows which step it takes.
@@ -44,9 +44,9 @@ def test_a_strangers_script(tmp_path):
         assert script.count(before) == 1
         script = script.replace(before, after)
     (tmp_path / "script.py").write_text(script)
-    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, PYTHONPATH=REPOSITORY / "distributed")
+    path = {"PYTHONPATH": REPOSITORY / "distributed"}
     for folder, last in (("whole", 8), ("stopped", 4), ("stopped", 8)):
-        done = run("./torchrun.sh", tmp_path / "script.py", tmp_path / folder, last, env=env)
+        done = ranks(2, tmp_path / "script.py", tmp_path / folder, last, **path)
         assert done.returncode == 0, done.stderr
     assert checkpoint.steps(tmp_path / "stopped") == [8, 7]
     found, expected = (whole(tmp_path / folder / "step_8") for folder in ("stopped", "whole"))
@@ -58,8 +58,7 @@ def test_a_strangers_script(tmp_path):
 def found(tmp_path_factory) -> dict[str, list[dict]]:
     """What each rank finds, by scenario."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1)
-    done = run("./torchrun.sh", "tests/scripts/checkpoints.py", folder, env=env)
+    done = ranks(2, "tests/scripts/checkpoints.py", folder)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(line) for line in done.stdout.splitlines())
 

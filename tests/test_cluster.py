@@ -16,9 +16,10 @@ from conftest import LAUNCHERS, NAMESPACES, Cluster, environment, run, wait_for
 from test_launchers import VARIABLES, assert_five_variables
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def small():
-    """Two nodes with two CPUs each, so that Slurm can bind tasks to them, and one GPU."""
+    """Two nodes with two CPUs each, so that Slurm can bind tasks to them, and one GPU. The last
+    test crashes it."""
     cluster = Cluster(f"small-{os.getpid()}", nodes=2, cpus=2, gpus=1)
     yield cluster
     cluster.down()

@@ -302,7 +302,7 @@ def test_nodes_that_share_their_containers(cluster, site):
     """ENROOT_DATA_PATH is one folder for all: the container is created once."""
     clone = site.clone("common", image=site.copy("common"))
     where = {"ENROOT_DATA_PATH": site.folder / "common-data"}
-    job = sbatch(cluster, site, clone, INSIDE, nodes="node-[31-32]", **where)
+    job = sbatch(cluster, site, clone, INSIDE, nodes="node-[8-9]", **where)
     assert job.state == "COMPLETED", job.log
     assert [rank["image"] for rank in seen(job)] == ["first"] * 2, job.log
     assert len(site.creations("common")) == 1
@@ -328,7 +328,7 @@ def test_what_is_mounted(cluster, site):
     (site.folder / "home").symlink_to(site.folder / "mounted")
     ids = [
         submit(cluster, site, clone, INSIDE, nodes=f"node-{node}", HOME=site.folder / "home")
-        for node, clone in enumerate(clones, start=18)
+        for node, clone in enumerate(clones, start=11)
     ]
     jobs = [cluster.wait(job) for job in ids]
     assert [job.state for job in jobs] == ["COMPLETED"] * 2, jobs[0].log + jobs[1].log
@@ -393,38 +393,38 @@ def test_what_goes_wrong(cluster, site):
     lacking = site.clone("no-folder", mounts=f"{site.without_torch},/no/folder:/data")
     cases = [
         (
-            "enroot.sh on node-21: no enroot on this node",
+            "enroot.sh on node-15: no enroot on this node",
             site.clone("no-enroot"),
             {"PATH": environment()["PATH"]},
         ),
         (
-            "enroot.sh on node-22: no image /no/image: run ",
+            "enroot.sh on node-16: no image /no/image: run ",
             site.clone("no-image", image=Path("/no/image")),
             {},
         ),
         (
-            f"enroot.sh on node-23: no container from {bad} in ",
+            f"enroot.sh on node-17: no container from {bad} in ",
             site.clone("bad-image", image=bad),
             {},
         ),
-        (f"enroot.sh on node-24: no container from {site.image} in ", site.clone("full"), {}),
-        ("enroot.sh on node-25: the repository, ", outside, {}),
+        (f"enroot.sh on node-18: no container from {site.image} in ", site.clone("full"), {}),
+        ("enroot.sh on node-19: the repository, ", outside, {}),
         ("No module named 'torch'", site.clone("no-torch", mounts=""), {}),
         ("enroot-mount: failed to mount: /no/folder at ", lacking, {}),
     ]
-    (site.folder / "node-24").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", site.folder / "node-24"]
-    assert cluster.exec(*mount, node="node-24").returncode == 0
+    (site.folder / "node-18").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", site.folder / "node-18"]
+    assert cluster.exec(*mount, node="node-18").returncode == 0
     try:
         ids = [
             submit(cluster, site, clone, INSIDE, nodes=f"node-{node}", **env)
-            for node, (_, clone, env) in enumerate(cases, start=21)
+            for node, (_, clone, env) in enumerate(cases, start=15)
         ]
         jobs = [cluster.wait(job) for job in ids]
-        left = cluster.exec("ls", site.folder / "node-24", node="node-24").stdout
+        left = cluster.exec("ls", site.folder / "node-18", node="node-18").stdout
     finally:
-        cluster.exec("umount", site.folder / "node-24", node="node-24")
-    for node, ((said, _, _), job) in enumerate(zip(cases, jobs, strict=True), start=21):
+        cluster.exec("umount", site.folder / "node-18", node="node-18")
+    for node, ((said, _, _), job) in enumerate(zip(cases, jobs, strict=True), start=15):
         assert job.state == "FAILED" and job.log.count(said) == 1 and "Traceback" not in job.log, (
             job.log
         )

@@ -35,6 +35,7 @@ from conftest import (
     mounted_in_memory,
     note,
     one_rank_a_node,
+    ranks,
     run,
     wait_for,
 )
@@ -92,21 +93,20 @@ def uninterrupted(data, tmp_path_factory):
     its steps."""
     folders, lock = {}, threading.Lock()
 
-    def folder(script: str, ranks: int = 0) -> Path:
-        ranks = ranks or RANKS[script]
+    def folder(script: str, count: int = 0) -> Path:
+        count = count or RANKS[script]
         with lock:
-            if (script, ranks) not in folders:
-                out = folders[script, ranks] = tmp_path_factory.mktemp(script)
-                command = ["./torchrun.sh", f"distributed/{script}", *SCRIPTS[script]]
+            if (script, count) not in folders:
+                out = folders[script, count] = tmp_path_factory.mktemp(script)
+                command = [f"distributed/{script}", *SCRIPTS[script]]
                 command += ["--data-dir", data[script], "--checkpoint-dir", out]
                 command += ["--save-every", 1]
                 if script != PREEMPTIBLE:
                     command += ["--keep", STEPS]
-                env = environment(NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1)
-                done = run(*command, env=env, timeout=300)
+                done = ranks(count, *command, timeout=300)
                 assert done.returncode == 0, done.stderr
                 (out / "log").write_text(done.stdout)
-            return folders[script, ranks]
+            return folders[script, count]
 
     return folder
 
@@ -503,7 +503,7 @@ def test_split_brain(cluster, data, uninterrupted, tmp_path):
     job = trial.ends(400)
     assert job.state == "COMPLETED" and trial.restarts == 1, job.log
     first = int(re.search(r"^Resumed after step (\d+)$", job.log, re.M)[1])
-    reference = uninterrupted("train_fsdp.py", ranks=2)
+    reference = uninterrupted("train_fsdp.py", 2)
     assert_same_run(job.log, trial.out, reference, unseen=range(8, first + 1))
 
 
@@ -526,9 +526,8 @@ def test_cut_link(cluster, data, uninterrupted, tmp_path):
 
 def alone(text: Path, out: Path, *options, **env) -> subprocess.CompletedProcess:
     """A whole run of train_fsdp.py as one process."""
-    command = [sys.executable, "distributed/train_fsdp.py", *LANGUAGE_MODEL, "--device", "cpu"]
-    command += ["--data-dir", text, "--checkpoint-dir", out, *options]
-    return run(*command, env=environment(OMP_NUM_THREADS=1, **env))
+    command = ["distributed/train_fsdp.py", *LANGUAGE_MODEL, "--device", "cpu"]
+    return ranks(0, *command, "--data-dir", text, "--checkpoint-dir", out, *options, **env)
 
 
 @pytest.mark.matrix
@@ -557,8 +556,8 @@ def test_killed_while_a_checkpoint_is_written_asynchronously(data, uninterrupted
         (held / str(step)).touch()
     train = ["distributed/train_fsdp.py", *LANGUAGE_MODEL, "--data-dir", data["train_fsdp.py"]]
     train += ["--checkpoint-dir", out, "--save-every", 10]
-    command = ["./torchrun.sh", "tests/scripts/slowly.py"]
-    with started(*command, 0.1, *train, HOLD=held, NPROC_PER_NODE=4) as process:
+    slowly = "tests/scripts/slowly.py"
+    with started("./torchrun.sh", slowly, 0.1, *train, HOLD=held, NPROC_PER_NODE=4) as process:
         for line in process.stdout:
             if step := re.match(r"step=(15|25)/", line):
                 names[int(step[1])] = sorted(path.name[:8] for path in out.glob("*step*"))
@@ -567,8 +566,7 @@ def test_killed_while_a_checkpoint_is_written_asynchronously(data, uninterrupted
             if 25 in names:
                 break
     assert names == {15: [".step_10"], 25: [".step_20", "step_10"]}
-    env = environment(HOLD=tmp_path / "none", NPROC_PER_NODE=4, OMP_NUM_THREADS=1)
-    again = run(*command, 0, *train, "--resume", env=env)
+    again = ranks(4, slowly, 0, *train, "--resume", HOLD=tmp_path / "none")
     assert again.returncode == 0 and "Resumed after step 10" in again.stdout, again.stderr
     assert sorted(path.name for path in out.glob("*step*")) == ["step_40", "step_45"]
     reference = uninterrupted("train_fsdp.py")

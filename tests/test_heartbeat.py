@@ -26,7 +26,7 @@ WATCH = REPOSITORY / "aux/watch_job.py"
 def test_a_rank_that_hangs_is_named(cluster, tmp_path):
     """In a model with BatchNorm, whose buffers DDP broadcasts from rank 0: there rank 0 waits for
     the others outside torch.distributed."""
-    number = submit(cluster, "torchrun", tmp_path, STUCK="1", AFTER="8")
+    number = submit(cluster, "srun", tmp_path, STUCK="1", AFTER="8")
     log = tmp_path / "log.out"
     said = (
         r"^\[Rank 0 on (\S+)\] no step for \d+ s\. First to look at: rank 1 on (\S+) \(step 7\), "

@@ -2,7 +2,7 @@
 
 import json
 import re
-import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import LAUNCHERS, REPOSITORY, cells, environment, free_port, run
+from conftest import (
+    LAUNCHERS,
+    REPOSITORY,
+    cells,
+    free_port,
+    mounted_in_memory,
+    one_rank_a_node,
+    ranks,
+    run,
+)
 from heartbeat import read_beats
 from prepare_data import draw_images
 from test_launchers import PLAIN_SCRIPT, THREE_FILES, copy_file
@@ -39,7 +48,7 @@ def one_process(mnist, tmp_path_factory) -> str:
     """The log of train_ddp.py as one process: the curve that all others must repeat."""
     folder = tmp_path_factory.mktemp("one-process")
     options = ["--data-dir", mnist, *STEPS, "--checkpoint-dir", folder / "out"]
-    alone = run(sys.executable, DDP, *options)
+    alone = ranks(0, DDP, *options)
     assert alone.returncode == 0, alone.stderr
     # 1,003 images in batches of 64.
     assert list(losses(alone.stdout)) == [(1, step) for step in range(1, 16)]
@@ -57,7 +66,7 @@ def assert_same_curve(log: str, expected: str):
 
 def test_one_process_without_torch_distributed(one_process, mnist, tmp_path):
     options = ["--data-dir", mnist, *STEPS, "--checkpoint-dir", tmp_path / "out"]
-    alone = run(sys.executable, SINGLE, *options)
+    alone = ranks(0, SINGLE, *options)
     assert alone.returncode == 0, alone.stderr
     assert losses(alone.stdout) == pytest.approx(losses(one_process), rel=1e-5)
     assert evaluations(alone.stdout)[0] == pytest.approx(evaluations(one_process)[0], rel=1e-5)
@@ -76,8 +85,8 @@ def test_equal_losses_on_the_cluster(cluster, one_process, mnist, tmp_path):
         assert job.state == "COMPLETED", job.log
         assert_same_curve(job.log, one_process)
         place = r"^\[Rank: (\d) \| (\S+) \| world size: 4 \| local rank: (\d) \| device: cpu\]$"
-        ranks, hosts, local_ranks = zip(*sorted(re.findall(place, job.log, re.M)), strict=True)
-        assert ranks == tuple("0123") and local_ranks == tuple("0101"), job.log
+        numbers, hosts, local_ranks = zip(*sorted(re.findall(place, job.log, re.M)), strict=True)
+        assert numbers == tuple("0123") and local_ranks == tuple("0101"), job.log
         assert len(set(hosts)) == 2, job.log
         beats = read_beats(REPOSITORY / f"log/{job.id}/ranks-0")
         assert [beat["rank"] for beat in beats] == [0, 1, 2, 3]
@@ -85,21 +94,20 @@ def test_equal_losses_on_the_cluster(cluster, one_process, mnist, tmp_path):
 
 def reads(folder: Path) -> list[list[int]]:
     """The images that the ranks together have read in each step, in order."""
-    ranks = [map(json.loads, file.read_text().splitlines()) for file in folder.iterdir()]
-    return [sorted(chain(*step)) for step in zip(*ranks, strict=True)]
+    files = [map(json.loads, file.read_text().splitlines()) for file in folder.iterdir()]
+    return [sorted(chain(*step)) for step in zip(*files, strict=True)]
 
 
 @pytest.mark.parametrize("script", cells([(DDP,), (PREEMPTIBLE,)], (DDP,)))
 def test_an_epoch_reads_each_image_once(script, tiny, tmp_path):
     """280 of 300 in 7 steps, then the 100 test images. Four ranks read the batches of one."""
     found = []
-    for ranks in (1, 4):
-        folder = tmp_path / f"{ranks}"
+    for count in (1, 4):
+        folder = tmp_path / f"{count}"
         folder.mkdir()
         train = ["tests/scripts/slowly.py", 0, script, "--data-dir", tiny, "--batch-size", 40]
-        train += ["--epochs", 2, "--checkpoint-dir", tmp_path / f"out-{ranks}"]
-        env = environment(OMP_NUM_THREADS=1, NPROC_PER_NODE=ranks, READS=folder)
-        done = run(sys.executable, "distributed/spawn_ranks.py", *train, env=env)
+        train += ["--epochs", 2, "--checkpoint-dir", tmp_path / f"out-{count}"]
+        done = ranks(count, *train, READS=folder)
         assert done.returncode == 0, done.stderr
         found.append(reads(folder))
     one, four = found
@@ -124,14 +132,14 @@ def test_srun_typed_by_hand(cluster, one_process, mnist, tmp_path):
 
 
 @pytest.mark.parametrize("script", [SINGLE, DDP])
-def test_resume(script, mnist, tmp_path):
+def test_resume(script, tiny, tmp_path):
     """One epoch and then, in a job that Slurm has requeued, another: the second is that of two
     epochs at once."""
 
     def train(epochs: int, folder: str, **variables: object):
-        options = ["--data-dir", mnist, "--log-every", 5, "--checkpoint-dir", tmp_path / folder]
-        env = environment(OMP_NUM_THREADS=1, **variables)
-        return run(sys.executable, script, *options, "--epochs", epochs, env=env)
+        options = ["--data-dir", tiny, "--batch-size", 60, "--log-every", 1]
+        options += ["--checkpoint-dir", tmp_path / folder]
+        return ranks(0, script, *options, "--epochs", epochs, **variables)
 
     both, first = train(2, "a"), train(1, "b")
     again = train(2, "b")
@@ -140,7 +148,7 @@ def test_resume(script, mnist, tmp_path):
     second = train(2, "b", SLURM_RESTART_COUNT=1)
     assert both.returncode == first.returncode == second.returncode == 0, second.stderr
     assert "Resumed after epoch 1\n" in second.stdout
-    assert [key[0] for key in losses(second.stdout)] == [2, 2, 2]
+    assert [key[0] for key in losses(second.stdout)] == [2] * 5
     parts = losses(first.stdout) | losses(second.stdout)
     assert parts == pytest.approx(losses(both.stdout), rel=1e-5)
     assert evaluations(second.stdout)[0] == pytest.approx(evaluations(both.stdout)[1], rel=1e-5)
@@ -155,7 +163,7 @@ def test_what_a_resumed_run_is_told(script, tiny, tmp_path):
     def train(epochs: int, *options: object):
         # An epoch is one step.
         given = ["--data-dir", tiny, "--batch-size", 300, "--checkpoint-dir", tmp_path]
-        return run(sys.executable, script, *given, "--epochs", epochs, *options)
+        return ranks(0, script, *given, "--epochs", epochs, *options)
 
     def weights() -> torch.Tensor:
         model = torch.load(path, weights_only=True)["model"]
@@ -176,10 +184,10 @@ def test_what_a_resumed_run_is_told(script, tiny, tmp_path):
 @pytest.mark.parametrize("option", ["--batch-size=60", "--seed=1", "--data-dir="])
 def test_another_order_of_the_data_is_refused(option, tiny, mnist, tmp_path):
     """A step would be another place in an epoch, or an image would come twice."""
-    train = [sys.executable, PREEMPTIBLE, "--checkpoint-dir", tmp_path, "--epochs", 1]
-    assert run(*train, "--data-dir", tiny).returncode == 0
+    train = [0, PREEMPTIBLE, "--checkpoint-dir", tmp_path, "--epochs", 1]
+    assert ranks(*train, "--data-dir", tiny).returncode == 0
     other = f"--data-dir={mnist}" if option == "--data-dir=" else option
-    bad = run(*train, "--data-dir", tiny, "--resume", other)
+    bad = ranks(*train, "--data-dir", tiny, "--resume", other)
     assert bad.returncode == 1 and "Traceback" not in bad.stderr, bad.stderr
     said = f"{tmp_path}/checkpoint.pt is of a run with {{'batch_size': 64, 'seed': 0, "
     assert said in bad.stderr and ": pass the same, or choose another" in bad.stderr
@@ -187,12 +195,13 @@ def test_another_order_of_the_data_is_refused(option, tiny, mnist, tmp_path):
 
 def test_twice_in_an_interactive_shell(tiny, tmp_path):
     """Slurm's job id is there, as in `srun --pty bash`, but no launcher's RUN: two runs."""
-    command = [sys.executable, REPOSITORY / SINGLE, "--data-dir", tiny, "--epochs", 1]
+    command = [0, REPOSITORY / SINGLE, "--data-dir", tiny, "--epochs", 1]
     for _ in range(2):
-        done = run(*command, cwd=tmp_path, env=environment(SLURM_JOB_ID=7))
+        done = ranks(*command, cwd=tmp_path, SLURM_JOB_ID=7)
         assert done.returncode == 0, done.stderr
+        time.sleep(1)  # the folder's name is the second of the start
     assert len(list(tmp_path.glob("checkpoints/*/checkpoint.pt"))) == 2
-    named = run(*command, cwd=tmp_path, env=environment(SLURM_JOB_ID=7, RUN="7_10-11-12"))
+    named = ranks(*command, cwd=tmp_path, SLURM_JOB_ID=7, RUN="7_10-11-12")
     assert (tmp_path / "checkpoints/7_10-11-12/checkpoint.pt").exists(), named.stderr
 
 
@@ -201,9 +210,8 @@ def test_what_nobody_sees(script, tiny, tmp_path):
     """No rank leaves while rank 0 saves, what it saves is synced before it gets its name, and the
     timer of the start does not end the run five minutes later. A checkpoint is read to the CPU."""
     train = ["tests/scripts/watched.py", script, "--data-dir", tiny, "--checkpoint-dir", tmp_path]
-    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, SLOW_SAVE=1)
     for epochs in (1, 2):
-        done = run("./torchrun.sh", *train, "--epochs", epochs, "--resume", env=env)
+        done = ranks(2, *train, "--epochs", epochs, "--resume", SLOW_SAVE=1)
         assert done.returncode == 0, done.stderr
         found = [json.loads(x) for x in re.findall(r"^WATCHED (.*)$", done.stdout, re.M)]
         assert len(found) == 2, done.stdout
@@ -233,8 +241,7 @@ PLACES = [
 def test_rank_and_device(given, sees, rank, world_size, device, backend):
     """Before a rank meets the others, on a machine that seems to have GPUs. The other scripts have
     the same block (test_style.py)."""
-    env = environment(**given, ACCELERATOR=sees)
-    done = run(sys.executable, "tests/scripts/watched.py", DDP, env=env)
+    done = ranks(0, "tests/scripts/watched.py", DDP, **given, ACCELERATOR=sees)
     facts = json.loads(done.stdout.removeprefix("WATCHED "))
     assert (facts["rank"], facts["world_size"]) == (rank, world_size)
     assert (facts["device"], facts["backend"]) == (device, backend)
@@ -246,8 +253,8 @@ def test_bf16(tiny, tmp_path):
     """It rounds in another way than float32."""
     found = []
     for precision in ("fp32", "bf16"):
-        train = [sys.executable, DDP, "--data-dir", tiny, "--log-every", 1, "--epochs", 1]
-        done = run(*train, "--precision", precision, "--checkpoint-dir", tmp_path / precision)
+        train = [0, DDP, "--data-dir", tiny, "--log-every", 1, "--epochs", 1]
+        done = ranks(*train, "--precision", precision, "--checkpoint-dir", tmp_path / precision)
         assert done.returncode == 0, done.stderr
         found.append(losses(done.stdout))
     assert found[0] != found[1] and found[0] == pytest.approx(found[1], rel=0.05)
@@ -257,8 +264,7 @@ def test_bf16(tiny, tmp_path):
 def test_images_per_second(script, tiny, tmp_path):
     """Two ranks that take half a second for a step, of 64 images, train at most 128."""
     train = ["tests/scripts/slowly.py", 0.5, script, "--data-dir", tiny, "--epochs", 1]
-    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1)
-    done = run("./torchrun.sh", *train, "--checkpoint-dir", tmp_path, env=env)
+    done = ranks(2, *train, "--checkpoint-dir", tmp_path)
     [rate] = re.findall(r" images_per_second=(\d+) ", done.stdout)
     assert 30 < int(rate) <= 128, done.stdout + done.stderr
 
@@ -266,28 +272,25 @@ def test_images_per_second(script, tiny, tmp_path):
 @pytest.mark.parametrize("script", [SINGLE, DDP])
 def test_full_disk(script, tiny, tmp_path):
     """The second checkpoint has no room: the first stays whole."""
-    folder, out = tmp_path / "full", tmp_path / "out"
-    folder.mkdir()
-    mount = f"mount -t tmpfs -o size=15m full {folder}"
-    train = f"{sys.executable} {script} --data-dir {tiny} --epochs 3 --checkpoint-dir {folder}"
-    program = f"{mount} && {train}; status=$?; cp --recursive {folder} {out}; exit $status"
-    done = run("unshare", "--mount", "sh", "-c", program)
-    assert done.returncode == 1 and "Finished" not in done.stdout, done.stdout + done.stderr
-    assert torch.load(out / "checkpoint.pt", weights_only=True)["epochs_done"] == 1, done.stderr
+    with mounted_in_memory(tmp_path, "15m"):
+        train = [script, "--data-dir", tiny, "--epochs", 3, "--checkpoint-dir", tmp_path]
+        done = ranks(0, *train)
+        assert done.returncode == 1 and "Finished" not in done.stdout, done.stdout + done.stderr
+        saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert saved["epochs_done"] == 1, done.stderr
 
 
 def test_ranks_that_find_different_checkpoints(tiny, tmp_path):
     """As in a folder that not all nodes share: rank 0 would go on after epoch 1, and rank 1 begin
     anew."""
-    train = [sys.executable, DDP, "--data-dir", tiny, "--epochs", 2, "--resume"]
-    alone = run(*train, "--epochs", 1, "--checkpoint-dir", tmp_path / "0")
+    train = [0, DDP, "--data-dir", tiny, "--epochs", 2, "--resume"]
+    alone = ranks(*train, "--epochs", 1, "--checkpoint-dir", tmp_path / "0")
     assert alone.returncode == 0, alone.stderr
     world = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
 
     def rank(number: int):
-        place = {"RANK": number, "LOCAL_RANK": number, "OMP_NUM_THREADS": 1}
-        env = environment(**world, **place)
-        return run(*train, "--checkpoint-dir", tmp_path / str(number), env=env)
+        place = {"RANK": number, "LOCAL_RANK": number}
+        return ranks(*train, "--checkpoint-dir", tmp_path / str(number), **world, **place)
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(rank, range(2))
@@ -313,7 +316,7 @@ def test_one_sentence(script, arguments, sentence, tiny, tmp_path):
     options = ["--data-dir", tiny, *arguments]
     if "--resume" not in arguments:
         options += ["--checkpoint-dir", tmp_path / "out"]
-    bad = run(sys.executable, script, *options)
+    bad = ranks(0, script, *options)
     assert bad.returncode in (1, 2) and sentence in bad.stderr, bad.stderr
     assert "Traceback" not in bad.stderr and not list((tmp_path / "out").glob("*"))
 
@@ -321,7 +324,7 @@ def test_one_sentence(script, arguments, sentence, tiny, tmp_path):
 @pytest.mark.parametrize("script", [DDP, "aux/check_ranks.py"])
 def test_granted_gpus_that_torch_does_not_see(script):
     """In jobs of the local cluster, whose GPUs are pretended, the tasks hear of none."""
-    bad = run(sys.executable, script, env=environment(SLURM_GPUS_ON_NODE=2))
+    bad = ranks(0, script, SLURM_GPUS_ON_NODE=2)
     assert bad.returncode == 1 and "Traceback" not in bad.stderr, bad.stderr
     assert (bad.stdout + bad.stderr).count("Slurm granted ") == 1, bad.stdout + bad.stderr
 
@@ -330,15 +333,16 @@ def test_granted_gpus_that_torch_does_not_see(script):
 
 
 def test_from_one_gpu_to_many(cluster, tmp_path):
-    """Chapter 2's ordinary script, and the same on four ranks of two nodes: one of them prints and
-    saves, all have the same loss, and the accuracy is that of the saved weights on all test
+    """Chapter 2's ordinary script, and the same on two nodes with a rank each: one of them prints
+    and saves, all have the same loss, and the accuracy is that of the saved weights on all test
     images."""
     script = REPOSITORY / "tests/scripts/many_gpus.py"
     for name in (*THREE_FILES["torchrun"], "tests/scripts/many_gpus.py"):
         copy_file(name, tmp_path)
-    command = ["--output=log", LAUNCHERS["torchrun"], "tests/scripts/many_gpus.py"]
+    command = [*one_rank_a_node("torchrun"), "--output=log", LAUNCHERS["torchrun"]]
+    command += ["tests/scripts/many_gpus.py"]
     number = cluster.submit(*command, cwd=tmp_path)
-    alone = run(sys.executable, script.with_name("one_gpu.py"), cwd=tmp_path)
+    alone = ranks(0, script.with_name("one_gpu.py"), cwd=tmp_path)
     line = r"^epoch (\d): loss \d\.\d{4}, test accuracy (\d\.\d{4})$"
     assert [epoch for epoch, _ in re.findall(line, alone.stdout, re.M)] == ["0", "1"], alone
     job = cluster.wait(number, 240)
@@ -361,8 +365,7 @@ def test_from_one_gpu_to_many(cluster, tmp_path):
 
     # If both ranks print, each text is there twice. Their line breaks may come after both.
     (tmp_path / "all.py").write_text(script.read_text().replace("if rank == 0:", "if True:", 1))
-    env = environment(NPROC_PER_NODE=2)
-    both = run(REPOSITORY / "torchrun.sh", "all.py", cwd=tmp_path, env=env)
+    both = ranks(2, tmp_path / "all.py", cwd=tmp_path)
     printed = re.findall(r"epoch \d: loss \d\.\d{4}, test accuracy \d\.\d{4}", both.stdout)
     assert len(printed) == 4 and len(set(printed)) == 2, both
 

@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import LAUNCHERS, REPOSITORY, cells, environment, run, stand_ins, wait_for
+from conftest import (
+    LAUNCHERS,
+    REPOSITORY,
+    cells,
+    environment,
+    ranks,
+    run,
+    stand_ins,
+    wait_for,
+)
 from test_launchers import THREE_FILES, copy_file
 from test_plain_scripts import (
     PREEMPTIBLE,
@@ -32,11 +41,6 @@ BY_HAND = {
 }
 
 
-def on_two_ranks(*command: object, **variables: object):
-    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, **variables)
-    return run("./torchrun.sh", *command, env=env)
-
-
 # --- in the middle of an epoch, and at its end ---
 
 
@@ -45,28 +49,29 @@ def test_one_rank_is_asked(at, stopped, one_process, mnist, tmp_path):  # noqa: 
     """Both stop after the same step, save and do not evaluate, for which there may be no time. The
     resumed run takes the steps that are left, and has the losses of one that was not stopped."""
     train = ["--data-dir", mnist, *STEPS, "--checkpoint-dir", tmp_path]
-    first = on_two_ranks(*HOOKED, *train, TERM_AT=at, KILL=1)
+    first = ranks(2, *HOOKED, *train, TERM_AT=at, KILL=1)
     assert first.returncode == 0, first.stderr
     assert f"\nStopped after step {stopped}, saved\n" in first.stdout
     assert list(losses(first.stdout)) == [(1, step) for step in range(1, stopped + 1)]
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["steps_done"] == stopped
 
-    second = on_two_ranks(PREEMPTIBLE, *train, "--resume")
+    second = ranks(2, PREEMPTIBLE, *train, "--resume")
     assert second.returncode == 0, second.stderr
     assert f"\nResumed after step {stopped}\n" in second.stdout
     assert list(losses(second.stdout)) == [(1, step) for step in range(stopped + 1, 16)]
     assert_same_curve(first.stdout + second.stdout, one_process)
 
 
-def test_a_later_epoch(mnist, tmp_path):
+def test_a_later_epoch(tiny, tmp_path):
     """Killed in its second epoch, a run goes on after the last checkpoint of that epoch, with the
     images that it would have read."""
-    train = ["--data-dir", mnist, "--epochs", 2, "--log-every", 1, "--save-every", 8]
-    whole = on_two_ranks(PREEMPTIBLE, *train, "--checkpoint-dir", tmp_path / "whole")
+    train = ["--data-dir", tiny, "--epochs", 2, "--batch-size", 20, "--log-every", 1]
+    train += ["--save-every", 8]
+    whole = ranks(2, PREEMPTIBLE, *train, "--checkpoint-dir", tmp_path / "whole")
     train += ["--checkpoint-dir", tmp_path]
-    killed = on_two_ranks(*HOOKED, *train, KILL_AT=25)
+    killed = ranks(2, *HOOKED, *train, KILL_AT=25)
     assert killed.returncode != 0
-    resumed = on_two_ranks(PREEMPTIBLE, *train, "--resume")
+    resumed = ranks(2, PREEMPTIBLE, *train, "--resume")
     assert "\nResumed after step 23\n" in resumed.stdout, resumed.stderr
     expected = losses(whole.stdout)
     assert list(losses(resumed.stdout)) == list(expected)[23:]
@@ -79,9 +84,9 @@ def test_saved_within_an_epoch(mnist, tmp_path):
     """Killed in its evaluation, a run goes on after its last checkpoint, and evaluates."""
     train = ["--data-dir", mnist, "--epochs", 2, "--log-every", 1, "--save-every", 8]
     train += ["--checkpoint-dir", tmp_path]
-    killed = on_two_ranks(*HOOKED, *train, KILL=1)
+    killed = ranks(2, *HOOKED, *train, KILL=1)
     assert killed.returncode != 0 and len(losses(killed.stdout)) == 15
-    resumed = on_two_ranks(PREEMPTIBLE, *train, "--resume")
+    resumed = ranks(2, PREEMPTIBLE, *train, "--resume")
     assert resumed.returncode == 0 and "\nResumed after step 15\n" in resumed.stdout
     assert len(evaluations(resumed.stdout)) == 2 and len(losses(resumed.stdout)) == 15
 
@@ -258,9 +263,8 @@ def test_chapter_s_script_resumes(tmp_path):
     script = scripts / "many_gpus_preemptible.py"
 
     def train(*command: object, **variables: object) -> str:
-        env = {"PYTHONPATH": REPOSITORY / "distributed", **variables}
-        env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, **env)
-        done = run(REPOSITORY / "torchrun.sh", *command, cwd=tmp_path, env=env)
+        path = {"PYTHONPATH": REPOSITORY / "distributed"}
+        done = ranks(2, *command, cwd=tmp_path, **path, **variables)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -306,8 +310,7 @@ def test_a_worker_that_has_just_begun():
 def test_a_strangers_script(ways, cluster, tmp_path):
     """resnet18, AdamW, a schedule, best.pt, random flips in workers: stopped within an epoch and
     requeued, its losses are bit for bit those of a run that was not."""
-    (tmp_path / "reference").mkdir()
-    reference, submitted = submit(cluster, "srun", tmp_path / "reference"), {}
+    submitted = {}
     for way in ways:
         (tmp_path / way).mkdir()
         submitted[way] = submit(cluster, way, tmp_path / way, SLOW="0.4")
@@ -315,9 +318,11 @@ def test_a_strangers_script(ways, cluster, tmp_path):
         log = tmp_path / way / "log.out"
         wait_for(lambda log=log: log.exists() and "\nstep 6: " in log.read_text())
         assert cluster.exec("scancel", "--signal=TERM", number).returncode == 0
-    uninterrupted = cluster.wait(reference, 240)
-    curve = re.findall(r"^step \d+: loss .*$", uninterrupted.log, re.M)
-    assert uninterrupted.state == "COMPLETED" and len(curve) == 24, uninterrupted.log
+    (tmp_path / "reference").mkdir()
+    copies(tmp_path / "reference", "srun")
+    reference = ranks(2, tmp_path / "reference/train.py", cwd=tmp_path / "reference")
+    curve = re.findall(r"^step \d+: loss .*$", reference.stdout, re.M)
+    assert reference.returncode == 0 and len(curve) == 24, reference.stderr
     for way, number in submitted.items():
         job = cluster.wait(number, 240)
         assert job.state == "COMPLETED" and cluster.show(number)["Restarts"] == "1", job.log

@@ -26,6 +26,7 @@ from conftest import (
     cells,
     environment,
     one_rank_a_node,
+    ranks,
     run,
     stand_ins,
 )
@@ -113,7 +114,7 @@ def faulty_jobs(
     ids, nodes, undo = {}, {}, []
     try:
         for i, fault in enumerate(faults):
-            first, second = nodes[fault] = [f"node-{20 + 2 * i}", f"node-{21 + 2 * i}"]
+            first, second = nodes[fault] = [f"node-{3 + 2 * i}", f"node-{4 + 2 * i}"]
             here, environment = folder / fault.replace(" ", "-"), {}
             (here / "checkpoints").mkdir(parents=True)
             if fault in FAULTS:
@@ -198,8 +199,8 @@ def test_a_slow_link_is_named(cluster, tmp_path):
     made = cluster.exec(*link[0], "add", *link[1], *slow, node="node-12")
     assert made.returncode == 0, made.stderr
     try:
-        size = ["--nodes=3", "--nodelist=node-[11-13]", *one_rank_a_node("torchrun")]
-        options = [*size, f"--output={tmp_path}/log", LAUNCHERS["torchrun"]]
+        size = ["--nodes=3", "--nodelist=node-[11-13]", *one_rank_a_node("srun")]
+        options = [*size, f"--output={tmp_path}/log", LAUNCHERS["srun"]]
         job = cluster.sbatch(*options, "aux/check_ranks.py")
     finally:
         cluster.exec(*link[0], "del", *link[1], node="node-12")
@@ -638,8 +639,7 @@ def test_warnings(tmp_path, monkeypatch):
 def test_a_batch_shell_is_one_rank(step, tmp_path):
     """It has the variables of a task, and this step id: -5 in Slurm 26.05, else 4294967291."""
     batch = {"SLURM_JOB_ID": 7, "SLURM_STEP_ID": step, "SLURM_NTASKS": 4, "SLURM_PROCID": 0}
-    command = [sys.executable, "aux/check_ranks.py", "--checkpoint-dir", tmp_path]
-    done = run(*command, env=environment(**batch))
+    done = ranks(0, "aux/check_ranks.py", "--checkpoint-dir", tmp_path, **batch)
     assert "VERDICT: all well, 1 ranks started by hand" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0 and done.stderr == ""
 

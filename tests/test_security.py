@@ -3,12 +3,11 @@
 import ast
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
-from conftest import LAUNCHERS, REPOSITORY, run
+from conftest import LAUNCHERS, REPOSITORY, ranks
 from test_launchers import in_all_ways
 
 TRACKED = subprocess.run(
@@ -68,7 +67,7 @@ def test_a_checkpoint_from_a_stranger_runs_no_code(tiny, tmp_path):
     torch.load(path, weights_only=False)
     assert canary.exists(), "it would run code"
     canary.unlink()
-    train = [sys.executable, "distributed/train_ddp.py", "--data-dir", tiny, "--resume"]
-    done = run(*train, "--checkpoint-dir", tmp_path)
+    train = ["distributed/train_ddp.py", "--data-dir", tiny, "--resume"]
+    done = ranks(0, *train, "--checkpoint-dir", tmp_path)
     assert done.returncode == 1 and not canary.exists(), done.stdout + done.stderr
     assert "Weights only load failed" in done.stderr, done.stderr

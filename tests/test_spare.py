@@ -16,8 +16,8 @@ from conftest import LAUNCHERS, REPOSITORY, Cluster, at_once, note, one_rank_a_n
 from test_launchers import copy_file
 
 LAUNCHER = "launch_slurm_with_spare.sh"
-TRAIN = "tests/scripts/slowly.py 0.3 distributed/train_preemptible.py --epochs 4 --batch-size 20"
-TRAIN += " --log-every 1 --save-every 5"  # 300 images: 60 steps
+TRAIN = "tests/scripts/slowly.py 0.3 distributed/train_preemptible.py --epochs 2 --batch-size 20"
+TRAIN += " --log-every 1 --save-every 5"  # 300 images: 30 steps
 SIZE = ["--gpus-per-node=1", "--cpus-per-task=1"]
 
 
@@ -126,6 +126,7 @@ def test_nodes_are_left_out(cluster, tiny, tmp_path):
     probe is left out before the first start, and if too few are left, the job says so."""
 
     def twice():
+        (tmp_path / "twice").mkdir()
         (tmp_path / "twice/bad_nodes.txt").write_text("2026-11-01 node-14 a rank failed twice\n")
         run = Run(cluster, tmp_path / "twice", tiny, sbatch=["--nodelist=node-[2-4]"])
         for start in (1, 2):
@@ -171,20 +172,20 @@ def test_nodes_are_left_out(cluster, tiny, tmp_path):
         said = f"The run has failed three times without a new file in checkpoints/{run.job}"
         assert said in job.log.splitlines()[-1], job.log
 
-    def term():
-        """After a restart, and after the requeue again."""
-        run = Run(cluster, tmp_path / "term", tiny, sbatch=["--exclude=node-[1-10]"])
-        os.kill(run.rank(run.nodes(1)[1]), signal.SIGKILL)
-        run.nodes(2)
-        cluster.exec("scancel", "--signal=TERM", run.job)
-        wait_for(lambda: run.log.count("Resumed after step") == 2, 120)
-        job = run.ends("COMPLETED", "SIGTERM", 0)
-        assert job.log.count("Requeued: it resumes by itself") == 1, job.log
-        assert cluster.show(run.job)["Restarts"] == "1"
+    at_once(lambda scenario: scenario(), [(twice,), (probe,), (fails_at_once,)])
 
-    for name in ("twice", "at_once", "probe", "term"):
-        (tmp_path / name).mkdir()
-    at_once(lambda scenario: scenario(), [(twice,), (probe,), (fails_at_once,), (term,)])
+
+@pytest.mark.matrix
+def test_sigterm(cluster, tiny, tmp_path):
+    """After a restart, and after the requeue again."""
+    run = Run(cluster, tmp_path, tiny, sbatch=["--exclude=node-[1-10]"])
+    os.kill(run.rank(run.nodes(1)[1]), signal.SIGKILL)
+    run.nodes(2)
+    cluster.exec("scancel", "--signal=TERM", run.job)
+    wait_for(lambda: run.log.count("Resumed after step") == 2, 120)
+    job = run.ends("COMPLETED", "SIGTERM", 0)
+    assert job.log.count("Requeued: it resumes by itself") == 1, job.log
+    assert cluster.show(run.job)["Restarts"] == "1"
 
 
 # --- the EDIT line of the plain launchers ---

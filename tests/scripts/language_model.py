@@ -1,7 +1,7 @@
 """Run under torchrun by tests/test_language_model.py: the train scripts themselves, in every split
-that these ranks allow, one after another in one process group.
+that these ranks allow, or in a few that cover all, one after another in one process group.
 
-    torchrun ... language_model.py DATA_DIR OUT_DIR
+    torchrun ... language_model.py DATA_DIR OUT_DIR few|all
 
 Rank 0 writes OUT_DIR/results_RANKS.json: for each split the losses and gradient norms, the largest
 difference between the final weights and OUT_DIR/dense.pt, the bytes that each rank holds, the
@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 import heartbeat
 import transformer
 
-FLAGS = "--layers 2 --heads 4 --width 32 --context 16 --batch-size 8 --steps 20 --warmup-steps 5 "
+FLAGS = "--layers 2 --heads 4 --width 32 --context 16 --batch-size 8 --steps 12 --warmup-steps 3 "
 FLAGS += "--precision fp32 --learning-rate 0.001 --log-every 1 --eval-windows 8 --device cpu "
-STEPS = 20
+STEPS = 12
 
 
 class Collectives(TorchDispatchMode):
@@ -220,7 +220,13 @@ DROPPED = {
 }
 
 
-def main(data_dir: str, out: str):
+# Each kind of split, and each thing that may be done with one, once.
+FEW = "ddp 2, accumulation 2; fsdp 2; fsdp 2, recomputed; fsdp 2, bf16; tp 2; tp 2, recomputed; "
+FEW += "tp 2, sequence; tp 2, sequence, accumulation 2; tp 2, sequence, dropout; tp 2, bf16; "
+FEW += "hybrid 2x2; hybrid 2x2, accumulation 2; tp 2 x data 2; tp 2 x data 2, dropout"
+
+
+def main(data_dir: str, out: str, which: str):
     dist.init_process_group("gloo")
     world_size = dist.get_world_size()
     # The scripts run in this group, and leave it as it is.
@@ -231,6 +237,8 @@ def main(data_dir: str, out: str):
     dense = torch.load(Path(out, "dense.pt"), weights_only=True)
     results = {}
     for name, command in SPLITS[world_size].items():
+        if which == "few" and name not in FEW.split("; "):
+            continue
         results[name] = train(command, data_dir, Path(out, name), dense)
     for name, command in DROPPED[world_size].items():
         results[name] = dropped(command, data_dir, Path(out, name))
