@@ -78,7 +78,8 @@ class Folder:
     def unseen(self) -> str | None:
         """A fault if this rank does not see what rank 0 has written, or None."""
         with contextlib.suppress(OSError):
-            # NFS looks at the server again when a folder is made, and listed.
+            # NFS looks at the server again when the folder above is opened.
+            os.scandir(self.path.parent).close()
             self.path.mkdir(parents=True, exist_ok=True)
             seen = "owner" in os.listdir(self.path)
             if seen and (self.path / "owner").read_text() == self.owner:

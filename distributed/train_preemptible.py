@@ -153,8 +153,14 @@ folder = args.checkpoint_dir or Path("checkpoints", run)
 path, steps_done = folder / "checkpoint.pt", 0
 # With other values, steps_done would be another place in the data.
 order = {"batch_size": args.batch_size, "seed": args.seed, "samples": len(train_set)}
-# If a node has looked for a file in vain, NFS looks again when the folder is made, and listed.
-folder.mkdir(parents=True, exist_ok=True)
+# Rank 0 makes the folder. On NFS a node that has looked for it in vain sees it a minute later,
+# unless it opens the one above.
+if rank == 0:
+    folder.mkdir(parents=True, exist_ok=True)
+dist.barrier()
+folder.parent.mkdir(parents=True, exist_ok=True)
+os.scandir(folder.parent).close()
+folder.mkdir(exist_ok=True)
 if path.name in os.listdir(folder):
     if not args.resume:
         sys.exit(f"{path} exists: pass --resume, or choose another --checkpoint-dir")
