@@ -212,14 +212,17 @@ def sbatch_says(options: dict[str, str]) -> str:
 
 def tried(site: Site, partition: dict, whole: bool, by_rank: bool) -> tuple[dict[str, str], str]:
     """The options that sbatch takes, and an empty text; or why it refuses them."""
-    options = site.options(partition, whole, by_rank)
-    refused, threads = sbatch_says(options), site.shapes(partition)[0][0].threads
-    if refused and threads > 1:
-        # Some sites have --hint=nomultithread by default, and then a CPU is a core.
-        cores = options | {"cpus-per-task": str(max(1, int(options["cpus-per-task"]) // threads))}
-        if not sbatch_says(cores):
-            return cores, ""
-    return options, refused
+    threads = site.shapes(partition)[0][0].threads
+
+    def by_core(options: dict[str, str]) -> dict[str, str]:
+        return options | {"cpus-per-task": str(max(1, int(options["cpus-per-task"]) // threads))}
+
+    options, node = site.options(partition, whole, by_rank), site.options(partition, True, by_rank)
+    # Some sites have --hint=nomultithread by default, and then a CPU is a core: sbatch takes a node
+    # with a CPU for each core, and refuses one with a CPU for each thread.
+    if threads > 1 and sbatch_says(node) and not sbatch_says(by_core(node)):
+        options = by_core(options)
+    return options, sbatch_says(options)
 
 
 def write(path: Path, site: Site, partition: dict) -> str:
@@ -318,6 +321,8 @@ def facts(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
     """Sentences on what a job gets, each with the setting of Slurm that says so."""
     config, shape = site.config, site.shapes(partition)[0][0]
     yield f"a job may run for {partition['MaxTime']}", "MaxTime"
+    if (nodes := partition.get("MaxNodes", "UNLIMITED")) != "UNLIMITED":
+        yield f"a job may have {nodes} nodes at most", "MaxNodes"
     if shape.threads > 1:
         what = f"a core has {shape.threads} hardware threads, and Slurm counts threads"
         yield f"{what}: {shape.cpus} CPUs are {shape.cpus // shape.threads} cores", "ThreadsPerCore"

@@ -191,6 +191,9 @@ def test_a_known_site(name, tmp_path, monkeypatch):
         options, refused = check_site.tried(site, partition, True, False)
         assert refused == "" and options["gpus-per-node"] == str(gpus)
         assert options["cpus-per-task"] == str(expected)
+        # The share of one GPU, of a node that sbatch would take
+        one, refused = check_site.tried(site, partition, False, False)
+        assert refused == "" and one["cpus-per-task"] == str(expected // gpus)
     said = [sentence for sentence, _ in check_site.facts(site, partition) if "threads" in sentence]
     assert bool(said) == (threads > 1)
     assert not said or said[0].endswith(f"{cpus} CPUs are {cores} cores")
