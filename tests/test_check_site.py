@@ -265,7 +265,7 @@ def test_its_lines_in_a_launcher_that_runs(cluster, tmp_path, way):
     """The diff, the comments where they were, and a job that has what was asked for."""
     said = cluster.exec(sys.executable, CHECK)
     assert said.returncode == 0 and "refused" not in said.stdout, said.stdout + said.stderr
-    row = r"^train\* +64 +8 GPUs +64 +\d+ +8 CPU, \d+ MB +UNLIMITED$"
+    row = r"^train\* +24 +8 GPUs +64 +\d+ +8 CPU, \d+ MB +UNLIMITED$"
     assert re.search(row, said.stdout, re.M), said.stdout
     for name in ("env.sh", "torchrun.sh", "aux", "distributed", "tests"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
