@@ -445,12 +445,27 @@ def test_fetch_of_a_job_that_still_runs(tmp_path, monkeypatch):
 # --- tasks ---
 
 
+HELLO = """
+import sys
+
+sys.path.insert(0, "aux")
+from slurm_task import task
+
+
+@task(time="00:10:00", nodes=2, ntasks_per_node=2)
+def hello(job=None):
+    return {"where": job.torch_distributed_env() if job else "here"}
+
+
+print(hello())
+"""
+
+
 def test_a_task_of_ones_own(laptop):
-    """The file that the appendix shows, in a folder of its own: here, and as a job."""
+    """In a folder of its own: here, and as a job."""
     script = laptop.clone / "mine/deep/hello.py"
     script.parent.mkdir(parents=True)
-    code = re.search(r"^```python\n(.*?)^```$", CHAPTERS["laptop"].read_text(), re.M | re.S)[1]
-    script.write_text(code)
+    script.write_text(HELLO)
     here = laptop.run("python", "mine/deep/hello.py")
     assert here.returncode == 0 and "here" in here.stdout, here.stderr
     elsewhere = "cd mine/deep && PYTHONPATH=../../aux python hello.py --submit --env plain"
