@@ -159,14 +159,18 @@ while true; do
     signs="/$label(Requeued|Not requeued): /p; s/^srun: error: (\\S+): task .*/\\1/p"
     signs+="; s/${label}Ended, because of rank \\S+ on (\\S+): .*/\\2/p"
     signs+="; s/${label}Ended, because of no rank .*/-/p"
-    # SIGKILL, SIGSEGV and the like, but not SIGTERM, nor SIGABRT, with which NCCL ends its waits.
-    signs+="; /Root Cause/,/====/{/ host +: /h; /exitcode +: -(4|7|8|9|11) /{x; s/.* /killed: /p}}"
+    # SIGKILL and SIGBUS. Other signals may follow from the end of another rank.
+    signs+="; /Root Cause/,/====/{/ host +: /{h;n;n}; /exitcode +: -(7|9) /{x; s/.* /killed: /p}}"
     said=$(tail --bytes=+$((before + 1)) "$log" | sed --quiet --regexp-extended "$signs")
     if ((status == 0)) || [[ "$said" == *equeued:* ]] || ! is_running; then exit "$status"; fi
-    restarts=$((restarts + 1)) failures=$((failures + 1)) suspect=${said%%$'\n'*}
-    if [[ "$said" =~ killed:\ ([^[:space:].]+) && " ${nodes[*]} " == *" ${BASH_REMATCH[1]} "* ]]; then
-        suspect=${BASH_REMATCH[1]}
-    fi
+    restarts=$((restarts + 1)) failures=$((failures + 1))
+    suspect=$(grep --invert-match --max-count=1 '^killed: ' <<<"$said") || true
+    while read -r host; do
+        # The report may have a domain that Slurm's name lacks.
+        for name in "$host" "${host%%.*}"; do
+            if [[ " ${nodes[*]} " == *" $name "* ]]; then suspect=$name && break 2; fi
+        done
+    done < <(sed --quiet 's/^killed: //p' <<<"$said")
     if [[ "$suspect" == - ]]; then suspect=; fi
     echo "start $restarts: status $status, ${suspect:-no node} first" >>"log/$SLURM_JOB_ID/ends"
     if has_saved; then failures=0; fi

@@ -173,8 +173,9 @@ class Script:
         # After trap '' and trap : nothing handles the signal.
         handlers = [found for found in traps if found[1] not in ("''", '""', "-", ":")]
         self.handled = " ".join(found[2] for found in handlers)
-        # A trap that only sets a variable, as in `trap 'told=1' TERM`, has time.
-        urgent = [found for found in handlers if not re.fullmatch(r"(['\"]?)\w+=\w*\1", found[1])]
+        # `trap 'told=1' TERM` only sets a variable, and Slurm itself sends TERM to the ranks.
+        later = r"(['\"]?)\w+=\w*\1"
+        urgent = [each for each in handlers if "USR" in each[2] or not re.fullmatch(later, each[1])]
         self.urgent = " ".join(found[2] for found in urgent)
 
     def number(self, option: str) -> int:

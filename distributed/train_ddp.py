@@ -10,6 +10,7 @@ Grown from local/train_single.py: process group, data, model, checkpoint, traini
 """
 
 import argparse
+import contextlib
 import faulthandler
 import math
 import os
@@ -137,7 +138,8 @@ path, epochs_done = folder / "checkpoint.pt", 0
 # Rank 0 makes the folder. On NFS a node that has looked for it in vain sees it a minute later,
 # unless it opens the one above.
 if rank == 0:
-    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # below, each rank says why
+        folder.mkdir(parents=True, exist_ok=True)
 dist.barrier()
 folder.parent.mkdir(parents=True, exist_ok=True)
 os.scandir(folder.parent).close()

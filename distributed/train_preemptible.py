@@ -15,6 +15,7 @@ import preemption
 preemption.listen()  # before the slow imports, because Slurm may ask at any time
 
 import argparse
+import contextlib
 import faulthandler
 import itertools
 import math
@@ -156,7 +157,8 @@ order = {"batch_size": args.batch_size, "seed": args.seed, "samples": len(train_
 # Rank 0 makes the folder. On NFS a node that has looked for it in vain sees it a minute later,
 # unless it opens the one above.
 if rank == 0:
-    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # below, each rank says why
+        folder.mkdir(parents=True, exist_ok=True)
 dist.barrier()
 folder.parent.mkdir(parents=True, exist_ok=True)
 os.scandir(folder.parent).close()
@@ -193,8 +195,9 @@ def save(steps_done: int, last: bool = False):
     if not all(weight.isfinite().all() for weight in model.parameters()):
         what = f"the weights are not finite after step {steps_done}"
         sys.exit(f"{what}: {path} stays as it was, try a lower --learning-rate")
-    # Rank 0 may need ten minutes to write a large file, while the others wait in the barrier below.
+    # Rank 0 may need ten minutes to write a large file, while the others wait below.
     heartbeat.alive(600)
+    failed = torch.zeros((), device=device)
     if rank == 0:
         checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         checkpoint |= {"steps_done": steps_done, "order": order}
@@ -207,11 +210,21 @@ def save(steps_done: int, last: bool = False):
             os.replace(folder / "part", path)
         except (OSError, RuntimeError) as error:
             # If the disk is full, torch.save raises an error that only follows from it.
-            what = f"step {steps_done} is not saved: {error.__context__ or error}"
+            cause = error.__context__ or error
+            if not isinstance(cause, OSError):
+                raise
+            with contextlib.suppress(OSError):
+                (folder / "part").unlink()
+            what = f"step {steps_done} is not saved: {cause}"
             if last or not os.path.exists(path):
-                sys.exit(what)
-            print(f"warning: {what}; {path} stays as it was", file=sys.stderr, flush=True)
-    dist.barrier()
+                failed += 1
+            else:
+                what = f"warning: {what}; {path} stays as it was"
+            print(what, file=sys.stderr, flush=True)
+    # The others wait for rank 0 here, and end with it.
+    dist.all_reduce(failed)
+    if failed:
+        sys.exit(1)
 
 
 # --- training ---

@@ -54,5 +54,7 @@ def stop_early(clone: Path, batches: int):
     text = text.replace("    return batch\n", f"{stop}    return batch\n")
     assert stop in text
     path.write_text(text)
-    yield
-    path.write_text(kept)
+    try:
+        yield
+    finally:
+        path.write_text(kept)

@@ -278,8 +278,8 @@ CASES = {
     ),
     "trap for the time after": (
         "add & and wait",
-        f"trap 'touch STOP' USR1\nsrun {FLAGS} python train.py  # MISTAKE",
-        f"trap 'told=1' USR1\nsrun {FLAGS} python train.py",
+        f"trap 'told=1' USR1\nsrun {FLAGS} python train.py  # MISTAKE",
+        f"#SBATCH --requeue\ntrap 'told=1' TERM\nsrun {FLAGS} python train.py",
     ),
     "waited for once": (
         "wait ends when the trap has run",
