@@ -50,11 +50,13 @@ def cluster(disk):
     assert BACKEND == KERNELS, "make test-kernels runs these tests"
     shared = (*SHARED, VENV, disk)
     cluster = Cluster(f"nfs-{os.getpid()}", nodes=4, cpus=16, gpus=2, shared=shared)
-    # Each node would read it first, for a minute. One test is about that.
-    for number in range(1, 5):
-        assert cluster.exec("umount", VENV, node=f"node-{number}").returncode == 0
-    yield cluster
-    cluster.down()
+    try:
+        # Each node would read it first, for a minute. One test is about that.
+        for number in range(1, 5):
+            assert cluster.exec("umount", VENV, node=f"node-{number}").returncode == 0
+        yield cluster
+    finally:
+        cluster.down()
 
 
 @pytest.fixture(scope="module")

@@ -222,7 +222,7 @@ END_OF_BATCH
         # No other version, so that it needs no rpcbind.
         echo "NFS_CORE_PARAM { Protocols = 4; Enable_NLM = false; Enable_RQUOTA = false;"
         echo "  Enable_UDP = false; fsid_device = true; allow_set_io_flusher_fail = true; }"
-        # Linux's own server has 90 seconds, too: for so long a client that vanishes keeps its locks.
+        # As Linux's own server: a client that vanishes keeps its locks for 90 seconds.
         echo "NFSV4 { Lease_Lifetime = 90; Graceless = true; Minor_Versions = 1, 2;"
         echo "  Only_Numeric_Owners = true; RecoveryRoot = $inside/nfs; }"
         # login writes the same files without the server's knowledge, so it caches nothing.
