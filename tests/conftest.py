@@ -157,10 +157,11 @@ def forks() -> str:
     folder = tempfile.mkdtemp(prefix="forks-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = f"{folder}/socket"
-    command = [sys.executable, REPOSITORY / "tests/forks.py", path]
+    command = [sys.executable, REPOSITORY / "tests/forks.py", path, str(os.getpid())]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "start_new_session": True}
     server = subprocess.Popen(command, env=environment(OMP_NUM_THREADS=1), **quiet)
     wait_for(lambda: os.path.exists(path) or server.poll() is not None, 120)
+    assert server.poll() is None, "tests/forks.py has ended"
     return path
 
 

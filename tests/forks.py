@@ -2,7 +2,7 @@
 process that has imported it forks the ranks. Jobs, and what has a launcher, start Python as a
 reader does.
 
-    python tests/forks.py SOCKET
+    python tests/forks.py SOCKET PID      # ends with the process PID
 
 A connection sends a line of JSON, {"command": [...], "cwd": ..., "environments": [...], "out": ...,
 "err": ..., "timeout": ...}, and gets the status, or nothing when the time is up.
@@ -38,14 +38,13 @@ def become(command: list[str], cwd: str, env: dict[str, str], out: str, err: str
     sys.argv = command
     theirs = [path for path in env.get("PYTHONPATH", "").split(":") if path]
     sys.path[:] = [str(Path(command[0]).resolve().parent), *theirs, *PACKAGES]
-    sys.stdout.reconfigure(line_buffering=True)
     status = 0
     try:
         runpy.run_path(command[0], run_name="__main__")
     except SystemExit as end:
         status = end.code
         if not isinstance(status, int | None):
-            print(status, file=sys.stderr)
+            sys.stderr.write(f"{status}\n")  # at once, because others write as well
             status = 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -85,21 +84,26 @@ class Run(StreamRequestHandler):
         for process in started:  # also the workers of those that have ended
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process, signal.SIGKILL)
+        for process in left:  # one may have no group yet
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
         if failed is not None or not left:
             self.wfile.write(f"{failed or 0}\n".encode())
 
 
 class Server(ForkingMixIn, UnixStreamServer):
     max_children = 1000
-    tests = os.getppid()
 
     def service_actions(self):
         super().service_actions()
-        if os.getppid() != self.tests:
+        if os.getppid() != int(sys.argv[2]):
             sys.exit()
 
 
 if __name__ == "__main__":
     for name in MODULES.split():
         importlib.import_module(name)
-    Server(sys.argv[1], Run).serve_forever()
+    # Under its name the socket can be connected to.
+    server = Server(f"{sys.argv[1]}.new", Run)
+    os.rename(f"{sys.argv[1]}.new", sys.argv[1])
+    server.serve_forever()

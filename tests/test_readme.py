@@ -222,7 +222,9 @@ def follow_two_jobs(printed: str, clone: Path, prefix: tuple, variables: dict):
     jobs = re.findall(r"Submitted batch job (\d+)", printed)
     for job, end in zip(jobs, ("VERDICT: all well", "Finished: "), strict=True):
         log = clone / f"{LAUNCHERS['torchrun']}_{job}.out"
-        bash(f"until grep -qs '^{end}' {log}; do sleep 1; done", clone)
+        state = f"scontrol show job {job} | grep -o 'JobState=[A-Z]*'"
+        ends = f"while {state} | grep -qE 'PENDING|RUNNING|COMPLETING'; do sleep 1; done; {state}"
+        assert bash(ends, clone, prefix, **variables) == "JobState=COMPLETED\n", log.read_text()
         shown = shown_by(1, end)
         if not record.RECORDING:
             # The small data have one line of steps.
