@@ -303,7 +303,9 @@ def test_stopped_and_resumed(asked, ways, cluster, data, uninterrupted, tmp_path
     """Saved on NFS, requeued and resumed, with equal losses."""
 
     def scenario(way):
-        trial = training(cluster, way, data, tmp_path / way, slow=1)
+        # So that it trains for longer than the limit.
+        slow = 1 if asked == "TERM" else 2
+        trial = training(cluster, way, data, tmp_path / way, slow=slow)
         trial.train_a_little()
         if asked == "TERM":
             trial.signal("--signal=TERM")
