@@ -37,6 +37,8 @@ def test_every_script_is_in_the_table():
 OWN = "docker|one_node|standalone|gpu_per_task|loader|network|set_epoch|padding"
 # Lines that people have posted with their questions
 POSTED = """RendezvousTimeoutError
+This can potentially cause a hang if this rank to GPU mapping is incorrect
+Could not find NET with id 0
 master_addr is only used for static rdzv_backend and when rdzv_endpoint is not specified.
 Requested node configuration is not available
 Unable to find hostfile, will proceed with training with local resources only
