@@ -29,7 +29,7 @@ parser.add_argument("--out", type=Path, required=True, help="the folder of the t
 parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
 args = parser.parse_args()
 on_gpu, device = args.device == "cuda", torch.device(args.device)
-size, batch_size, images, steps = (224, 128, 1024, 100) if on_gpu else (64, 4, 32, 2)
+size, batch_size, images, steps = (224, 128, 1024, 60) if on_gpu else (64, 4, 32, 2)
 cpus = len(os.sched_getaffinity(0))
 
 
@@ -102,7 +102,7 @@ def train(folder: Path, trace: Path | None, **how: bool) -> tuple[float, float, 
         torch.cuda.reset_peak_memory_stats()
     start = done = time.perf_counter()
     count = 0
-    while count < steps and done - start < 12:
+    while count < steps and done - start < 8:
         step()
         count += 1
         done = time.perf_counter()
