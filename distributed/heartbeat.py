@@ -171,9 +171,7 @@ class Heart:
             return self.say(f"{no_step}: {none}, the first is rank {missing[0]}")
         first = silent or holds_up(beats)
         if not first:
-            if all(beat["waits"] for beat in beats):
-                self.say(f"{no_step}: all ranks wait in {beats[0]['frame']}")
-            return
+            return self.say(f"{no_step}: all ranks are in {beats[0]['frame']}")
         names = [f"rank {beat['rank']} on {beat['host']} (step {beat['step']})" for beat in first]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         what = "which sends no heartbeat, last seen" if silent else "which is"

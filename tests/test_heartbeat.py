@@ -108,6 +108,21 @@ def test_the_first_rank_that_is_not_silent_speaks(monkeypatch, tmp_path, capsys)
     assert said in capsys.readouterr().err
 
 
+def test_all_ranks_are_at_one_line(monkeypatch, tmp_path, capsys):
+    """With NCCL they wait in one of their own, such as `loss.item()`."""
+    monkeypatch.setenv("MASTER_PORT", "61000")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "log/local/ranks-61000"
+    folder.mkdir(parents=True)
+    for rank in (0, 1):
+        beat = {"rank": rank, "host": "n", "step": 5, "waits": False, "frame": "main (train.py:7)"}
+        beat |= {"stack": ["main (train.py:7)"], "seconds_in_step": 65}
+        (folder / str(rank)).write_text(json.dumps(beat))
+    heartbeat.Heart(60, rank=0, world_size=2).report(65)
+    said = capsys.readouterr().err
+    assert said.endswith("] no step for 65 s: all ranks are in main (train.py:7)\n"), said
+
+
 def test_the_ledger_of_two_starts():
     """Of two ranks. The second start resumes at step 51, and 10 steps were lost."""
     beats = []
