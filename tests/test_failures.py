@@ -37,11 +37,10 @@ def test_every_script_is_in_the_table():
 OWN = "docker|one_node|standalone|gpu_per_task|loader|network|set_epoch|padding"
 # Lines that people have posted with their questions
 POSTED = """RendezvousTimeoutError
-This can potentially cause a hang if this rank to GPU mapping is incorrect
-Could not find NET with id 0
 master_addr is only used for static rdzv_backend and when rdzv_endpoint is not specified.
 Requested node configuration is not available
 Unable to find hostfile, will proceed with training with local resources only
+This can potentially cause a hang if this rank to GPU mapping is incorrect
 task/affinity: failed to distribute tasks (bind_type:...) - this should never happen
 Unable to layout tasks on given cpus
 step creation temporarily disabled, retrying (Requested nodes are busy)
@@ -51,6 +50,7 @@ Should have a model_type key in its config.json
 a container with name "..." does not exist, and --container-image is not set
 is longer than 107 characters
 TypeError: 'NoneType' object is not an iterator
+Could not find NET with id 0
 HIP error: invalid device function
 No backend type associated with device type xpu
 The `srun` command is available on your system but is not used

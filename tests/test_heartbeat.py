@@ -71,34 +71,37 @@ def test_the_lab_s_endless_loop(tmp_path):
     assert script.read_text().splitlines()[int(lines["0"]) - 1] == "    loss.backward()"
 
 
-def test_rank_1_speaks_of_a_silent_rank_0(monkeypatch, tmp_path, capsys):
-    """By hand, and on a node of its own. Otherwise rank 0 speaks."""
+@pytest.fixture
+def beats(monkeypatch, tmp_path):
+    """Writes the heartbeats of ranks that are in step 5 for so many seconds, two on each node."""
     monkeypatch.setenv("MASTER_PORT", "61000")
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "log/local/ranks-61000"
     folder.mkdir(parents=True)
-    beat = {"host": "n0", "step": 5, "waits": True, "frame": "f", "stack": ["f"]}
+
+    def write(*seconds: int, waits: bool = True):
+        beat = {"step": 5, "waits": waits, "frame": "main (train.py:7)", "stack": ["f"]}
+        for rank, its in enumerate(seconds):
+            beat |= {"rank": rank, "host": f"n{rank // 2}", "seconds_in_step": its}
+            (folder / str(rank)).write_text(json.dumps(beat))
+
+    return write
+
+
+def test_rank_1_speaks_of_a_silent_rank_0(beats, capsys):
+    """By hand, and on a node of its own. Otherwise rank 0 speaks."""
     said = []
     for seconds in (65, 20):
-        for rank in (0, 1):
-            its = {"rank": rank, "seconds_in_step": seconds if rank == 0 else 65}
-            (folder / str(rank)).write_text(json.dumps(beat | its))
+        beats(seconds, 65)
         heartbeat.Heart(60, rank=1, world_size=2).report(65)
         said.append(capsys.readouterr().err)
     sentence = r"\[Rank 1 on \S+\] no step for 65 s. First to look at: rank 0 on n0 \(step 5\), "
     assert said[0] == "" and re.match(sentence + "which sends no heartbeat", said[1]), said
 
 
-def test_the_first_rank_that_is_not_silent_speaks(monkeypatch, tmp_path, capsys):
+def test_the_first_rank_that_is_not_silent_speaks(beats, capsys):
     """A node with two ranks is frozen."""
-    monkeypatch.setenv("MASTER_PORT", "61000")
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "log/local/ranks-61000"
-    folder.mkdir(parents=True)
-    for rank, seconds in enumerate((20, 20, 65, 65)):
-        beat = {"rank": rank, "host": f"n{rank // 2}", "step": 5, "waits": True, "frame": "f"}
-        beat |= {"stack": ["f"], "seconds_in_step": seconds}
-        (folder / str(rank)).write_text(json.dumps(beat))
+    beats(20, 20, 65, 65)
     heartbeat.Heart(60, rank=3, world_size=4).report(65)
     assert capsys.readouterr().err == ""
     heartbeat.Heart(60, rank=2, world_size=4).report(65)
@@ -108,16 +111,9 @@ def test_the_first_rank_that_is_not_silent_speaks(monkeypatch, tmp_path, capsys)
     assert said in capsys.readouterr().err
 
 
-def test_all_ranks_are_at_one_line(monkeypatch, tmp_path, capsys):
+def test_all_ranks_are_at_one_line(beats, capsys):
     """With NCCL they wait in one of their own, such as `loss.item()`."""
-    monkeypatch.setenv("MASTER_PORT", "61000")
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "log/local/ranks-61000"
-    folder.mkdir(parents=True)
-    for rank in (0, 1):
-        beat = {"rank": rank, "host": "n", "step": 5, "waits": False, "frame": "main (train.py:7)"}
-        beat |= {"stack": ["main (train.py:7)"], "seconds_in_step": 65}
-        (folder / str(rank)).write_text(json.dumps(beat))
+    beats(65, 65, waits=False)
     heartbeat.Heart(60, rank=0, world_size=2).report(65)
     said = capsys.readouterr().err
     assert said.endswith("] no step for 65 s: all ranks are in main (train.py:7)\n"), said
