@@ -19,7 +19,7 @@ done
 record=$(grep "^$SLURM_JOB_ID " <<<"$shown") || die "squeue does not show job $SLURM_JOB_ID"
 read -r _ is_batch het_job array_task restarts per_node per_job cpus_per_gpu <<<"$record"
 if [[ "$het_job" != N/A ]]; then die "srun leaves out nodes of a heterogeneous job (A : B)"; fi
-unset SLURM_RESTART_COUNT
+unset SLURM_RESTART_COUNT "${!SLURM_STEP_@}"
 if ((restarts > 0)); then export SLURM_RESTART_COUNT=$restarts; fi
 if [[ "$array_task" == N/A ]]; then unset "${!SLURM_ARRAY_@}"; fi
 
