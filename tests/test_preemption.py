@@ -259,6 +259,48 @@ def test_a_job_that_another_one_has_submitted(known, tmp_path):
     assert (tmp_path / "calls").read_text().splitlines() == ["show job 9", "requeue 9"]
 
 
+OUTER = """if [[ "${SLURM_RESTART_COUNT:-0}" == 0 ]]; then
+    scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+    sleep 60
+fi
+sbatch --parsable --nodes=1 --gpus-per-node=0 --ntasks-per-node=1 --cpus-per-task=1 \\
+    --output=inner.out launch_slurm_to_torch.sh inner.py >inner.part
+mv inner.part inner.id
+sleep 300
+"""
+INNER = """import os, sys, time, preemption
+preemption.listen()
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    print("first start", flush=True)
+    while not preemption.received:
+        time.sleep(0.1)
+    sys.exit(not preemption.requeue())
+print("second start")
+"""
+
+
+def test_sbatch_in_a_requeued_task_of_an_array(cluster, tmp_path):
+    """The job that it submits is requeued itself, and the task is left alone."""
+    for name in (*THREE_FILES["srun"], "distributed/preemption.py"):
+        copy_file(name, tmp_path)
+    shutil.copy(tmp_path / "distributed/preemption.py", tmp_path)
+    (tmp_path / "outer.sh").write_text(f"#!/bin/bash\n{OUTER}")
+    (tmp_path / "inner.py").write_text(INNER)
+    options = ["--nodes=1", "--array=3", "--requeue", "--output=outer.out", "outer.sh"]
+    task = cluster.submit(*options, cwd=tmp_path)
+    wait_for((tmp_path / "inner.id").exists, 60)
+    inner = int((tmp_path / "inner.id").read_text())
+    log = tmp_path / "inner.out"
+    wait_for(lambda: log.exists() and "first start\n" in log.read_text(), 60)
+    assert cluster.exec("scancel", "--signal=TERM", inner).returncode == 0
+    done = cluster.wait(inner)
+    assert done.state == "COMPLETED" and REQUEUED in done.log, done.log
+    assert "second start\n" in done.log and cluster.show(inner)["Restarts"] == "1"
+    outer = cluster.show(task)
+    assert (outer["JobState"], outer["Restarts"]) == ("RUNNING", "1"), outer
+    cluster.exec("scancel", task)
+
+
 # --- when the ranks are asked ---
 
 ASKED = """import preemption
