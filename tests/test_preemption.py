@@ -366,6 +366,17 @@ def test_sbatch_in_a_requeued_task_of_an_array(cluster, tmp_path):
     cluster.exec("scancel", task)
 
 
+def test_a_start_of_the_spare_launcher(tmp_path):
+    """Its own restarts are in SLURM_RESTART_COUNT, and Slurm's in JOB_RESTARTS: here Slurm has
+    requeued the job by itself."""
+    show = "JobId=9 JobState=PENDING Reason=BeginTime Restarts=2 "
+    stand_ins(tmp_path, {"scontrol": f'echo "$1" >>calls\necho "{show}"'})
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": REPOSITORY / "distributed"}
+    env = environment(SLURM_JOB_ID=9, SLURM_RESTART_COUNT=101, JOB_RESTARTS=1, **path)
+    done = run(sys.executable, "-c", CALL, cwd=tmp_path, env=env)
+    assert done.stdout == REQUEUED and (tmp_path / "calls").read_text() == "show\n", done.stderr
+
+
 # --- when the ranks are asked ---
 
 ASKED = """import preemption
