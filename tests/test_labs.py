@@ -30,9 +30,10 @@ def test_one_script_twice(clone):  # noqa: F811  the fixture
 
 def test_endless_loop(clone, cluster):  # noqa: F811
     """Chapter 4: what the log says after a minute."""
+    options = ["--export=ALL,PYTHONPATH=distributed", "--output=endless.out"]
     command = [LAUNCHERS["torchrun"], "tests/failures/endless_loop.py"]
-    variables = {"PYTHONPATH": "distributed"}
-    job = cluster.submit("--output=endless.out", *command, env=variables, cwd=clone)
+    variables = {"SBATCH_EXPORT": "NONE"}  # as at some sites
+    job = cluster.submit(*options, *command, env=variables, cwd=clone)
     log = clone / "endless.out"
     said = re.compile(r"\[Rank \d on .*no step for(.|\n)*endless_loop\.py:\d+\)\n")
     try:

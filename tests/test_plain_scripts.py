@@ -357,7 +357,7 @@ def test_from_one_gpu_to_many(cluster, tmp_path):
     names: dict = {}
     exec(imports + "\n" + data, names)
     model = names["resnet18"](num_classes=4).eval()
-    model.load_state_dict(torch.load(tmp_path / "best.pt", weights_only=True))
+    model.load_state_dict(torch.load(tmp_path / f"best_{number}.pt", weights_only=True))
     pairs = ((image, torch.tensor(label)) for image, label in names["test_set"])
     images, labels = map(torch.stack, zip(*pairs, strict=True))
     with torch.no_grad():

@@ -3,7 +3,7 @@
     sbatch launch_slurm_with_torchrun.sh fine_tune.py --model qwen --text my.txt --lora 16
 
 It needs transformers (and peft for --lora), preemption.py, and checkpoint.py. A job that is stopped
-saves, is requeued, and goes on. At the end OUT/model is a folder for from_pretrained().
+saves, is requeued, and resumes. At the end OUT/model is a folder for from_pretrained().
 """
 
 import argparse

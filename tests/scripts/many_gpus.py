@@ -27,6 +27,7 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 dist.barrier()
 print(f"[Rank: {rank} | {os.uname().nodename} | {device}]\n", end="", flush=True)
 faulthandler.cancel_dump_traceback_later()
+run = os.environ.get("RUN", "by_hand")  # the job's number, which env.sh exports
 if BATCH % world_size != 0:
     sys.exit(f"{world_size} ranks cannot share a batch of {BATCH}")
 
@@ -75,7 +76,7 @@ for epoch in range(EPOCHS):
     if accuracy > best:
         best = accuracy
         if rank == 0:
-            torch.save(model.state_dict(), "best.pt")
+            torch.save(model.state_dict(), f"best_{run}.pt")
 dist.barrier()
 dist.destroy_process_group()
 if device.type == "cpu":

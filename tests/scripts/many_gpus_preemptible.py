@@ -32,6 +32,7 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 dist.barrier()
 print(f"[Rank: {rank} | {os.uname().nodename} | {device}]\n", end="", flush=True)
 faulthandler.cancel_dump_traceback_later()
+run = os.environ.get("RUN", "by_hand")  # the job's number, which env.sh exports
 if BATCH % world_size != 0:
     sys.exit(f"{world_size} ranks cannot share a batch of {BATCH}")
 
@@ -62,7 +63,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(train_loader))
 
 # A requeued job keeps its RUN, and so its file. Another run resumes from that in its argument.
-path = f"last_{os.environ.get('RUN', 'by_hand')}.pt"
+path = f"last_{run}.pt"
 resume = "SLURM_RESTART_COUNT" in os.environ and os.path.exists(path)
 if len(sys.argv) > 1:
     path, resume = sys.argv[1], True
@@ -97,7 +98,7 @@ for epoch in range(steps_done // len(train_loader), EPOCHS):
     sampler.start = steps_done % len(train_loader) * (BATCH // world_size)
     ddp.train()
     for images, labels in train_loader:
-        # Before a step, so that a stopped epoch has steps left, and is evaluated after them.
+        # Ask before the step: a stop on the last one of an epoch would skip its evaluation.
         if steps_done % 10 == 0 and preemption.asked(device):
             stopped = True
             break
@@ -127,8 +128,8 @@ for epoch in range(steps_done // len(train_loader), EPOCHS):
     if accuracy > best:
         best = accuracy
         if rank == 0:
-            torch.save(model.state_dict(), "best.pt.part")
-            os.replace("best.pt.part", "best.pt")
+            torch.save(model.state_dict(), f"best_{run}.pt.part")
+            os.replace(f"best_{run}.pt.part", f"best_{run}.pt")
     save()
 failed = False
 if stopped:
