@@ -218,24 +218,26 @@ def test_what_is_inside(cluster, site):
 
 
 # One of each family of names that a container gets.
-FAMILIES = """RUN MASTER_ADDR MASTER_PORT NNODES NPROC_PER_NODE CPUS_PER_NODE OMP_NUM_THREADS LOGLEVEL
-PYTHONUNBUFFERED PYTHONFAULTHANDLER HEARTBEAT_LIMIT HF_HUB_OFFLINE WANDB_MODE CUDA_VISIBLE_DEVICES
-CUDA_LAUNCH_BLOCKING CUDA_DEVICE_ORDER ROCR_VISIBLE_DEVICES HIP_VISIBLE_DEVICES HSA_ENABLE_SDMA
+FAMILIES = """RUN MASTER_ADDR MASTER_PORT NNODES NPROC_PER_NODE CPUS_PER_NODE OMP_NUM_THREADS
+LOGLEVEL PYTHONUNBUFFERED PYTHONFAULTHANDLER HEARTBEAT_LIMIT HF_HUB_OFFLINE WANDB_MODE
+CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING CUDA_DEVICE_ORDER ROCR_VISIBLE_DEVICES HIP_VISIBLE_DEVICES HSA_ENABLE_SDMA
 MIOPEN_USER_DB_PATH RCCL_MSCCL_ENABLE ZE_AFFINITY_MASK CCL_ROOT SLURM_JOB_ID SLURMD_NODENAME
 NCCL_DEBUG GLOO_SOCKET_IFNAME TORCH_NCCL_TIMEOUT PYTORCH_CUDA_ALLOC_CONF FI_PROVIDER
-NVIDIA_VISIBLE_DEVICES MELLANOX_VISIBLE_DEVICES TRITON_CACHE_DIR OWN OWN_TOO""".split()
+NVIDIA_VISIBLE_DEVICES MELLANOX_VISIBLE_DEVICES TRITON_CACHE_DIR OWN OWN_TOO"""
 
 
 def test_which_variables_go_in(tmp_path):
     """Those, and no other."""
     stand_ins(tmp_path, {"enroot": """printf '%s\\n' "$@" """})
-    variables = dict.fromkeys((*FAMILIES, "LEAK", "CUDA_HOME", "WANDB_API_KEY", "HF_TOKEN"), "1")
+    variables = dict.fromkeys(
+        (*FAMILIES.split(), "LEAK", "CUDA_HOME", "WANDB_API_KEY", "HF_TOKEN"), "1"
+    )
     variables |= {"CONTAINER_NAME": "c", "CONTAINER_FOLDER": REPOSITORY, "CONTAINER_MOUNTS": ""}
     variables |= {"CONTAINER_ENV": "OWN,OWN_TOO,UNSET"}
     env = environment(PATH=f"{tmp_path}:/usr/bin:/bin") | {n: str(v) for n, v in variables.items()}
     done = run("aux/enroot.sh", "true", env=env)
     assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"^--env\n(.*)$", done.stdout, re.M)) == sorted(FAMILIES)
+    assert sorted(re.findall(r"^--env\n(.*)$", done.stdout, re.M)) == sorted(FAMILIES.split())
 
 
 @pytest.mark.matrix
