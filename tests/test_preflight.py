@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import check_ranks
+import ledger
 import watch_job
 from conftest import (
     LAUNCHERS,
@@ -722,6 +723,20 @@ def test_watch_job_shows_the_latest_start(tmp_path):
     done = run(sys.executable, watch_job.__file__, "local", cwd=tmp_path)
     assert re.search(r"^   0  ranks-10 +7 ", done.stdout, re.M) and done.returncode == 0, done
     assert "All 2 ranks are alive" in done.stdout
+
+
+def test_ledger_counts_starts(tmp_path):
+    """As numbers: a run with spare nodes has ranks-100 and so on."""
+    for start, first in ((0, 1), (2, 11), (10, 21), (100, 31)):
+        folder = tmp_path / f"log/7/ranks-{start}"
+        folder.mkdir(parents=True)
+        beat = {"rank": 0, "world_size": 1, "host": f"n{start}", "time": 9.0, "interval": 2}
+        beat |= {"began": 0.0, "counts": [1, 1, 0], "first_step": first, "step": first + 11}
+        (folder / "0").write_text(json.dumps(beat))
+    done = run(sys.executable, ledger.__file__, "7", cwd=tmp_path)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["starts"] == 4 and found["slowest"]["host"] == "n100", done
+    assert found["steps"] == 42 and found["steps_lost"] == 6
 
 
 def test_watch_job_finds_the_ranks_of_a_bare_srun(monkeypatch):

@@ -1,9 +1,12 @@
 """Submission from a laptop: a network namespace without Slurm, and a real sshd on the cluster's
 node-1 with Slurm behind it."""
 
+import contextlib
+import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -440,6 +443,51 @@ def test_fetch_of_a_job_that_still_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     with pytest.raises(remote.RemoteFailed):
         jobs.fetch(record)
+
+
+def test_the_command_line_of_ssh():
+    """Each key of the Slurmfile has its option, and the login node gets words as they are."""
+    given = {"hostname": "login", "username": "me", "port": 2222, "identity_file": "~/.ssh/k"}
+    assert given.keys() == slurmfile.KEYS["cluster"]["backend_config"].keys()
+    cluster = {"backend": "ssh", "backend_config": given}
+    ssh, *options, host, command = remote.command_line(cluster, "watch", 7, "it's $HOME")
+    assert ssh == "ssh" and host == "login"
+    assert options[-7:] == ["-l", "me", "-p", "2222", "-i", "~/.ssh/k", "--"]
+    assert shlex.split(command)[-4:] == ["remote.sh", "watch", "7", "it's $HOME"]
+
+
+def test_a_log_that_becomes_shorter(tmp_path):
+    """As a requeued job's can. Slurm is asked after 15 calls of sleep."""
+    (tmp_path / "log").write_text("a long line of the first start\n")
+    ended = '[[ -e slept-14 ]] && echo "COMPLETED (None) on n1, run time 9" || echo RUNNING'
+    sleep = "n=$(ls slept-* | wc -l); touch slept-$n; if ((n == 0)); then echo second >log; fi"
+    path = stand_ins(tmp_path / "tools", {"squeue": ended, "sleep": sleep})
+    env = environment(PATH=f"{path}:/usr/bin:/bin")
+    command = ["sh", REPOSITORY / "aux/submission/remote.sh", "watch", 7, "log", 0]
+    done = run(*command, cwd=tmp_path, env=env)
+    lines = ["remote.sh is ready", "a long line of the first start", "second"]
+    assert done.returncode == 0 and done.stdout.splitlines() == lines, done
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_job_of_hours(started, monkeypatch):
+    """Each connection that was there gives the next one 300 s. The first one has to come about."""
+    begun = []
+    monkeypatch.setattr(jobs.time, "monotonic", lambda: 3000 * len(begun))
+    monkeypatch.setattr(jobs.time, "sleep", lambda seconds: None)
+
+    @contextlib.contextmanager
+    def connection(cluster, verb, job, log, position):
+        begun.append(position)
+        yield io.BytesIO(b"line\n" * started)
+        if len(begun) <= 3:
+            raise remote.RemoteFailed(255, started)
+
+    monkeypatch.setattr(remote, "run", connection)
+    record = {"cluster": {}, "job": 7, "log": "log"}
+    with contextlib.nullcontext() if started else pytest.raises(remote.RemoteFailed):
+        assert jobs.watch(record, show_log=True) == 0
+    assert begun == ([0, 5, 10, 15] if started else [0])
 
 
 # --- tasks ---
