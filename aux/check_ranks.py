@@ -66,14 +66,12 @@ rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
 local_rank = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", 0)))
 world_size = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", 1)))
 slurm = env if "SLURM_STEP_NUM_TASKS" in env else {}
-# 2(x3),1 is two tasks on each of three nodes, and one on a fourth.
-counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", slurm.get("SLURM_STEP_TASKS_PER_NODE", ""))
-tasks = [int(count) for count, times in counts for _ in range(int(times or 1))]
-# With a topology plugin of Slurm 26.05, task 0 need not be on the first node, where the ranks meet.
-if tasks and "RANK" not in env:
-    rank = sum(tasks[: int(env["SLURM_NODEID"])]) + local_rank
 nodes = int(slurm.get("SLURM_STEP_NUM_NODES", 1))
 ranks_per_node = int(env.get("LOCAL_WORLD_SIZE", -(-world_size // nodes)))
+# As slurm_rank.sh says: with some topology plugins task 0 is not on the first node, where the ranks
+# meet.
+if slurm and "RANK" not in env:
+    rank = int(env["SLURM_NODEID"]) * ranks_per_node + local_rank
 launcher = "srun" if slurm else "hand"
 if "TORCHELASTIC_RUN_ID" in env:  # set by torchrun and by spawn_ranks.py
     launcher = "torchrun" if "TORCHELASTIC_USE_AGENT_STORE" in env else "spawn"
@@ -115,13 +113,16 @@ def hosts_of_ranks() -> list[str]:
         return []
     command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
     hosts = subprocess.run(command, capture_output=True, text=True).stdout.split()
-    ranks = tasks if launcher == "srun" else [ranks_per_node] * nodes
-    return [host for host, count in zip(hosts, ranks, strict=False) for _ in range(count)]
+    return [host for host in hosts for _ in range(ranks_per_node)]
 
 
 def check_world_size():
     """Stops if this is one of several training runs that do not know of each other."""
     started, groups = slurm.get("SLURM_STEP_NUM_TASKS"), env.get("GROUP_WORLD_SIZE")
+    if launcher == "srun" and world_size % nodes:
+        if int(slurm["SLURM_PROCID"]) > 0:
+            os._exit(1)
+        stop(f"{world_size} tasks on {nodes} nodes: use --ntasks-per-node")
     if not slurm or launcher == "srun" or groups == started:
         return
     # Each of them has a rank 0, but the job has only one task 0.
@@ -182,7 +183,7 @@ def gather(store: dist.Store, step: str, mine: dict, timeout: float) -> list[dic
             its = json.loads(store.get(keys[other]))
             for sentence in its["bad"]:
                 sys.stderr.write(f"[Rank {other} on {its['host']}] {sentence}\n")
-        # Too short if nodes have different numbers of torchrun's ranks.
+        # Too short if nodes have different numbers of ranks.
         hosts = hosts_of_ranks() + ["a node that Slurm does not name"] * world_size
         named = [f"rank {other} on {hosts[other]}" for other in missing]
         what = f"{len(missing)} of {world_size} ranks have not reached the {step} in {timeout:g} s"
