@@ -1,5 +1,5 @@
 """aux/check_ranks.py before a long job, on the real cluster: a fault provoked on one node is one
-sentence from it. And aux/watch_job.py."""
+sentence from it."""
 
 import json
 import os
