@@ -654,7 +654,8 @@ def compare(found: list[dict]):
                 continue
             said = f"{its[name]:.3f} GB/s in the all-reduce {where}, and the median is {median:.3f}"
             # A node without a neighbour on its own switch has a half or a third of the others'
-            # speed, with both of them, if the links between the switches are that much fewer.
+            # speed, with both of them, if the links between the switches are that much fewer. Less
+            # than a quarter is a fault.
             pairs = its.get("pairs", [])
             alike = len(pairs) == 2 and min(pairs) > 0.8 * max(pairs) > 0.2 * median
             if name == "between" and alike:

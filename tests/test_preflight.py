@@ -445,6 +445,16 @@ def test_a_test_of_the_site_s_own():
     assert says("absent")[0].startswith("absent: ") and says("sleep", "9")[0].startswith("sleep: ")
 
 
+def test_all_nodes_of_a_partition(tmp_path):
+    """The loop of --help: a job for each node, with a log of its own."""
+    loop = re.search(r"^    (for node .*\n)((?:        .*\n)+)    done", check_ranks.__doc__, re.M)
+    programs = {"sinfo": "echo n1; echo n2", "sbatch": "echo $*"}
+    path = f"{stand_ins(tmp_path, programs)}:/usr/bin:/bin"
+    done = run("bash", "-euc", f"{loop[1]}{loop[2]}done", env={"PATH": path})
+    job = "--partition=gpu --nodes=1 --nodelist={} --output=%N.out {} aux/check_ranks.py\n"
+    assert done.stdout == "".join(job.format(node, LAUNCHERS["torchrun"]) for node in ("n1", "n2"))
+
+
 def test_a_gpu_has_a_name_of_its_own(monkeypatch):
     """Parts of an NVIDIA GPU share its address, and both halves of an MI250X may share a UUID."""
     found = set()
