@@ -413,8 +413,8 @@ def memory_in_use(device: torch.device, mine: dict):
     # Some 512 MiB are the driver's own. Ranks with an NCCL_HOSTID may share a GPU on purpose.
     if total - free > 2048 * MIB and "NCCL_HOSTID" not in env:
         sentence = "other programs use its GPU's memory: nvidia-smi or amd-smi names them"
-        # On GH200 and GB200 Linux may keep files in the GPU's memory.
-        shared = re.search(r"\bG[HB]\d", module.get_device_name(device))
+        # On GH200, GB200 and MI300A Linux may keep files in the GPU's memory.
+        shared = re.search(r"\bG[HB]\d|MI300A", module.get_device_name(device))
         mine["warnings" if shared else "bad"].append(sentence)
 
 

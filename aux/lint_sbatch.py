@@ -525,7 +525,7 @@ def signals(script: Script) -> Findings:
         yield script.asked_at["signal"], f"{name} reaches the ranks, not this shell's trap: {how}"
     of_shell = re.fullmatch(r"R?B:(?:SIG)?([A-Z]+[12]?)(?:@.*)?", script.asked.get("signal", ""))
     # A command behind exec takes the shell's place. The trap may stand in a file that is sourced.
-    becomes = [each for each in script.commands if re.match(r"exec\s+[^<>&]", each.text)]
+    becomes = [each for each in script.commands if re.match(r"exec\s+[^<>&{\d]", each.text)]
     if of_shell and of_shell[1] not in script.handled and not becomes:
         texts = [script.text, *script.sources(script.text, ".sh")]
         if not any(re.search(rf"\btrap\b.*\b(SIG)?{of_shell[1]}\b", text) for text in texts):

@@ -345,7 +345,7 @@ def test_a_mistake_is_found_and_its_neighbour_is_not(name, lint):
         ("B:USR1@120", "trap 'rm -r \"$TMP\"' EXIT", "USR1 ends this shell"),
         ("B:SIGTERM@120", "", "TERM ends this shell"),
         ("B:SIGTERM@120", "trap '' SIGTERM", ""),
-        ("RB:USR2", "exec >log", "USR2 ends this shell"),
+        ("RB:USR2", "exec >log; exec 2>&1", "USR2 ends this shell"),
         ("RB:USR2", "exec srun -K python train.py", ""),
     ],
 )
