@@ -88,18 +88,27 @@ def test_as_many_ranks_as_can_share_a_batch(count, share):
     assert cluster_report.sharers(count) == share
 
 
-@pytest.mark.matrix
-def test_a_stop_that_is_not_heard_and_one_that_does_not_resume(cluster, copy):
-    change(copy / "distributed/train_preemptible.py", "and preemption.asked(device)", "and False")
-    change(copy / "distributed/train_fsdp.py", "first = runs.load(model, optimizer)", "first = 0")
-    job = cluster.sbatch(*OPTIONS, "stop", cwd=copy, timeout=600)
-    assert job.state == "FAILED", job.log
-    found = rows(job.log)
-    what = "stop and resume of `train_{}.py`"
+DEAF = """
+import os, signal, sys, time
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append("train_fsdp" in sys.argv[0]))
+for step in range(5, 26, 5):
+    print(f"step={step}/25 loss=1", flush=True)
+    time.sleep(0.2)
+    if any(told):
+        sys.exit(print(f"Stopped after step {step}, saved"))
+"""
+
+
+def test_a_stop_that_is_not_heard_and_one_that_does_not_resume(copy):
+    for name in ("preemptible", "fsdp"):
+        (copy / f"distributed/train_{name}.py").write_text(DEAF)
+    done = ranks(2, "aux/cluster_report.py", "stop", cwd=copy, timeout=100)
+    found, what = rows(done.stdout), "stop and resume of `train_{}.py`"
     said = "**FAILED**: SIGTERM after step 5 did not stop it"
-    assert found[what.format("preemptible")] == said
-    said = r"\*\*FAILED\*\*: stopped after step \d0, and did not resume there"
-    assert re.fullmatch(said, found[what.format("fsdp")])
+    assert found[what.format("preemptible")] == said, done
+    said = r"\*\*FAILED\*\*: stopped after step \d+, and did not resume there"
+    assert re.fullmatch(said, found[what.format("fsdp")]) and done.returncode == 1, done
 
 
 OPTIONS = ["--nodes=2", "--gpus-per-node=1", LAUNCHERS["torchrun"], "aux/cluster_report.py"]
