@@ -109,50 +109,49 @@ def test_a_campus_cluster(capsys, monkeypatch):
     }
 
 
-def test_other_names_for_gpus_whole_nodes_and_no_memory(monkeypatch):
-    config = CONFIG.replace("CR_CORE_MEMORY", "CR_CORE").replace("24.11.5", "21.08.8-2")
-    config = config.replace("preempt/qos", "preempt/none").replace("slurmdbd", "none")
-    nodes = "NodeName=localhost CPUTot=8 Gres=tesla:4 RealMemory=1 State=IDLE Partitions=gpu"
-    site = site_of(GPU.replace("OverSubscribe=NO", "OverSubscribe=EXCLUSIVE"), config=config,
-                   nodes=nodes)  # fmt: skip
+PRIORITY = "preempt/qos>preempt/partition_prio"
+CANCEL = f"{PRIORITY} PreemptMode=REQUEUE>PreemptMode=CANCEL"
+OTHER = "gpu:a100:4>tesla:4 gpu:h100:8>tesla:4"
+# What is different from the cluster above, and what a line then says, or with ! does not say
+CHANGES = [
+    ("", "PreemptType: whether and how a job is preempted depends on its QOS"),
+    (PRIORITY, "PreemptMode=REQUEUE: a preempted job has 30 sec for its checkpoint"),
+    (f"{PRIORITY} GraceTime=0>GraceTime=60", "a preempted job has 60 s for its checkpoint"),
+    # Whatever the header's --requeue says
+    (CANCEL, "a preempted job has 30 sec for its checkpoint"),
+    (CANCEL, "a preempted job is cancelled, and --requeue does not bring it back"),
+    (PRIORITY, "!does not bring it back"),
+    (f"{PRIORITY} PreemptMode=REQUEUE>PreemptMode=SUSPEND,GANG", "stops where it is, and goes on"),
+    (f"{PRIORITY} PreemptMode=REQUEUE>PreemptMode=OFF", "a job is not preempted"),
+    ("preempt/qos>preempt/none", "a job is not preempted"),
+    # A block plugin ignores --switches.
+    ("topology/tree>topology/block", "TopologyPlugin=topology/block: --segment=N"),
+    ("", "TopologyPlugin=topology/tree: --switches=1"),
+    ("topology/tree>topology/default", "!TopologyPlugin"),
+    ("24.11.5>21.08.8-2", "Slurm 21.08.8-2: the launchers are tested from 22.05 on"),
+    ("", "!tested from 22.05"),
+    ("OverSubscribe=NO>OverSubscribe=EXCLUSIVE", "a job gets whole nodes: use all GPUs"),
+    # Slurm 26.05's name for it
+    ("OverSubscribe=NO>Exclusive=NODE", "a job gets whole nodes: use all GPUs"),
+    ("", "!a job gets whole nodes"),
+    ("CR_CORE_MEMORY>CR_CORE", "Slurm does not count memory, so --mem reserves none"),
+    ("slurmdbd>none", "sacct shows no ended jobs"),
+    (OTHER, "the GRES tesla, and no gpu: if that is a GPU, --gres=tesla:N"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), CHANGES)
+def test_a_setting_and_what_it_means(changes, says):
+    texts = [CONFIG, GPU, NODES]
+    for old, new in (change.split(">") for change in changes.split()):
+        assert any(old in text for text in texts)
+        texts = [text.replace(old, new) for text in texts]
+    site = site_of(texts[1], config=texts[0], nodes=texts[2])
     gpu = site.choose(None)
-    assert "mem" not in site.options(gpu, True, False) and site.accounts == []
-    said = [sentence for sentence, _ in check_site.facts(site, gpu)]
-    assert "Slurm does not count memory, so --mem reserves none" in said
-    assert "a job is not preempted" in said and "sacct shows no ended jobs" in said
-    strange = dict(check_site.unusual(site, gpu))
-    assert "--gres=tesla:N" in strange["the GRES tesla, and no gpu"]
-    assert "Slurm 21.08.8-2" in strange and "a job gets whole nodes" in strange
-
-
-CANCELS = "a preempted job is cancelled, and --requeue does not bring it back"
-
-
-@pytest.mark.parametrize(
-    ("kind", "grace", "sentence", "cancels"),
-    [
-        ("REQUEUE", "60", "a preempted job has 60 s for its checkpoint", False),
-        ("REQUEUE", "0", "a preempted job has 30 sec for its checkpoint", False),
-        # Whatever the header's --requeue says
-        ("CANCEL", "0", "a preempted job has 30 sec for its checkpoint", True),
-        ("SUSPEND,GANG", "0", "a preempted job stops where it is, and goes on later", False),
-        ("OFF", "0", "a job is not preempted", False),
-    ],
-)
-def test_preemption_by_partition(kind, grace, sentence, cancels):
-    partition = GPU.replace("GraceTime=0", f"GraceTime={grace}").replace("=REQUEUE", f"={kind}")
-    site = site_of(partition, config=CONFIG.replace("preempt/qos", "preempt/partition_prio"))
-    said = [said for said, _ in check_site.facts(site, site.choose(None))]
-    assert sentence in said and any(CANCELS in each for each in said) == cancels, said
-
-
-@pytest.mark.parametrize("plugin", ["topology/block", "topology/tree", "topology/default"])
-def test_the_topology(plugin):
-    """A block plugin ignores --switches."""
-    site = site_of(GPU, config=CONFIG.replace("topology/tree", plugin))
-    found = dict(check_site.unusual(site, site.choose(None))).get(f"TopologyPlugin={plugin}", "")
-    options = {"topology/block": "--segment=N", "topology/tree": "--switches=1"}
-    assert found.startswith(options.get(plugin, "")) and bool(found) == (plugin in options)
+    lines = [f"{source}: {sentence}" for sentence, source in check_site.facts(site, gpu)]
+    lines += [f"{what}: {remedy}" for what, remedy in check_site.unusual(site, gpu)]
+    assert any(says.strip("!") in line for line in lines) != says.startswith("!"), lines
+    assert ("mem" in site.options(gpu, True, False)) == ("CR_CORE_MEMORY" in texts[0])
 
 
 DRIVERS = {"580.95.05": "pip install torch", "610.1": "pip install torch", "570.148.08": "cu126; "}
@@ -270,15 +269,10 @@ def test_site_sh_of_a_known_site(tmp_path, monkeypatch):
     assert check_site.known_site("campus") is None
 
 
-def test_two_types_in_a_node_and_states():
-    """Slurm 26.05's name for whole nodes as well."""
-    nodes = "NodeName=localhost CPUTot=8 Gres=gpu:a100:2,gpu:v100:2 State=IDLE+CLOUD+POWERED_DOWN "
-    nodes += "RealMemory=9 Partitions=gpu\n"
-    nodes += nodes.replace("gpu:a100:2,gpu:v100:2", "gpu:a100:4").replace("IDLE+CLOUD", "IDLE*")
-    site = site_of(f"{GPU} Exclusive=NODE", nodes=nodes)
-    found = [(shape.named_gpus(), n, up) for shape, n, up in site.shapes(site.choose(None))]
-    assert found == [("2 a100, 2 v100", 1, 1), ("4 a100", 1, 0)]
-    assert "a job gets whole nodes" in dict(check_site.unusual(site, site.choose(None)))
+def test_two_types_in_a_node():
+    node = NODES.splitlines()[0].replace("gpu:a100:4", "gpu:a100:2,gpu:v100:2")
+    site = site_of(GPU, nodes=node)
+    assert site.shapes(site.choose(None))[0][0].named_gpus() == "2 a100, 2 v100"
 
 
 UNUSABLE = "DOWN DRAIN DRAINED DRAINING ERROR FAIL FAILING FUTURE INVALID_REG IDLE+MAINT IDLE* "
