@@ -268,7 +268,8 @@ def test_what_arrives(laptop):
     assert not [*laptop.clone.parent.rglob("pwned"), *laptop.home.rglob("pwned")]
     assert laptop.submit("fetch", job).returncode == 0
     fetched = laptop.clone / f"slurm-jobs/secret-{job}"
-    assert [path.name for path in fetched.iterdir()] == [f"launch_slurm_to_torch.sh_{job}.out"]
+    names = sorted(path.name for path in fetched.iterdir())
+    assert names == [f"launch_slurm_to_torch.sh_{job}.out", "log"]
 
 
 def test_from_this_machine(laptop):
