@@ -132,17 +132,13 @@ nvidia-smi | tee log
 srun -K python train.py 2>&1 | tee log
 timeout -k 5 10m srun -K python train.py | tee log
 """
-# What depends on the rest of the script: the name of a case, its mistakes, --, and its neighbour.
+# What depends on the rest of the script: the name of a case, its mistakes, --, and a neighbour.
 CASES = r"""
 == the log's folder
 #SBATCH --output=absent/%j.out  #! no folder absent
---
-#SBATCH --output=present/%j.out
 == the log's folder, by short options
 #SBATCH -o absent/%j.out  #! no folder absent
 #SBATCH -e gone/%j.err  #! no folder gone
---
-#SBATCH -o present/%j.out
 == a job's name with a slash
 #SBATCH --job-name=a/b
 #SBATCH --output=%x.out  #! take the / out
@@ -193,8 +189,6 @@ srun -K python train.py
 srun -K python train.py
 == CPUs by GPU
 #SBATCH --cpus-per-gpu=8  #! refuse (Requested node configuration is not available): --cpus-per-task
---
-#SBATCH --mem-per-gpu=8G
 == an address of one of several networks, but not on Frontier
 MASTER_ADDR=$(hostname -i)  #! hostname -i
 --
@@ -300,7 +294,7 @@ FILES = {
 ALL = {"by themselves": (MISTAKES, NEIGHBOURS)}
 for case in re.split("^== ", CASES, flags=re.M)[1:]:
     case_name, _, text = case.partition("\n")
-    ALL[case_name] = re.split("^--\n", text, flags=re.M)
+    ALL[case_name] = text.partition("--\n")[::2]
 
 
 @pytest.fixture
