@@ -32,7 +32,7 @@ from test_readme import copy_of_repository, steps, try_block
 
 STAND_INS = REPOSITORY / "tests/stand-ins"
 INSIDE = "tests/scripts/inside.py"
-PACKAGES = ["base-files", "bash", "coreutils", "dash", "libstdc++6", "python3"]
+PACKAGES = "base-files bash coreutils dash libstdc++6 python3"
 
 
 @dataclass
@@ -93,35 +93,20 @@ def site(memory):
 def small_debian(root: Path) -> Path:
     """The root file system of a Debian with Python: these packages of this machine, and what
     they depend on."""
-    depends = run("apt-cache", "depends", "--recurse", "--installed", "--important", *PACKAGES)
-    packages = [line for line in depends.stdout.splitlines() if re.match(r"[a-z]", line)]
-    listed = run("dpkg-query", "--listfiles", *packages)
-    assert depends.returncode == listed.returncode == 0, depends.stderr + listed.stderr
-    paths = {Path(line) for line in listed.stdout.splitlines() if line.startswith("/")}
+    root.mkdir()
     # /bin is a link to /usr/bin, and packages know of both.
-    paths = {path.parent.resolve() / path.name for path in paths}
-    files = [path for path in paths if path.is_symlink() or path.is_file()]
-    files = [
-        path
-        for path in files
-        if not path.is_relative_to("/usr/share") and "gconv" not in path.parts
-    ]
-    files += [Path("/etc/profile"), *map(Path, ("/bin", "/lib", "/lib64", "/sbin"))]
-    for folder in ("dev", "etc", "proc", "root", "sys", "tmp", "usr/sbin"):
-        (root / folder).mkdir(parents=True)
+    pack = f"""
+        apt-cache depends --recurse --installed --important {PACKAGES} | grep '^[a-z]' |
+        xargs dpkg-query --listfiles | sed -E 's#^/(bin|lib|lib64|sbin)/#/usr/\\1/#' |
+        grep -v -e '^/usr/share' -e /gconv -e '^[^/]' | cat - <(echo /etc/profile) | sort -u |
+        tar --create --directory=/ --no-recursion --ignore-failed-read --files-from=- |
+        tar --extract --directory={root}"""
+    packed = run("bash", "-c", f"set -o pipefail; {pack}")
+    assert packed.returncode == 0, packed.stderr
     (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/bash\n")
-    (root / "usr/bin").mkdir()
-    (root / "usr/bin/python").symlink_to("python3")
-    (root / "usr/bin/sh").symlink_to("dash")
-    names = "\0".join(str(path).lstrip("/") for path in files)
-    copy = (
-        "tar --create --directory=/ --null --no-recursion --files-from=- | tar --extract "
-        '--directory="$1"'
-    )
-    copied = subprocess.run(
-        ["bash", "-c", copy, "bash", root], input=names, text=True, stderr=subprocess.PIPE
-    )
-    assert copied.returncode == 0, copied.stderr
+    for name, target in (("python", "python3"), ("sh", "dash")):
+        (root / "usr/bin" / name).unlink(missing_ok=True)
+        (root / "usr/bin" / name).symlink_to(target)
     return root
 
 
