@@ -8,8 +8,20 @@
 The last line says that all is well (exit status 0, even with warnings), or which nodes to leave out
 (exit status 1). All ranks compute at once, as in training. A rank with less than 0.8 of the median
 speed is bad (on CPUs 0.5). So is a node whose all-reduce, inside it or with each of two neighbours,
-has less than 0.8 of the median (on CPUs 0.1). This file needs only torch, so it can be copied by
-itself.
+has less than 0.8 of the median (on CPUs 0.1), unless both neighbours are slow alike, as the network
+may be built so. This file needs only torch, so it can be copied by itself.
+
+--also adds a test of your site's, which one rank of each node runs. It fails a node by its exit
+status, and its last line says why:
+
+    sbatch launch_slurm_with_torchrun.sh aux/check_ranks.py --also "dcgmi diag --run 2"
+
+All nodes of a partition, each as soon as it is free:
+
+    for node in $(sinfo --noheader --Node --partition=gpu --format=%N); do
+        sbatch --partition=gpu --nodes=1 --nodelist=$node --output=%N.out \\
+            launch_slurm_with_torchrun.sh aux/check_ranks.py
+    done                                 # and when all have ended: grep VERDICT *.out
 """
 
 import argparse
@@ -20,6 +32,7 @@ import os
 import re
 import resource
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -53,14 +66,12 @@ rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
 local_rank = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", 0)))
 world_size = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", 1)))
 slurm = env if "SLURM_STEP_NUM_TASKS" in env else {}
-# 2(x3),1 is two tasks on each of three nodes, and one on a fourth.
-counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", slurm.get("SLURM_STEP_TASKS_PER_NODE", ""))
-tasks = [int(count) for count, times in counts for _ in range(int(times or 1))]
-# With a topology plugin of Slurm 26.05, task 0 need not be on the first node, where the ranks meet.
-if tasks and "RANK" not in env:
-    rank = sum(tasks[: int(env["SLURM_NODEID"])]) + local_rank
 nodes = int(slurm.get("SLURM_STEP_NUM_NODES", 1))
 ranks_per_node = int(env.get("LOCAL_WORLD_SIZE", -(-world_size // nodes)))
+# As slurm_rank.sh says: with some topology plugins task 0 is not on the first node, where the ranks
+# meet.
+if slurm and "RANK" not in env:
+    rank = int(env["SLURM_NODEID"]) * ranks_per_node + local_rank
 launcher = "srun" if slurm else "hand"
 if "TORCHELASTIC_RUN_ID" in env:  # set by torchrun and by spawn_ranks.py
     launcher = "torchrun" if "TORCHELASTIC_USE_AGENT_STORE" in env else "spawn"
@@ -76,6 +87,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help=help)
     help = "test whether SIGTERM reaches the ranks; torchrun ends after it, and the job is FAILED"
     parser.add_argument("--sigterm", action="store_true", help=help)
+    help = "a test of your site's, run once on each node; a status other than 0 makes the node bad"
+    parser.add_argument("--also", type=shlex.split, metavar="COMMAND", help=help)
     args = parser.parse_args()
     if args.sigterm and not (slurm and shutil.which("scancel")):
         parser.error("--sigterm needs scancel, and a step of srun")
@@ -100,13 +113,16 @@ def hosts_of_ranks() -> list[str]:
         return []
     command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
     hosts = subprocess.run(command, capture_output=True, text=True).stdout.split()
-    ranks = tasks if launcher == "srun" else [ranks_per_node] * nodes
-    return [host for host, count in zip(hosts, ranks, strict=False) for _ in range(count)]
+    return [host for host in hosts for _ in range(ranks_per_node)]
 
 
 def check_world_size():
     """Stops if this is one of several training runs that do not know of each other."""
     started, groups = slurm.get("SLURM_STEP_NUM_TASKS"), env.get("GROUP_WORLD_SIZE")
+    if launcher == "srun" and world_size % nodes:
+        if int(slurm["SLURM_PROCID"]) > 0:
+            os._exit(1)
+        stop(f"{world_size} tasks on {nodes} nodes: use --ntasks-per-node")
     if not slurm or launcher == "srun" or groups == started:
         return
     # Each of them has a rank 0, but the job has only one task 0.
@@ -167,7 +183,7 @@ def gather(store: dist.Store, step: str, mine: dict, timeout: float) -> list[dic
             its = json.loads(store.get(keys[other]))
             for sentence in its["bad"]:
                 sys.stderr.write(f"[Rank {other} on {its['host']}] {sentence}\n")
-        # Too short if nodes have different numbers of torchrun's ranks.
+        # Too short if nodes have different numbers of ranks.
         hosts = hosts_of_ranks() + ["a node that Slurm does not name"] * world_size
         named = [f"rank {other} on {hosts[other]}" for other in missing]
         what = f"{len(missing)} of {world_size} ranks have not reached the {step} in {timeout:g} s"
@@ -288,6 +304,11 @@ def read_nvidia_smi(text: str) -> tuple[list[str], list[str]]:
         errors = sum(int(text) for text in texts if text.isdigit())  # not N/A
         if errors:
             bad.append(f"GPU {number} has {errors} uncorrected ECC errors")
+        # A row of memory that has failed is replaced by a spare one when the GPU is next reset.
+        if gpu.findtext("remapped_rows/remapped_row_failure") == "Yes":
+            bad.append(f"GPU {number} has no spare row left for one that failed: replace the GPU")
+        elif gpu.findtext("remapped_rows/remapped_row_pending") == "Yes":
+            bad.append(f"GPU {number} has a failed row of memory: it needs a reset")
         for each in gpu.iter():
             # clocks_event_reason_hw_slowdown, or clocks_throttle_reason_hw_slowdown
             reason = each.tag.partition("_reason_")[2]
@@ -355,6 +376,16 @@ def ask_about_gpus() -> tuple[list[str], list[str]]:
     return [], []
 
 
+def own_test(command: list[str], timeout: float) -> list[str]:
+    """The fault that a site's own test finds on this node."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=0.8 * timeout)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"{command[0]}: {error}"]
+    said = f"{done.stdout}{done.stderr}".strip().splitlines() or [f"status {done.returncode}"]
+    return [f"{command[0]}: {said[-1]}"] if done.returncode else []
+
+
 # --- how fast is it? ---
 
 
@@ -374,17 +405,25 @@ def rate(device: torch.device, amount: float, work: Callable) -> float:
     return max(rates) if device.type == "cpu" else statistics.median(rates)
 
 
+def memory_in_use(device: torch.device, mine: dict):
+    """Finds other programs on this rank's GPU."""
+    module = torch.get_device_module(device)
+    free, total = module.mem_get_info()
+    mine["GPU memory in use"] = f"{(total - free) / 2**30:.1f} GiB"
+    # Some 512 MiB are the driver's own. Ranks with an NCCL_HOSTID may share a GPU on purpose.
+    if total - free > 2048 * MIB and "NCCL_HOSTID" not in env:
+        sentence = "other programs use its GPU's memory: nvidia-smi or amd-smi names them"
+        # On GH200, GB200 and MI300A Linux may keep files in the GPU's memory.
+        shared = re.search(r"\bG[HB]\d|MI300A", module.get_device_name(device))
+        mine["warnings" if shared else "bad"].append(sentence)
+
+
 def measure(device: torch.device, mine: dict):
     """The speeds of a matmul and of a copy. On a CPU one call takes less than a millisecond, so
     that some are not interrupted."""
     on_gpu = device.type != "cpu"
     if on_gpu:
-        free, total = torch.get_device_module(device).mem_get_info()
-        mine["GPU memory in use"] = f"{(total - free) / 2**30:.1f} GiB"
-        # Some 512 MiB are the driver's own. Ranks with an NCCL_HOSTID may share a GPU on purpose.
-        if total - free > 2048 * MIB and "NCCL_HOSTID" not in env:
-            who = "nvidia-smi or amd-smi names them"
-            mine["bad"].append(f"other programs use its GPU's memory: {who}")
+        memory_in_use(device, mine)
 
     size, dtype = (8192, torch.bfloat16) if on_gpu else (256, torch.float32)
     a, b, c = torch.rand(3, size, size, device=device, dtype=dtype)
@@ -541,9 +580,11 @@ def all_reduce(device: torch.device, store: dist.Store, mine: dict, timeout: flo
         for other in neighbours(names.index(HOST), count) if count > 2 else ():
             where = f"with {names[other]}"
             speed = speed_of(sorted({*members[HOST], *members[names[other]]}), part)
-            # A neighbour's bad link is not this node's.
             if names[other] != HOST:
-                mine["between"] = max(speed, mine.get("between", 0))
+                mine.setdefault("pairs", []).append(speed)
+        if "pairs" in mine:
+            # A neighbour's bad link is not this node's.
+            mine["between"] = max(mine["pairs"])
         if backend != "gloo":
             try_gloo(mine, timeout)
     except RuntimeError as error:
@@ -609,9 +650,18 @@ def compare(found: list[dict]):
         for its in by_node.values():
             # Between healthy CPUs the speeds were up to five times apart.
             share = 0.1 if its["device"] == "cpu" else 0.8
-            if its[name] < share * median:
-                speed = f"{its[name]:.3f} GB/s in the all-reduce {where}"
-                its["bad"].append(f"{speed}, and the median is {median:.3f}")
+            if its[name] >= share * median:
+                continue
+            said = f"{its[name]:.3f} GB/s in the all-reduce {where}, and the median is {median:.3f}"
+            # A node without a neighbour on its own switch has a half or a third of the others'
+            # speed, with both of them, if the links between the switches are that much fewer. Less
+            # than a quarter is a fault.
+            pairs = its.get("pairs", [])
+            alike = len(pairs) == 2 and min(pairs) > 0.8 * max(pairs) > 0.2 * median
+            if name == "between" and alike:
+                its["warnings"].append(f"{said}: a bad link, or it is alone on its switch")
+            else:
+                its["bad"].append(said)
 
 
 def report(found: list[dict], asked_for_signal: bool) -> int:
@@ -683,6 +733,8 @@ def main():
         # A rank with a fault may be unable to go on.
         if any(its["bad"] for its in found):
             os._exit(report(found, False))
+    if args.also and local_rank == 0:
+        mine["bad"] += own_test(args.also, args.timeout)
     measure(device, mine)
     gather(store, "all-reduce", mine, args.timeout)
     if world_size > 1:

@@ -63,6 +63,14 @@ ROWS: list[str] = []
 CHECKS: list[str] = []
 
 
+def sharers(count: int) -> int:
+    """How many of so many ranks can share a batch of 96, in pairs: 48 of 64."""
+    return max((n for n in range(2, count + 1, 2) if 96 % n == 0), default=1)
+
+
+SHARERS = sharers(world_size)
+
+
 def open_store() -> dist.Store:
     """A dictionary that all ranks share. torchrun has opened it, or rank 0 does."""
     opens = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -75,7 +83,8 @@ def open_store() -> dist.Store:
 
 
 class Run:
-    """A script on the first `ranks` ranks. All ranks of the job call it.
+    """A script on the first `ranks` ranks, or on those that can share a batch. All ranks of the job
+    call it.
 
     It is over when its processes have ended, when rank 0 prints a line with the words `enough`, or
     after `limit` seconds. `strike` is (rank, words, seconds, signal): so long after a line with
@@ -85,7 +94,7 @@ class Run:
 
     count = 0
 
-    def __init__(self, command: str, limit=150, ranks=world_size, strike=None, enough=None):
+    def __init__(self, command: str, limit=150, ranks=SHARERS, strike=None, enough=None):
         Run.count += 1
         self.key, self.strike, self.enough = f"run-{Run.count}", strike, enough
         self.lines, self.done, begin = [], False, time.monotonic()
@@ -201,7 +210,7 @@ def row(part: str, fault: str, result: str, *runs: Run):
 
 def checks():
     """Step 0: aux/check_ranks.py."""
-    run = Run("aux/check_ranks.py --timeout 60", 200)
+    run = Run("aux/check_ranks.py --timeout 60", 200, world_size)
     [said] = re.findall(r"^VERDICT: (.*?)(?: started by.*)?$", run.text, re.M) or [""]
     row("`check_ranks.py`", run.fault and (said or run.fault), said, run)
     CHECKS.extend(clean(run.text).splitlines()[:-1])
@@ -230,7 +239,10 @@ def losses():
         if not fault and share > NEAR:
             pairs = " ".join(f"{found.get(step)} ({expected[step]})" for step in expected)
             fault = f"losses, and in parentheses those of one CPU: {pairs}"
-        row(f"losses of `train_{name}.py`", fault, f"within {share:.4%} of one CPU's", run)
+        result = f"within {share:.4%} of one CPU's"
+        if world_size > SHARERS:
+            result += f", on {SHARERS} of {world_size} ranks"
+        row(f"losses of `train_{name}.py`", fault, result, run)
 
 
 def speed():
@@ -285,7 +297,7 @@ def stop():
 
 def hang():
     """The last rank is frozen while it trains, and heartbeat.py names it after a minute."""
-    last = world_size - 1
+    last = SHARERS - 1
     options = OPTIONS["ddp"].format(folder).replace("--epochs 1", "--epochs 1000")
     command = f"distributed/train_ddp.py {options} --checkpoint-dir {folder}/hang"
     run = Run(command, strike=(last, "[Rank: ", 5, signal.SIGSTOP), enough="no step for")

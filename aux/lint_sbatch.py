@@ -3,14 +3,16 @@
 
 Each finding is a line, `FILE:LINE: mistake, reason: fix`, or with --format=github an annotation for
 GitHub Actions. The exit status is 1 if there are any, 0 if there are none, and 2 if a file cannot
-be read. Run it where you run sbatch, because it also looks for the log's folder. It runs nothing.
-A file that mentions neither #SBATCH nor srun nor Slurm's variables is not a job script, and has no
-findings.
+be read. Run it where you run sbatch, because it also looks for the log's folder, and for Slurm's
+version by `sbatch --version`, the only command that it runs. A file that mentions neither #SBATCH
+nor srun nor Slurm's variables is not a job script, and has no findings.
 """
 
 import argparse
+import functools
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +117,18 @@ def options(text: str) -> dict[str, str]:
         elif word[:2] in SHORT:
             found[SHORT[word[:2]]] = word[2:] or value
     return found
+
+
+@functools.cache
+def slurm_version() -> tuple[int, int]:
+    """(23, 2) of `slurm 23.02.7`. Without a Slurm that answers, that of the newest known."""
+    try:
+        command = ["sbatch", "--version"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        said = ""
+    found = re.search(r"(\d+)\.(\d+)", said)
+    return (int(found[1]), int(found[2])) if found else (26, 5)
 
 
 def is_readable(file: Path) -> bool:
@@ -357,6 +371,11 @@ def devices(script: Script) -> Findings:
     if "gpus-per-node" in script.asked and "gpu" in gres:
         what = "--gres=gpu beside --gpus-per-node, which Slurm 26.05 refuses"
         yield script.asked_at["gres"], f"{what}: one of the two"
+    if "cpus-per-gpu" in script.asked:
+        why = "which srun's --cpus-per-task contradicts, and which some clusters refuse"
+        message = "Requested node configuration is not available"
+        what = f"--cpus-per-gpu, {why} ({message})"
+        yield script.asked_at["cpus-per-gpu"], f"{what}: --cpus-per-task"
     for command in script.body:
         if re.search(r"\bCUDA_VISIBLE_DEVICES=[\"']?\d", command.text):
             why = "but Slurm has chosen this job's GPUs"
@@ -444,7 +463,7 @@ def exit_status(script: Script) -> Findings:
     after = script.commands[script.commands.index(command) + 1 :]
     after = [each for each in after if not re.match(r"(fi|done|esac)\b|[})]|exit$", each.text)]
     if command.end in ("\n", ";") and after:
-        what = f"the status is {after[-1].name}'s, not {command.name}'s"
+        what = f"the job's status is that of {after[-1].name} in line {after[-1].line}"
         yield command.line, f"{what}, {why}: set -e at the top"
 
 
@@ -465,7 +484,8 @@ def srun_options(script: Script) -> Findings:
             what = "srun lets the others wait for a failed rank until the time limit"
             yield command.line, f"{what}: --kill-on-bad-exit=1"
         passed = "cpus-per-task" in given or "--cpus-per-task" in before
-        if "cpus-per-task" in script.asked and not passed and "SRUN_CPUS_PER_TASK" not in sets:
+        lost = "cpus-per-task" in script.asked and not passed and "SRUN_CPUS_PER_TASK" not in sets
+        if lost and (22, 5) <= slurm_version() < (23, 11):
             why = "Slurm 22.05 and 23.02 do not hand it on, and a rank gets one CPU"
             how = '--cpus-per-task="$SLURM_CPUS_PER_TASK"'
             yield command.line, f"srun without --cpus-per-task, {why}: {how}"
@@ -503,6 +523,15 @@ def signals(script: Script) -> Findings:
     if name and name in script.handled:
         how = f"let the train script handle it, or say --signal=B:{name}@..."
         yield script.asked_at["signal"], f"{name} reaches the ranks, not this shell's trap: {how}"
+    of_shell = re.fullmatch(r"R?B:(?:SIG)?([A-Z]+[12]?)(?:@.*)?", script.asked.get("signal", ""))
+    # A command behind exec takes the shell's place. The trap may stand in a file that is sourced.
+    becomes = [each for each in script.commands if re.match(r"exec\s+[^<>&{\d]", each.text)]
+    if of_shell and of_shell[1] not in script.handled and not becomes:
+        texts = [script.text, *script.sources(script.text, ".sh")]
+        if not any(re.search(rf"\btrap\b.*\b(SIG)?{of_shell[1]}\b", text) for text in texts):
+            what = f"{of_shell[1]} ends this shell, which has no trap for it, and so the job"
+            how = f"set a trap, or say --signal={of_shell[1]}@... if the train script handles it"
+            yield script.asked_at["signal"], f"{what}: {how}"
     # `kill -USR1 "$pid"` or `scancel --signal=USR1 "$SLURM_JOB_ID"` in the script itself.
     told = r"\b(?:kill|scancel)\b.*(?:-|--signal[= ]|-s *)(?:SIG)?(USR[12])"
     if not name.startswith("USR"):

@@ -23,11 +23,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", default=["1x1", "1x2", "2x2"], metavar="NxR")
     parser.add_argument("--rounds", type=int, default=3, help="run so many jobs of each size")
     parser.add_argument("--launcher", default="launch_slurm_with_torchrun.sh")
-    parser.add_argument("--cpus-per-rank", type=int, default=1)
+    help = "default: 8, or 1 with --cpu"
+    parser.add_argument("--cpus-per-rank", type=int, metavar="N", help=help)
     parser.add_argument("--cpu", action="store_true", help="no GPUs instead of one per rank")
     parser.add_argument("--out", type=Path, default=Path("log/scaling"), help="folder for the logs")
     parser.add_argument("script", nargs="+", help="a train script and its arguments")
     args = parser.parse_args()
+    if args.cpus_per_rank is None:
+        # As in the launchers' headers: with fewer, GPUs wait for data.
+        args.cpus_per_rank = 1 if args.cpu else 8
     if not all(re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", size) for size in args.sizes):
         parser.error("--sizes takes nodes x ranks of a node, as in 1x1 1x2 2x2")
     if min(args.rounds, args.cpus_per_rank) < 1:

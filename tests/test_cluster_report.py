@@ -6,9 +6,26 @@ import shutil
 
 import pytest
 
-from conftest import LAUNCHERS, REPOSITORY
+import cluster_report
+from conftest import LAUNCHERS, REPOSITORY, ranks
 
-OPTIONS = ["--nodes=2", "--gpus-per-node=1", LAUNCHERS["torchrun"], "aux/cluster_report.py"]
+# In the place of check_ranks.py and of train scripts.
+HANGS = "import time\ntime.sleep(600)\n"
+BROKEN = """
+import os, sys, time
+rank, ranks, name = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[0]
+if "train_tp" in name and rank == 1:
+    sys.exit(f"no luck in {{os.getcwd()}}/a.py at 10.9.8.7:61000")
+if "--size" in sys.argv:
+    print(f"step=60/100 loss=1 tokens_per_second={{800 * ranks + 200}} mfu=0.4")
+elif "1000" in sys.argv:
+    print("no step for 60 s. First to look at: rank 0 on n1 (step 7), which is in")
+else:
+    for step, loss in zip((10, 20, 30, 40, 50), {losses}):
+        print(f"step={{step}}/50 loss={{loss * (1 + (step == 20) / 30)}}")
+# Somebody else's end would be the run's.
+time.sleep(2)
+"""
 
 
 @pytest.fixture
@@ -33,39 +50,68 @@ def rows(log: str) -> dict[str, str]:
     return dict(re.findall(r"^\| (.*?) \| (.*?) \| \d+ \|$", page, re.M))
 
 
-def test_broken_scripts(cluster, copy):
-    """A script that never ends, a wrong loss, and a rank that fails."""
-    (copy / "aux/check_ranks.py").write_text("import time\ntime.sleep(600)\n")
+def test_broken_scripts(copy):
+    """On five ranks, of which four can share a batch: a script that never ends, wrong losses, a
+    rank that fails, a wrong rank that is named, and one script that is well."""
+    (copy / "aux/check_ranks.py").write_text(HANGS)
     change(copy / "aux/cluster_report.py", '--timeout 60", 200', '--timeout 60", 5')
-    change(copy / "aux/cluster_report.py", '"fsdp": TEXT, "tp"', '"tp"')
-    change(copy / "distributed/train_ddp.py", "momentum=0.9", "momentum=0.5")
-    fail = "if rank == 1:\n    sys.exit(f'no luck in {os.getcwd()}/a.py')\n# --- data ---"
-    change(copy / "distributed/train_tp.py", "# --- data ---", fail)
-    job = cluster.sbatch(*OPTIONS, "checks", "losses", cwd=copy, timeout=400)
-    assert job.state == "FAILED", job.log
-    found = rows(job.log)
-    assert re.fullmatch(
-        r"\*\*FAILED\*\*: rank \d has not ended after 5 s", found["`check_ranks.py`"]
-    )
-    assert "**FAILED**: losses, and in" in found["losses of `train_ddp.py`"]
-    assert found["losses of `train_tp.py`"] == "**FAILED**: rank 1: no luck in a.py"
+    for name, options in cluster_report.OPTIONS.items():
+        losses = [float(loss) for loss in cluster_report.EXPECTED[options].split()]
+        if name != "preemptible":
+            (copy / f"distributed/train_{name}.py").write_text(BROKEN.format(losses=losses))
+    parts = ["checks", "losses", "speed", "hang"]
+    done = ranks(5, "aux/cluster_report.py", *parts, cwd=copy, timeout=200)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = rows(done.stdout)
+    said = r"\*\*FAILED\*\*: rank \d has not ended after 5 s"
+    assert re.fullmatch(said, found["`check_ranks.py`"])
+    # One step of five is off.
+    for name in ("ddp", "fsdp"):
+        said = "**FAILED**: losses, and in parentheses those of one CPU: "
+        assert found[f"losses of `train_{name}.py`"].startswith(said), found
+    said = "**FAILED**: rank 1: no luck in a.py at ADDRESS:61000"
+    assert found["losses of `train_tp.py`"] == said
     well = found["losses of `train_preemptible.py`"]
-    assert re.match(r"within 0\.0\d+% of one CPU's", well), well
-    assert ": 3 of 4 rows FAILED\n" in job.log
+    assert re.fullmatch(r"within 0\.0\d+% of one CPU's, on 4 of 5 ranks", well), well
+    speeds = [result for part, result in found.items() if "speed" in part]
+    five = "4,200 tokens/s, 84% of 5 times the first rate, MFU 40.0%"
+    assert speeds == ["1,000 tokens/s, MFU 40.0%", five, five]
+    said = "**FAILED**: heartbeat.py said: no step for 60 s. First to look at: rank 0 on n1"
+    assert found["rank 3 is frozen"].startswith(said), found
+    assert ": 5 of 9 rows FAILED\n" in done.stdout
 
 
-@pytest.mark.matrix
-def test_a_stop_that_is_not_heard_and_one_that_does_not_resume(cluster, copy):
-    change(copy / "distributed/train_preemptible.py", "and preemption.asked(device)", "and False")
-    change(copy / "distributed/train_fsdp.py", "first = runs.load(model, optimizer)", "first = 0")
-    job = cluster.sbatch(*OPTIONS, "stop", cwd=copy, timeout=600)
-    assert job.state == "FAILED", job.log
-    found = rows(job.log)
-    what = "stop and resume of `train_{}.py`"
+@pytest.mark.parametrize(
+    ("count", "share"), [(2, 2), (3, 2), (8, 8), (40, 32), (56, 48), (64, 48), (96, 96), (128, 96)]
+)
+def test_as_many_ranks_as_can_share_a_batch(count, share):
+    assert cluster_report.sharers(count) == share
+
+
+DEAF = """
+import os, signal, sys, time
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append("train_fsdp" in sys.argv[0]))
+for step in range(5, 26, 5):
+    print(f"step={step}/25 loss=1", flush=True)
+    time.sleep(0.2)
+    if any(told):
+        sys.exit(print(f"Stopped after step {step}, saved"))
+"""
+
+
+def test_a_stop_that_is_not_heard_and_one_that_does_not_resume(copy):
+    for name in ("preemptible", "fsdp"):
+        (copy / f"distributed/train_{name}.py").write_text(DEAF)
+    done = ranks(2, "aux/cluster_report.py", "stop", cwd=copy, timeout=100)
+    found, what = rows(done.stdout), "stop and resume of `train_{}.py`"
     said = "**FAILED**: SIGTERM after step 5 did not stop it"
-    assert found[what.format("preemptible")] == said
-    said = r"\*\*FAILED\*\*: stopped after step \d0, and did not resume there"
-    assert re.fullmatch(said, found[what.format("fsdp")])
+    assert found[what.format("preemptible")] == said, done
+    said = r"\*\*FAILED\*\*: stopped after step \d+, and did not resume there"
+    assert re.fullmatch(said, found[what.format("fsdp")]) and done.returncode == 1, done
+
+
+OPTIONS = ["--nodes=2", "--gpus-per-node=1", LAUNCHERS["torchrun"], "aux/cluster_report.py"]
 
 
 @pytest.mark.matrix

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -31,7 +32,7 @@ from test_readme import copy_of_repository, steps, try_block
 
 STAND_INS = REPOSITORY / "tests/stand-ins"
 INSIDE = "tests/scripts/inside.py"
-PACKAGES = ["base-files", "bash", "coreutils", "dash", "libstdc++6", "python3"]
+PACKAGES = "base-files bash coreutils dash libstdc++6 python3"
 
 
 @dataclass
@@ -72,17 +73,6 @@ class Site:
         (clone / "run_script.sh").write_text(text)
         return clone
 
-    def copy(self, name: str) -> Path:
-        """A copy of the image, from which jobs make a container of its own."""
-        shutil.copy2(self.image, self.folder / f"{name}.sqsh")
-        return self.folder / f"{name}.sqsh"
-
-    def creations(self, container: str) -> list[str]:
-        """The nodes on which the stand-in was told to create a container from this image, as
-        often as it was."""
-        log = (self.folder / "log").read_text()
-        return re.findall(rf"^(\S+) create .*/{container}\.sqsh$", log, re.M)
-
 
 @pytest.fixture(scope="module")
 def site(memory):
@@ -95,7 +85,6 @@ def site(memory):
     torch = f"{sysconfig.get_path('purelib')}:{DIST_PACKAGES}"
     site = Site(folder, small_debian(folder / "root"), folder / "image.sqsh", torch)
     make_image(site.root, site.image, "first")
-    (folder / "log").touch()
     # The default of import_image.sh.
     (folder / "registry/nvcr.io+nvidia+pytorch:26.09-py3").symlink_to(site.image)
     return site
@@ -104,35 +93,20 @@ def site(memory):
 def small_debian(root: Path) -> Path:
     """The root file system of a Debian with Python: these packages of this machine, and what
     they depend on."""
-    depends = run("apt-cache", "depends", "--recurse", "--installed", "--important", *PACKAGES)
-    packages = [line for line in depends.stdout.splitlines() if re.match(r"[a-z]", line)]
-    listed = run("dpkg-query", "--listfiles", *packages)
-    assert depends.returncode == listed.returncode == 0, depends.stderr + listed.stderr
-    paths = {Path(line) for line in listed.stdout.splitlines() if line.startswith("/")}
+    root.mkdir()
     # /bin is a link to /usr/bin, and packages know of both.
-    paths = {path.parent.resolve() / path.name for path in paths}
-    files = [path for path in paths if path.is_symlink() or path.is_file()]
-    files = [
-        path
-        for path in files
-        if not path.is_relative_to("/usr/share") and "gconv" not in path.parts
-    ]
-    files += [Path("/etc/profile"), *map(Path, ("/bin", "/lib", "/lib64", "/sbin"))]
-    for folder in ("dev", "etc", "proc", "root", "sys", "tmp", "usr/sbin"):
-        (root / folder).mkdir(parents=True)
+    pack = f"""
+        apt-cache depends --recurse --installed --important {PACKAGES} | grep '^[a-z]' |
+        xargs dpkg-query --listfiles | sed -E 's#^/(bin|lib|lib64|sbin)/#/usr/\\1/#' |
+        grep -v -e '^/usr/share' -e /gconv -e '^[^/]' | cat - <(echo /etc/profile) | sort -u |
+        tar --create --directory=/ --no-recursion --ignore-failed-read --files-from=- |
+        tar --extract --directory={root}"""
+    packed = run("bash", "-c", f"set -o pipefail; {pack}")
+    assert packed.returncode == 0, packed.stderr
     (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/bash\n")
-    (root / "usr/bin").mkdir()
-    (root / "usr/bin/python").symlink_to("python3")
-    (root / "usr/bin/sh").symlink_to("dash")
-    names = "\0".join(str(path).lstrip("/") for path in files)
-    copy = (
-        "tar --create --directory=/ --null --no-recursion --files-from=- | tar --extract "
-        '--directory="$1"'
-    )
-    copied = subprocess.run(
-        ["bash", "-c", copy, "bash", root], input=names, text=True, stderr=subprocess.PIPE
-    )
-    assert copied.returncode == 0, copied.stderr
+    for name, target in (("python", "python3"), ("sh", "dash")):
+        (root / "usr/bin" / name).unlink(missing_ok=True)
+        (root / "usr/bin" / name).symlink_to(target)
     return root
 
 
@@ -180,17 +154,12 @@ def test_a_strangers_script(cluster, site):
 
 
 def test_what_is_inside(cluster, site):
-    """The container's files and not the host's, nothing of the host's environment but what is
-    named, every argument."""
+    """The container's files and not the host's, env.sh's sizes, what is named, every argument."""
     clone = site.clone("inside", env="OWN,OWN_TOO")
-    settings = ("NAME", "IMAGE", "MOUNTS", "FOLDER", "ENV")
-    stray = {f"CONTAINER_{name}": "stray" for name in settings}
-    # A login node's, which the node lacks.
-    stray |= {"XDG_RUNTIME_DIR": "/proc/user/0"}
-    stray |= {"LEAK": "leak", "CUDA_HOME": "/usr/local/cuda-of-the-node", "OWN_": "not named"}
-    named = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "TORCH_NCCL_TIMEOUT": "9"}
-    named |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_LAUNCH_BLOCKING": "1"}
-    named |= {"OWN": "a b", "OWN_TOO": "", "NVIDIA_VISIBLE_DEVICES": "void"}
+    # run_script.sh's settings are its own. The folder is a login node's, which the node lacks.
+    stray = {f"CONTAINER_{name}": "stray" for name in ("NAME", "IMAGE", "MOUNTS", "FOLDER", "ENV")}
+    stray |= {"XDG_RUNTIME_DIR": "/proc/user/0", "LEAK": "leak"}
+    named = {"NCCL_DEBUG": "INFO", "OWN": "a b", "OWN_TOO": "", "NVIDIA_VISIBLE_DEVICES": "void"}
     before = os.umask(0o007)
     try:
         job = submit(cluster, site, clone, INSIDE, *NASTY, **named, **stray)
@@ -198,7 +167,6 @@ def test_what_is_inside(cluster, site):
         os.umask(before)
     job = cluster.wait(job)
     assert job.state == "COMPLETED", job.log
-    # env.sh's.
     sizes = {"NNODES": "2", "NPROC_PER_NODE": "1", "CPUS_PER_NODE": "16", "OMP_NUM_THREADS": "1"}
     sizes |= {"MASTER_ADDR": "node-1", "MASTER_PORT": str(61000 + job.id % 4536)}
     sizes |= {"CUDA_VISIBLE_DEVICES": "0", "PYTHONUNBUFFERED": "1", "SLURM_JOB_ID": str(job.id)}
@@ -239,111 +207,6 @@ def test_chapter_has_the_losses_of_torchrun(cluster, site, tiny, tmp_path):
     assert len(losses[0]) >= 4 and losses[0] == losses[1]
 
 
-def test_two_jobs_create_one_container(cluster, site):
-    """At once, on the same nodes: it is created once on each, and both jobs run in it."""
-    clone = site.clone("twice", image=site.copy("twice"))
-    ids = [submit(cluster, site, clone, INSIDE, nodes="node-[3-4]") for _ in range(2)]
-    jobs = [cluster.wait(job) for job in ids]
-    assert [job.state for job in jobs] == ["COMPLETED"] * 2, jobs[0].log + jobs[1].log
-    assert [len(seen(job)) for job in jobs] == [2, 2]
-    assert sorted(site.creations("twice")) == ["node-3", "node-4"]
-
-
-def test_killed_while_it_is_created(cluster, site):
-    """Half a container is left; the next job does not take it for a whole one."""
-    clone = site.clone("killed", image=site.copy("killed"))
-    (site.folder / "hold").touch()
-    try:
-        job = submit(cluster, site, clone, INSIDE, nodes="node-5")
-        wait_for(lambda: list((site.folder / "node-5").glob("*killed*/usr/bin/true")))
-        cluster.exec("scancel", "--signal=KILL", job)
-        assert cluster.wait(job).state in ("CANCELLED", "FAILED")
-    finally:
-        (site.folder / "hold").unlink()
-    assert cluster.left_over(job) == []
-    job = sbatch(cluster, site, clone, INSIDE, nodes="node-5")
-    assert job.state == "COMPLETED" and [rank["image"] for rank in seen(job)] == ["first"], job.log
-    assert len(site.creations("killed")) == 2
-
-
-def test_image_replaced_between_jobs(cluster, site):
-    """The next job gets the new image, and the one that is running keeps its own."""
-    image = site.copy("replaced")
-    clone = site.clone("replaced", image=image)
-    first = submit(cluster, site, clone, INSIDE, "wait", nodes="node-6")
-    log = clone / f"run_script.sh_{first}.out"
-    wait_for(lambda: log.exists() and "SEEN" in log.read_text())
-    make_image(site.root, site.folder / "new.sqsh", "second")
-    (site.folder / "new.sqsh").rename(image)
-    for _ in range(2):  # the second time it is there
-        job = sbatch(cluster, site, clone, INSIDE, nodes="node-6")
-        assert [rank["image"] for rank in seen(job)] == ["second"], job.log
-    (clone / "stop").touch()
-    assert [rank["image"] for rank in seen(cluster.wait(first))] == ["first"]
-    assert len(site.creations("replaced")) == 2 and cluster.left_over(first) == []
-
-
-def test_container_made_by_hand(cluster, site):
-    """It is used as it is, with what its owner has installed in it. A node that lacks it says
-    so, in Enroot's words."""
-    clone = site.clone("by-hand", container="mine", image=Path("/no/image"))
-    made = cluster.exec(
-        "enroot", "create", "--name", "mine", site.image, node="node-7", env=site.environment
-    )
-    assert made.returncode == 0, made.stderr
-    (site.folder / "node-7/mine/etc/which-image").write_text("mine")
-    ids = [submit(cluster, site, clone, INSIDE, nodes=f"node-{node}") for node in (7, 10)]
-    job, lacking = map(cluster.wait, ids)
-    assert [rank["image"] for rank in seen(job)] == ["mine"], job.log
-    assert lacking.state == "FAILED" and "No such file or directory: " in lacking.log, lacking.log
-
-
-def test_nodes_that_share_their_containers(cluster, site):
-    """ENROOT_DATA_PATH is one folder for all: the container is created once."""
-    clone = site.clone("common", image=site.copy("common"))
-    where = {"ENROOT_DATA_PATH": site.folder / "common-data"}
-    job = sbatch(cluster, site, clone, INSIDE, nodes="node-[8-9]", **where)
-    assert job.state == "COMPLETED", job.log
-    assert [rank["image"] for rank in seen(job)] == ["first"] * 2, job.log
-    assert len(site.creations("common")) == 1
-
-
-def test_what_is_mounted(cluster, site):
-    """Folders, read-only or not, what a link leads to, and all of one's home instead."""
-    folders = [site.folder / "mounted" / name for name in ("a", "b", "link")]
-    for folder in folders:
-        folder.mkdir(parents=True)
-        (folder / f"in {folder.name}").touch()
-    mounts = f"{site.without_torch},{folders[0]}:/aaa:ro,{folders[1]}:/bbb:rw,{folders[1]}:/ccc"
-    clones = [site.clone(name, mounts=mounts) for name in ("mounted/repository", "mounted/at-home")]
-    (site.folder / "mounted/a blank").mkdir()
-    for clone, target in zip(clones, (folders[2], folders[2]), strict=True):
-        (clone / "data").symlink_to(target)
-        (clone / "relative").symlink_to("docs")
-        (clone / "never").symlink_to(site.folder / "mounted/a blank")
-    script = (clones[1] / "run_script.sh").read_text()
-    assert script.count("export CONTAINER_FOLDER=$PWD\n") == 1
-    edited = script.replace("export CONTAINER_FOLDER=$PWD\n", "export CONTAINER_FOLDER=$HOME\n")
-    (clones[1] / "run_script.sh").write_text(edited)
-    (site.folder / "home").symlink_to(site.folder / "mounted")
-    ids = [
-        submit(cluster, site, clone, INSIDE, nodes=f"node-{node}", HOME=site.folder / "home")
-        for node, clone in enumerate(clones, start=11)
-    ]
-    jobs = [cluster.wait(job) for job in ids]
-    assert [job.state for job in jobs] == ["COMPLETED"] * 2, jobs[0].log + jobs[1].log
-    log = (site.folder / "log").read_text()
-    for job, below in zip(jobs, ("", "/at-home"), strict=True):
-        (rank,) = seen(job)
-        assert {"aaa", "bbb", "ccc"} <= set(rank["root"]) and {"aaa", "bbb", "ccc"} & set(
-            rank["read_only"]
-        ) == {"aaa"}
-        assert rank["folder"] == f"/workspace/mnt{below}"
-        assert rank["data"] == ["in link"]
-        assert job.log.count(": never is not mounted: ") == 1, job.log
-        assert f":/workspace/mnt{below}/data" in log
-
-
 STEP = r"^epoch=(\d) step=(\d+)/15 loss="
 
 
@@ -370,7 +233,7 @@ def test_not_requeued(tmp_path):
         copy_file(name, tmp_path)
     programs = {"srun": "mkdir --parents log/7 && echo train.py --resume >log/7/requeue"}
     refuses = "if [[ $1 == requeue ]]; then echo no requeue is allowed >&2; exit 1; fi; "
-    programs["scontrol"] = f"{refuses} echo JobState=RUNNING Restarts=0 Command=/run.sh"
+    programs["scontrol"] = f"{refuses} echo JobId=7 JobState=RUNNING Restarts=0 Command=/run.sh"
     stand_ins(tmp_path, programs | {"getent": "true", "squeue": f"echo $SLURM_JOB_ID {NOTHING}"})
     slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "n", "SLURM_JOB_NUM_NODES": 1}
     slurm |= {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_CPUS_PER_NODE": "2"}
@@ -379,59 +242,6 @@ def test_not_requeued(tmp_path):
     *_, said, typed = done.stdout.splitlines()
     assert said.startswith("Not requeued: no requeue is allowed. To resume it"), done.stderr
     assert typed == "    sbatch /run.sh train.py --resume" and done.returncode == 1
-
-
-def test_what_goes_wrong(cluster, site):
-    """One sentence with the host's name if it is ours, or Enroot's own. Nothing half made stays."""
-    bad = site.folder / "bad.sqsh"
-    bad.write_text("no squashfs")
-    outside = site.clone("outside")
-    script = (outside / "run_script.sh").read_text()
-    edited, count = re.subn(r"^(export CONTAINER_FOLDER)=\S+", r"\1=$PWD/docs", script, flags=re.M)
-    assert count == 1
-    (outside / "run_script.sh").write_text(edited)
-    lacking = site.clone("no-folder", mounts=f"{site.without_torch},/no/folder:/data")
-    cases = [
-        (
-            "enroot.sh on node-15: no enroot on this node",
-            site.clone("no-enroot"),
-            {"PATH": environment()["PATH"]},
-        ),
-        (
-            "enroot.sh on node-16: no image /no/image: run ",
-            site.clone("no-image", image=Path("/no/image")),
-            {},
-        ),
-        (
-            f"enroot.sh on node-17: no container from {bad} in ",
-            site.clone("bad-image", image=bad),
-            {},
-        ),
-        (f"enroot.sh on node-18: no container from {site.image} in ", site.clone("full"), {}),
-        ("enroot.sh on node-19: the repository, ", outside, {}),
-        ("No module named 'torch'", site.clone("no-torch", mounts=""), {}),
-        ("enroot-mount: failed to mount: /no/folder at ", lacking, {}),
-    ]
-    (site.folder / "node-18").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", site.folder / "node-18"]
-    assert cluster.exec(*mount, node="node-18").returncode == 0
-    try:
-        ids = [
-            submit(cluster, site, clone, INSIDE, nodes=f"node-{node}", **env)
-            for node, (_, clone, env) in enumerate(cases, start=15)
-        ]
-        jobs = [cluster.wait(job) for job in ids]
-        left = cluster.exec("ls", site.folder / "node-18", node="node-18").stdout
-    finally:
-        cluster.exec("umount", site.folder / "node-18", node="node-18")
-    for node, ((said, _, _), job) in enumerate(zip(cases, jobs, strict=True), start=15):
-        assert job.state == "FAILED" and job.log.count(said) == 1 and "Traceback" not in job.log, (
-            job.log
-        )
-        assert (
-            f"srun: error: node-{node}: task 0: Exited with exit code {job.exit_code}" in job.log
-        ), job.log
-    assert "[ERROR] Invalid image format" in jobs[2].log and left == ""
 
 
 def documented(runtime: str, clone: Path) -> Path:
@@ -490,3 +300,151 @@ def test_import_image(site, tmp_path):
     assert without.returncode == 1 and "no enroot on" in without.stderr
     wrong = run(*command, "debian", tmp_path / "x.sqsh", env=env)
     assert wrong.returncode == 1 and "does not begin with docker://" in wrong.stderr
+
+
+# --- enroot.sh without a cluster: what it tells Enroot ---
+
+# It keeps the image as the only file of a container, and prints a line for each word of `start`.
+ENROOT = """
+containers=${ENROOT_DATA_PATH:-$XDG_DATA_HOME/enroot}
+case $1 in
+    info) echo "  ENROOT_DATA_PATH=${SITE-}" ;;
+    create)
+        echo "$*" >>created
+        mkdir -p "$containers/$4"
+        if ! grep image "$5" >"$containers/$4/image"; then echo "[ERROR] no image" >&2; exit 1; fi
+        if [[ -e hold ]]; then sleep 20; fi ;;
+    remove) rm -r "$containers/$3" ;;
+    start) printf '%s\\n' "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def node(tmp_path):
+    """Starts enroot.sh in the folder `code`, with run_script.sh's settings."""
+    code = tmp_path / "home/code"
+    (code / "aux").mkdir(parents=True)
+    (code / "image.sqsh").write_text("image one\n")
+    path = f"{stand_ins(tmp_path / 'tools', {'enroot': ENROOT})}:/usr/bin:/bin"
+    settings = dict.fromkeys(("CONTAINER_NAME", "CONTAINER_ENV", "CONTAINER_MOUNTS"), "")
+    settings |= {"CONTAINER_IMAGE": code / "image.sqsh", "CONTAINER_FOLDER": code, "PATH": path}
+    settings |= {"XDG_DATA_HOME": tmp_path / "data", "SLURMD_NODENAME": "n1"}
+
+    def start(**changes: object) -> subprocess.Popen:
+        env = {name: str(value) for name, value in (settings | changes).items()}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [REPOSITORY / "aux/enroot.sh", "train.py", *NASTY]
+        return subprocess.Popen(command, cwd=code, env=env, start_new_session=True, **pipes)
+
+    start.code, start.containers = code, tmp_path / "data/enroot"
+    return start
+
+
+def words(process: subprocess.Popen, option: str = "") -> list[str]:
+    """The values of an option of `enroot start`, or what stands behind the options."""
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    if option:
+        return re.findall(rf"^{option}\n(.*)$", out, re.M)
+    return re.split(r"^--(?:root|rw|mount\n.*|env\n.*)\n", out, flags=re.M)[-1].splitlines()
+
+
+# One of each family of names that a container gets.
+FAMILIES = """RUN MASTER_ADDR MASTER_PORT NNODES NPROC_PER_NODE CPUS_PER_NODE OMP_NUM_THREADS
+LOGLEVEL PYTHONUNBUFFERED PYTHONFAULTHANDLER HEARTBEAT_LIMIT HF_HUB_OFFLINE WANDB_MODE
+CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING CUDA_DEVICE_ORDER ROCR_VISIBLE_DEVICES
+HIP_VISIBLE_DEVICES HSA_ENABLE_SDMA MIOPEN_USER_DB_PATH RCCL_MSCCL_ENABLE ZE_AFFINITY_MASK CCL_ROOT
+SLURM_JOB_ID SLURMD_NODENAME NCCL_DEBUG GLOO_SOCKET_IFNAME TORCH_NCCL_TIMEOUT
+PYTORCH_CUDA_ALLOC_CONF FI_PROVIDER NVIDIA_VISIBLE_DEVICES MELLANOX_VISIBLE_DEVICES
+TRITON_CACHE_DIR OWN OWN_TOO"""
+
+
+def test_which_variables_go_in(node):
+    """Those, and no other."""
+    others = ["LEAK", "CUDA_HOME", "WANDB_API_KEY", "HF_TOKEN"]
+    variables = dict.fromkeys(FAMILIES.split() + others, "1")
+    found = words(node(**variables, CONTAINER_ENV="OWN,OWN_TOO,UNSET"), "--env")
+    assert sorted(found) == sorted(FAMILIES.split())
+
+
+def test_two_jobs_create_one_container(node):
+    """At once, and a third one finds it. Its name has the image's path and date."""
+    both = [node(), node()]
+    [name], [other] = [words(job)[:1] for job in both]
+    assert name == other == words(node())[0]
+    assert re.fullmatch(r".*home-code-image\.sqsh-\d{8}-\d{6}", name)
+    assert (node.code / "created").read_text().count("--force") == 1
+    assert [path.name for path in node.containers.glob("[!.]*")] == [name]
+
+
+def test_where_containers_are(node, tmp_path):
+    for variable in ("ENROOT_DATA_PATH", "SITE"):  # SITE is Enroot's own setting
+        name = words(node(**{variable: tmp_path / variable}))[0]
+        assert (tmp_path / variable / name / "image").exists()
+
+
+def test_killed_while_it_is_created(node):
+    """Half a container is left; the next job does not take it for a whole one."""
+    (node.code / "hold").touch()
+    killed = node()
+    wait_for(lambda: list(node.containers.glob("*half*/image")), 20)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    (node.code / "hold").unlink()
+    name = words(node())[0]
+    assert (node.code / "created").read_text().count("--force") == 2
+    assert [path.name for path in node.containers.glob("[!.]*")] == [name]
+
+
+def test_image_replaced_between_jobs(node):
+    """The next job gets the new image, and the first container stays for who is in it."""
+    first, image = words(node())[0], node.code / "image.sqsh"
+    image.write_text("image two\n")
+    os.utime(image, (1e9, 1e9))
+    second = words(node())[0]
+    held = [(node.containers / name / "image").read_text() for name in (first, second)]
+    assert held == ["image one\n", "image two\n"]
+
+
+def test_container_made_by_hand(node):
+    """It is used as it is, and its command has every argument and this job's umask."""
+    command = words(node(CONTAINER_NAME="mine", CONTAINER_IMAGE="/no/image"))
+    assert command[:3] == ["mine", "bash", "-c"] and not (node.code / "created").exists()
+    assert command[4:7] == [f"{os.umask(0o022) or 0:04o}", "/workspace/mnt", "train.py"]
+    assert command[7:] == "\n".join(NASTY).split("\n")
+
+
+def test_what_is_mounted(node):
+    """The folder, what a link in it leads to, and more, read-only or not; or all of one's home."""
+    home = node.code.parent
+    for name in ("a blank", "real"):
+        (home / name).mkdir()
+    for link, target in (("data", "../real"), ("never", "../a blank"), ("dangling", "gone")):
+        (node.code / link).symlink_to(target)
+    job = node(CONTAINER_MOUNTS="/x:/aaa:ro,/y:/bbb:rw,/z:/ccc")
+    more = ["/x:/aaa:none:x-create=auto,rbind,ro", "/y:/bbb", "/z:/ccc"]
+    assert words(job, "--mount") == [
+        f"{node.code}:/workspace/mnt", f"{home}/real:/workspace/mnt/data", *more
+    ]  # fmt: skip
+    job = node(CONTAINER_FOLDER=home)
+    inside = f"{home}/real:/workspace/mnt/code/data"
+    assert words(job, "--mount") == [f"{home}:/workspace/mnt", inside]
+    assert words(node(CONTAINER_FOLDER=home))[5] == "/workspace/mnt/code"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"PATH": "/usr/bin:/bin"}, "no enroot on this node: ask for nodes that have it, or "),
+        ({"CONTAINER_IMAGE": "/no/image"}, "no image /no/image: run ./aux/import_image.sh once, "),
+        ({"CONTAINER_IMAGE": "/etc/hostname"}, "no container from /etc/hostname in "),
+        ({"CONTAINER_FOLDER": "aux"}, "the repository, "),
+    ],
+)
+def test_what_goes_wrong(changes, says, node):
+    """One sentence with the host's name. Nothing half made stays."""
+    job = node(**changes)
+    _, said = job.communicate(timeout=30)
+    assert job.returncode == 1 and f"enroot.sh on n1: {says}" in said.splitlines()[-1], said
+    assert not [*node.containers.glob("*half*")]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import check_ranks
+import ledger
 import watch_job
 from conftest import (
     LAUNCHERS,
@@ -31,78 +32,50 @@ from conftest import (
     stand_ins,
 )
 
-# On which of the job's two nodes the fault is, how it is made, and the sentence. FOLDER is where
-# checkpoints go, HOSTS a copy of /etc/hosts in which the name of that node (OWN) or of the first
-# one (FIRST) is a loopback address.
-FAULTS = {
-    "full": (
-        0,
-        "mount -t tmpfs -o size=1m full FOLDER && ! head -c 2M /dev/zero >FOLDER/f",
-        "has 0 MiB free, and 1024 MiB",
-    ),
-    "read-only": (
-        0,
-        "mount -t tmpfs -o ro locked FOLDER",
-        "cannot write in .*: Read-only file system",
-    ),
-    "not shared": (
-        1,
-        "mount -t tmpfs own FOLDER",
-        "does not see what rank 0 writes in .*all nodes share",
-    ),
-    "shared memory": (
-        1,
-        "mount -t tmpfs -o size=64m small /dev/shm",
-        "/dev/shm has 64 MiB free, 256 MiB are needed",
-    ),
-    "own name": (
-        0,
-        "sed 's/^.* OWN$/127.0.1.1 OWN/' /etc/hosts >HOSTS && mount --bind HOSTS /etc/hosts",
-        r"127\.0\.1\.1",
-    ),
-    "first name": (
-        1,
-        "sed 's/^.* FIRST$/127.0.0.1 FIRST/' /etc/hosts >HOSTS && mount --bind HOSTS /etc/hosts",
-        "127.0.0.1",
-    ),
-}
+# Faults, on which of the job's two nodes each is, the sentence, and below how it is made. FOLDER is
+# where checkpoints go, HOSTS a copy of /etc/hosts in which the name of that node (OWN) or of the
+# first one (FIRST) is a loopback address.
+IN_SHELL = r"""
+full (0): has 0 MiB free, and 1024 MiB
+    mount -t tmpfs -o size=1m full FOLDER && ! head -c 2M /dev/zero >FOLDER/f
+not shared (1): does not see what rank 0 writes in .*all nodes share
+    mount -t tmpfs own FOLDER
+shared memory (1): /dev/shm has 64 MiB free, 256 MiB are needed
+    mount -t tmpfs -o size=64m small /dev/shm
+own name (0): 127\.0\.1\.1
+    sed 's/^.* OWN$/127.0.1.1 OWN/' /etc/hosts >HOSTS && mount --bind HOSTS /etc/hosts
+first name (1): 127\.0\.0\.1
+    sed 's/^.* FIRST$/127.0.0.1 FIRST/' /etc/hosts >HOSTS && mount --bind HOSTS /etc/hosts
+"""
+# In a sitecustomize.py of the job's ranks, below ON_THE_SECOND_NODE.
 ON_THE_SECOND_NODE = "import os\nif os.environ.get('SLURM_NODEID') == '1':\n"
-IN_PYTHON = {  # these stand in a sitecustomize.py of the job's ranks
-    "open files": (
-        "import resource\n    resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))",
-        "may have 300 files open",
-    ),
-    "clock": (
-        "import time\n    now = time.time\n    time.time = lambda: now() - 90",
-        r"clock is (8\d|9\d) s behind rank 0",
-    ),
-    "slow": (
-        "import time, torch\n    mm = torch.mm\n"
-        "    torch.mm = lambda *args, **kw: (time.sleep(0.01), mm(*args, **kw))[1]",
-        r"\d TFLOP/s, and the median is 0\.\d",
-    ),
-    "slow memory": (
-        "import time, torch\n    copy = torch.Tensor.copy_\n"
-        "    torch.Tensor.copy_ = lambda *args: (time.sleep(0.01), copy(*args))[1]",
-        r"\d GB/s, and the median is \d",
-    ),
-    "ECC errors": (
-        "os.environ['PATH'] = f\"{os.path.dirname(__file__)}:{os.environ['PATH']}\"",
-        r"GPU 1 has 3 uncorrected ECC errors",
-    ),
-    "versions": (
-        "import torch\n    torch.__version__ = '2.0.0'",
-        r"different versions of torch: 2\.0\.0, rank 0 2\.13",
-    ),
-    "few CPUs": (
-        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})",
-        "may use 1 CPUs, but the job asked for 2",
-    ),
-    "wrong sum": (
-        "import torch.distributed as dist\n    reduce = dist.all_reduce\n"
-        "    dist.all_reduce = lambda x, **kw: (reduce(x, **kw), x[7].add_(1))[0]",
-        "gets a wrong sum in the all-reduce",
-    ),
+IN_PYTHON = r"""
+open files (1): may have 300 files open
+    import resource
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+clock (1): clock is (8\d|9\d) s behind rank 0
+    import time
+    now = time.time
+    time.time = lambda: now() - 90
+slow (1): \d TFLOP/s, and the median is 0\.\d
+    import time, torch
+    mm = torch.mm
+    torch.mm = lambda *args, **kw: (time.sleep(0.01), mm(*args, **kw))[1]
+ECC errors (1): GPU 1 has 3 uncorrected ECC errors
+    os.environ['PATH'] = f"{os.path.dirname(__file__)}:{os.environ['PATH']}"
+wrong sum (1): gets a wrong sum in the all-reduce
+    import torch.distributed as dist
+    reduce = dist.all_reduce
+    dist.all_reduce = lambda x, **kw: (reduce(x, **kw), x[7].add_(1))[0]
+a site's test (1): false: status 1
+    import sys
+    sys.argv += ['--also', 'false']
+"""
+FAULTS = {
+    name: (int(node), sentence, how)
+    for name, node, sentence, how in re.findall(
+        r"^(\S.*) \((\d)\): (.+)\n((?:    .+\n)+)", IN_SHELL + IN_PYTHON, re.M
+    )
 }
 
 
@@ -117,24 +90,20 @@ def faulty_jobs(
             first, second = nodes[fault] = [f"node-{3 + 2 * i}", f"node-{4 + 2 * i}"]
             here, environment = folder / fault.replace(" ", "-"), {}
             (here / "checkpoints").mkdir(parents=True)
-            if fault in FAULTS:
-                index, command, _ = FAULTS[fault]
+            index, _, how = FAULTS[fault]
+            if how in IN_SHELL:
                 node = (first, second)[index]
                 names = {"FOLDER": here / "checkpoints", "HOSTS": here / "hosts"}
                 for name, value in (names | {"OWN": node, "FIRST": first}).items():
-                    command = command.replace(name, str(value))
-                made = cluster.exec("bash", "-c", command, node=node)
+                    how = how.replace(name, str(value))
+                made = cluster.exec("bash", "-c", how, node=node)
                 assert made.returncode == 0, made.stderr
-                place = re.search(r"mount .* (\S+)", command.replace(" && ", "\n"))[1]
-                undo.append((node, place))
+                undo.append((node, re.search(r"mount .* (/\S+)$", how.split(" && !")[0], re.M)[1]))
             else:
-                (here / "sitecustomize.py").write_text(
-                    f"{ON_THE_SECOND_NODE}    {IN_PYTHON[fault][0]}\n"
-                )
+                (here / "sitecustomize.py").write_text(ON_THE_SECOND_NODE + how)
                 environment = {"PYTHONPATH": here}
                 # Only the second node looks for it there.
-                text = XML.format(mig="N/A", reasons="event_reason", hot="Not Active")
-                nvidia_smi_says(here, text)
+                stand_ins(here, {"nvidia-smi": f"echo '{nvidia_smi()}'"})
             size = [f"--nodelist={first},{second}", *one_rank_a_node("srun"), "--cpus-per-task=2"]
             command = ["aux/check_ranks.py", "--checkpoint-dir", here / "checkpoints"]
             output = f"--output={here}/log"
@@ -146,15 +115,13 @@ def faulty_jobs(
 
 
 QUICK = ["full", "not shared", "slow"]
-OTHERS = [fault for fault in [*FAULTS, *IN_PYTHON] if fault not in QUICK]
+OTHERS = [fault for fault in FAULTS if fault not in QUICK]
 
 
 @pytest.mark.parametrize("faults", cells([(QUICK,), (OTHERS,)], (QUICK,)), ids=["quick", "others"])
 def test_a_fault_is_one_sentence_of_the_node_that_has_it(faults, cluster, tmp_path):
     for fault, (job, nodes) in faulty_jobs(cluster, tmp_path, faults).items():
-        index, sentence = 1, IN_PYTHON.get(fault, ("", ""))[1]
-        if fault in FAULTS:
-            index, _, sentence = FAULTS[fault]
+        index, sentence, _ = FAULTS[fault]
         assert job.state == "FAILED", job.log
         [said] = re.findall(r"^\[Rank \d+ on node-\d+\] .*", job.log, re.M)
         assert said.startswith(f"[Rank {index} on {nodes[index]}] "), job.log
@@ -164,23 +131,6 @@ def test_a_fault_is_one_sentence_of_the_node_that_has_it(faults, cluster, tmp_pa
         # A rank that cannot meet the others knows of no verdict.
         assert verdict in job.log or fault.endswith("name"), job.log
         assert "all well" not in job.log and "Traceback" not in job.log, job.log
-
-
-@pytest.mark.matrix
-def test_a_fault_of_both_ranks_of_a_node(cluster, tmp_path):
-    """One sentence says so."""
-    node, folder = "node-15", tmp_path / "own"
-    folder.mkdir()
-    assert cluster.exec("mount", "-t", "tmpfs", "own", folder, node=node).returncode == 0
-    try:
-        options = ["--nodelist=node-[14-15]", f"--output={tmp_path}/log", LAUNCHERS["torchrun"]]
-        command = ["aux/check_ranks.py", "--checkpoint-dir", folder / "checkpoints"]
-        job = cluster.sbatch(*options, *command)
-    finally:
-        cluster.exec("umount", folder, node=node)
-    assert job.state == "FAILED", job.log
-    assert job.log.count("does not see what rank 0 writes in") == 1, job.log
-    assert re.search(rf"^\[Rank 2 on {node}\] does not see", job.log, re.M), job.log
 
 
 @pytest.mark.parametrize("count", [3, 4, 7, 10])
@@ -213,65 +163,74 @@ def test_a_slow_link_is_named(cluster, tmp_path):
 # --- the verdict ---
 
 
-def four(device: str, **last: object) -> list[dict]:
-    """Ranks of two nodes that are alike, except for the last one."""
-    found = []
-    for i in range(4):
+def alike(device: str, count: int = 4, **last: object) -> list[dict]:
+    """So many ranks, two on each node, that are alike, except for the last one."""
+    ranks = []
+    for i in range(count):
         its = {"host": f"n{i // 2}", "gpu": f"GPU-{i}", "device": device, "torch": "2.13"}
         its |= {"TFLOP/s": 10.0, "GB/s": 10.0, "clock": 1000.0, "bad": [], "warnings": []}
-        found.append(its)
-    found[-1] |= last
-    return found
+        ranks.append(its)
+    ranks[-1] |= last
+    check_ranks.compare(ranks)
+    return ranks
 
 
-SPEEDS = [
-    (device, name, share, bad)
-    for device, shares in {"cuda:0": (0.79, 0.81), "xpu:1": (0.7, 0.9), "cpu": (0.49, 0.51)}.items()
-    for name in ("TFLOP/s", "GB/s")
-    for share, bad in zip(shares, (True, False), strict=True)
-]
-
-
-@pytest.mark.parametrize(("device", "name", "share", "bad"), SPEEDS)
-def test_a_slow_rank(device, name, share, bad):
-    """A GPU with two thirds of the median's speed is bad, and one with 0.9 of it is not."""
-    found = four(device, **{name: 10 * share})
-    check_ranks.compare(found)
-    said = [f"{10 * share:.3f} {name}, and the median is 10.000"] if bad else []
-    assert [its["bad"] for its in found] == [[], [], [], said]
-
-
-@pytest.mark.parametrize("name", ["inside", "between"])
 @pytest.mark.parametrize(
-    ("device", "share", "bad"),
-    [("cuda:0", 0.79, True), ("cuda:0", 0.81, False), ("cpu", 0.09, True), ("cpu", 0.11, False)],
+    ("device", "last", "says"),
+    [
+        # A GPU with two thirds of the median's speed is bad, and one with 0.9 of it is not.
+        *[
+            (device, {name: 10 * share}, f"{10 * share:.3f} {name}, and the median is 10.000" * bad)
+            for name in ("TFLOP/s", "GB/s")
+            for device, share, bad in [
+                ("cuda:0", 0.79, True),
+                ("cuda:0", 0.81, False),
+                ("xpu:1", 0.7, True),
+                ("cpu", 0.49, True),
+                ("cpu", 0.51, False),
+            ]
+        ],
+        ("cpu", {"clock": 1090.0}, "its clock is 90 s ahead of rank 0's: chronyd or ntpd"),
+        ("cpu", {"clock": 910.0}, "its clock is 90 s behind rank 0's: chronyd or ntpd"),
+        ("cpu", {"clock": 1006.0}, "its clock is 6 s ahead of rank 0's: chronyd or ntpd"),
+        ("cpu", {"clock": 996.0}, ""),
+        ("cpu", {"torch": "2.12"}, "different versions of torch: 2.12, rank 0 2.13"),
+        ("cpu", {"gpu": ""}, ""),
+        ("cuda:0", {"gpu": "GPU-2"}, "shares a GPU with rank 2: ask for one GPU for each rank"),
+        ("cuda:0", {"gpu": "GPU-0"}, ""),  # on another node
+    ],
 )
-def test_a_slow_node(name, device, share, bad):
-    """Of three. One of its ranks speaks for it."""
-    found = [*four(device), *four(device)[:2]]
-    for i, its in enumerate(found):
-        its |= {"host": f"n{i // 2}", "gpu": f"GPU-{i}", name: 10 * share if i > 3 else 10.0}
-    check_ranks.compare(found)
-    assert [len(its["bad"]) for its in found] == [0, 0, 0, 0, int(bad), 0]
+def test_a_rank_that_differs(device, last, says):
+    assert [its["bad"] for its in alike(device, **last)] == [[], [], [], [says] if says else []]
 
 
-def test_ranks_that_differ():
-    """In their clocks, in their torch, or in nothing although they should."""
-    for seconds, how in ((90, "90 s ahead of"), (-90, "90 s behind"), (6, "6 s ahead of")):
-        found = four("cpu", clock=1000.0 + seconds)
-        check_ranks.compare(found)
-        assert [how in said for said in found[3]["bad"]] == [True], found[3]
-    same = four("cpu", clock=996.0, gpu="", torch="2.12")
-    check_ranks.compare(same)
-    assert same[3]["bad"] == ["different versions of torch: 2.12, rank 0 2.13"]
-    shared, elsewhere = four("cuda:0", gpu="GPU-2"), four("cuda:0", gpu="GPU-0")
-    check_ranks.compare(shared)
-    check_ranks.compare(elsewhere)
-    nameless = [its | {"gpu": "", "bad": []} for its in four("cpu")]
-    check_ranks.compare(nameless)
-    assert not any(its["bad"] for its in nameless)
-    assert shared[3]["bad"] == ["shares a GPU with rank 2: ask for one GPU for each rank"]
-    assert elsewhere[3]["bad"] == []
+@pytest.mark.parametrize(
+    ("device", "name", "share", "pairs", "said"),
+    [
+        *[(*case, None, said) for case, said in [
+            (("cuda:0", "inside", 0.79), "bad"),
+            (("cuda:0", "inside", 0.81), ""),
+            (("cuda:0", "between", 0.81), ""),
+            (("cpu", "inside", 0.09), "bad"),
+            (("cpu", "between", 0.11), ""),
+        ]],
+        # On a fat tree a node without a neighbour on its switch has a part of the others' speed.
+        ("cuda:0", "between", 0.5, [4.8, 5.0], "warnings"),
+        ("cuda:0", "between", 0.34, [3.4, 3.3], "warnings"),
+        # No network is built with less, and a switch does not tell two neighbours apart.
+        ("cuda:0", "between", 0.1, [1.0, 1.0], "bad"),
+        ("cuda:0", "between", 0.7, [7.0, 3.0], "bad"),
+        ("cpu", "between", 0.09, [0.9, 0.9], "bad"),
+    ],
+)  # fmt: skip
+def test_a_node_that_differs(device, name, share, pairs, said):
+    """One of three. One of its ranks speaks for it."""
+    its_ranks = alike(device, 6)
+    for i, its in enumerate(its_ranks):
+        its |= {name: 10 * share, "pairs": pairs or []} if i > 3 else {name: 10.0}
+    check_ranks.compare(its_ranks)
+    for kind in ("bad", "warnings"):
+        assert [len(its[kind]) for its in its_ranks] == [0, 0, 0, 0, int(kind == said), 0]
 
 
 @pytest.mark.parametrize(
@@ -284,13 +243,13 @@ def test_ranks_that_differ():
     ],
 )
 def test_the_verdict(bad, status, verdict, capsys):
-    found = four("cpu", right=True, warnings=["odd"])
-    found[0]["all-reduce"] = "1 GB/s"
-    for its in found:
+    its_ranks = alike("cpu", right=True, warnings=["odd"])
+    its_ranks[0]["all-reduce"] = "1 GB/s"
+    for its in its_ranks:
         its |= {"right": its["host"] == "n0" or not bad}
     for i in bad:
-        found[i]["bad"].append("is slow")
-    assert check_ranks.report(found, False) == status
+        its_ranks[i]["bad"].append("is slow")
+    assert check_ranks.report(its_ranks, False) == status
     said = capsys.readouterr().out.splitlines()
     assert said[-1] == f"VERDICT: {verdict}"
     assert "[Rank 3 on n1] warning: odd" in said
@@ -329,166 +288,171 @@ def test_the_device_of_a_rank(count, local_rank, granted, device, fault, monkeyp
     assert check_ranks.choose_device("auto") == (torch.device("cpu"), [])
 
 
+FEW = "may use 1 CPUs, but the job asked for {}: look at srun's --cpus-per-task"
+FILES = "may have 1024 files open, 1536 are needed: "
+NEVER = resource.RLIM_INFINITY
+
+
 @pytest.mark.parametrize(
-    ("asked", "cpus", "machine", "says"),
+    ("node", "says"),
     [
-        (8, 1, 64, ["may use 1 CPUs, but the job asked for 8: look at srun's --cpus-per-task"]),
-        (8, 8, 64, []),
+        ({}, []),
+        ({"cpus": 1}, [FEW.format(8)]),
         # A node of the local cluster claims more CPUs than there are.
-        (16, 2, 2, []),
-        (16, 1, 2, ["may use 1 CPUs, but the job asked for 16: look at srun's --cpus-per-task"]),
+        ({"asked": 16, "cpus": 2, "machine": 2}, []),
+        ({"asked": 16, "cpus": 1, "machine": 2}, [FEW.format(16)]),
+        ({"shm": 255}, ["/dev/shm has 255 MiB free, 256 MiB are needed"]),
+        # Under a launcher the limit of open files is the hard one.
+        ({"files": (1536, 1536)}, []),
+        ({"files": (1024, 65536)}, [f"{FILES}ulimit -n 1536 before srun"]),
+        ({"files": (1024, 1500)}, [f"{FILES}the hard limit is 1500"]),
+        ({"files": (1024, NEVER)}, [f"{FILES}ulimit -n 1536 before srun"]),
     ],
 )
 @pytest.mark.parametrize("way", ["srun", "torchrun"])
-def test_cpus(way, asked, cpus, machine, says, monkeypatch):
+def test_limits(way, node, says, monkeypatch):
+    """Of 512 ranks."""
+    its = {"asked": 8, "cpus": 8, "machine": 64, "shm": 256, "files": (NEVER, NEVER)} | node
     name = "SLURM_CPUS_PER_TASK" if way == "srun" else "CPUS_PER_NODE"
     monkeypatch.setattr(check_ranks, "launcher", way)
-    monkeypatch.setattr(check_ranks, "env", {name: str(asked)})
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*range(cpus)})
-    monkeypatch.setattr(os, "cpu_count", lambda: machine)
-    assert [sentence for sentence in check_ranks.limits() if "CPUs" in sentence] == says
-
-
-@pytest.mark.parametrize(("free", "found"), [(255, 1), (256, 0)])
-def test_shared_memory(free, found, monkeypatch):
-    usage = SimpleNamespace(free=free << 20)
+    monkeypatch.setattr(check_ranks, "world_size", 512)
+    monkeypatch.setattr(check_ranks, "env", {name: str(its["asked"])})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*range(its["cpus"])})
+    monkeypatch.setattr(os, "cpu_count", lambda: its["machine"])
+    usage = SimpleNamespace(free=its["shm"] << 20)
     monkeypatch.setattr(check_ranks.shutil, "disk_usage", lambda folder: usage)
-    assert len([said for said in check_ranks.limits() if "/dev/shm" in said]) == found
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: its["files"])
+    found = list(check_ranks.limits())
+    assert len(found) == len(says)
+    assert all(said.startswith(start) for said, start in zip(found, says, strict=True)), found
 
 
-@pytest.mark.parametrize(
-    ("launcher", "hosts"), [("srun", ["a", "a", "b"]), ("torchrun", ["a", "a", "b", "b"])]
-)
-def test_the_nodes_of_missing_ranks(launcher, hosts, tmp_path, monkeypatch):
-    """Of uneven tasks, and of two ranks in each task."""
+def test_the_nodes_of_missing_ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{stand_ins(tmp_path, {'scontrol': 'echo a; echo b'})}:/bin")
     monkeypatch.setenv("SLURM_STEP_NODELIST", "[a-b]")
-    values = {"slurm": os.environ, "launcher": launcher, "tasks": [2, 1], "nodes": 2}
-    for name, value in (values | {"ranks_per_node": 2}).items():
-        monkeypatch.setattr(check_ranks, name, value)
-    assert check_ranks.hosts_of_ranks() == hosts
+    monkeypatch.setattr(check_ranks, "slurm", os.environ)
+    monkeypatch.setattr(check_ranks, "ranks_per_node", 2)
+    assert check_ranks.hosts_of_ranks() == ["a", "a", "b", "b"]
 
 
-@pytest.mark.parametrize(
-    ("soft", "hard", "says"),
-    [
-        (1024, 65536, "may have 1024 files open, 1536 are needed: ulimit -n 1536 before srun"),
-        (1024, 1500, "may have 1024 files open, 1536 are needed: the hard limit is 1500"),
-        (1024, resource.RLIM_INFINITY, "ulimit -n 1536 before srun"),
-        (1536, 1536, ""),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, ""),
-    ],
-)
-def test_open_files(soft, hard, says, monkeypatch):
-    """Of 512 ranks. Under a launcher the limit is the hard one."""
-    monkeypatch.setattr(check_ranks, "world_size", 512)
-    monkeypatch.setattr(resource, "getrlimit", lambda limit: (soft, hard))
-    said = [sentence for sentence in check_ranks.limits() if "files" in sentence]
-    assert len(said) == bool(says) and all(says in sentence for sentence in said)
-
-
-XML = """<nvidia_smi_log><driver_version>580.95.05</driver_version>
-<gpu id="00000000:07:00.0">
-  <uuid>GPU-07</uuid>
-  <mig_mode><current_mig>{mig}</current_mig></mig_mode>
-  <ecc_errors>
-    <volatile>
-      <sram_correctable>9</sram_correctable>
-      <sram_uncorrectable_parity>0</sram_uncorrectable_parity>
-      <sram_uncorrectable_secded>N/A</sram_uncorrectable_secded>
-      <dram_uncorrectable>0</dram_uncorrectable>
-    </volatile>
-    <aggregate><dram_uncorrectable>5</dram_uncorrectable></aggregate>
-  </ecc_errors>
-</gpu>
-<gpu id="00000000:0B:00.0">
-  <uuid>GPU-0B</uuid>
-  <mig_mode><current_mig>N/A</current_mig></mig_mode>
-  <clocks_{reasons}s>
-    <clocks_{reasons}_sw_power_cap>Active</clocks_{reasons}_sw_power_cap>
-    <clocks_{reasons}_hw_slowdown>Not Active</clocks_{reasons}_hw_slowdown>
-    <clocks_{reasons}_hw_thermal_slowdown>{hot}</clocks_{reasons}_hw_thermal_slowdown>
-  </clocks_{reasons}s>
+def nvidia_smi(reason="event_reason", mig="N/A", hot="Not Active", pending="No", failure="No"):
+    """What it says of two GPUs, of which the second has three uncorrected errors."""
+    return f"""<nvidia_smi_log><driver_version>580.95.05</driver_version>
+<gpu id="00000000:07:00.0"><uuid>GPU-07</uuid><mig_mode><current_mig>{mig}</current_mig></mig_mode>
   <ecc_errors><volatile>
+    <sram_correctable>9</sram_correctable><sram_uncorrectable_parity>0</sram_uncorrectable_parity>
+    <sram_uncorrectable_secded>N/A</sram_uncorrectable_secded>
+  </volatile><aggregate><dram_uncorrectable>5</dram_uncorrectable></aggregate></ecc_errors>
+  <remapped_rows>
+    <remapped_row_corr>0</remapped_row_corr><remapped_row_pending>{pending}</remapped_row_pending>
+    <remapped_row_failure>{failure}</remapped_row_failure>
+  </remapped_rows></gpu>
+<gpu id="00000000:0B:00.0"><uuid>GPU-0B</uuid><mig_mode><current_mig>N/A</current_mig></mig_mode>
+  <clocks_{reason}s><clocks_{reason}_sw_power_cap>Active</clocks_{reason}_sw_power_cap>
+    <clocks_{reason}_hw_slowdown>Not Active</clocks_{reason}_hw_slowdown>
+    <clocks_{reason}_hw_thermal_slowdown>{hot}</clocks_{reason}_hw_thermal_slowdown>
+  </clocks_{reason}s><ecc_errors><volatile>
     <sram_uncorrectable>1</sram_uncorrectable><dram_uncorrectable>2</dram_uncorrectable>
-  </volatile></ecc_errors>
-</gpu>
+  </volatile></ecc_errors><remapped_rows>N/A</remapped_rows></gpu>
 </nvidia_smi_log>"""
 
 
-def nvidia_smi_says(folder: Path, text: str):
-    stand_ins(folder, {"nvidia-smi": f"cat <<'END'\n{text}\nEND"})
+AMD = '{"gpu": 0, "ecc": {"total_correctable_count": 9, "total_uncorrectable_count": %s}}'
+# Of what Intel's guide of xpu-smi shows, with two statuses changed
+XPU = """
+| Device ID                    | 0                                                                 |
++------------------------------+-------------------------------------------------------------------+
+| 1. GPU Core Temperature      | Status: Ok                                                        |
+|                              | Description: All temperature sensors are healthy.                 |
+| 4. GPU Memory                | Status: Critical                                                  |
+| 5. Xe Link Port              | Status: Unknown                                                   |
+| 6. GPU Frequency             | Status: OK                                                        |
+"""
+ECC, HOT = "GPU 1 has 3 uncorrected ECC errors", "GPU 1 is throttled: hw_thermal_slowdown"
+PENDING = "GPU 0 has a failed row of memory: it needs a reset"
+FAILURE = "GPU 0 has no spare row left for one that failed: replace the GPU"
+PART = "GPU 0 is in MIG mode: a rank gets a part of it"
 
 
-@pytest.mark.parametrize("reasons", ["throttle_reason", "event_reason"])
-def test_what_nvidia_smi_says(reasons, tmp_path, monkeypatch):
-    """Its drivers before 535 and after have two names for a reason."""
-    text = XML.format(mig="Enabled", reasons=reasons, hot="Active")
+@pytest.mark.parametrize(
+    ("command", "text", "bad", "notes"),
+    [
+        ("nvidia-smi", nvidia_smi(), [ECC], []),
+        # Drivers before 535 and after have two names for a reason.
+        ("nvidia-smi", nvidia_smi(hot="Active", mig="Enabled"), [ECC, HOT], [PART]),
+        ("nvidia-smi", nvidia_smi("throttle_reason", hot="Active"), [ECC, HOT], []),
+        ("nvidia-smi", nvidia_smi(pending="Yes"), [PENDING, ECC], []),
+        ("nvidia-smi", nvidia_smi(pending="Yes", failure="Yes"), [FAILURE, ECC], []),
+        # The forms of ROCm 7 and of ROCm 6, and XPU manager 1.2
+        ("amd-smi", f'{{"gpu_data": [{AMD % 3}]}}', ["GPU 0 has 3 uncorrected ECC errors"], []),
+        ("amd-smi", f"[{AMD % 3}]", ["GPU 0 has 3 uncorrected ECC errors"], []),
+        ("amd-smi", f"[{AMD % 0}]", [], []),
+        ("amd-smi", "[" + AMD % '"N/A"' + "]", [], []),
+        ("xpu-smi", XPU, ["GPU 0: GPU Memory, Status: Critical"], []),
+        ("xpu-smi", XPU.replace("Critical", "Ok"), [], []),
+    ],
+)
+def test_what_the_vendors_commands_say(command, text, bad, notes, tmp_path, monkeypatch):
+    """A fault that AMD's or Intel's finds is a warning if the GPU may be another job's. Anybody may
+    run nvidia-smi, and the others can need rights."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    nvidia_smi_says(tmp_path, text)
-    bad, notes = check_ranks.ask_about_gpus()
-    assert bad == [
-        "GPU 1 has 3 uncorrected ECC errors",
-        "GPU 1 is throttled: hw_thermal_slowdown",
-    ]
-    assert notes == ["GPU 0 is in MIG mode: a rank gets a part of it"]
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
+    stand_ins(tmp_path, {command: f"cat <<'END'\n{text}\nEND"})
+    assert check_ranks.ask_about_gpus() == (bad, notes)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    ours = command == "nvidia-smi"
+    assert check_ranks.ask_about_gpus() == ((bad, notes) if ours else ([], bad))
+    for program in ("exit 15", "echo no rights"):
+        stand_ins(tmp_path, {command: program})
+        found = check_ranks.ask_about_gpus()
+        assert command == "xpu-smi" or found[not ours][0].startswith(f"{command} fails here: ")
+        assert found[ours] == []
+    (tmp_path / command).unlink()
+    assert check_ranks.ask_about_gpus() == ([], [])
 
 
 def test_other_jobs_gpus_are_not_ours(tmp_path, monkeypatch):
     """On a shared node nvidia-smi may list them."""
-    text = XML.format(mig="Enabled", reasons="event_reason", hot="Active")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    nvidia_smi_says(tmp_path, text)
+    stand_ins(tmp_path, {"nvidia-smi": f"echo '{nvidia_smi()}'"})
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     module = SimpleNamespace(get_device_properties=lambda index: SimpleNamespace(uuid="07"))
     monkeypatch.setattr(torch, "get_device_module", lambda: module)
     assert check_ranks.ask_about_gpus()[0] == []
     # Of two ranks on this node, one sees one.
     monkeypatch.setattr(check_ranks, "ranks_per_node", 2)
-    assert len(check_ranks.ask_about_gpus()[0]) == 2
+    assert check_ranks.ask_about_gpus()[0] == [ECC]
 
 
-AMD = '{"gpu": 0, "ecc": {"total_correctable_count": 9, "total_uncorrectable_count": %s}}'
-# The third part of what Intel's guide of xpu-smi shows, and two statuses changed
-XPU = """
-+------------------------------+-------------------------------------------------------------------+
-| Device ID                    | 0                                                                 |
-+------------------------------+-------------------------------------------------------------------+
-| 1. GPU Core Temperature      | Status: Ok                                                        |
-|                              | Description: All temperature sensors are healthy.                 |
-|                              | Throttle Threshold: 105 Celsius Degree                            |
-+------------------------------+-------------------------------------------------------------------+
-| 4. GPU Memory                | Status: Critical                                                  |
-|                              | Description: All memory channels are healthy.                     |
-+------------------------------+-------------------------------------------------------------------+
-| 5. Xe Link Port              | Status: Unknown                                                   |
-+------------------------------+-------------------------------------------------------------------+
-| 6. GPU Frequency             | Status: OK                                                        |
-+------------------------------+-------------------------------------------------------------------+
-"""
-OTHER_GPUS = [
-    ("amd-smi", f'{{"gpu_data": [{AMD % 3}]}}', ["GPU 0 has 3 uncorrected ECC errors"]),
-    ("amd-smi", f"[{AMD % 3}]", ["GPU 0 has 3 uncorrected ECC errors"]),
-    ("amd-smi", f"[{AMD % 0}]", []),
-    ("amd-smi", "[" + AMD % '"N/A"' + "]", []),
-    ("xpu-smi", XPU, ["GPU 0: GPU Memory, Status: Critical"]),
-    ("xpu-smi", XPU.replace("Critical", "Ok"), []),
-]
+def test_memory_that_is_in_use(monkeypatch):
+    """Where the CPU shares the GPU's memory, it may be the page cache."""
+    for name, gib, kind in (("H100", 3, "bad"), ("H100", 1, ""), ("GH200 480GB", 3, "warnings")):
+        gpu = SimpleNamespace(get_device_name=lambda device, its=f"NVIDIA {name}": its)
+        gpu.mem_get_info = lambda gib=gib: ((80 - gib) << 30, 80 << 30)
+        monkeypatch.setattr(torch, "get_device_module", lambda device, its=gpu: its)
+        mine = {"bad": [], "warnings": []}
+        check_ranks.memory_in_use(torch.device("cuda:0"), mine)
+        assert {kind for kind in ("bad", "warnings") if mine[kind]} == {kind} - {""}
+        assert mine["GPU memory in use"] == f"{gib}.0 GiB"
 
 
-@pytest.mark.parametrize(("command", "text", "expected"), OTHER_GPUS)
-def test_what_amd_smi_and_xpu_smi_say(command, text, expected, tmp_path, monkeypatch):
-    """By the form of ROCm 7, of ROCm 6, and of XPU manager 1.2. With GPUs that may be another
-    job's, a fault is a warning."""
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    stand_ins(tmp_path, {command: f"cat <<'END'\n{text}\nEND"})
-    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
-    assert check_ranks.ask_about_gpus() == (expected, [])
-    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
-    assert check_ranks.ask_about_gpus() == ([], expected)
-    stand_ins(tmp_path, {command: "echo no rights; exit 0" if command == "amd-smi" else "exit 7"})
-    bad, [note] = check_ranks.ask_about_gpus()
-    assert bad == [] and note.startswith(f"{command} fails here: ")
+def test_a_test_of_the_site_s_own():
+    def says(*command: str) -> list[str]:
+        return check_ranks.own_test([*command], timeout=0.5)
+
+    assert says("true") == [] and says("false") == ["false: status 1"]
+    assert says("sh", "-c", "echo two; echo GPU 3 is tired; exit 2") == ["sh: GPU 3 is tired"]
+    assert says("absent")[0].startswith("absent: ") and says("sleep", "9")[0].startswith("sleep: ")
+
+
+def test_all_nodes_of_a_partition(tmp_path):
+    """The loop of --help: a job for each node, with a log of its own."""
+    loop = re.search(r"^    (for node .*\n)((?:        .*\n)+)    done", check_ranks.__doc__, re.M)
+    programs = {"sinfo": "echo n1; echo n2", "sbatch": "echo $*"}
+    path = f"{stand_ins(tmp_path, programs)}:/usr/bin:/bin"
+    done = run("bash", "-euc", f"{loop[1]}{loop[2]}done", env={"PATH": path})
+    job = "--partition=gpu --nodes=1 --nodelist={} --output=%N.out {} aux/check_ranks.py\n"
+    assert done.stdout == "".join(job.format(node, LAUNCHERS["torchrun"]) for node in ("n1", "n2"))
 
 
 def test_a_gpu_has_a_name_of_its_own(monkeypatch):
@@ -502,44 +466,97 @@ def test_a_gpu_has_a_name_of_its_own(monkeypatch):
     assert found == {"a 1", "b 1", "a 2", ""}
 
 
-def test_what_nccl_s_log_says(tmp_path, monkeypatch, capsys):
+START = "node-1:812:900 [0] NCCL INFO "
+CHANNEL = f"{START}Channel 00/0 : 1[0] -> 0[0] [send] via NET"
+OVER_TCP = f"{START}Using network Socket\n{CHANNEL}/Socket/0\n"
+OVER_IB = f"{START}Using network IB\n{CHANNEL}/IB/0/GDRDMA\n"
+OVER_CXI = f"{START}Using network AWS Libfabric\n{CHANNEL}/AWS Libfabric/0\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "devices", "hip", "network", "says"),
+    [
+        (OVER_TCP, "", None, "Socket, GPUDirect RDMA: no", []),
+        (OVER_TCP, "mlx5_0", None, "Socket", ["NCCL uses TCP, although this node has mlx5_0"]),
+        (OVER_IB, "mlx5_0", None, "IB, GPUDirect RDMA: yes", []),
+        (OVER_IB.replace("/GDRDMA", ""), "mlx5_0", None, "IB", ["no GPUDirect RDMA"]),
+        # A job of one node has no network.
+        (f"{START}Using network IB\n", "mlx5_0", None, "IB", []),
+        # Slingshot, where NCCL only uses the network with a plugin
+        (OVER_TCP, "cxi0", None, "Socket", ["this node has cxi0", "aws-ofi-nccl",
+            'NCCL_NET="AWS Libfabric" makes NCCL fail without it']),
+        (OVER_TCP, "cxi0", "7.1", "Socket", ["aws-ofi-rccl"]),
+        (OVER_CXI, "cxi0", None, "AWS Libfabric, GPUDirect RDMA: no", []),
+    ],
+)  # fmt: skip
+def test_what_nccl_s_log_says(log, devices, hip, network, says, tmp_path, monkeypatch, capsys):
     """Lines of NCCL 2.28.9, by the formats in its library."""
-    monkeypatch.setattr(check_ranks, "INFINIBAND", tmp_path)
-    start = "node-1:812:900 [0] NCCL INFO "
-    chosen, channel = f"{start}Using network", f"{start}Channel 00/0 : 1[0] -> 0[0] [send] via NET"
-    over_tcp = f"{chosen} Socket\n{channel}/Socket/0\n{start.replace('INFO', 'WARN')}no route\n"
-    over_ib = f"{chosen} IB\n{channel}/IB/0/GDRDMA\n"
+    for name in ("INFINIBAND", "CXI"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setattr(check_ranks, name, tmp_path / name)
+    if devices:
+        (tmp_path / ("CXI" if devices == "cxi0" else "INFINIBAND") / devices).mkdir()
+    monkeypatch.setattr(torch.version, "hip", hip)
+    mine = {"warnings": []}
+    warning = f"{START.replace('INFO', 'WARN')}no route\n"
+    check_ranks.read_log_of_nccl(log + warning, mine)
+    assert capsys.readouterr().err == warning
+    assert mine["network"].startswith(network) and len(mine["warnings"]) == bool(says), mine
+    assert all(words in mine["warnings"][0] for words in says), mine
 
-    def read(log: str) -> tuple[str, list[str]]:
-        mine = {"warnings": []}
-        check_ranks.read_log_of_nccl(log, mine)
-        return mine["network"], mine["warnings"]
 
-    assert read(over_tcp) == ("Socket, GPUDirect RDMA: no", [])
-    assert capsys.readouterr().err == f"{start.replace('INFO', 'WARN')}no route\n"
-    (tmp_path / "mlx5_0").mkdir()
-    [warning] = read(over_tcp)[1]
-    assert "NCCL uses TCP, although this node has mlx5_0" in warning
-    assert read(over_ib) == ("IB, GPUDirect RDMA: yes", [])
-    [warning] = read(over_ib.replace("/GDRDMA", ""))[1]
-    assert "no GPUDirect RDMA" in warning
-    # A job of one node has no network.
-    assert read(f"{chosen} IB\n") == ("IB", [])
+@pytest.mark.parametrize(("debug", "reads"), [("WARN", True), (None, True), ("INFO", False)])
+def test_nccl_s_log_is_asked_for(debug, reads, tmp_path, monkeypatch):
+    """Although env.sh has set NCCL_DEBUG, and not if the user wants to see the log."""
+    asked = {} if debug is None else {"NCCL_DEBUG": debug}
+    monkeypatch.setattr(check_ranks, "env", asked)
+    monkeypatch.setattr(check_ranks.tempfile, "tempdir", str(tmp_path))
+    path = check_ranks.log_of_nccl()
+    assert (path is not None) == reads and asked["NCCL_DEBUG"] == "INFO"
+    assert asked.get("NCCL_DEBUG_FILE") == (str(path) if path else None)
 
-    # Slingshot, where NCCL only uses the network with a plugin.
-    monkeypatch.setattr(check_ranks, "CXI", tmp_path / "cxi")
-    (tmp_path / "cxi" / "cxi0").mkdir(parents=True)
-    [warning] = read(over_tcp)[1]
-    assert "although this node has cxi0" in warning and "aws-ofi-nccl" in warning
-    assert 'NCCL_NET="AWS Libfabric" makes NCCL fail without it' in warning
-    monkeypatch.setattr(torch.version, "hip", "7.1")
-    assert "aws-ofi-rccl" in read(over_tcp)[1][0]
-    over_cxi = f"{chosen} AWS Libfabric\n{channel}/AWS Libfabric/0\n"
-    assert read(over_cxi) == ("AWS Libfabric, GPUDirect RDMA: no", [])
+
+def test_speeds_on_the_bus(monkeypatch):
+    """As nccl-tests count them: of calls that take a second, over four ranks."""
+    clock = iter(range(99))
+    monkeypatch.setattr(check_ranks.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(check_ranks, "world_size", 4)
+    monkeypatch.setattr(dist, "all_reduce", lambda numbers, group: None)
+    size = 8 << 20
+    speed = check_ranks.bus_speed(torch.device("cpu"), [*range(4)], size, {"right": True}, 9)
+    assert speed == pytest.approx(2 * 3 / 4 * size / 1e9)
+
+
+def all_reduce(device: str, backend: str, hosts: list[str], monkeypatch) -> dict:
+    """What check_ranks.all_reduce finds if each one has 25 GB/s."""
+    store, mine = dist.HashStore(), {"bad": []}
+    store.set("hosts", json.dumps(hosts))
+    monkeypatch.setattr(check_ranks, "HOST", hosts[0])
+    monkeypatch.setattr(check_ranks, "bus_speed", lambda *arguments: 25.0)
+    monkeypatch.setattr(dist, "init_process_group", lambda *arguments: None)
+    monkeypatch.setattr(dist, "get_default_backend_for_device", lambda device: backend)
+    monkeypatch.setattr(check_ranks, "try_gloo", lambda its, timeout: its.update(tried=timeout))
+    check_ranks.all_reduce(torch.device(device), store, mine, 20)
+    assert mine["bad"] == [] and mine["right"]
+    return mine
+
+
+def test_speeds_of_three_nodes(monkeypatch):
+    """Two ranks share a node's network."""
+    mine = all_reduce("cuda:0", "xccl", ["a", "a", "b", "b", "c", "c"], monkeypatch)
+    assert mine["bus"] == mine["inside"] == mine["between"] == 25 and mine["pairs"] == [25, 25]
+    assert mine["all-reduce"].endswith(
+        "25.00 GB/s on the bus, about 100 Gbit/s of the network for each GPU"
+    )
+
+
+@pytest.mark.parametrize(("backend", "tried"), [("gloo", None), ("xccl", 20)])
+def test_gloo_is_tried_if_the_ranks_have_another_backend(backend, tried, monkeypatch):
+    assert all_reduce("cpu", backend, ["a"], monkeypatch).get("tried") == tried
 
 
 @pytest.fixture
-def alone(monkeypatch):
+def alone():
     """A process group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
@@ -549,32 +566,18 @@ def alone(monkeypatch):
 def test_gloo_is_tried_beside_nccl(alone, monkeypatch):
     """Over an interface that is not there, over one that is, and with a wrong sum."""
 
-    def findings() -> dict:
+    def findings() -> tuple[bool, list[str]]:
         mine = {"right": True, "bad": []}
         check_ranks.try_gloo(mine, timeout=20)
-        return mine
+        return mine["right"], mine["bad"]
 
-    assert findings() == {"right": True, "bad": []}
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none7")
-    [said] = findings()["bad"]
-    assert re.match(
-        r"gloo's all-reduce, which checkpoints need, fails \(.*none7.*\): set GLOO_S", said
-    )
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert findings() == (True, [])
+    with monkeypatch.context() as here:
+        here.setenv("GLOO_SOCKET_IFNAME", "none7")
+        says = r"gloo's all-reduce, which checkpoints need, fails \(.*none7.*\): set GLOO_SOCKET"
+        assert re.match(says, findings()[1][0])
     monkeypatch.setattr(check_ranks, "world_size", 2)
-    assert findings() == {"right": False, "bad": []}
-
-
-@pytest.mark.parametrize(("backend", "tried"), [("gloo", 0), ("cpu:gloo", 1)])
-def test_gloo_is_tried_if_the_ranks_have_another_backend(backend, tried, monkeypatch):
-    store, calls = dist.HashStore(), []
-    store.set("hosts", json.dumps([check_ranks.HOST]))
-    monkeypatch.setattr(dist, "get_default_backend_for_device", lambda device: backend)
-    monkeypatch.setattr(check_ranks, "try_gloo", lambda *arguments: calls.append(arguments))
-    mine = {"bad": []}
-    check_ranks.all_reduce(torch.device("cpu"), store, mine, 20)
-    dist.destroy_process_group()
-    assert mine["bad"] == [] and calls == [(mine, 20)] * tried
+    assert findings() == (False, [])
 
 
 def test_rank_0_says_what_does_not_end(monkeypatch):
@@ -590,49 +593,29 @@ def test_rank_0_says_what_does_not_end(monkeypatch):
     assert said == ["it has not ended within -4.8 s: look for a firewall, or look there"]
 
 
-@pytest.mark.parametrize(("debug", "reads"), [("WARN", True), (None, True), ("INFO", False)])
-def test_nccl_s_log_is_asked_for(debug, reads, tmp_path, monkeypatch):
-    """Although env.sh has set NCCL_DEBUG, and not if the user wants to see the log."""
-    asked = {} if debug is None else {"NCCL_DEBUG": debug}
-    monkeypatch.setattr(check_ranks, "env", asked)
-    monkeypatch.setattr(check_ranks.tempfile, "tempdir", str(tmp_path))
-    path = check_ranks.log_of_nccl()
-    assert (path is not None) == reads and asked.get("NCCL_DEBUG_FILE") == (
-        str(path) if path else None
-    )
-    assert asked["NCCL_DEBUG"] == "INFO"
-
-
-def test_nvidia_smi_that_fails_or_is_not_there(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    stand_ins(tmp_path, {"nvidia-smi": "exit 15"})
-    [bad], notes = check_ranks.ask_about_gpus()
-    assert "nvidia-smi fails here" in bad and "15" in bad and notes == []
-    (tmp_path / "nvidia-smi").unlink()
-    assert check_ranks.ask_about_gpus() == ([], [])
-
-
-def test_warnings(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("sees", "hip", "locked", "says"),
+    [
+        (4, None, NEVER, ""),
+        (1, None, NEVER, "sees 1 of this node's 4 GPUs: .*--gpus-per-node"),
+        # The site's own advice on Frontier
+        (1, "7.1", NEVER, ""),
+        (4, None, 65536, "may lock 64 KiB of memory, .*ulimit -l unlimited"),
+    ],
+)
+def test_warnings(sees, hip, locked, says, tmp_path, monkeypatch):
     """Of GPUs that Slurm hides from their peers, and of memory that InfiniBand cannot lock."""
-    gpu = torch.device("cuda", 0)
+    (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setattr(check_ranks, "INFINIBAND", tmp_path)
     monkeypatch.setattr(check_ranks, "ranks_per_node", 4)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: sees)
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
-    monkeypatch.setattr(resource, "getrlimit", lambda limit: (65536, 65536))
-    [hidden] = check_ranks.warnings(gpu)
-    assert "sees 1 of this node's 4 GPUs" in hidden and "--gpus-per-node" in hidden
-    # The site's own advice on Frontier.
-    with monkeypatch.context() as amd:
-        amd.setattr(torch.version, "hip", "7.1")
-        assert list(check_ranks.warnings(gpu)) == []
-    (tmp_path / "mlx5_0").mkdir()
-    [locked] = check_ranks.warnings(torch.device("cpu"))
-    assert "may lock 64 KiB" in locked and "ulimit -l unlimited" in locked
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    infinity = resource.RLIM_INFINITY
-    monkeypatch.setattr(resource, "getrlimit", lambda limit: (infinity, infinity))
-    assert list(check_ranks.warnings(gpu)) == []
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (locked, locked))
+    found = list(check_ranks.warnings(torch.device("cuda", 0)))
+    assert len(found) == bool(says) and all(re.match(says, said) for said in found), found
+    (tmp_path / "mlx5_0").rmdir()
+    assert len(list(check_ranks.warnings(torch.device("cpu")))) == 0
 
 
 @pytest.mark.parametrize("step", [-5, 2**32 - 5])
@@ -646,12 +629,11 @@ def test_a_batch_shell_is_one_rank(step, tmp_path):
 
 # --- a bare srun ---
 
-TASK = {"SLURM_STEP_NUM_TASKS": 8, "SLURM_STEP_NUM_NODES": 4, "SLURM_STEP_TASKS_PER_NODE": "2(x4)"}
+TASK = {"SLURM_STEP_NUM_TASKS": 8, "SLURM_STEP_NUM_NODES": 4}
 TASK |= {"SLURM_PROCID": 1, "SLURM_NODEID": 3, "SLURM_LOCALID": 1}
 BARE = [
     ({}, (7, 1, 8)),
-    ({"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": 0, "SLURM_STEP_NUM_TASKS": 2}, (1, 1, 2)),
-    ({"SLURM_STEP_TASKS_PER_NODE": "1,2,1(x2)", "SLURM_LOCALID": 0}, (4, 0, 8)),
+    ({"SLURM_STEP_NUM_NODES": 1, "SLURM_NODEID": 0, "SLURM_STEP_NUM_TASKS": 2}, (1, 1, 2)),
     ({"RANK": 5, "LOCAL_RANK": 0, "WORLD_SIZE": 16}, (5, 0, 16)),
 ]
 
@@ -665,6 +647,11 @@ def test_the_ranks_of_a_bare_srun(changes, place, monkeypatch):
     assert (its["rank"], its["local_rank"], its["world_size"]) == place
 
 
+def test_a_bare_srun_of_uneven_nodes():
+    done = ranks(0, "aux/check_ranks.py", **TASK | {"SLURM_STEP_NUM_TASKS": 7, "SLURM_PROCID": 0})
+    assert done.returncode == 1 and "7 tasks on 4 nodes: use --ntasks-per-node" in done.stderr
+
+
 def test_a_bare_srun_whose_task_0_is_on_the_second_node(cluster, tmp_path):
     """As with a topology plugin of Slurm 26.05. Rank 0 is on the first node nevertheless."""
     said = {}
@@ -673,7 +660,7 @@ def test_a_bare_srun_whose_task_0_is_on_the_second_node(cluster, tmp_path):
         node = f"node-{2 - task}"
         place = {"SLURM_PROCID": task, "SLURM_NODEID": 1 - task, "SLURM_LOCALID": 0}
         place |= {"SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_NUM_NODES": 2}
-        place |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "node-[1-2]"}
+        place |= {"SLURM_STEP_NODELIST": "node-[1-2]"}
         place |= {"SLURM_JOB_ID": os.getpid(), "SLURM_STEP_ID": 0, "SLURMD_NODENAME": node}
         variables = [f"{name}={value}" for name, value in place.items()]
         command = ["aux/check_ranks.py", "--timeout", 30, "--checkpoint-dir", tmp_path]
@@ -687,16 +674,35 @@ def test_a_bare_srun_whose_task_0_is_on_the_second_node(cluster, tmp_path):
 
 
 def test_watch_job_shows_the_latest_start(tmp_path):
-    """By time: a start by hand is named after a port, and ranks-10 is not older than ranks-2."""
+    """By time: a start by hand is named after a port, and ranks-10 is not older than ranks-2. And a
+    rank that writes rarely is not silent."""
     for start, age in (("ranks-10", 1), ("ranks-2", 5), ("ranks-9", 30)):
         folder = tmp_path / "log/local" / start
         folder.mkdir(parents=True)
-        beat = {"rank": 0, "world_size": 1, "host": start, "time": time.time(), "interval": 2}
+        beat = {"rank": 0, "world_size": 2, "host": start, "time": time.time(), "interval": 2}
         beat |= {"step": 7, "seconds_in_step": 1.0, "waits": False, "frame": "f", "stack": ["f"]}
         (folder / "0").write_text(json.dumps(beat))
+        # Of 4,096 ranks each writes every 136 s.
+        beat |= {"rank": 1, "time": time.time() - 100, "interval": 136}
+        (folder / "1").write_text(json.dumps(beat))
         os.utime(folder, 2 * (time.time() - age,))
     done = run(sys.executable, watch_job.__file__, "local", cwd=tmp_path)
     assert re.search(r"^   0  ranks-10 +7 ", done.stdout, re.M) and done.returncode == 0, done
+    assert "All 2 ranks are alive" in done.stdout
+
+
+def test_ledger_counts_starts(tmp_path):
+    """As numbers: a run with spare nodes has ranks-100 and so on."""
+    for start, first in ((0, 1), (2, 11), (10, 21), (100, 31)):
+        folder = tmp_path / f"log/7/ranks-{start}"
+        folder.mkdir(parents=True)
+        beat = {"rank": 0, "world_size": 1, "host": f"n{start}", "time": 9.0, "interval": 2}
+        beat |= {"began": 0.0, "counts": [1, 1, 0], "first_step": first, "step": first + 11}
+        (folder / "0").write_text(json.dumps(beat))
+    done = run(sys.executable, ledger.__file__, "7", cwd=tmp_path)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["starts"] == 4 and found["slowest"]["host"] == "n100", done
+    assert found["steps"] == 42 and found["steps_lost"] == 6
 
 
 def test_watch_job_finds_the_ranks_of_a_bare_srun(monkeypatch):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import gpu_report
-from conftest import LAUNCHERS, REPOSITORY, environment, run
+from conftest import LAUNCHERS, REPOSITORY, environment, run, stand_ins
 
 
 @pytest.mark.matrix
@@ -47,6 +47,20 @@ def test_scaling(cluster, tiny):
     assert {path.name for path in (REPOSITORY / "checkpoints").glob("*")} == before
     failed = cluster.exec(*scaling, "--sizes", "1x2", "--", "tests/scripts/fail.py", timeout=200)
     assert failed.returncode == 1 and "scaling.py: the job on 1x2 has failed" in failed.stderr
+
+
+@pytest.mark.parametrize(("more", "cpus"), [([], 8), (["--cpu"], 1), (["--cpus-per-rank=3"], 3)])
+def test_scaling_asks_for_cpus(more, cpus, tmp_path):
+    """With one CPU, a GPU's rank would wait for data."""
+    job = "for word; do [[ $word != --output=* ]] || log=${word#*=}; done\n"
+    job += 'for step in 1 2; do echo " loss=1 images_per_second=9"; done >"$log"; echo "$@" >asked'
+    env = environment(PATH=f"{stand_ins(tmp_path / 'tools', {'sbatch': job})}:/usr/bin:/bin")
+    for name in ("train.py", "launch.sh"):
+        (tmp_path / name).touch()
+    command = [sys.executable, REPOSITORY / "aux/scaling.py", "--launcher=launch.sh", "--sizes=1x2"]
+    done = run(*command, *more, "--", "train.py", cwd=tmp_path, env=env)
+    assert "| 1x2 | 9 | 1.00 | 100% | 1 |" in done.stdout, done
+    assert f" --cpus-per-task={cpus} launch.sh train.py\n" in (tmp_path / "asked").read_text()
 
 
 @pytest.mark.matrix

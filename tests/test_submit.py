@@ -1,9 +1,12 @@
-"""Submission from a laptop: a network namespace without Slurm, and a real sshd on the cluster's
-node-1 with Slurm behind it."""
+"""Submission from a laptop: an environment without Slurm, and a real sshd on the cluster's node-1
+with Slurm behind it."""
 
+import contextlib
+import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,7 +26,6 @@ from conftest import (
     ranks,
     run,
     stand_ins,
-    wait_for,
 )
 from submission import jobs, remote, slurmfile
 from test_launchers import NASTY
@@ -56,38 +58,30 @@ environment = ["ALLOWED"]
 
 @dataclass
 class Laptop:
-    """Network and mount namespaces, held by a process; a home folder, a clone of the repository.
+    """A home folder, a clone of the repository, and a PATH without Slurm's commands.
 
-    `base` is job_base_dir, which the test sees because cluster and laptop are one machine;
-    `sshd` is the server's process.
+    `base` is job_base_dir, which the test sees because cluster and laptop are one machine.
     """
 
     cluster: object
-    holder: int
     home: Path
     clone: Path
     base: Path
-    sshd: int
-
-    def command(self, *command: object) -> list[str]:
-        inside = ["nsenter", f"--target={self.holder}", "--net", "--mount", f"--wdns={self.clone}"]
-        return [*inside, *map(str, command)]
+    path: str
 
     def environment(self, **variables: object) -> dict[str, str]:
-        # torch warns where no DNS is.
-        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        return environment(HOME=self.home, OMP_NUM_THREADS=1, **quiet, **variables)
+        return environment(OMP_NUM_THREADS=1, **{"HOME": self.home, "PATH": self.path} | variables)
 
     def run(self, *command: object, timeout: float = 120, **variables: object):
-        return run(*self.command(*command), env=self.environment(**variables), timeout=timeout)
+        return run(*command, cwd=self.clone, env=self.environment(**variables), timeout=timeout)
 
     def submit(self, *arguments: object, timeout: float = 120, **variables: object):
         return self.run(*SUBMIT, *arguments, timeout=timeout, **variables)
 
     def start(self, *command: object) -> subprocess.Popen:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        options = {"env": self.environment(), "text": True, "start_new_session": True}
-        return subprocess.Popen(self.command(*command), **pipes, **options)
+        options = {"env": self.environment(), "cwd": self.clone, "text": True}
+        return subprocess.Popen([*command], start_new_session=True, **pipes, **options)
 
     def complete(self, *command: object, **variables: object) -> int:
         """Runs a command that submits a job, and waits for that. Returns its number."""
@@ -121,18 +115,19 @@ def make_key(path: Path):
     host("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path)
 
 
-def start_sshd(cluster, folder: Path) -> subprocess.Popen:
-    """sshd on node-1, in a mount namespace of its own, with throw-away keys and nothing of this
-    machine's settings."""
+def sshd_on_node_1(cluster, folder: Path, home: Path) -> Path:
+    """A program for ssh's ProxyCommand: it becomes a connection's sshd, in a mount namespace of its
+    own, with throw-away keys and nothing of this machine's settings."""
     make_key(folder / "host_key")
     shadow = re.sub(r"^root:[^:]*", "root:*", Path("/etc/shadow").read_text(), flags=re.M)
     (folder / "shadow").write_text(shadow)  # sshd lets no locked account in
+    users, home_of_root = Path("/etc/passwd").read_text(), rf"\1:{home}:/bin/bash"
+    passwd = re.sub(r"^(root:.*):[^:]+:[^:]+$", home_of_root, users, flags=re.M)
+    (folder / "passwd").write_text(passwd)
     inside = f"/run/slurm-cluster-{cluster.environment['CLUSTER']}/inside"
     (folder / "sshd_config").write_text(
-        "Port 2222\n"
         f"HostKey {folder}/host_key\n"
         f"AuthorizedKeysFile {folder}/user_key.pub\n"
-        "PidFile none\n"
         "UsePAM no\n"
         "PermitRootLogin yes\n"
         "PasswordAuthentication no\n"
@@ -141,56 +136,12 @@ def start_sshd(cluster, folder: Path) -> subprocess.Popen:
         f"SetEnv SLURM_CONF={inside}/slurm.conf\n"
     )
     script = (
-        f"mount --bind {folder}/shadow /etc/shadow\n"
-        f"mount --bind {folder}/passwd /etc/passwd\n"
-        f"exec /usr/sbin/sshd -D -e -f {folder}/sshd_config"
+        f"mount --bind {folder}/shadow /etc/shadow; mount --bind {folder}/passwd /etc/passwd; "
+        f"exec /usr/sbin/sshd -i -E {folder}/log -f {folder}/sshd_config"
     )
-    command = [NAMESPACES, "exec", "unshare", "--mount", "sh", "-euc", script]
-    log = folder / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            list(map(str, command)),
-            env=environment(**cluster.environment),
-            stdin=subprocess.DEVNULL,
-            stderr=output,
-        )
-    wait_for(lambda: "Server listening" in log.read_text() or process.poll() is not None, 10)
-    assert process.poll() is None, log.read_text()
-    return process
-
-
-def write_passwd(path: Path, home: Path):
-    """root's home is where ssh looks for ~, whatever HOME says."""
-    text = Path("/etc/passwd").read_text()
-    path.write_text(re.sub(r"^(root:.*):[^:]+:[^:]+$", rf"\1:{home}:/bin/bash", text, flags=re.M))
-
-
-def start_laptop(cluster, passwd: Path) -> subprocess.Popen:
-    """Namespaces in which there is no Slurm, and a cable to the cluster's switch."""
-    tools = [shutil.which(tool) for tool in ("sbatch", "scontrol", "sinfo")]
-    hide = "".join(f"mount --bind /dev/null {tool}\n" for tool in tools)
-    script = f"mount --bind {passwd} /etc/passwd\n{hide}\necho ready\nexec sleep infinity"
-    command = ["unshare", "--net", "--mount", "sh", "-euc", script]
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert holder.stdout.readline() == "ready\n"
-    address = "address 02:00:00:00:00:01"
-    peer = f"{address} netns {holder.pid}"
-    for target, words in (
-        (switch(cluster), f"link add laptop {address} type veth peer name eth0 {peer}"),
-        (switch(cluster), "link set laptop arp off up"),
-        (switch(cluster), "route add 10.7.255.254 dev laptop"),
-        (holder.pid, "link set lo up"),
-        (holder.pid, "link set eth0 arp off up"),
-        (holder.pid, "address add 10.7.255.254/16 dev eth0"),
-    ):
-        host("nsenter", f"--target={target}", "--net", "ip", *words.split())
-    return holder
-
-
-def switch(cluster) -> str:
-    """The process that holds the network of the cluster's switch."""
-    path = Path(f"/run/slurm-cluster-{cluster.environment['CLUSTER']}/machine.pid")
-    return path.read_text().strip()
+    name = f"CLUSTER={cluster.environment['CLUSTER']} SUDO_UID="
+    connect = f"{name} exec {NAMESPACES} exec unshare --mount sh -euc '{script}'"
+    return stand_ins(folder / "bin", {"connect": connect}) / "connect"
 
 
 @pytest.fixture(scope="module")
@@ -211,24 +162,28 @@ def laptop(cluster, tmp_path_factory, tiny):
     (clone / "sleep.sh").write_text("#!/bin/bash\nexec sleep 600\n")
     (clone / "Slurmfile.toml").write_text(SLURMFILE.format(base=base))
     make_key(sshd / "user_key")
+    connect = sshd_on_node_1(cluster, sshd, there)
     (home / ".ssh/config").write_text(
         "Host login login.example.org\n"
         f"  HostName {ADDRESS}\n"
         "  Port 2222\n"
+        f"  ProxyCommand {connect}\n"
+        f"  UserKnownHostsFile {home}/.ssh/known_hosts\n"
         f"  IdentityFile {sshd}/user_key\n"
     )
-    write_passwd(folder / "passwd", home)
-    write_passwd(sshd / "passwd", there)
-    made = not Path("/run/sshd").exists()
-    Path("/run/sshd").mkdir(exist_ok=True)  # sshd insists on it
-    server = start_sshd(cluster, sshd)
-    holder = start_laptop(cluster, folder / "passwd")
     host_key = (sshd / "host_key.pub").read_text()
     (home / ".ssh/known_hosts").write_text(f"[{ADDRESS}]:2222 {host_key}")
-    yield Laptop(cluster, holder.pid, home, clone, base, server.pid)
-    for process in (holder, server):
-        process.terminate()
-        process.wait(timeout=10)
+    # Root's ssh looks for ~/.ssh in /etc/passwd, whatever HOME says.
+    tools = stand_ins(
+        folder / "tools", {"ssh": f'exec {shutil.which("ssh")} -F ~/.ssh/config "$@"'}
+    )
+    slurm = run("dpkg-query", "--listfiles", "slurm-client").stdout.split()
+    for program in Path("/usr/bin").iterdir():
+        if str(program) not in slurm and not (tools / program.name).exists():
+            (tools / program.name).symlink_to(program)
+    made = not Path("/run/sshd").exists()
+    Path("/run/sshd").mkdir(exist_ok=True)  # sshd insists on it
+    yield Laptop(cluster, home, clone, base, f"{Path(sys.executable).parent}:{tools}")
     if made:
         Path("/run/sshd").rmdir()
 
@@ -313,14 +268,16 @@ def test_what_arrives(laptop):
     assert not [*laptop.clone.parent.rglob("pwned"), *laptop.home.rglob("pwned")]
     assert laptop.submit("fetch", job).returncode == 0
     fetched = laptop.clone / f"slurm-jobs/secret-{job}"
-    assert [path.name for path in fetched.iterdir()] == [f"launch_slurm_to_torch.sh_{job}.out"]
+    names = sorted(path.name for path in fetched.iterdir())
+    assert names == [f"launch_slurm_to_torch.sh_{job}.out", "log"]
 
 
 def test_from_this_machine(laptop):
     """The repository's own Slurmfile.toml as it is, on a login node; a secret stays here."""
     (laptop.clone / "environment.sh").write_text("#!/bin/bash\nenv; pwd; git --version\n")
     shutil.copy(REPOSITORY / "Slurmfile.toml", laptop.clone / "own.toml")
-    variables = laptop.environment(SLURMFILE=laptop.clone / "own.toml", WANDB_API_KEY="hunter2")
+    variables = {"SLURMFILE": laptop.clone / "own.toml", "WANDB_API_KEY": "hunter2"}
+    variables = laptop.environment(**variables, PATH=environment()["PATH"])
     command = [*SUBMIT, "--env", "local", "--nodes=1", "environment.sh"]
     done = laptop.cluster.exec(*command, cwd=laptop.clone, env=variables)
     assert done.returncode == 0, done.stderr
@@ -359,10 +316,9 @@ def test_a_connection_that_breaks(laptop):
     follows = laptop.start(*SUBMIT, "--env=plain", "--follow", "--fetch", "count.sh")
     try:
         shown = read_until("line 3\n", follows)
-        # nsenter has one child, sshd, and that one a child for each connection.
-        [sshd] = run("pgrep", "--parent", laptop.sshd).stdout.split()
-        for pid in run("pgrep", "--parent", sshd).stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
+        connection = f"nsenter .* -f {laptop.clone.parent}/sshd/sshd_config"
+        [pid] = run("pgrep", "--full", connection).stdout.split()
+        os.kill(int(pid), signal.SIGKILL)
         # communicate() would lose what readline has buffered.
         shown += follows.stdout.read()
         said = follows.stderr.read()
@@ -440,6 +396,51 @@ def test_fetch_of_a_job_that_still_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     with pytest.raises(remote.RemoteFailed):
         jobs.fetch(record)
+
+
+def test_the_command_line_of_ssh():
+    """Each key of the Slurmfile has its option, and the login node gets words as they are."""
+    given = {"hostname": "login", "username": "me", "port": 2222, "identity_file": "~/.ssh/k"}
+    assert given.keys() == slurmfile.KEYS["cluster"]["backend_config"].keys()
+    cluster = {"backend": "ssh", "backend_config": given}
+    ssh, *options, host, command = remote.command_line(cluster, "watch", 7, "it's $HOME")
+    assert ssh == "ssh" and host == "login"
+    assert options[-7:] == ["-l", "me", "-p", "2222", "-i", "~/.ssh/k", "--"]
+    assert shlex.split(command)[-4:] == ["remote.sh", "watch", "7", "it's $HOME"]
+
+
+def test_a_log_that_becomes_shorter(tmp_path):
+    """As a requeued job's can. Slurm is asked after 15 calls of sleep."""
+    (tmp_path / "log").write_text("a long line of the first start\n")
+    ended = '[[ -e slept-14 ]] && echo "COMPLETED (None) on n1, run time 9" || echo RUNNING'
+    sleep = "n=$(ls slept-* | wc -l); touch slept-$n; if ((n == 0)); then echo second >log; fi"
+    path = stand_ins(tmp_path / "tools", {"squeue": ended, "sleep": sleep})
+    env = environment(PATH=f"{path}:/usr/bin:/bin")
+    command = ["sh", REPOSITORY / "aux/submission/remote.sh", "watch", 7, "log", 0]
+    done = run(*command, cwd=tmp_path, env=env)
+    lines = ["remote.sh is ready", "a long line of the first start", "second"]
+    assert done.returncode == 0 and done.stdout.splitlines() == lines, done
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_job_of_hours(started, monkeypatch):
+    """Each connection that was there gives the next one 300 s. The first one has to come about."""
+    begun = []
+    monkeypatch.setattr(jobs.time, "monotonic", lambda: 3000 * len(begun))
+    monkeypatch.setattr(jobs.time, "sleep", lambda seconds: None)
+
+    @contextlib.contextmanager
+    def connection(cluster, verb, job, log, position):
+        begun.append(position)
+        yield io.BytesIO(b"line\n" * started)
+        if len(begun) <= 3:
+            raise remote.RemoteFailed(255, started)
+
+    monkeypatch.setattr(remote, "run", connection)
+    record = {"cluster": {}, "job": 7, "log": "log"}
+    with contextlib.nullcontext() if started else pytest.raises(remote.RemoteFailed):
+        assert jobs.watch(record, show_log=True) == 0
+    assert begun == ([0, 5, 10, 15] if started else [0])
 
 
 # --- tasks ---

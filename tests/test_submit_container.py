@@ -174,7 +174,7 @@ def boxed(laptop, engine, base_image, tmp_path_factory):  # noqa: F811
     text, count = re.subn(r"^export CONTAINER_MOUNTS=", rf"\g<0>{mounts}", text, flags=re.M)
     assert count == 1
     (clone / "run_script.sh").write_text(text)
-    path = f"{REPOSITORY / 'tests/stand-ins/bin'}:{environment()['PATH']}"
+    path = f"{REPOSITORY / 'tests/stand-ins/bin'}:{laptop.path}"
     return engine | {"ENROOT_STAND_IN": site, "PATH": path}
 
 

@@ -1,12 +1,8 @@
-"""What a rank sees in its container, as JSON in a file that the line SEEN names, without torch.
-
-With the argument `wait` it stays until there is a file "stop".
-"""
+"""What a rank sees in its container, as JSON in a file that the line SEEN names, without torch."""
 
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 seen = {
@@ -15,14 +11,9 @@ seen = {
     "environment": dict(os.environ),
     "image": Path("/etc/which-image").read_text() if Path("/etc/which-image").exists() else None,
     "folder": os.getcwd(),
-    "root": sorted(os.listdir("/")),
-    "read_only": sorted(name for name in os.listdir("/") if not os.access(f"/{name}", os.W_OK)),
-    "data": sorted(os.listdir("data")) if os.path.exists("data") else None,
     "arguments": sys.argv[1:],
 }
 # Into a file: srun breaks long lines of several tasks apart.
 path = Path(f"seen-{os.environ['SLURM_JOB_ID']}-{os.environ['RANK']}.json")
 path.write_text(json.dumps(seen))
 print(f"SEEN {os.environ['SLURM_SUBMIT_DIR']}/{path}", flush=True)
-while sys.argv[1:] == ["wait"] and not os.path.exists("stop"):
-    time.sleep(0.2)

@@ -4,6 +4,7 @@ After the word `wait` all ranks wait. After `fail` they do, too, but for rank 1,
 status 3.
 """
 
+import faulthandler
 import json
 import os
 import resource
@@ -25,6 +26,7 @@ given = {
     "local_world_size": int(env["LOCAL_WORLD_SIZE"]),
     "threads": env.get("OMP_NUM_THREADS"),
     "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+    "faulthandler": faulthandler.is_enabled(),
     "recorder": env["TORCH_FR_DUMP_TEMP_FILE"],
     "cuda": env.get("CUDA_VISIBLE_DEVICES"),
     "cpus": sorted(os.sched_getaffinity(0)),
