@@ -1,5 +1,5 @@
 """launch_slurm_with_spare.sh: a run goes on within its job when a rank or a node fails, and ends
-when it makes no progress."""
+when it makes no progress. What aux/spare.py decides is tested without a cluster."""
 
 import json
 import os
@@ -12,12 +12,326 @@ from pathlib import Path
 import pytest
 
 import chaos
-from conftest import LAUNCHERS, REPOSITORY, Cluster, at_once, note, one_rank_a_node, wait_for
+import spare
+from conftest import (
+    LAUNCHERS,
+    REPOSITORY,
+    Cluster,
+    at_once,
+    environment,
+    note,
+    one_rank_a_node,
+    run,
+    stand_ins,
+    wait_for,
+)
 from test_launchers import copy_file
 
 LAUNCHER = "launch_slurm_with_spare.sh"
-TRAIN = "tests/scripts/slowly.py 0.3 distributed/train_preemptible.py --epochs 2 --batch-size 20"
-TRAIN += " --log-every 1 --save-every 5"  # 300 images: 30 steps
+
+# --- what it decides, as tables ---
+
+
+def report(host: str, exitcode: int) -> str:
+    """The end of torchrun's report, behind srun's label."""
+    lines = ["Root Cause (first observed failure):", "[0]:", "  time      : 2026-11-01_12:00:00"]
+    lines += [f"  host      : {host}", "  rank      : 1 (local_rank: 0)"]
+    lines += [f"  exitcode  : {exitcode} (pid: 7)", "=" * 60]
+    return "".join(f"1: {line}\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("said", "node"),
+    [
+        (
+            "srun: error: n2: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Killed\n",
+            "n2",
+        ),
+        ("srun: error: n[1-2]: tasks 0-1: Killed\nloss=0.1\n", None),
+        ("srun: error: n9: task 1: Killed\n", None),
+        ("srun: error: n1: task 0: Killed\n" + report("n2.cluster.org", -9), "n2"),
+        (report("n1", 1) + report("n2", -7), "n2"),
+        ("srun: error: n1: task 0: Exited\n" + report("n2", -11), "n1"),
+        ("0: Ended, because of rank 1 on n2: no step for 600 s\nsrun: error: n1: task 0: x", "n2"),
+        ("[default0]: Ended, because of no rank by itself: no\nsrun: error: n1: task 0: x", None),
+    ],
+)
+def test_node_to_blame(said, node):
+    assert spare.node_to_blame(said, ["n1", "n2"]) == node
+
+
+@pytest.mark.parametrize(
+    ("failed", "why"),
+    [
+        ([("n2", (5, 9))], None),
+        ([("n1", (5, 9)), ("n2", (50, 54))], None),
+        ([("n2", (5, 9)), (None, None)], None),
+        ([("n2", (5, 9)), ("n2", (10, 14))], spare.TWICE),
+        ([("n2", None), ("n2", None)], spare.TWICE),
+        ([("n2", (5, 9)), ("n2", (9, 13))], spare.SAME_STEP),
+        ([("n2", (50, 54)), ("n1", (5, 9)), ("n2", (7, 11))], spare.SAME_STEP),
+        ([("n2", (5, 9)), ("n1", (7, 11)), ("n2", (50, 54))], spare.SAME_STEP),
+        ([("n2", (5, 9)), ("n1", (7, 11)), ("n2", (50, 54)), ("n2", (90, 94))], spare.TWICE),
+    ],
+)
+def test_whether_a_node_is_left_out(failed, why):
+    """After two failures. Those in one step, even of different nodes, are the script's."""
+    assert spare.verdict(failed) == why
+
+
+def test_the_step_in_which_a_start_failed(tmp_path):
+    """A heartbeat is up to two seconds old, which are five steps here."""
+    assert spare.steps_of(tmp_path / "absent") is None
+    beat = {"step": 30, "first_step": 11, "interval": 2, "counts": [200, 80, 0]}
+    for name, step in {"0": 28, "1": 30, "2": None}.items():
+        (tmp_path / name).write_text(json.dumps(beat | {"step": step}))
+    (tmp_path / "3").write_text('{"step": 4')
+    assert spare.steps_of(tmp_path) == (30, 35)
+
+
+@pytest.mark.parametrize("requeued", [False, True])
+@pytest.mark.parametrize(
+    ("file", "saved"),
+    [
+        ("checkpoint.pt", True),
+        ("step_5/0.distcp", True),
+        ("old.pt", False),
+        ("owner", False),
+        ("checkpoint.pt.part", False),
+        (".step_5/0.distcp", False),
+        ("step_5/.metadata", False),
+        ("train.log", False),
+        ("events.out.tfevents.1", False),
+        ("", False),
+    ],
+)
+def test_what_counts_as_saved(file, saved, requeued, tmp_path, monkeypatch, capsys):
+    """For the spare launcher, and for the job that requeue_failed.sh puts back into the queue."""
+    monkeypatch.chdir(tmp_path)
+    for name in filter(None, ("saves/old.pt", "log/7/started", file and f"saves/{file}")):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    for name, seconds in {"saves/old.pt": 0, "log/7/started": 10}.items():
+        os.utime(name, (seconds, seconds))
+    if not requeued:
+        Path("linked").symlink_to("saves")
+        started = Path("log/7/started")
+        assert spare.has_saved(Path("linked"), started) == saved
+        if file in ("checkpoint.pt", "old.pt"):
+            assert spare.has_saved(Path("saves", file), started) == saved
+        return
+
+    asked = []
+    monkeypatch.setattr(spare, "slurm", lambda *command: asked.append(command) or "RUNNING 0")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    spare.command_requeue(Path("log/7"), 1, Path("saves"))
+    assert (asked[1:] == [("scontrol", "requeue", "7")]) == saved
+    said = "Failed with status 1, and requeued" if saved else "Not requeued: the run has saved no"
+    assert said in capsys.readouterr().err
+
+
+def slurm_answers(monkeypatch, *answers):
+    """Instead of Slurm, one answer after the other. Returns the commands."""
+    asked, answers = [], iter(answers)
+    monkeypatch.setattr(spare, "slurm", lambda *command: asked.append(command) or next(answers))
+    monkeypatch.setattr(spare.time, "sleep", lambda seconds: None)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("answers", "running"),
+    [
+        (["RUNNING             2"], True),
+        (["RUNNING             3"], False),
+        (["COMPLETING          2"], False),
+        ([None, None, "RUNNING 2"], True),
+        ([None, "PENDING 3"], False),
+        ([None] * 5, True),
+    ],
+)
+def test_whether_the_job_still_runs(answers, running, monkeypatch):
+    """This start of it. A Slurm that does not answer is asked five times."""
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "204")
+    monkeypatch.setenv("JOB_RESTARTS", "2")
+    asked = slurm_answers(monkeypatch, *answers)
+    assert spare.is_running() == running
+    assert len(asked) == len(answers) and "--jobs=7_3" in asked[0]
+
+
+@pytest.mark.parametrize(
+    ("answers", "lost"),
+    [
+        (["0", "7 job on n1"], False),
+        (["0", ""], True),
+        (["1", ""], False),
+        ([None, ""], False),
+        (["0", None], False),
+    ],
+)
+def test_whether_the_first_node_is_lost(answers, lost, monkeypatch):
+    """The job runs, and not on this node. Whoever is not answered waits."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    slurm_answers(monkeypatch, *answers)
+    assert spare.has_lost("n1") == lost
+
+
+# --- the launcher on nodes n1 to n4, two of them spare, with stand-ins for Slurm ---
+
+ENV = """die() { echo "env.sh: $1" >&2 && exit 1; }
+mkdir --parents log/7
+export NNODES=$SLURM_JOB_NUM_NODES CPUS_PER_NODE=2 RUN=7
+export MASTER_ADDR=${ADDRESS:-n1} MASTER_PORT=61007
+"""
+SLURM = {
+    "scontrol": 'printf "n%s\\n" 1 2 3 4',
+    "squeue": "if [[ -e ended ]]; then echo COMPLETING 1; else echo RUNNING 1; fi",
+    # A probe, the watch, or a start, which is written down before it does what the test says.
+    "srun": """case "$*" in
+*--immediate=*) ! grep --quiet --word-regexp "${1#--nodelist=}" down ;;
+*" watch "*) ;;
+*) echo "${1#--nodelist=} $MASTER_ADDR $MASTER_PORT $SLURM_RESTART_COUNT $JOB_RESTARTS" >>starts
+    start=$(wc --lines <starts)
+    log=log/7/ranks-$SLURM_RESTART_COUNT
+    source ./does ;;
+esac""",
+}
+FAILS = "echo srun: error: n2: task 1: Killed >&2; exit 5; "
+SAVES = "sleep 0.02; mkdir --parents checkpoints/7; touch checkpoints/7/$start; "
+BEATS = """mkdir $log
+echo '{"step": 40, "first_step": 31, "interval": 2, "counts": [60, 50, 0]}' >$log/0; """
+
+
+class Launched:
+    """The launcher has run in `folder`: its starts, as rows of words, status and log."""
+
+    def __init__(
+        self, folder: Path, does: str, address="", down="", bad="old n9 bad\n", **variables
+    ):
+        copy_file(LAUNCHER, folder)
+        launcher = folder / LAUNCHER
+        launcher.write_text(launcher.read_text().replace("\nSPARE=1", "\nSPARE=2"))
+        (folder / "aux").symlink_to(REPOSITORY / "aux")
+        for name, text in {"env.sh": ENV, "does": does, "bad_nodes.txt": bad, "down": down}.items():
+            (folder / name).write_text(text)
+        path = f"{stand_ins(folder / 'bin', SLURM)}:{environment()['PATH']}"
+        slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES": 4, "SLURM_JOB_NODELIST": "n[1-4]"}
+        slurm |= {"SLURM_RESTART_COUNT": 1, "PATH": path, "ADDRESS": address}
+        command = f"exec ./{LAUNCHER} train.py >log.out 2>&1"
+        done = run("bash", "-c", command, cwd=folder, env=environment(**slurm))
+        self.status, self.log = done.returncode, (folder / "log.out").read_text()
+        self.bad = (folder / "bad_nodes.txt").read_text()
+        starts = folder / "starts"
+        rows = starts.read_text().splitlines() if starts.exists() else []
+        self.starts = [row.split() for row in rows]
+
+
+def test_a_run_that_saves_starts_as_often_as_it_fails(tmp_path):
+    """Each start on the nodes that are left, with a port and a number of its own. The node that
+    failed twice is left out, now and by later jobs."""
+    done = Launched(tmp_path, f"{SAVES} if ((start < 6)); then {FAILS} fi")
+    assert done.status == 0, done.log
+    nodes, addresses, ports, numbers, requeues = zip(*done.starts, strict=True)
+    assert nodes == ("n1,n2", "n1,n2", "n1,n3", "n1,n3", "n1,n3", "n1,n3")
+    assert set(addresses) == {"n1"} and set(requeues) == {"1"}
+    assert ports[0] == "61007" and len(set(ports)) == 6
+    assert numbers == ("100", "101", "102", "103", "104", "105")
+    assert done.log.count("Left out: ") == done.log.count(f"Left out: n2, {spare.TWICE}\n") == 1
+    today, line = time.strftime("%F"), f"n2 {spare.TWICE} (job 7)"
+    assert done.bad == f"old n9 bad\n{today} {line}\n"
+
+
+@pytest.mark.parametrize(
+    ("left", "variables"),
+    [("old n1 bad\n", {}), ("old n1 bad\n", {"address": "n1.i"}), ("", {"down": "n1"})],
+)
+def test_the_first_node_is_left_out(left, variables, tmp_path):
+    """The ranks meet on the first node that takes part."""
+    done = Launched(tmp_path, "true", bad=left, **variables)
+    assert done.status == 0, done.log
+    address = variables.get("address", "n1").replace("n1", "n2")
+    assert done.starts == [["n2,n3", address, "61007", "100", "1"]]
+    assert " n1 " in done.bad
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (FAILS, "three times without a new file in checkpoints/7: it ends"),
+        (f"touch --date=@0 checkpoints/7/old; {FAILS}", "three times without a new file in"),
+        (f"{SAVES} mv checkpoints/7/$start checkpoints/7/owner; {FAILS}", "three times without"),
+    ],
+)
+def test_a_run_that_does_not_save_ends(does, said, tmp_path):
+    """After three starts, in a folder with older saves as well. No node remains accused."""
+    (tmp_path / "checkpoints/7").mkdir(parents=True)
+    (tmp_path / "checkpoints/7/before").touch()
+    done = Launched(tmp_path, does)
+    assert (done.status, len(done.starts)) == (5, 3), done.log
+    assert said in done.log.splitlines()[-1]
+    assert done.bad == "old n9 bad\n"
+
+
+def test_the_same_step_accuses_the_script(tmp_path):
+    """The run tries another node, but this one stays out of bad_nodes.txt."""
+    done = Launched(tmp_path, f"{SAVES} {BEATS} if ((start < 3)); then {FAILS} fi")
+    assert done.status == 0, done.log
+    assert [nodes for nodes, *_ in done.starts] == ["n1,n2", "n1,n2", "n1,n3"]
+    assert f"Left out: n2, {spare.SAME_STEP}\n" in done.log
+    assert done.bad == "old n9 bad\n"
+
+
+def test_a_rank_is_not_to_blame_for_a_lost_node(tmp_path):
+    """n2 fails in the second start because n1 is lost."""
+    done = Launched(
+        tmp_path, f"if ((start == 2)); then echo n1 >down; fi; if ((start < 3)); then {FAILS} fi"
+    )
+    assert done.status == 0, done.log
+    assert [nodes for nodes, *_ in done.starts] == ["n1,n2", "n1,n2", "n2,n3"]
+    assert f"Left out: n1, {spare.NO_STEP}\n" in done.log and " n2 " not in done.bad
+
+
+@pytest.mark.parametrize(
+    ("does", "status", "said"),
+    [
+        ("kill -TERM $PPID; exit 5", 5, "Start 1 on n1,n2\n"),
+        ("touch ended; exit 5", 5, "Slurm says COMPLETING, restart 1: no new start\n"),
+        ("echo '[Rank 0]: Requeued: it resumes by itself'; exit 5", 5, "by itself\n"),
+        ("echo '0: Not requeued: Slurm is ending it'; exit 5", 5, "Slurm is ending it\n"),
+        ("true", 0, "Start 1 on n1,n2\n"),
+    ],
+)
+def test_a_run_that_has_ended_does_not_start_again(does, status, said, tmp_path):
+    done = Launched(tmp_path, does)
+    assert (done.status, len(done.starts)) == (status, 1) and done.log.endswith(said), done.log
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"down": "n1 n2 n3 n4"}, "No node runs a step: the job ends\n"),
+        (
+            {"down": "n2 n3 n4"},
+            "the run needs 2, and only 1 can be used. Submit it again with --exclude=n2,n3,n4\n",
+        ),
+        (
+            {"address": "10.0.0.1"},
+            "MASTER_ADDR=10.0.0.1 does not have the name of the first node, n1, in it\n",
+        ),
+    ],
+)
+def test_a_run_that_cannot_start(variables, said, tmp_path):
+    done = Launched(tmp_path, "true", **variables)
+    assert (done.status, done.starts) == (1, []) and done.log.endswith(said), done.log
+
+
+# --- on a cluster ---
+
+TRAIN = "tests/scripts/slowly.py 0.3 distributed/train_preemptible.py --epochs 3 --batch-size 20"
+TRAIN += " --log-every 1 --save-every 5"  # 300 images: 45 steps
 SIZE = ["--gpus-per-node=1", "--cpus-per-task=1"]
 
 
@@ -54,9 +368,9 @@ class Run:
         path = self.folder / "log.out"
         return path.read_text() if path.exists() else ""
 
-    def nodes(self, start: int) -> list[str]:
-        """Those of a start, once it takes steps."""
-        said = rf"(?s)^Start {start} on (\S+)$.*^epoch=\d step=[7-9]/"
+    def nodes(self, start: int, epoch: int = 1) -> list[str]:
+        """Those of a start, once it takes steps in that epoch."""
+        said = rf"(?s)^Start {start} on (\S+)$.*^epoch={epoch} step=[7-9]/"
         wait_for(lambda: re.search(said, self.log, re.M), 240)
         return re.search(said, self.log, re.M)[1].split(",")
 
@@ -122,57 +436,23 @@ FAULTS = {
 
 
 def test_nodes_are_left_out(cluster, tiny, tmp_path):
-    """One on which a rank has failed twice, and one that the list has. A node that cannot run the
-    probe is left out before the first start, and if too few are left, the job says so."""
-
-    def twice():
-        (tmp_path / "twice").mkdir()
-        (tmp_path / "twice/bad_nodes.txt").write_text("2026-11-01 node-14 a rank failed twice\n")
-        run = Run(cluster, tmp_path / "twice", tiny, sbatch=["--nodelist=node-[2-4]"])
-        for start in (1, 2):
-            assert run.nodes(start) == ["node-2", "node-3"]
-            os.kill(run.rank("node-3"), signal.SIGKILL)
-        assert run.nodes(3) == ["node-2", "node-4"]
-        job = run.ends("COMPLETED", "rank killed twice", 0)
-        assert job.log.count("Left out: node-3, a rank has failed there twice\n") == 1, job.log
-        _, line = (tmp_path / "twice/bad_nodes.txt").read_text().splitlines()
-        assert re.fullmatch(
-            rf"\d{{4}}-\d\d-\d\d node-3 a rank has failed there twice \(job {run.job}\)", line
-        )
-        options = [*SIZE, "--nodelist=node-[2-4]", "--output=again.out", LAUNCHER]
-        assert json.loads(job.log.splitlines()[-1])["starts"] == 3
-        again = cluster.sbatch(*options, "tests/scripts/variables.py", cwd=run.folder)
-        said = "Left out: node-3, as bad_nodes.txt says\nStart 1 on node-2,node-4\n"
-        assert again.state == "COMPLETED" and said in again.log, again.log
-        site = cluster.exec(sys.executable, "aux/check_site.py", cwd=run.folder).stdout
-        assert "--exclude=node-14,node-3, or delete their lines" in site, site
-
-    def probe():
-        edits = [("probe=(true)", "probe=(bash -c '[[ $SLURMD_NODENAME != node-[56] ]]')")]
-        options = ["--nodelist=node-[5-7]"]
-        run = Run(cluster, tmp_path / "probe", tiny, edits=edits, sbatch=options)
-        job = run.ends("FAILED", "two nodes that cannot run a step", 0)
-        assert job.log.count(", it does not run a step\n") == 2, job.log
-        said = (
-            "No spare node is left: the run needs 2, and only 1 can be used. Submit it again with "
-        )
-        assert re.search(f"{said}--exclude=node-[56],node-[56]\n$", job.log), job.log
-
-    def fails_at_once():
-        run = Run(
-            cluster,
-            tmp_path / "at_once",
-            tiny,
-            "tests/scripts/variables.py",
-            "fail",
-            sbatch=["--nodelist=node-[8-10]"],
-        )
-        job = run.ends("FAILED", "a script that fails at once", 0)
-        assert job.log.count("\nStart ") == 3, job.log
-        said = f"The run has failed three times without a new file in checkpoints/{run.job}"
-        assert said in job.log.splitlines()[-1], job.log
-
-    at_once(lambda scenario: scenario(), [(twice,), (probe,), (fails_at_once,)])
+    """One on which a rank has failed twice, in different steps, now and by the next job."""
+    options = ["--nodelist=node-[2-4]"]
+    run = Run(cluster, tmp_path, tiny, sbatch=options)
+    assert run.nodes(1) == ["node-2", "node-3"]
+    os.kill(run.rank("node-3"), signal.SIGKILL)
+    assert run.nodes(2, epoch=2) == ["node-2", "node-3"]
+    os.kill(run.rank("node-3"), signal.SIGKILL)
+    assert run.nodes(3, epoch=2) == ["node-2", "node-4"]
+    job = run.ends("COMPLETED", "rank killed twice", 0)
+    assert job.log.count(f"Left out: node-3, {spare.TWICE}\n") == 1, job.log
+    assert json.loads(job.log.splitlines()[-1])["starts"] == 3
+    options += [*SIZE, "--output=again.out", LAUNCHER]
+    again = cluster.sbatch(*options, "tests/scripts/variables.py", cwd=run.folder)
+    said = "Left out: node-3, as bad_nodes.txt says\nStart 1 on node-2,node-4\n"
+    assert again.state == "COMPLETED" and said in again.log, again.log
+    site = cluster.exec(sys.executable, "aux/check_site.py", cwd=run.folder).stdout
+    assert "--exclude=node-3, or delete their lines" in site, site
 
 
 @pytest.mark.matrix
@@ -190,7 +470,7 @@ def test_sigterm(cluster, tiny, tmp_path):
 
 # --- the EDIT line of the plain launchers ---
 
-FAILS = """import os, pathlib, sys
+SCRIPT = """import os, pathlib, sys
 folder = pathlib.Path("checkpoints", os.environ["RUN"])
 if sys.argv[1:] == ["saves"] and os.environ["RANK"] == "0" and not folder.exists():
     folder.mkdir(parents=True)
@@ -202,7 +482,7 @@ sys.exit(1)
 @pytest.mark.matrix
 def test_a_failed_job_is_requeued_if_it_has_saved(cluster, tiny, tmp_path):
     """Until it has failed three times more without a save. A script that saves nothing fails."""
-    (tmp_path / "fails.py").write_text(FAILS)
+    (tmp_path / "fails.py").write_text(SCRIPT)
     copies = ["env.sh", "torchrun.sh", "aux/slurm_rank.sh", "aux/requeue_failed.sh"]
     for name in (*copies, *LAUNCHERS.values()):
         copy_file(name, tmp_path)
