@@ -7,11 +7,21 @@ if [[ -z "${SLURM_JOB_ID:-}" || "${SLURM_PROCID:-0}" != 0 || "$-" == *i* ]]; the
 fi
 die() { echo "env.sh: $1" >&2 && exit 1; }
 
-# --- what this job asked for: Slurm knows, and variables may be left from another job ---
-fields=batchflag:10,hetjobid:20,tres-per-node:200,tres-per-job:200,cpus-per-tres:200
-record=$(unset "${!SQUEUE_@}" && squeue --noheader --jobs="$SLURM_JOB_ID" --Format="$fields")
-read -r is_batch het_job per_node per_job cpus_per_gpu <<<"$record"
+# --- what this job is: Slurm knows, and variables may be left from the job that submitted it ---
+fields=jobid:20,batchflag:10,hetjobid:20,arraytaskid:20,restartcnt:10
+fields+=,tres-per-node:200,tres-per-job:200,cpus-per-tres:200
+for pause in 0 5 10 20; do # Slurm may be busy
+    sleep "$pause"
+    shown=$(unset "${!SQUEUE_@}" && squeue --noheader --jobs="$SLURM_JOB_ID" --Format="$fields") &&
+        break
+done
+# The id of an array's last task stands for the whole array, so there are lines of other tasks.
+record=$(grep "^$SLURM_JOB_ID " <<<"$shown") || die "squeue does not show job $SLURM_JOB_ID"
+read -r _ is_batch het_job array_task restarts per_node per_job cpus_per_gpu <<<"$record"
 if [[ "$het_job" != N/A ]]; then die "srun leaves out nodes of a heterogeneous job (A : B)"; fi
+unset SLURM_RESTART_COUNT "${!SLURM_STEP_@}"
+if ((restarts > 0)); then export SLURM_RESTART_COUNT=$restarts; fi
+if [[ "$array_task" == N/A ]]; then unset "${!SLURM_ARRAY_@}"; fi
 
 # --- ranks: one for each GPU, or without GPUs one for each task ---
 NNODES=$SLURM_JOB_NUM_NODES tasks=${SLURM_NTASKS_PER_NODE:-1}
@@ -50,15 +60,26 @@ unset SLURM_CPUS_PER_GPU SLURM_NTASKS_PER_GPU SLURM_TRES_PER_TASK JOB_RESTARTS
 if ((gpus > 0)); then export SLURM_GPUS_PER_NODE=$gpus; fi
 export SLURM_EXPORT_ENV=ALL SLURM_MPI_TYPE=none OMP_NUM_THREADS=$CPUS_PER_RANK
 
-# --- settings: all files and sockets that Linux allows, and NCCL's last collectives in log/JOB ---
-ulimit -S -n "$(ulimit -H -n)"
+# --- log/JOB: which code each start runs, and NCCL's last collectives ---
 mkdir --parents "log/$SLURM_JOB_ID" || true
-export TORCH_FR_BUFFER_SIZE=2000 TORCH_FR_DUMP_TEMP_FILE=log/$SLURM_JOB_ID/nccl_rank_
+code=log/$SLURM_JOB_ID/code-$restarts before=log/$SLURM_JOB_ID/code-$((restarts - 1))
+{
+    git describe --always
+    git diff HEAD
+    sha256sum ./*.sh "$(dirname -- "${1:-distributed/train_ddp.py}")"/*.py
+} >"$code" 2>/dev/null || true
+if [[ -e "$before" ]] && ! cmp --silent "$before" "$code"; then
+    echo "The code has changed since this job's last start: diff $before $code"
+fi
+export TORCH_FR_DUMP_TEMP_FILE=log/$SLURM_JOB_ID/nccl_rank_
+
+# --- settings: all files, sockets and pinned memory that Linux allows ---
+ulimit -S -n "$(ulimit -H -n)" && ulimit -S -l "$(ulimit -H -l)"
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}" PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 # site.sh is yours: modules, and changes of the above, such as MASTER_ADDR=${MASTER_ADDR}i.
 if [[ -e site.sh ]]; then set +eu; source ./site.sh; set -eu; fi
 if [[ -d .venv ]]; then source .venv/bin/activate; fi
-getent hosts "$MASTER_ADDR" >/dev/null || die "$MASTER_ADDR does not resolve: set it in site.sh"
+getent ahosts "$MASTER_ADDR" >/dev/null || die "$MASTER_ADDR does not resolve: set it in site.sh"
 echo "$SLURM_JOB_NAME: $WORLD_SIZE ranks on $SLURM_JOB_NODELIST, rank 0 at" \
     "$MASTER_ADDR:$MASTER_PORT. Each node: ranks $NPROC_PER_NODE," \
     "GPUs $gpus of ${SLURM_GPUS_ON_NODE:-0}, CPUs $CPUS_PER_NODE"

@@ -4,7 +4,7 @@
 #SBATCH --gpus-per-node=2     # EDIT
 #SBATCH --cpus-per-task=8     # EDIT: for each rank
 ##SBATCH --mem=0              # EDIT: without the second #, all memory of each node
-##SBATCH --signal=TERM@300    # EDIT: with preemption.py, without the second #: 300 s to save
+##SBATCH --signal=TERM@300    # EDIT: without the second #, 300 s to save (preemption.py)
 #SBATCH --time=01:00:00       # EDIT
 #SBATCH --output=%x_%j.out    # the log: this file's name and the job id
 #SBATCH --requeue             # after a preemption or a lost node Slurm starts the job again

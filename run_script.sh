@@ -4,7 +4,7 @@
 #SBATCH --gpus-per-node=2     # EDIT
 #SBATCH --cpus-per-task=16    # EDIT: for all ranks of a node, 8 for each GPU
 ##SBATCH --mem=0              # EDIT: without the second #, all memory of each node
-##SBATCH --signal=TERM@300    # EDIT: with preemption.py, without the second #: 300 s to save
+##SBATCH --signal=TERM@300    # EDIT: without the second #, 300 s to save (torch 2.12 or newer)
 #SBATCH --time=01:00:00       # EDIT
 #SBATCH --output=%x_%j.out    # the log: this file's name and the job id
 #SBATCH --requeue             # after a preemption or a lost node Slurm starts the job again
@@ -35,10 +35,10 @@ export CONTAINER_ENV=
 # Slurm sends SIGTERM before it kills a job. Some scripts then save, and this shell waits for them.
 trap : TERM
 
-# A container has no scontrol, so rank 0 of a stopped run leaves this file, and this shell requeues
-# the job.
+# A container has no scontrol, so rank 0 of a stopped run writes into this file, and this shell
+# requeues the job.
 stopped=log/$SLURM_JOB_ID/requeue
-rm --force "$stopped"
+true >"$stopped"
 
 # --overlap: also in an salloc whose own step holds the CPUs.
 # --wait=0: a rank that has ended does not end one that still saves, as a site's WaitTime would.
@@ -48,7 +48,7 @@ srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --o
     --wait=0 --kill-on-bad-exit=1 ./aux/enroot.sh ./torchrun.sh "${@:-distributed/train_ddp.py}" ||
     status=$?
 
-if [[ -e "$stopped" ]]; then
+if [[ -s "$stopped" ]]; then
     # It holds the arguments that resume the run.
     python3 distributed/preemption.py "$(<"$stopped")" || status=$?
 fi

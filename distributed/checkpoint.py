@@ -2,15 +2,21 @@
 
     import checkpoint
     runs = checkpoint.Folder("checkpoints/7")        # on every rank, after init_process_group
-    first = runs.load(model, optimizer)              # the step of the newest one, or 0
+    extra = {"schedule": schedule, "ema": ema, "best": math.inf}
+    first = runs.load(model, optimizer, extra)       # the step of the newest one, or 0
     ...
-        runs.save(step, model, optimizer)            # returns when it is copied; a thread writes it
+        runs.save(step, model, optimizer, extra)     # returns when it is copied; a thread writes it
     ...
-    runs.wait()                                      # before the process group ends
+    saved = runs.wait()                              # before the process group ends
 
-The tensors are stored by their names and their places in the whole model, so a run goes on with any
+The tensors are stored by their names and their places in the whole model, so a run resumes with any
 number of ranks, and with DDP, FSDP2 or tensor parallelism. The optimizer's options are stored, too:
 to change the learning rate of a run, set it in optimizer.param_groups after the load.
+
+`extra` is whatever else a run needs to resume: what has a state_dict, such as a schedule, an
+average of the weights (split like the model, if that is) or a GradScaler, gets it back by its
+load_state_dict; a plain value, such as a best score or a place in a stream, is replaced in `extra`.
+Values are rank 0's. Without `extra` a run resumes as if they were new.
 Beware: the index of a checkpoint (.metadata) is a Python pickle. Load only what you trust.
 """
 
@@ -36,12 +42,16 @@ class Folder:
     """The folders step_N in `path`, of which the newest `keep` stay. All ranks call each method.
 
     `about` are plain values, such as the seed, which each checkpoint holds in about.json. One with
-    other values is not loaded. A fault ends all ranks with one sentence.
+    other values is not loaded. With resume=False there must be no checkpoint. A fault ends all
+    ranks with one sentence.
     """
 
-    def __init__(self, path: str | Path, keep: int = 2, about: dict | None = None):
+    def __init__(
+        self, path: str | Path, keep: int = 2, about: dict | None = None, resume: bool = True
+    ):
         # As JSON reads them again: a tuple is a list.
         self.keep, self.about = keep, json.loads(json.dumps(about or {}))
+        self.resume, self.step = resume, 0  # the step that was saved or loaded last
         # A group of its own, because a thread writes while the steps use the others.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
         self.rank, self.host = dist.get_rank(), os.uname().nodename
@@ -54,6 +64,9 @@ class Folder:
         # So the file `owner` names the start that may write: a job, its restarts, and a process.
         job, restarts = (os.environ.get(f"SLURM_{x}", 0) for x in ("JOB_ID", "RESTART_COUNT"))
         self.owner = self.from_rank_0(f"{job} {restarts} {self.host} {os.getpid()}")
+        used = self.rank == 0 and not resume and steps(self.path)
+        again = f"{self.path} has checkpoints: pass --resume, or choose another --checkpoint-dir"
+        self.end_if(again if used else None)
         self.end_if(self.claim() if self.rank == 0 else None)
         self.end_if(self.unseen())
 
@@ -87,13 +100,15 @@ class Folder:
         where = f"rank {self.rank} on {self.host}"
         return f"{where} does not see what rank 0 writes: all nodes must share {self.path}"
 
-    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    def load(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, extra: dict | None = None
+    ) -> int:
         """Loads the newest checkpoint that can be read. Returns its step, or 0 if there is none."""
         found = self.from_rank_0(steps(self.path))
         for step in found:
             path = self.path / f"step_{step}"
             self.end_if(self.difference(path) if self.rank == 0 else None)
-            state = state_of(model, optimizer)
+            state = state_of(model, optimizer, extra)
             try:
                 # If a rank cannot read its part, this fails on all of them.
                 dcp.load(state, checkpoint_id=path, process_group=self.group)
@@ -102,28 +117,46 @@ class Folder:
                 continue
             weights, moments = state["model"], state["optimizer"]
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+            for name, value in state.get("extra", {}).items():
+                if hasattr(extra[name], "load_state_dict"):
+                    extra[name].load_state_dict(value)
+                else:
+                    extra[name] = value
+            self.say(f"Resumed after step {step}")
+            self.step = step
             return step
         self.end_if(f"no checkpoint in {self.path} can be read" if found else None)
+        if self.resume:
+            self.say(f"No checkpoint in {self.path}: the run begins at step 0")
         return 0
 
     def difference(self, path: Path) -> str | None:
         """A fault if a checkpoint holds other values than `about`, or None."""
         try:
-            theirs = json.loads((path / "about.json").read_text())
+            theirs = flat(json.loads((path / "about.json").read_text()))
         except (OSError, ValueError):
             return None  # of a script without values, or damaged
-        for name, value in self.about.items():
+        for name, value in flat(self.about).items():
             if theirs.get(name) != value:
                 was = f"{path} has {name} {theirs.get(name)}, not {value}"
                 return f"{was}: resume it with its own, or choose another folder"
         return None
 
-    def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
+    def save(
+        self,
+        step: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        extra: dict | None = None,
+    ):
         """Begins a checkpoint. One that cannot be written is a warning, and the older ones stay.
 
         Weights that are not finite end the run, and the older checkpoints stay as well.
         """
-        self.wait()
+        # A stop may come in a step that has been saved already.
+        if self.from_rank_0(self.wait() and step == self.step):
+            return
+        self.step = step
         what = f"the weights are not finite after step {step}, and not saved"
         self.end_if(None if finite(model) else f"{what}: try a lower learning rate")
         if self.stager is None:
@@ -134,7 +167,7 @@ class Folder:
         part = self.path / f".step_{step}.{self.owner.replace(' ', '.')}"
         # Copying ahead is off, because its thread would open a context on GPU 0.
         writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)
-        state, stager = own_part(state_of(model, optimizer), self.rank), self.stager
+        state, stager = own_part(state_of(model, optimizer, extra), self.rank), self.stager
         written = dcp.async_save(
             state, storage_writer=writer, process_group=self.group, async_stager=stager
         )
@@ -194,6 +227,10 @@ class Folder:
             self.from_rank_0(None)
             sys.exit(1)
 
+    def say(self, sentence: str):
+        if self.rank == 0:
+            print(sentence, flush=True)
+
     def warn(self, sentence: str):
         if self.rank == 0:
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
@@ -205,10 +242,27 @@ def steps(path: Path) -> list[int]:
     return sorted((int(name[1]) for name in names if name), reverse=True)
 
 
-def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, extra: dict | None) -> dict:
     """The tensors by their names in the model, the same whatever wraps or splits it."""
     weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments}
+    state = {"model": weights, "optimizer": moments}
+    if extra:
+        state["extra"] = {
+            name: value.state_dict() if hasattr(value, "state_dict") else value
+            for name, value in extra.items()
+        }
+    return state
+
+
+def flat(values: dict, prefix: str = "") -> dict:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
 
 
 def own_part(state: dict, rank: int) -> dict:

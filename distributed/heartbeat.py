@@ -1,7 +1,8 @@
 """Heartbeats: every rank says where it is, so that the one for which all wait can be named.
 
     import heartbeat
-    heartbeat.start()              # on every rank, after init_process_group
+    with heartbeat.meeting(local_rank, device):    # or heartbeat.start() after it
+        dist.init_process_group(...)
     ...
         heartbeat.step = step      # after every step: a number that rises through all epochs
     ...
@@ -26,6 +27,7 @@ takes none for 600 seconds.
 """
 
 import contextlib
+import faulthandler
 import json
 import os
 import socket
@@ -47,6 +49,35 @@ HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 WAITING = ("torch/distributed/", "torch/nn/parallel/", "torch/autograd/")
 WAITING += ("/preemption.py",)
 LIBRARIES = (os.path.dirname(os.__file__), "/site-packages/", "/dist-packages/", "<frozen")
+
+
+@contextlib.contextmanager
+def meeting(local_rank: int, device, asked: str = "auto"):
+    """Around init_process_group: the ranks meet, say where they are, and begin their heartbeats.
+
+    A rank that does not reach the others within 300 seconds prints where it waits, and ends.
+    `asked` is what --device says: "auto", and yet a CPU, is a fault in a job that was granted GPUs.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if (
+        device.type == "cpu"
+        and asked == "auto"
+        and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0"
+    ):
+        sys.exit("Slurm granted GPUs, but torch sees none: check nvidia-smi, or pass --device cpu")
+    faulthandler.dump_traceback_later(300, exit=True)
+    yield
+    # A first sum over all ranks shows whether their connections work. .item() waits for it.
+    total = torch.ones(1, device=device)
+    dist.all_reduce(total)
+    total.item()
+    faulthandler.cancel_dump_traceback_later()
+    start()
+    place = f"world size: {dist.get_world_size()} | local rank: {local_rank} | device: {device}"
+    # One write with its line break, so that the lines of two ranks do not mix.
+    print(f"[Rank: {dist.get_rank()} | {os.uname().nodename} | {place}]\n", end="", flush=True)
 
 
 def start(after: float = 60):

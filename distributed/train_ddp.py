@@ -10,8 +10,6 @@ Grown from local/train_single.py: process group, data, model, checkpoint, traini
 """
 
 import argparse
-import contextlib
-import faulthandler
 import math
 import os
 import sys
@@ -58,6 +56,9 @@ env = os.environ
 rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
 local_rank = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", 0)))
 world_size = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", 1)))
+if world_size == 1:
+    env.setdefault("MASTER_ADDR", "localhost")
+    env.setdefault("MASTER_PORT", "0")  # any free port
 
 device = torch.device("cpu")
 # CUDA, ROCm or XPU, but not Apple's MPS, which has no collectives.
@@ -66,32 +67,15 @@ if args.device == "auto" and torch.accelerator.is_available() and sys.platform !
     number = local_rank if torch.accelerator.device_count() > 1 else 0
     torch.accelerator.set_device_index(number)
     device = torch.device(torch.accelerator.current_accelerator().type, number)
-elif args.device == "auto" and env.get("SLURM_GPUS_ON_NODE", "0") != "0":
-    sys.exit("Slurm granted GPUs, but torch sees none: check nvidia-smi, or pass --device cpu")
 
-if world_size == 1:
-    env.setdefault("MASTER_ADDR", "localhost")
-    env.setdefault("MASTER_PORT", "0")  # any free port
-# A rank that does not reach the others within 300 seconds prints where it waits, and ends.
-faulthandler.dump_traceback_later(300, exit=True)
 # The ranks meet at MASTER_ADDR:MASTER_PORT. NCCL communicates between GPUs, gloo between CPUs.
-backend = dist.get_default_backend_for_device(device)
-dist.init_process_group(
-    backend,
-    rank=rank,
-    world_size=world_size,
-    timeout=timedelta(minutes=30),  # for the others, while rank 0 saves
-    device_id=device if device.type == "cuda" else None,
-)
-# A first sum over all ranks shows whether their connections work. .item() waits for it.
-total = torch.ones(1, device=device)
-dist.all_reduce(total)
-total.item()
-faulthandler.cancel_dump_traceback_later()
-heartbeat.start()
-place = f"world size: {world_size} | local rank: {local_rank} | device: {device}"
-# One write with its line break, so that the lines of two ranks do not mix.
-print(f"[Rank: {rank} | {os.uname().nodename} | {place}]\n", end="", flush=True)
+with heartbeat.meeting(local_rank, device, args.device):
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),
+        rank=rank,
+        world_size=world_size,
+        device_id=device if device.type == "cuda" else None,
+    )
 
 
 def log(text: str):
@@ -135,35 +119,28 @@ autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision ==
 run = os.environ.get("RUN", time.strftime("%Y-%m-%d_%H-%M-%S"))
 folder = args.checkpoint_dir or Path("checkpoints", run)
 path, epochs_done = folder / "checkpoint.pt", 0
-# Rank 0 makes the folder. On NFS a node that has looked for it in vain sees it a minute later,
-# unless it opens the one above.
 if rank == 0:
-    with contextlib.suppress(OSError):  # below, each rank says why
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
 dist.barrier()
-folder.parent.mkdir(parents=True, exist_ok=True)
-os.scandir(folder.parent).close()
-folder.mkdir(exist_ok=True)
-if path.name in os.listdir(folder):
+# Listed, because on NFS a file that was missing a minute ago may seem to be missing still.
+if folder.is_dir() and path.name in os.listdir(folder):
     if not args.resume:
         sys.exit(f"{path} exists: pass --resume, or choose another --checkpoint-dir")
-    # On the CPU, because the GPU has no room for the weights twice.
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    # mmap: the ranks of a node share one copy in its memory, and a GPU needs no second one.
+    checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     # The learning rate is in that state, but the command line's holds.
     for group in optimizer.param_groups:
         group["lr"] = args.learning_rate
     epochs_done = checkpoint["epochs_done"]
-    del checkpoint
     log(f"Resumed after epoch {epochs_done}")
 elif args.resume:
     log(f"No checkpoint in {folder}: the run begins anew")
-# If a folder is not on all nodes, the ranks find different checkpoints. The largest n and the
-# largest -n add up to 0 only if n is the same on all ranks.
-found = torch.tensor([epochs_done, -epochs_done], device=device)
-dist.all_reduce(found, dist.ReduceOp.MAX)
-if found.sum() != 0:
+# On nodes that do not share the folder, ranks find different checkpoints, or none.
+fewest = torch.tensor(epochs_done, device=device)
+dist.all_reduce(fewest, dist.ReduceOp.MIN)
+if epochs_done != fewest:
     sys.exit(f"rank {rank} resumes after epoch {epochs_done}, others do not: share {folder}")
 log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")  # EDIT
 
@@ -218,16 +195,16 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     if not all(weight.isfinite().all() for weight in model.parameters()):
         what = f"the weights are not finite after epoch {epoch}"
         sys.exit(f"{what}: {path} stays as it was, try a lower --learning-rate")
-    # Rank 0 may need ten minutes to write a large file, while the others wait in the barrier below.
-    heartbeat.alive(600)
+    heartbeat.alive(600)  # a large file may take ten minutes
     if rank == 0:
         checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         # Written under another name and renamed, so a job that ends here leaves the old file whole.
-        with open(folder / "part", "wb") as file:
+        part = folder / f"{os.getpid()}.part"
+        with open(part, "wb") as file:
             torch.save(checkpoint | {"epochs_done": epoch}, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(folder / "part", path)
+        os.replace(part, path)
     # No rank leaves, or waits in a step, while rank 0 saves.
     dist.barrier()
 

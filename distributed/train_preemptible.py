@@ -15,8 +15,6 @@ import preemption
 preemption.listen()  # before the slow imports, because Slurm may ask at any time
 
 import argparse
-import contextlib
-import faulthandler
 import itertools
 import math
 import os
@@ -32,6 +30,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler
 
+import checkpoint
 import heartbeat
 import mnist  # EDIT: your data
 
@@ -65,6 +64,9 @@ env = os.environ
 rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
 local_rank = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", 0)))
 world_size = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", 1)))
+if world_size == 1:
+    env.setdefault("MASTER_ADDR", "localhost")
+    env.setdefault("MASTER_PORT", "0")  # any free port
 
 device = torch.device("cpu")
 # CUDA, ROCm or XPU, but not Apple's MPS, which has no collectives.
@@ -73,32 +75,15 @@ if args.device == "auto" and torch.accelerator.is_available() and sys.platform !
     number = local_rank if torch.accelerator.device_count() > 1 else 0
     torch.accelerator.set_device_index(number)
     device = torch.device(torch.accelerator.current_accelerator().type, number)
-elif args.device == "auto" and env.get("SLURM_GPUS_ON_NODE", "0") != "0":
-    sys.exit("Slurm granted GPUs, but torch sees none: check nvidia-smi, or pass --device cpu")
 
-if world_size == 1:
-    env.setdefault("MASTER_ADDR", "localhost")
-    env.setdefault("MASTER_PORT", "0")  # any free port
-# A rank that does not reach the others within 300 seconds prints where it waits, and ends.
-faulthandler.dump_traceback_later(300, exit=True)
 # The ranks meet at MASTER_ADDR:MASTER_PORT. NCCL communicates between GPUs, gloo between CPUs.
-backend = dist.get_default_backend_for_device(device)
-dist.init_process_group(
-    backend,
-    rank=rank,
-    world_size=world_size,
-    timeout=timedelta(minutes=30),  # for the others, while rank 0 saves
-    device_id=device if device.type == "cuda" else None,
-)
-# A first sum over all ranks shows whether their connections work. .item() waits for it.
-total = torch.ones(1, device=device)
-dist.all_reduce(total)
-total.item()
-faulthandler.cancel_dump_traceback_later()
-heartbeat.start()
-place = f"world size: {world_size} | local rank: {local_rank} | device: {device}"
-# One write with its line break, so that the lines of two ranks do not mix.
-print(f"[Rank: {rank} | {os.uname().nodename} | {place}]\n", end="", flush=True)
+with heartbeat.meeting(local_rank, device, args.device):
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),
+        rank=rank,
+        world_size=world_size,
+        device_id=device if device.type == "cuda" else None,
+    )
 
 
 def log(text: str):
@@ -150,82 +135,15 @@ autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision ==
 # --- checkpoint ---
 # env.sh names a job's runs in RUN, so that a requeued one finds its folder.
 run = os.environ.get("RUN", time.strftime("%Y-%m-%d_%H-%M-%S"))
+# With other values, a step would be another place in the data.
+about = {"batch_size": args.batch_size, "seed": args.seed, "samples": len(train_set)}
 folder = args.checkpoint_dir or Path("checkpoints", run)
-path, steps_done = folder / "checkpoint.pt", 0
-# With other values, steps_done would be another place in the data.
-order = {"batch_size": args.batch_size, "seed": args.seed, "samples": len(train_set)}
-# Rank 0 makes the folder. On NFS a node that has looked for it in vain sees it a minute later,
-# unless it opens the one above.
-if rank == 0:
-    with contextlib.suppress(OSError):  # below, each rank says why
-        folder.mkdir(parents=True, exist_ok=True)
-dist.barrier()
-folder.parent.mkdir(parents=True, exist_ok=True)
-os.scandir(folder.parent).close()
-folder.mkdir(exist_ok=True)
-if path.name in os.listdir(folder):
-    if not args.resume:
-        sys.exit(f"{path} exists: pass --resume, or choose another --checkpoint-dir")
-    # On the CPU, because the GPU has no room for the weights twice.
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    if checkpoint.get("order", order) != order:
-        what = f"{path} is of a run with {checkpoint['order']}, and this one has {order}"
-        sys.exit(f"{what}: pass the same, or choose another --checkpoint-dir")
-    model.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    # The learning rate is in that state, but the command line's holds.
-    for group in optimizer.param_groups:
-        group["lr"] = args.learning_rate
-    steps_done = checkpoint["steps_done"]
-    del checkpoint
-    log(f"Resumed after step {steps_done}")
-elif args.resume:
-    log(f"No checkpoint in {folder}: the run begins anew")
-# If a folder is not on all nodes, the ranks find different checkpoints. The largest n and the
-# largest -n add up to 0 only if n is the same on all ranks.
-found = torch.tensor([steps_done, -steps_done], device=device)
-dist.all_reduce(found, dist.ReduceOp.MAX)
-if found.sum() != 0:
-    sys.exit(f"rank {rank} resumes after step {steps_done}, others do not: share {folder}")
-log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")  # EDIT
-
-
-def save(steps_done: int, last: bool = False):
-    # Bad weights must not replace good ones. All ranks have the same.
-    if not all(weight.isfinite().all() for weight in model.parameters()):
-        what = f"the weights are not finite after step {steps_done}"
-        sys.exit(f"{what}: {path} stays as it was, try a lower --learning-rate")
-    # Rank 0 may need ten minutes to write a large file, while the others wait below.
-    heartbeat.alive(600)
-    failed = torch.zeros((), device=device)
-    if rank == 0:
-        checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        checkpoint |= {"steps_done": steps_done, "order": order}
-        try:
-            # Written under another name and renamed, so an end here leaves the old file whole.
-            with open(folder / "part", "wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(folder / "part", path)
-        except (OSError, RuntimeError) as error:
-            # If the disk is full, torch.save raises an error that only follows from it.
-            cause = error.__context__ or error
-            if not isinstance(cause, OSError):
-                raise
-            with contextlib.suppress(OSError):
-                (folder / "part").unlink()
-            what = f"step {steps_done} is not saved: {cause}"
-            if last or not os.path.exists(path):
-                failed += 1
-            else:
-                what = f"warning: {what}; {path} stays as it was"
-            print(what, file=sys.stderr, flush=True)
-    # The others wait for rank 0 here, and end with it.
-    dist.all_reduce(failed)
-    if failed:
-        sys.exit(1)
-
+runs = checkpoint.Folder(folder, about=about, resume=args.resume)
+steps_done = runs.load(model, optimizer)
+# The learning rate is in that state, but the command line's holds.
+for group in optimizer.param_groups:
+    group["lr"] = args.learning_rate
+log(f"Data: {mnist.describe(args.data_dir)}. Checkpoints: {runs.path}")  # EDIT
 
 # --- training ---
 # A run that was stopped at the end of an epoch resumes there, and evaluates.
@@ -235,10 +153,9 @@ for epoch in range(first_epoch, args.epochs + 1):
     # A new order in every epoch, the same after a resume.
     sampler.set_epoch(epoch)
     before = (epoch - 1) * len(train_loader)
-    step = skipped = max(0, steps_done - before)
-    sampler.start = skipped * batch_size
+    sampler.start = (steps_done - before) * batch_size
     losses, start = [], time.perf_counter()
-    for step, (images, labels) in enumerate(train_loader, start=skipped + 1):
+    for images, labels in train_loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         # EDIT: your loss
@@ -249,7 +166,9 @@ for epoch in range(first_epoch, args.epochs + 1):
         optimizer.zero_grad()
         # .item() here would make the CPU wait for the GPU at every step.
         losses.append(loss.detach())
-        heartbeat.step = before + step
+        steps_done += 1
+        step = steps_done - before
+        heartbeat.step = steps_done
 
         if step % args.log_every == 0 or step == len(train_loader):
             # The mean over all ranks is the sum of their means, each divided by world_size.
@@ -265,16 +184,17 @@ for epoch in range(first_epoch, args.epochs + 1):
             log(f"{line} time_left={timedelta(seconds=round(seconds * steps_left))}")
             losses, start = [], time.perf_counter()
         if step % args.save_every == 0:
-            save(before + step)
-        # Not after every step, because each answer is an all-reduce, and a wait for the GPU.
-        if (step % 10 == 0 or step == len(train_loader)) and preemption.asked(device):
-            stopped = True
+            heartbeat.alive(600)  # a large model may take ten minutes
+            runs.save(steps_done, model, optimizer)
+        stopped = preemption.asked(device, steps_done)
+        if stopped:
             break
 
     # Before the evaluation, because Slurm may not leave time for both.
-    save(before + step, last=stopped or epoch == args.epochs)
+    heartbeat.alive(600)
+    runs.save(steps_done, model, optimizer)
+    stopped = stopped or preemption.asked(device)
     if stopped:
-        log(f"Stopped after step {before + step}, saved")
         break
     model.eval()
     # EDIT: your metrics. The sum of the losses, and the number of correct predictions. It calls
@@ -290,16 +210,13 @@ for epoch in range(first_epoch, args.epochs + 1):
     test_loss, accuracy = (sums / len(test_set)).tolist()
     log(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}")
 
-failed = False
-if not stopped:
-    log(f"Finished: epoch={args.epochs}, checkpoint in {path}")
-elif rank == 0:
-    failed = not preemption.requeue(f"--resume --checkpoint-dir {folder}")
-# After a SIGTERM torchrun fails when its ranks have ended, and then srun would end rank 0, while it
-# still asks Slurm.
-dist.barrier()
-dist.destroy_process_group()
-if device.type == "cpu":
-    # A thread of gloo can outlive the group and crash Python's shutdown, which this skips.
-    os._exit(failed)
-sys.exit(failed)
+saved = runs.wait()
+# A signal may have come during the last evaluation.
+stopped = stopped or preemption.asked(device)
+if not saved:
+    log("The last steps are not saved")
+elif stopped:
+    log(f"Stopped after step {steps_done}, saved")
+else:
+    log(f"Finished: epoch={args.epochs}, checkpoints in {runs.path}")
+preemption.end(not saved, f"--resume --checkpoint-dir {runs.path}" if stopped else None)

@@ -371,7 +371,7 @@ def test_not_requeued(tmp_path):
     programs = {"srun": "mkdir --parents log/7 && echo train.py --resume >log/7/requeue"}
     refuses = "if [[ $1 == requeue ]]; then echo no requeue is allowed >&2; exit 1; fi; "
     programs["scontrol"] = f"{refuses} echo JobState=RUNNING Restarts=0 Command=/run.sh"
-    stand_ins(tmp_path, programs | {"getent": "true", "squeue": f"echo {NOTHING}"})
+    stand_ins(tmp_path, programs | {"getent": "true", "squeue": f"echo $SLURM_JOB_ID {NOTHING}"})
     slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "n", "SLURM_JOB_NUM_NODES": 1}
     slurm |= {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_CPUS_PER_NODE": "2"}
     env = environment(PATH=f"{tmp_path}:{environment()['PATH']}", **slurm)

@@ -38,7 +38,7 @@ NASTY = [
     "$(touch canary)",
     "--",
 ]
-# What an outer job, or a careless shell, has left in the environment of the one who types sbatch.
+# What a careless shell has left in the environment of the one who types sbatch,
 STRAY = {
     "RANK": "3",
     "LOCAL_RANK": "1",
@@ -48,17 +48,40 @@ STRAY = {
     "MASTER_ADDR": "$(touch canary)",
     "MASTER_PORT": "1",
     "OMP_NUM_THREADS": "7",
+}
+# and an outer job that was requeued, the third task of an array, in one of whose steps sbatch is
+# typed: the output variables in the manuals of sbatch and srun (22.05 to 26.05), but for those that
+# Slurm sets anew in every job and step, and the user's own wishes.
+STRAY |= {
+    "SLURM_ARRAY_JOB_ID": "3",
+    "SLURM_ARRAY_TASK_COUNT": "9",
+    "SLURM_ARRAY_TASK_ID": "3",
+    "SLURM_ARRAY_TASK_MAX": "9",
+    "SLURM_ARRAY_TASK_MIN": "1",
+    "SLURM_ARRAY_TASK_STEP": "1",
+    "SLURM_RESTART_COUNT": "3",
+    "SLURM_CPUS_PER_GPU": "3",
     "SLURM_CPU_BIND": "quiet,mask_cpu:0x00000001",
-    "SLURM_CPU_BIND_TYPE": "mask_cpu:",
     "SLURM_CPU_BIND_LIST": "0x00000001",
+    "SLURM_CPU_BIND_TYPE": "mask_cpu:",
     "SLURM_CPU_BIND_VERBOSE": "quiet",
-    "SLURM_MEM_PER_NODE": "1000",
-    "SLURM_MEM_PER_CPU": "100",
     "SLURM_GPUS": "1",
     "SLURM_GPUS_PER_NODE": "1",
+    "SLURM_GPUS_PER_SOCKET": "1",
     "SLURM_GPUS_PER_TASK": "1",
-    "SLURM_CPUS_PER_GPU": "3",
+    "SLURM_MEM_PER_CPU": "100",
+    "SLURM_MEM_PER_GPU": "100",
+    "SLURM_MEM_PER_NODE": "1000",
+    "SLURM_NTASKS_PER_CORE": "1",
     "SLURM_NTASKS_PER_GPU": "1",
+    "SLURM_NTASKS_PER_SOCKET": "1",
+    "SLURM_OVERCOMMIT": "1",
+    "SLURM_STEP_GPUS": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node-7",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
     "SLURM_TRES_PER_TASK": "cpu:1",
 }
 
@@ -146,14 +169,23 @@ def test_ranks_on_the_cpu_are_the_tasks(cluster, tmp_path):
 # --- env.sh ---
 
 
-NOTHING = "1 N/A N/A N/A N/A"
+# In the order of env.sh's fields, without the job's id
+NOTHING = "1 N/A N/A 0 N/A N/A N/A"
+SIZE = '"$NNODES" "$NPROC_PER_NODE" "$WORLD_SIZE" "$MASTER_ADDR" "$MASTER_PORT" '
+SIZE += '"$CPUS_PER_NODE" "$OMP_NUM_THREADS" "$NCCL_DEBUG"'
 
 
 def source_env(
-    cluster, folder: Path, record: str = NOTHING, cwd: Path = REPOSITORY, **variables
+    cluster,
+    folder: Path,
+    record: str = NOTHING,
+    cwd: Path = REPOSITORY,
+    shown: str = SIZE,
+    squeue: str = 'echo "$SLURM_JOB_ID $RECORD"',
+    **variables,
 ) -> str:
     """What env.sh makes of Slurm's variables, on a node, and of squeue's record of the job."""
-    stand_ins(folder, {"squeue": 'echo "$RECORD"'})
+    stand_ins(folder, {"squeue": squeue, "sleep": "exit"})
     slurm = {
         "PATH": f"{folder}:{environment()['PATH']}",
         "RECORD": record,
@@ -169,8 +201,6 @@ def source_env(
         "SLURM_JOB_CPUS_PER_NODE": "4(x2)",
     }
     given = [f"{name}={value}" for name, value in (slurm | variables).items() if value is not None]
-    shown = '"$NNODES" "$NPROC_PER_NODE" "$WORLD_SIZE" "$MASTER_ADDR" "$MASTER_PORT" '
-    shown += '"$CPUS_PER_NODE" "$OMP_NUM_THREADS" "$NCCL_DEBUG"'
     command = f"source ./env.sh >/dev/null && echo {shown}"
     done = cluster.exec("env", *given, "bash", "-euo", "pipefail", "-c", command, cwd=cwd)
     if done.returncode != 0:
@@ -179,7 +209,7 @@ def source_env(
 
 
 def asked(per_node: str = "N/A", per_job: str = "N/A", cpus_per_gpu: str = "N/A") -> str:
-    return f"1 N/A {per_node} {per_job} {cpus_per_gpu}"
+    return f"1 N/A N/A 0 {per_node} {per_job} {cpus_per_gpu}"
 
 
 SIZES = [
@@ -239,7 +269,7 @@ SIZES = [
     # Its first part would train alone, and the second idle.
     (
         {},
-        "1 89 N/A N/A N/A",
+        "1 89 N/A 0 N/A N/A N/A",
         "status 1: env.sh: srun leaves out nodes of a heterogeneous job (A : B)",
     ),
 ]
@@ -248,6 +278,86 @@ SIZES = [
 @pytest.mark.parametrize(("variables", "record", "expected"), SIZES)
 def test_env_sh(variables, record, expected, cluster, tmp_path):
     assert source_env(cluster, tmp_path, record, **variables) == expected
+
+
+# What squeue shows, and what the scripts then have of array task and restarts
+JOBS = [
+    (f"89 {NOTHING}", "no no"),
+    ("89 1 N/A N/A 2 N/A N/A N/A", "no 2"),
+    ("89 1 N/A 5 0 N/A N/A N/A", "5 no"),
+    # The id of an array's last task shows the whole array.
+    ("90 1 N/A 4 7 N/A N/A N/A\n89 1 N/A 5 1 N/A N/A N/A", "5 1"),
+]
+
+
+@pytest.mark.parametrize(("record", "expected"), JOBS)
+def test_a_job_that_another_one_has_submitted(record, expected, cluster, tmp_path):
+    """It is an array's task, or was requeued, only if Slurm says so. The variables are left from
+    the other job; those of a task Slurm sets anew."""
+    left = {"SLURM_ARRAY_JOB_ID": 3, "SLURM_ARRAY_TASK_ID": 5, "SLURM_RESTART_COUNT": 1}
+    shown = '"${SLURM_ARRAY_TASK_ID-no}" "${SLURM_RESTART_COUNT-no}"'
+    options = {"shown": shown, "squeue": 'echo "$RECORD"'}
+    assert source_env(cluster, tmp_path, record, **options, **left) == expected
+
+
+BUSY = """echo >>"$(dirname "$0")/asked"
+if (($(wc --lines <"$(dirname "$0")/asked") < 3)); then echo "Zero Bytes" >&2; exit 1; fi
+echo "$SLURM_JOB_ID $RECORD"
+"""
+
+
+def test_slurmctld_is_busy(cluster, tmp_path):
+    """A job's first second is not to be its last one, after days in the queue."""
+    assert source_env(cluster, tmp_path, squeue=BUSY, shown='"$NNODES"') == "2"
+    for silent in ("exit 1", "true"):
+        said = source_env(cluster, tmp_path, squeue=silent)
+        assert said == "status 1: env.sh: squeue does not show job 89"
+
+
+def test_limits(cluster, tmp_path):
+    """The soft limits of the login node, which Slurm passes on, are raised to Linux's."""
+    (tmp_path / "low.sh").write_text("ulimit -S -n 100 -l 64\n")
+    shown = '"$(ulimit -S -n) $(ulimit -S -l)" = "$(ulimit -H -n) $(ulimit -H -l)"'
+    low = {"BASH_ENV": tmp_path / "low.sh"}
+    soft, hard = source_env(cluster, tmp_path, shown=shown, **low).split(" = ")
+    assert soft == hard and soft.split() != ["100", "64"]
+
+
+def test_the_code_of_each_start(cluster, tmp_path):
+    """log/JOB/code-N has it, in git or not, and a start whose code differs from the one before
+    says so."""
+    for name in ("env.sh", "train.py", "more/model.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / "env.sh", tmp_path / name)
+
+    def start(number: int) -> bool:
+        """Whether it says that the code has changed."""
+        log = 'said=$(source ./env.sh) && echo "$said"'
+        given = {"SLURM_JOB_ID": 89, "SLURM_JOB_NAME": "n", "SLURM_JOB_NUM_NODES": 1}
+        given |= {"SLURM_JOB_NODELIST": "node-1", "SLURM_JOB_CPUS_PER_NODE": 1}
+        record = NOTHING.replace(" 0 ", f" {number} ")
+        stand_ins(tmp_path, {"squeue": f'echo "89 {record}"'})
+        given["PATH"] = f"{tmp_path}:{environment()['PATH']}"
+        bash = ["env", *(f"{name}={value}" for name, value in given.items()), "bash", "-euc"]
+        done = cluster.exec(*bash, log, "bash", "train.py", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        before, now = (f"log/89/code-{which}" for which in (number - 1, number))
+        return (
+            f"The code has changed since this job's last start: diff {before} {now}" in done.stdout
+        )
+
+    assert [start(0), start(1)] == [False, False]
+    (tmp_path / "train.py").write_text("# edited\n")
+    assert [start(2), start(3)] == [True, False]
+
+    run("git", "init", "--quiet", cwd=tmp_path)
+    run("git", "add", "env.sh", "train.py", "more", cwd=tmp_path)
+    name = ["-c", "user.name=n", "-c", "user.email=e"]
+    assert run("git", *name, "commit", "-qm", "one", cwd=tmp_path).returncode == 0
+    assert [start(4), start(5)] == [True, False]
+    (tmp_path / "more/model.py").write_text("# edited\n")
+    assert start(6)
+    assert "+# edited" in (tmp_path / "log/89/code-6").read_text()
 
 
 def test_rank_under_srun_is_by_node():
@@ -276,7 +386,7 @@ def test_what_srun_is_asked_for(launcher, tmp_path):
     outlives a SIGTERM, as Slurm sends it, and without arguments it trains with train_ddp.py."""
     programs = {"scontrol": "if [[ $2 == hostnames ]]; then printf 'n1\\nn2\\n'; fi"}
     programs["srun"] = 'kill -TERM "$PPID"; printf "%s\\n" "$*"'
-    stand_ins(tmp_path, programs | {"getent": "true", "squeue": f"echo {NOTHING}"})
+    stand_ins(tmp_path, programs | {"getent": "true", "squeue": f"echo 7 {NOTHING}"})
     slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "n", "SLURM_JOB_NUM_NODES": 2}
     slurm |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_CPUS_PER_NODE": "48(x2)"}
     slurm |= {"SLURM_GPUS_ON_NODE": 4, "PATH": f"{tmp_path}:{environment()['PATH']}"}
@@ -361,6 +471,9 @@ def test_site_sh(fault, cluster, tmp_path):
     (tmp_path / "site.sh").write_text("MASTER_ADDR=${MASTER_ADDR}i\n")
     said = "status 1: env.sh: node-1i does not resolve: set it in site.sh"
     assert source_env(cluster, tmp_path, cwd=tmp_path) == said
+    # An address without a name, as those of InfiniBand often are
+    (tmp_path / "site.sh").write_text("MASTER_ADDR=10.99.1.2\n")
+    assert " 10.99.1.2 61089 " in source_env(cluster, tmp_path, cwd=tmp_path)
     (tmp_path / "site.sh").write_text("MASTER_ADDR=${MASTER_ADDR%1}2\n")
     assert source_env(cluster, tmp_path, cwd=tmp_path) == "2 2 4 node-2 61089 4 2 WARN"
 

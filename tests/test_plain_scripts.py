@@ -158,27 +158,19 @@ def test_resume(script, tiny, tmp_path):
 def test_what_a_resumed_run_is_told(script, tiny, tmp_path):
     """Its own learning rate holds, here one that changes nothing. One that ruins the weights in a
     step, whose loss was still finite, leaves the checkpoint as it was."""
-    path = tmp_path / "checkpoint.pt"
 
     def train(epochs: int, *options: object):
         # An epoch is one step.
         given = ["--data-dir", tiny, "--batch-size", 300, "--checkpoint-dir", tmp_path]
         return ranks(0, script, *given, "--epochs", epochs, *options)
 
-    def weights() -> torch.Tensor:
-        model = torch.load(path, weights_only=True)["model"]
-        return torch.cat([weight.flatten() for weight in model.values()])
-
-    assert train(1).returncode == 0
-    first = weights()
-    again = train(2, "--resume", "--learning-rate", 0)
+    first, again = train(1), train(2, "--resume", "--learning-rate", 0)
     assert again.returncode == 0 and "\nFinished: epoch=2" in again.stdout, again.stderr
-    assert torch.equal(weights(), first)
-
     bad = train(3, "--resume", "--learning-rate", 1e39, "--log-every", 100)
     assert bad.returncode == 1 and "the weights are not finite after" in bad.stderr, bad
-    assert f"{path} stays as it was, try a lower --learning-rate" in bad.stderr
-    assert torch.equal(weights(), first)
+    last = train(3, "--resume", "--learning-rate", 0)
+    assert evaluations(first.stdout)[0] == evaluations(again.stdout)[-1]
+    assert evaluations(first.stdout)[0] == evaluations(last.stdout)[-1]
 
 
 @pytest.mark.parametrize("option", ["--batch-size=60", "--seed=1", "--data-dir="])
@@ -189,8 +181,8 @@ def test_another_order_of_the_data_is_refused(option, tiny, mnist, tmp_path):
     other = f"--data-dir={mnist}" if option == "--data-dir=" else option
     bad = ranks(*train, "--data-dir", tiny, "--resume", other)
     assert bad.returncode == 1 and "Traceback" not in bad.stderr, bad.stderr
-    said = f"{tmp_path}/checkpoint.pt is of a run with {{'batch_size': 64, 'seed': 0, "
-    assert said in bad.stderr and ": pass the same, or choose another" in bad.stderr
+    said = rf"{tmp_path}/step_4 has (batch_size 64|seed 0|samples 300), not \d+: resume it with its"
+    assert re.search(said, bad.stderr), bad.stderr
 
 
 def test_twice_in_an_interactive_shell(tiny, tmp_path):
@@ -205,11 +197,10 @@ def test_twice_in_an_interactive_shell(tiny, tmp_path):
     assert (tmp_path / "checkpoints/7_10-11-12/checkpoint.pt").exists(), named.stderr
 
 
-@pytest.mark.parametrize("script", [DDP, PREEMPTIBLE])
-def test_what_nobody_sees(script, tiny, tmp_path):
+def test_what_nobody_sees(tiny, tmp_path):
     """No rank leaves while rank 0 saves, what it saves is synced before it gets its name, and the
     timer of the start does not end the run five minutes later. A checkpoint is read to the CPU."""
-    train = ["tests/scripts/watched.py", script, "--data-dir", tiny, "--checkpoint-dir", tmp_path]
+    train = ["tests/scripts/watched.py", DDP, "--data-dir", tiny, "--checkpoint-dir", tmp_path]
     for epochs in (1, 2):
         done = ranks(2, *train, "--epochs", epochs, "--resume", SLOW_SAVE=1)
         assert done.returncode == 0, done.stderr
@@ -246,7 +237,7 @@ def test_rank_and_device(given, sees, rank, world_size, device, backend):
     assert (facts["rank"], facts["world_size"]) == (rank, world_size)
     assert (facts["device"], facts["backend"]) == (device, backend)
     assert facts["set"] == (0 if device == "cuda:0" else 1)
-    assert facts["timer"] and facts["minutes"] == 30
+    assert facts["timer"]
 
 
 def test_bf16(tiny, tmp_path):

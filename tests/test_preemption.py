@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
+import checkpoint
 from conftest import (
     LAUNCHERS,
     REPOSITORY,
@@ -53,7 +53,7 @@ def test_one_rank_is_asked(at, stopped, one_process, mnist, tmp_path):  # noqa: 
     assert first.returncode == 0, first.stderr
     assert f"\nStopped after step {stopped}, saved\n" in first.stdout
     assert list(losses(first.stdout)) == [(1, step) for step in range(1, stopped + 1)]
-    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["steps_done"] == stopped
+    assert checkpoint.steps(tmp_path)[0] == stopped
 
     second = ranks(2, PREEMPTIBLE, *train, "--resume")
     assert second.returncode == 0, second.stderr
@@ -63,13 +63,13 @@ def test_one_rank_is_asked(at, stopped, one_process, mnist, tmp_path):  # noqa: 
 
 
 def test_a_later_epoch(tiny, tmp_path):
-    """Killed in its second epoch, a run goes on after the last checkpoint of that epoch, with the
-    images that it would have read."""
+    """Killed in its second epoch, a run resumes after the last checkpoint of that epoch, with the
+    images that it would have read. Two slow steps are enough to write one."""
     train = ["--data-dir", tiny, "--epochs", 2, "--batch-size", 20, "--log-every", 1]
     train += ["--save-every", 8]
     whole = ranks(2, PREEMPTIBLE, *train, "--checkpoint-dir", tmp_path / "whole")
     train += ["--checkpoint-dir", tmp_path]
-    killed = ranks(2, *HOOKED, *train, KILL_AT=25)
+    killed = ranks(2, HOOKED[0], 0.3, PREEMPTIBLE, *train, KILL_AT=25)
     assert killed.returncode != 0
     resumed = ranks(2, PREEMPTIBLE, *train, "--resume")
     assert "\nResumed after step 23\n" in resumed.stdout, resumed.stderr
@@ -107,7 +107,7 @@ def test_control_c_at_a_terminal(way, mnist, tmp_path):
                 os.killpg(process.pid, signal.SIGINT)
     assert "Traceback" not in shown or way == "torchrun", shown
     assert "\nStopped after step 10, saved\n" in shown, shown
-    assert (tmp_path / "checkpoint.pt").exists()
+    assert checkpoint.steps(tmp_path) == [10]
 
 
 # --- the queue ---
@@ -128,7 +128,12 @@ STATES = {
 }
 SCONTROL = """echo "$@" >>calls
 if [[ $1 == show && -z "$STATE" ]]; then echo "Unable to contact slurm controller" >&2; exit 1; fi
-if [[ $1 == show ]]; then echo "$STATE Command=/home/me/launch.sh train.py"; fi
+show() { echo "JobId=$1 ArrayJobId=8 ArrayTaskId=$2 $3 Command=/home/me/launch.sh train.py"; }
+if [[ $1 == show ]]; then
+    show 7 0 "JobState=RUNNING Reason=None Restarts=7 "
+    echo
+    show 9 1 "$STATE"
+fi
 if [[ $1 == requeue && $STATE == *Disabled* ]]; then echo "{}" >&2; exit 1; fi
 """
 CALL = "import sys, preemption; preemption.time.sleep = lambda _: None; "
@@ -137,9 +142,10 @@ CALL += "sys.exit(not preemption.requeue('--resume'))"
 
 @pytest.mark.parametrize("state", STATES)
 def test_what_is_requeued(state, tmp_path):
-    """Of an array this task alone. Otherwise it says what to type."""
-    stand_ins(tmp_path, {"scontrol": SCONTROL.format(DISABLED)})
-    array = {"SLURM_JOB_ID": 9, "SLURM_ARRAY_JOB_ID": 8, "SLURM_ARRAY_TASK_ID": 1}
+    """Of an array this task alone, by Slurm's record: the variables are left from another job.
+    Otherwise it says what to type."""
+    stand_ins(tmp_path, {"scontrol": SCONTROL.replace("{}", DISABLED)})
+    array = {"SLURM_JOB_ID": 9, "SLURM_ARRAY_JOB_ID": 5, "SLURM_ARRAY_TASK_ID": 3}
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     path["PYTHONPATH"] = REPOSITORY / "distributed"
     env = environment(**array, **path, SLURM_RESTART_COUNT=2, STATE=state)
@@ -153,14 +159,14 @@ def test_what_is_requeued(state, tmp_path):
     calls = (tmp_path / "calls").read_text().splitlines()
     requeues = "RUNNING" in state or "TimeLimit" in state
     # It is asked five times, in half a minute.
-    assert calls == ["show job 8_1", *["requeue 8_1"] * requeues] * (1 if state else 5)
+    assert calls == ["show job 9", *["requeue 8_1"] * requeues] * (1 if state else 5)
 
 
 BUSY = """echo "$@" >>calls
 count=$(wc --lines <calls)
 say() { echo "$1" >&2; exit 1; }
 if ((count == 1)); then say "Unable to contact slurm controller (connect failure)"; fi
-if [[ $1 == show ]]; then echo "JobState=RUNNING Restarts=$((count > 5)) "; exit; fi
+if [[ $1 == show ]]; then echo "JobId=9 JobState=RUNNING Restarts=$((count > 5)) "; exit; fi
 if ((count == 3)); then say "Zero Bytes were transmitted or received"; fi
 # It is heard, but not answered.
 if ((count == 5)); then say "Socket timed out on send/recv operation"; fi
@@ -183,7 +189,7 @@ def test_slurmctld_is_busy(tmp_path):
     assert calls == ["show job 9", *["show job 9", "requeue 9"] * 2, "show job 9"]
 
 
-SIGNALLED = """if [[ $1 == show ]]; then echo "JobState=RUNNING Restarts=0 "; exit; fi
+SIGNALLED = """if [[ $1 == show ]]; then echo "JobId=9 JobState=RUNNING Restarts=0 "; exit; fi
 kill -TERM "$PARENT"  # and its group
 sleep 0.5
 echo "$@" >>calls
@@ -223,11 +229,109 @@ def test_the_second_control_c_ends_a_run_that_hangs():
 
 
 def test_in_a_container(tmp_path):
-    """It has no scontrol, so run_script.sh finds what to type in a file."""
+    """It has no scontrol, so run_script.sh finds what to type in a file that it has made. Without
+    one nobody would requeue the job."""
     env = environment(SLURM_JOB_ID=9, PATH=tmp_path, PYTHONPATH=REPOSITORY / "distributed")
     done = run(sys.executable, "-c", CALL, "train.py", cwd=tmp_path, env=env)
+    said = "Not requeued: no scontrol here, and the job was not started by run_script.sh. To "
+    assert done.returncode == 1 and done.stdout.startswith(said), done
+    assert done.stdout.endswith("\n    sbatch LAUNCHER -c train.py --resume\n")
+
+    asks = tmp_path / "log/9/requeue"
+    asks.parent.mkdir(parents=True)
+    asks.touch()
+    done = run(sys.executable, "-c", CALL, "train.py", cwd=tmp_path, env=env)
     assert done.returncode == 0 and done.stdout == "", done.stderr
-    assert (tmp_path / "log/9/requeue").read_text() == "-c train.py --resume"
+    assert asks.read_text() == "-c train.py --resume"
+
+
+# SLURM_RESTART_COUNT is left from the job that has submitted this one, or is that of a start that
+# Slurm has not requeued yet.
+@pytest.mark.parametrize("known", ["", "0", "1"])
+def test_a_job_that_another_one_has_submitted(known, tmp_path):
+    """Slurm counts 0: it is requeued, and not only told to be."""
+    show = 'if [[ $1 == show ]]; then echo "JobId=9 JobState=RUNNING Restarts=0 "; fi'
+    stand_ins(tmp_path, {"scontrol": f'echo "$@" >>calls\n{show}'})
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": REPOSITORY / "distributed"}
+    env = environment(SLURM_JOB_ID=9, SLURM_RESTART_COUNT=known, **path)
+    done = run(sys.executable, "-c", CALL, cwd=tmp_path, env=env)
+    assert done.stdout == REQUEUED and done.returncode == 0, done.stderr
+    assert (tmp_path / "calls").read_text().splitlines() == ["show job 9", "requeue 9"]
+
+
+# --- when the ranks are asked ---
+
+ASKED = """import preemption
+import torch.distributed as dist
+dist.is_initialized = lambda: True
+looks = []
+def all_reduce(values, op):
+    looks.append(step)
+    values[1] = max(values[1], {slowest})
+dist.all_reduce = all_reduce
+clock = 0.0
+preemption.time.monotonic = lambda: clock
+for step in range(1, 41):
+    clock += {seconds}
+    preemption.asked("cpu", step)
+print(looks)
+"""
+EACH_TENTH = [1, 2, 10, 20, 30, 40]
+# Seconds for a step here, and on the slowest rank
+LOOKS = [
+    (0.01, 0, EACH_TENTH),
+    (0.5, 0, EACH_TENTH),
+    (1, 0, [1, 2, *range(5, 41, 5)]),
+    (30, 0, list(range(1, 41))),
+    (0.01, 30, list(range(1, 41))),
+]
+
+
+@pytest.mark.parametrize(("seconds", "slowest", "looks"), LOOKS)
+def test_how_often_ranks_look(seconds, slowest, looks):
+    """All in the same steps, and at least once in some 5 seconds: a save needs the time."""
+    script = ASKED.format(seconds=seconds, slowest=slowest)
+    done = run(sys.executable, "-c", script, env=environment(PYTHONPATH="distributed"))
+    assert done.stdout == f"{looks}\n", done.stderr
+
+
+REQUESTS = """import os, signal, preemption
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    preemption.received = False
+    preemption.listen()
+    os.kill(os.getpid(), number)
+    print(preemption.received)
+"""
+
+
+def test_each_signal_is_a_request():
+    done = run(sys.executable, "-c", REQUESTS, env=environment(PYTHONPATH="distributed"))
+    assert done.stdout == "True\n" * 3, done.stderr
+
+
+POOL = """import preemption
+preemption.listen()
+import multiprocessing, sys, time
+
+def work(number):
+    if number:
+        time.sleep(60)
+    return number
+
+if __name__ == "__main__":
+    with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
+        print(next(pool.imap_unordered(work, range(4))))
+    print("ended")
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_pool_ends_while_it_works(method, tmp_path):
+    """It ends its workers by SIGTERM, and waits for them: they must not take it for a request."""
+    (tmp_path / "script.py").write_text(POOL)
+    env = environment(PYTHONPATH=REPOSITORY / "distributed")
+    done = run(sys.executable, "script.py", method, cwd=tmp_path, env=env, timeout=20)
+    assert done.stdout == "0\nended\n", done.stderr
 
 
 # --- a script that is not ours ---

@@ -1,8 +1,9 @@
 #!/bin/bash
 # Slurm runs this before every task, and a line of its output that begins with "export" becomes
 # part of the task's environment. Slurm also runs it before the batch script, which needs nothing
-# of it: only srun's tasks have SLURM_STEP_NUM_TASKS.
-if [[ -z "${SLURM_STEP_NUM_TASKS:-}" ]]; then exit; fi
+# of it, and whose slurmstepd is called "slurmstepd: [JOB.batch]". Its variables do not tell: they
+# may be those of a step in which sbatch was typed.
+if [[ "$(tr '\0' ' ' <"/proc/$PPID/cmdline")" == *.batch]* ]]; then exit; fi
 
 # The nodes share this machine's CPUs, and each claims more than there are.
 echo "export OMP_NUM_THREADS=1"

@@ -1,17 +1,16 @@
 """Runs a train script (argv[2]) with its arguments as it stands, argv[1] seconds slower at each
 step.
 
-In train_fsdp.py and train_tp.py the delay comes before `heartbeat.step = step`. In a script without
-checkpoint.py, such as train_preemptible.py, a step is a batch of the DataLoader that has a
-DistributedSampler, and the delay comes before the batch. Steps are counted over the whole run, so a
-resumed script goes on where it stopped.
+In a script with checkpoint.py the delay comes before `heartbeat.step = step`. In any other a step
+is a batch of the DataLoader that has a DistributedSampler, and the delay comes before the batch.
+Steps are counted over the whole run, so a resumed script goes on where it stopped.
 
 A requeued job is as fast as it can, unless the variable ALWAYS is set, because what was to happen
 has happened. LATE says how many seconds the ranks sleep once they listen for signals. With
 SLOW_SAVE rank 0 takes so many seconds more for each checkpoint, and with LONG_STEP step number N
 takes five, and every rank prints "In step N" before. TERM_AT says in which step rank 1, and no
-other, gets SIGTERM, and KILL_AT in which step of the run it is killed. With HOLD the checkpoint of
-step N of train_fsdp.py or train_tp.py is not written as long as there is a file HOLD/N. The rank
+other, gets SIGTERM, and KILL_AT in which step of the run it is killed. With HOLD checkpoint.py's
+checkpoint of step N is not written as long as there is a file HOLD/N. The rank
 that STUCK names stays for ever in step 8. With KILL an evaluation of train_preemptible.py kills its
 process. Into the folder READS each rank writes a line for each batch of MNIST: the numbers of its
 images.
@@ -60,7 +59,7 @@ def slow_save(save):
     return saved if "SLOW_SAVE" in env and first_start else save
 
 
-def slow_down_a_large_model():
+def slow_down_by_steps():
     import types
 
     from torch.distributed.checkpoint import FileSystemWriter
@@ -87,7 +86,7 @@ def slow_down_a_large_model():
         FileSystemWriter.write_data = held
 
 
-def slow_down_any_script():
+def hold_up_the_loader(slow: bool):
     import torch
     from torch.utils.data import DataLoader, DistributedSampler
 
@@ -104,7 +103,8 @@ def slow_down_any_script():
             os.kill(os.getpid(), signal.SIGKILL)
         for step, batch in enumerate(load(self), start=done + 1):
             if trains:
-                delay(step)
+                if slow:
+                    delay(step)
                 if str(step) == env.get("KILL_AT") and env.get("RANK") == "1":
                     os.kill(os.getpid(), signal.SIGKILL)
             yield batch
@@ -114,7 +114,9 @@ def slow_down_any_script():
             print(numbers, file=file)
         return self[numbers]
 
-    DataLoader.__iter__, torch.save = batches, slow_save(torch.save)
+    DataLoader.__iter__ = batches
+    if slow:
+        torch.save = slow_save(torch.save)
     if "READS" in env:
         mnist.BatchDataset.__getitems__ = recorded
 
@@ -124,10 +126,11 @@ preemption.listen()
 if "LATE" in env and first_start:
     print("Listening\n", end="", flush=True)
     time.sleep(float(env["LATE"]))
-if "import checkpoint" in Path(sys.argv[2]).read_text():
-    slow_down_a_large_model()
-else:
-    slow_down_any_script()
+script = Path(sys.argv[2]).read_text()
+if "import checkpoint" in script:
+    slow_down_by_steps()
+if "DataLoader" in script:
+    hold_up_the_loader(slow="import checkpoint" not in script)
 del sys.argv[:2]
 sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
 runpy.run_path(sys.argv[0], run_name="__main__")

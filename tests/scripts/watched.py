@@ -35,9 +35,8 @@ def cancel_timer():
     facts["timer"] = False
 
 
-def meet(backend: str, rank: int, world_size: int, timeout, device_id):
+def meet(backend: str, rank: int, world_size: int, device_id):
     facts.update(backend=backend, rank=rank, world_size=world_size, device=str(device_id))
-    facts.update(minutes=timeout.total_seconds() / 60)
     say()
     leave(0)
 
