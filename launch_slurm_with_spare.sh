@@ -14,6 +14,7 @@
 # the same job, from its last checkpoint. A node that cannot run a step is left out, and so is one
 # on which a rank has failed twice. Both are written into bad_nodes.txt, whose nodes this launcher
 # does not use: delete a line if you disagree. A run that fails three times without a save ends.
+# aux/spare.py decides, and says why in the log.
 #
 # Your script resumes if SLURM_RESTART_COUNT is not 0, as after a requeue.
 #
@@ -61,7 +62,9 @@ for ((start = 0; ; start++)); do
     # Each start has a port of its own, and a number, for which scripts resume.
     export MASTER_ADDR=${address/"$first"/${hosts%%,*}} MASTER_PORT=$port
     if ((start > 0)); then MASTER_PORT=$((61000 + (port + 1009 * start) % 4536)); fi
-    export SLURM_RESTART_COUNT=$((100 * requeues + start)) JOB_RESTARTS=$requeues
+    if ((requeues + start > 0)); then
+        export SLURM_RESTART_COUNT=$((100 * requeues + start)) JOB_RESTARTS=$requeues
+    fi
 
     # --no-kill=off: this step ends if it loses a node. The others are as in the other launchers.
     status=0

@@ -276,7 +276,7 @@ def command_blame(folder: Path, status: int, saves: Path):
         sys.exit(1)
 
     node = node_to_blame(said, notes.used)
-    number = os.environ["SLURM_RESTART_COUNT"]
+    number = os.environ.get("SLURM_RESTART_COUNT", "0")
     notes.failed.append((node, steps_of(folder / f"ranks-{number}")))
     notes.without_save += 1
     if has_saved(saves, folder / "started"):

@@ -89,7 +89,6 @@ def test_the_step_in_which_a_start_failed(tmp_path):
     assert spare.steps_of(tmp_path) == (30, 35)
 
 
-@pytest.mark.parametrize("requeued", [False, True])
 @pytest.mark.parametrize(
     ("file", "saved"),
     [
@@ -102,32 +101,32 @@ def test_the_step_in_which_a_start_failed(tmp_path):
         ("step_5/.metadata", False),
         ("train.log", False),
         ("events.out.tfevents.1", False),
-        ("", False),
     ],
 )
-def test_what_counts_as_saved(file, saved, requeued, tmp_path, monkeypatch, capsys):
-    """For the spare launcher, and for the job that requeue_failed.sh puts back into the queue."""
-    monkeypatch.chdir(tmp_path)
-    for name in filter(None, ("saves/old.pt", "log/7/started", file and f"saves/{file}")):
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).touch()
-    for name, seconds in {"saves/old.pt": 0, "log/7/started": 10}.items():
-        os.utime(name, (seconds, seconds))
-    if not requeued:
-        Path("linked").symlink_to("saves")
-        started = Path("log/7/started")
-        assert spare.has_saved(Path("linked"), started) == saved
-        if file in ("checkpoint.pt", "old.pt"):
-            assert spare.has_saved(Path("saves", file), started) == saved
-        return
+def test_what_counts_as_saved(file, saved, tmp_path):
+    """In a folder, or a link to it; and for the job that requeue_failed.sh requeues, or not. The
+    launcher's status stays."""
+    (tmp_path / "a folder" / file).parent.mkdir(parents=True)
+    (tmp_path / "link").symlink_to("a folder")
+    (tmp_path / "aux").symlink_to(REPOSITORY / "aux")
+    (tmp_path / "log/7").mkdir(parents=True)
+    programs = {"squeue": "echo RUNNING 0", "scontrol": 'echo "$*" >>asked'}
+    path = f"{stand_ins(tmp_path / 'bin', programs)}:{environment()['PATH']}"
+    lines = 'touch "a folder/old.pt"; sleep 0.02; source aux/requeue_failed.sh "a folder"'
+    if file != "old.pt":
+        lines += f'; sleep 0.02; touch "a folder/{file}"'
+    shell = ["bash", "-euc", f"{lines}; exit 5"]
+    done = run(*shell, cwd=tmp_path, env=environment(PATH=path, SLURM_JOB_ID=7))
+    said = "Failed with status 5, and requeued: it resumes by itself\n"
+    assert done.stderr == (said if saved else "Not requeued: the run has saved nothing\n")
+    assert done.returncode == 5
+    assert (tmp_path / "asked").exists() == saved
 
-    asked = []
-    monkeypatch.setattr(spare, "slurm", lambda *command: asked.append(command) or "RUNNING 0")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    spare.command_requeue(Path("log/7"), 1, Path("saves"))
-    assert (asked[1:] == [("scontrol", "requeue", "7")]) == saved
-    said = "Failed with status 1, and requeued" if saved else "Not requeued: the run has saved no"
-    assert said in capsys.readouterr().err
+    started = tmp_path / "log/7/started"
+    assert spare.has_saved(tmp_path / "link", started) == saved
+    assert spare.has_saved(tmp_path / "absent", started) is False
+    if file in ("checkpoint.pt", "old.pt"):
+        assert spare.has_saved(tmp_path / "a folder" / file, started) == saved
 
 
 def slurm_answers(monkeypatch, *answers):
