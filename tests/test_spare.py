@@ -20,7 +20,6 @@ from conftest import (
     at_once,
     environment,
     note,
-    one_rank_a_node,
     run,
     stand_ins,
     wait_for,
@@ -129,6 +128,21 @@ def test_what_counts_as_saved(file, saved, tmp_path):
         assert spare.has_saved(tmp_path / "a folder" / file, started) == saved
 
 
+def test_three_requeues_without_a_save(tmp_path):
+    """A job that has saved once is requeued four times."""
+    (tmp_path / "aux").symlink_to(REPOSITORY / "aux")
+    (tmp_path / "log/7").mkdir(parents=True)
+    programs = {"squeue": 'echo "RUNNING $SLURM_RESTART_COUNT"', "scontrol": "true"}
+    path = f"{stand_ins(tmp_path / 'bin', programs)}:{environment()['PATH']}"
+    lines = "source aux/requeue_failed.sh saves; sleep 0.02; [[ -e saves ]] || touch saves; exit 5"
+    said = []
+    for requeues in range(5):
+        env = environment(PATH=path, SLURM_JOB_ID=7, SLURM_RESTART_COUNT=requeues)
+        said.append(run("bash", "-euc", lines, cwd=tmp_path, env=env).stderr)
+    assert all("status 5, and requeued" in line for line in said[:4]), said
+    assert said[4] == "Not requeued: three requeues without a save\n"
+
+
 def slurm_answers(monkeypatch, *answers):
     """Instead of Slurm, one answer after the other. Returns the commands."""
     asked, answers = [], iter(answers)
@@ -207,9 +221,7 @@ echo '{"step": 40, "first_step": 31, "interval": 2, "counts": [60, 50, 0]}' >$lo
 class Launched:
     """The launcher has run in `folder`: its starts, as rows of words, status and log."""
 
-    def __init__(
-        self, folder: Path, does: str, address="", down="", bad="old n9 bad\n", **variables
-    ):
+    def __init__(self, folder: Path, does: str, address="", down="", bad="old n9 bad\n"):
         copy_file(LAUNCHER, folder)
         launcher = folder / LAUNCHER
         launcher.write_text(launcher.read_text().replace("\nSPARE=1", "\nSPARE=2"))
@@ -256,21 +268,14 @@ def test_the_first_node_is_left_out(left, variables, tmp_path):
     assert " n1 " in done.bad
 
 
-@pytest.mark.parametrize(
-    ("does", "said"),
-    [
-        (FAILS, "three times without a new file in checkpoints/7: it ends"),
-        (f"touch --date=@0 checkpoints/7/old; {FAILS}", "three times without a new file in"),
-        (f"{SAVES} mv checkpoints/7/$start checkpoints/7/owner; {FAILS}", "three times without"),
-    ],
-)
-def test_a_run_that_does_not_save_ends(does, said, tmp_path):
+def test_a_run_that_does_not_save_ends(tmp_path):
     """After three starts, in a folder with older saves as well. No node remains accused."""
     (tmp_path / "checkpoints/7").mkdir(parents=True)
-    (tmp_path / "checkpoints/7/before").touch()
-    done = Launched(tmp_path, does)
+    (tmp_path / "checkpoints/7/old.pt").touch()
+    done = Launched(tmp_path, f"touch checkpoints/7/owner; {FAILS}")
     assert (done.status, len(done.starts)) == (5, 3), done.log
-    assert said in done.log.splitlines()[-1]
+    said = "The run has failed three times without a new file in checkpoints/7: it ends\n"
+    assert done.log.endswith(said), done.log
     assert done.bad == "old n9 bad\n"
 
 
@@ -293,38 +298,27 @@ def test_a_rank_is_not_to_blame_for_a_lost_node(tmp_path):
     assert f"Left out: n1, {spare.NO_STEP}\n" in done.log and " n2 " not in done.bad
 
 
-@pytest.mark.parametrize(
-    ("does", "status", "said"),
-    [
-        ("kill -TERM $PPID; exit 5", 5, "Start 1 on n1,n2\n"),
-        ("touch ended; exit 5", 5, "Slurm says COMPLETING, restart 1: no new start\n"),
-        ("echo '[Rank 0]: Requeued: it resumes by itself'; exit 5", 5, "by itself\n"),
-        ("echo '0: Not requeued: Slurm is ending it'; exit 5", 5, "Slurm is ending it\n"),
-        ("true", 0, "Start 1 on n1,n2\n"),
-    ],
-)
-def test_a_run_that_has_ended_does_not_start_again(does, status, said, tmp_path):
-    done = Launched(tmp_path, does)
-    assert (done.status, len(done.starts)) == (status, 1) and done.log.endswith(said), done.log
+TOO_FEW = "No spare node is left: the run needs 2, and only 1 can be used. Submit it again with "
+OTHER_ADDRESS = "env.sh: MASTER_ADDR=10.0.0.1 does not have the name of the first node, n1, in it\n"
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("does", "variables", "said"),
     [
-        ({"down": "n1 n2 n3 n4"}, "No node runs a step: the job ends\n"),
-        (
-            {"down": "n2 n3 n4"},
-            "the run needs 2, and only 1 can be used. Submit it again with --exclude=n2,n3,n4\n",
-        ),
-        (
-            {"address": "10.0.0.1"},
-            "MASTER_ADDR=10.0.0.1 does not have the name of the first node, n1, in it\n",
-        ),
+        ("kill -TERM $PPID", {}, "Start 1 on n1,n2\n"),
+        ("touch ended", {}, "Slurm says COMPLETING, restart 1: no new start\n"),
+        ("echo '[Rank 0]: Requeued: it resumes by itself'", {}, "by itself\n"),
+        ("echo '0: Not requeued: Slurm is ending it'", {}, "Slurm is ending it\n"),
+        ("false", {"down": "n1 n2 n3 n4"}, "No node runs a step: the job ends\n"),
+        ("false", {"down": "n2 n3 n4"}, f"{TOO_FEW}--exclude=n2,n3,n4\n"),
+        ("false", {"address": "10.0.0.1"}, OTHER_ADDRESS),
     ],
 )
-def test_a_run_that_cannot_start(variables, said, tmp_path):
-    done = Launched(tmp_path, "true", **variables)
-    assert (done.status, done.starts) == (1, []) and done.log.endswith(said), done.log
+def test_no_other_start(does, variables, said, tmp_path):
+    """Of a run that has ended, or cannot start at all."""
+    done = Launched(tmp_path, f"{does}; exit 5", **variables)
+    assert done.log.endswith(said), done.log
+    assert (done.status, len(done.starts)) == ((1, 0) if variables else (5, 1))
 
 
 # --- on a cluster ---
@@ -469,60 +463,29 @@ def test_sigterm(cluster, tiny, tmp_path):
 
 # --- the EDIT line of the plain launchers ---
 
-SCRIPT = """import os, pathlib, sys
-folder = pathlib.Path("checkpoints", os.environ["RUN"])
-if sys.argv[1:] == ["saves"] and os.environ["RANK"] == "0" and not folder.exists():
-    folder.mkdir(parents=True)
-    (folder / "checkpoint.pt").touch()
-sys.exit(1)
-"""
-
 
 @pytest.mark.matrix
 def test_a_failed_job_is_requeued_if_it_has_saved(cluster, tiny, tmp_path):
-    """Until it has failed three times more without a save. A script that saves nothing fails."""
-    (tmp_path / "fails.py").write_text(SCRIPT)
-    copies = ["env.sh", "torchrun.sh", "aux/slurm_rank.sh", "aux/requeue_failed.sh"]
-    for name in (*copies, *LAUNCHERS.values()):
+    """By the line that all plain launchers have."""
+    for name in [*LAUNCHERS.values(), "run_script.sh"]:
+        assert (REPOSITORY / name).read_text().count("\n#source aux/requeue_failed.sh") == 1
+    for name in ("env.sh", "torchrun.sh", "aux/requeue_failed.sh", "aux/spare.py"):
         copy_file(name, tmp_path)
     for name in ("distributed", "tests", ".venv"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
-    for name in LAUNCHERS.values():
-        text = (tmp_path / name).read_text()
-        assert text.count("\n#source aux/requeue_failed.sh") == 1
-        (tmp_path / name).write_text(text.replace("\n#source aux/", "\nsource aux/"))
+    text = (REPOSITORY / LAUNCHERS["torchrun"]).read_text()
+    (tmp_path / "launch.sh").write_text(text.replace("\n#source aux/", "\nsource aux/"))
 
-    def job(way, *command):
-        size = [*one_rank_a_node(way), "--cpus-per-task=1", "--output=%j.out"]
-        return cluster.submit(*size, LAUNCHERS[way], *command, cwd=tmp_path, env={"ALWAYS": 1})
-
-    def fails(argument, restarts, says):
-        number = job("srun", "fails.py", argument)
-        ended = cluster.wait(number, 240)
-        assert ended.state == "FAILED", ended.log
-        assert cluster.show(number)["Restarts"] == restarts, ended.log
-        assert ended.log.splitlines()[-1] == f"Not requeued: {says}", ended.log
-
-    def killed():
-        number = job("torchrun", *TRAIN.split(), "--data-dir", tiny)
-        log = tmp_path / f"{number}.out"
-        wait_for(lambda: log.exists() and "epoch=1 step=7/" in log.read_text(), 120)
-        fault_at = time.monotonic()
-        os.kill(max(chaos.processes(number, "slowly.py")), signal.SIGKILL)
-        wait_for(lambda: re.search(r"(?s)^Resumed after .*^epoch", log.read_text(), re.M), 120)
-        note("torchrun", "rank killed, requeued", "", 0, 1, time.monotonic() - fault_at)
-        ended = cluster.wait(number, 240)
-        assert ended.state == "COMPLETED" and "\nResumed after step 5\n" in ended.log, ended.log
-        assert ended.log.count("and requeued: it resumes by itself\n") == 1, ended.log
-
-    at_once(
-        lambda scenario, *arguments: scenario(*arguments),
-        [
-            (killed,),
-            (fails, "saves", "4", "three requeues without a save"),
-            (fails, "saves nothing", "0", "the run has saved nothing"),
-        ],
-    )
+    command = [*SIZE, "--output=log.out", "launch.sh", *TRAIN.split(), "--data-dir", tiny]
+    job, log = cluster.submit(*command, cwd=tmp_path, env={"ALWAYS": 1}), tmp_path / "log.out"
+    wait_for(lambda: log.exists() and "epoch=1 step=7/" in log.read_text(), 120)
+    fault_at = time.monotonic()
+    os.kill(max(chaos.processes(job, "slowly.py")), signal.SIGKILL)
+    wait_for(lambda: re.search(r"(?s)^Resumed after .*^epoch", log.read_text(), re.M), 120)
+    note("torchrun", "rank killed, requeued", "", 0, 1, time.monotonic() - fault_at)
+    ended = cluster.wait(job, 240)
+    assert ended.state == "COMPLETED" and "\nResumed after step 5\n" in ended.log, ended.log
+    assert ended.log.count("and requeued: it resumes by itself\n") == 1, ended.log
 
 
 @pytest.mark.matrix
