@@ -24,7 +24,7 @@ from pathlib import Path
 
 NO_STEP = "it does not run a step"
 TWICE = "a rank has failed there twice"
-SAME_STEP = "a rank has failed there twice, but the script fails in that step: look at it first"
+SAME_STEP = "a rank has failed there twice, now in a step as before: look at the script first"
 BAD_NODES = Path("bad_nodes.txt")
 LOG = "/proc/self/fd/2"  # the shell's stderr is the job's log
 
@@ -175,20 +175,15 @@ def node_to_blame(said: str, nodes: list[str]) -> str | None:
 def verdict(failed: list[tuple[str | None, Steps]]) -> str | None:
     """Why the node of the last failure is left out, or None if it is not: once may be chance.
 
-    A failure in the same step as another one, on whatever node, is more likely the script's.
+    A second failure in one step, on whatever node, is more likely the script's.
     """
-
-    def same(one: Steps, other: Steps) -> bool:
-        return bool(one and other) and one[0] <= other[1] and other[0] <= one[1]
-
-    node = failed[-1][0]
-    own = [steps for name, steps in failed if name == node]
-    if node is None or len(own) < 2:
+    *before, (node, steps) = failed
+    if node is None or node not in [name for name, _ in before]:
         return None
-    all_steps = [steps for _, steps in failed]
-    # Each is the same as itself.
-    single = [steps for steps in own if sum(same(steps, other) for other in all_steps) < 2]
-    return TWICE if len(single) > 1 else SAME_STEP
+    for _, other in before:
+        if steps and other and steps[0] <= other[1] and other[0] <= steps[1]:
+            return SAME_STEP
+    return TWICE
 
 
 # --- bad_nodes.txt: a line is a date, a node, and why it is left out ---
