@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import chaos
+import heartbeat
 import spare
 from conftest import (
     LAUNCHERS,
@@ -76,14 +77,23 @@ def test_whether_a_node_is_left_out(failed, why):
     assert spare.verdict(failed) == why
 
 
-def test_the_step_in_which_a_start_failed(tmp_path):
-    """A heartbeat is up to two seconds old, which are five steps here."""
-    assert spare.steps_of(tmp_path / "absent") is None
-    beat = {"step": 30, "first_step": 11, "interval": 2, "counts": [200, 80, 0]}
-    for name, step in {"0": 28, "1": 30, "2": None}.items():
-        (tmp_path / name).write_text(json.dumps(beat | {"step": step}))
-    (tmp_path / "3").write_text('{"step": 4')
-    assert spare.steps_of(tmp_path) == (30, 35)
+def test_the_step_in_which_a_start_failed(tmp_path, monkeypatch):
+    """A heartbeat is up to two seconds old, which are five steps here. No step was seen of rank 2,
+    and rank 3 was just writing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    folder = Path("log/7/ranks-0")
+    assert spare.steps_of(folder) is None
+    folder.mkdir(parents=True)
+    for rank, step in enumerate((28, 30, None)):
+        heart = heartbeat.Heart(60, rank, world_size=4)
+        heart.first_step, heart.counts = 11, [200, 80, 0]
+        heart.file = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT)
+        monkeypatch.setattr(heartbeat, "step", step)
+        heart.write(0)
+        os.close(heart.file)
+    (folder / "3").write_text('{"step": 4')
+    assert spare.steps_of(folder) == (30, 35)
 
 
 @pytest.mark.parametrize(
@@ -325,8 +335,8 @@ def test_no_other_start(does, variables, said, tmp_path):
 
 # --- on a cluster ---
 
-TRAIN = "tests/scripts/slowly.py 0.3 distributed/train_preemptible.py --epochs 3 --batch-size 20"
-TRAIN += " --log-every 1 --save-every 5"  # 300 images: 45 steps
+TRAIN = "tests/scripts/slowly.py 0.3 distributed/train_preemptible.py --epochs 2 --batch-size 20"
+TRAIN += " --log-every 1 --save-every 5"  # 300 images: 30 steps
 SIZE = ["--gpus-per-node=1", "--cpus-per-task=1"]
 
 
