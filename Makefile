@@ -7,7 +7,7 @@ SITE ?= site
 ARGS ?=
 NODES ?= 2
 # The oldest that the large models support, the newest, and those between that changed checkpoints
-TORCH ?= 2.9.1 2.11.0 2.12.1 2.14.1 2.15.0
+TORCH ?= 2.10.0 2.11.0 2.12.1 2.14.1 2.15.0
 # Debian's releases, which have Slurm 22.05, 24.11 and 26.05
 SLURM ?= bookworm trixie forky
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
@@ -57,7 +57,7 @@ record: .venv/tests slurm  ## write the pages' outputs anew, on an idle machine:
 	RECORD=1 .venv/bin/python -m pytest tests/test_readme.py tests/test_labs.py \
 	    -m 'not scale' -k 'make_train or chapter or test_labs' $(ARGS)
 
-test-torch:     ## every script under other versions of torch, each in its own environment (TORCH="2.9.1 2.11.0")
+test-torch:     ## every script under other versions of torch, each in its own environment (TORCH="2.10.0 2.12.1")
 	for version in $(TORCH); do \
 	    venv=.venv-torch-$$version; \
 	    if [[ ! -e $$venv/ready ]]; then \

@@ -149,16 +149,22 @@ class Folder:
         optimizer: torch.optim.Optimizer,
         extra: dict | None = None,
     ):
-        """Begins a checkpoint. One that cannot be written is a warning, and the older ones stay.
+        """Begins a checkpoint. One that cannot be written is a warning, and the older ones stay; if
+        there is none, the next save ends the run.
 
         Weights that are not finite end the run, and the older checkpoints stay as well.
         """
+        written = self.wait()
         # A stop may come in a step that has been saved already.
-        if self.from_rank_0(self.wait() and step == self.step):
+        if self.from_rank_0(written and step == self.step):
             return
-        self.step = step
-        what = f"the weights are not finite after step {step}, and not saved"
-        self.end_if(None if finite(model) else f"{what}: try a lower learning rate")
+        self.step, fault = step, None
+        if self.rank == 0 and not written and not steps(self.path):
+            fault = f"no checkpoint can be written to {self.path}, so the run ends"
+        if not finite(model):
+            fault = f"the weights are not finite after step {step}, and not saved"
+            fault += ": try a lower learning rate"
+        self.end_if(fault)
         if self.stager is None:
             # From CUDA each checkpoint is copied into the same pinned memory.
             cuda = next(model.parameters()).device.type == "cuda"
@@ -196,8 +202,10 @@ class Folder:
             os.fsync(folder)
             os.close(folder)
         except (Exception, dcp.CheckpointException) as error:
-            self.warn(f"step {step} is not saved, and older ones stay: {cause(error)}")
             if self.rank == 0:
+                # torch's error does not say that a disk is full.
+                free = f"{shutil.disk_usage(self.path).free >> 20} MiB are free"
+                self.warn(f"step {step} is not saved, older ones stay, {free}: {cause(error)}")
                 shutil.rmtree(part, ignore_errors=True)
             return False
         # Later steps may be of a run that was given up.

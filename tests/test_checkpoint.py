@@ -63,6 +63,42 @@ def found(tmp_path_factory) -> dict[str, list[dict]]:
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
 
+def test_whatever_else_a_run_has(found):
+    """A schedule, an average of the weights that is split, a best score, a place in a stream."""
+    for rank in found["whatever_else"]:
+        assert rank["returns"] == 1 and rank["average"] and rank["schedule"] == [1, 0.05]
+        assert rank["best"] == 0.5 and rank["place"] == {"shard": 7}
+    first, second = found["without_what_it_asks_for"]
+    assert first["ends"] == second["ends"] == 1
+    assert (
+        "step_1 cannot be read: Missing key in checkpoint state_dict: extra.best" in first["says"]
+    )
+
+
+def test_what_is_not_done_twice(found):
+    """Rank 0 alone copies what all hold, and a step is written once."""
+    copied = [rank["copied"] for rank in found["copies_of_what_all_hold"]]
+    assert copied == [[2], [0]] and all(x["returns"] for x in found["copies_of_what_all_hold"])
+    first = found["saved_twice"][0]
+    assert not first["again"] and first["folder"] == [True]
+
+
+def test_the_last_one_of_many(found):
+    """With keep=1, older than a damaged one. Its name can be used again."""
+    for rank in found["one_to_keep"]:
+        assert rank["returns"] == 1 and rank["names"] == ["owner", "step_2", "step_3"]
+        assert rank["replaced"] and rank["weights"] == [3]
+
+
+def test_rank_0_decides_for_all(found):
+    assert [rank["returns"] for rank in found["unseen_by_one"]] == [1, 1]
+    assert [rank["name"] for rank in found["two_names"]] == ["second-0"] * 2
+
+
+def test_a_save_may_take_an_hour(found):
+    assert [rank["minutes"] for rank in found["time_for_a_save"]] == [60, 60]
+
+
 def test_the_newest_two_stay(found):
     for rank in found["whole"]:
         assert rank["returns"] == 3 and rank["weights"] == [3] and rank["moments"] == 3
@@ -105,7 +141,8 @@ def test_a_save_that_fails(found):
 # What rank 0 says, and both end with status 1.
 FAULTS = {
     "not_finite": r"the weights are not finite after step 2, and not saved: .*",
-    "other_values": r"\S+/values/step_1 has batch_size 8, not 4: resume it with its own, or .*",
+    "other_values": r"\S+/values/step_1 has config.layers 8, not 4: resume it with its own, or .*",
+    "not_to_resume": r"\S+/used has checkpoints: pass --resume, or choose another .*",
     "not_shared": r"rank 1 on \S+ does not see what rank 0 writes: all nodes must share runs",
 }
 
@@ -116,6 +153,7 @@ def test_a_fault_of_one_rank_ends_all_with_a_sentence(found, fault):
     assert first["ends"] == second["ends"] == 1 and second["says"] == ""
     assert re.fullmatch(FAULTS[fault] + "\n", first["says"])
     assert fault != "not_finite" or first["names"] == ["owner", "step_1"]
+    assert fault != "other_values" or first["same"] == 1
 
 
 def test_a_start_that_was_replaced_writes_nothing(found):

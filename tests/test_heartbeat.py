@@ -119,6 +119,44 @@ def test_all_ranks_are_at_one_line(beats, capsys):
     assert said.endswith("] no step for 65 s: all ranks are in main (train.py:7)\n"), said
 
 
+def test_ranks_of_a_larger_run(beats, capsys):
+    """An earlier run in this allocation had four ranks."""
+    beats(65, 65, 20, 20)
+    heartbeat.Heart(60, rank=0, world_size=2).report(65)
+    assert "all ranks are in main" in capsys.readouterr().err
+
+
+def test_a_rank_without_a_heartbeat(beats, capsys, tmp_path):
+    beats(65, 65, 65)
+    (tmp_path / "log/local/ranks-61000/1").unlink()
+    heartbeat.Heart(60, rank=0, world_size=3).report(65)
+    said = "1 of 3 ranks have sent no heartbeat, the first is rank 1\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
+def test_how_often_a_heart_beats(monkeypatch):
+    """All ranks together write 30 times a second at most. A run that ends after 30 seconds without
+    a step knows by then who is late."""
+    assert [heartbeat.Heart(60, 0, n).interval for n in (1, 60, 4096)] == [2, 2, 4096 / 30]
+    monkeypatch.setenv("HEARTBEAT_LIMIT", "30")
+    assert heartbeat.Heart(60, 0, 2).after == 30
+
+
+@pytest.mark.parametrize(
+    ("waited", "named"), [([0.03, 0.8, 0.9], [0]), ([0.7, 0.8, 0.9], []), ([0.1, None, 0.9], [])]
+)
+def test_the_rank_that_waits_less_holds_the_others_back(waited, named):
+    beats = [{"rank": rank, "waited": share} for rank, share in enumerate(waited)]
+    assert [beat["rank"] for beat in heartbeat.holds_back(beats)] == named
+
+
+@pytest.mark.parametrize(("path", "waits"), [("/x/preemption.py", True), ("/x/model.py", False)])
+def test_where_a_rank_waits(path, waits):
+    """With NCCL the ranks that ask each other whether to stop wait in the line that reads it."""
+    calls = [("inner", path, 70), ("<module>", "/x/train.py", 9)]
+    assert heartbeat.describe(calls)[2] is waits
+
+
 def test_the_ledger_of_two_starts():
     """Of two ranks. The second start resumes at step 51, and 10 steps were lost."""
     beats = []
@@ -140,6 +178,7 @@ def heart(monkeypatch, tmp_path):
     is in its lists, as seconds from its start."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(heartbeat, "step", 1)
+    monkeypatch.setattr(heartbeat, "expected", (0.0, None))
     heart, start = heartbeat.Heart(1, rank=0, world_size=4096), time.monotonic()
     heart.writes, heart.reports = [], []
     heart.write = lambda _: heart.writes.append(time.monotonic() - start)
@@ -164,6 +203,27 @@ def test_a_long_save_is_no_hang(heart):
     time.sleep(1)
     heartbeat.step = 3
     wait_for(lambda: len(heart.reports) == 2, 10)
+
+
+def test_what_counts_as_a_step(heart):
+    """For the ledger: neither a save nor an evaluation."""
+    wait_for(lambda: heart.counts[1] > 0, 10)
+    heartbeat.alive(100)
+    time.sleep(0.3)
+    before = list(heart.counts)
+    time.sleep(0.5)
+    assert heart.counts[0] > before[0] and heart.counts[1] == before[1]
+
+
+def test_the_limit_counts_from_the_first_step(monkeypatch, heart):
+    """A script may compile or load for longer."""
+    ended = []
+    monkeypatch.setattr(heartbeat, "step", None)
+    heart.limit, heart.end = 0.5, lambda _: ended.append(heartbeat.step)
+    time.sleep(1.5)
+    assert not ended
+    heartbeat.step = 1
+    wait_for(lambda: ended, 10)
 
 
 def test_batches_of_an_evaluation(heart):

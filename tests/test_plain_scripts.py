@@ -212,6 +212,16 @@ def test_what_nobody_sees(tiny, tmp_path):
         assert sum(bool(facts["synced"]) for facts in found) == 1, "rank 0 alone"
 
 
+@pytest.mark.parametrize(("script", "alive"), [(DDP, [0, 600]), (PREEMPTIBLE, [600, 0])])
+def test_what_is_no_hang(script, alive, tiny, tmp_path):
+    """A save may take ten minutes, and after each batch of an evaluation, here one, heartbeat.py
+    begins to count anew."""
+    train = ["--data-dir", tiny, "--checkpoint-dir", tmp_path, "--epochs", 1]
+    done = ranks(0, "tests/scripts/watched.py", script, *train)
+    facts = json.loads(re.search(r"^WATCHED (.*)$", done.stdout, re.M)[1])
+    assert facts["alive"] == alive, done.stderr
+
+
 TASK = {"SLURM_PROCID": 9, "SLURM_LOCALID": 1, "SLURM_STEP_NUM_TASKS": 16}
 BATCH = {"SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NTASKS": 4, "SLURM_STEP_ID": -5}
 RANK = {"RANK": 9, "LOCAL_RANK": 1, "WORLD_SIZE": 16}

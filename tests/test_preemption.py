@@ -18,6 +18,7 @@ from conftest import (
     REPOSITORY,
     cells,
     environment,
+    mounted_in_memory,
     ranks,
     run,
     stand_ins,
@@ -49,7 +50,7 @@ def test_one_rank_is_asked(at, stopped, one_process, mnist, tmp_path):  # noqa: 
     """Both stop after the same step, save and do not evaluate, for which there may be no time. The
     resumed run takes the steps that are left, and has the losses of one that was not stopped."""
     train = ["--data-dir", mnist, *STEPS, "--checkpoint-dir", tmp_path]
-    first = ranks(2, *HOOKED, *train, TERM_AT=at, KILL=1)
+    first = ranks(2, *HOOKED, *train, TERM_AT=at, KILL="SIGKILL")
     assert first.returncode == 0, first.stderr
     assert f"\nStopped after step {stopped}, saved\n" in first.stdout
     assert list(losses(first.stdout)) == [(1, step) for step in range(1, stopped + 1)]
@@ -84,11 +85,75 @@ def test_saved_within_an_epoch(mnist, tmp_path):
     """Killed in its evaluation, a run goes on after its last checkpoint, and evaluates."""
     train = ["--data-dir", mnist, "--epochs", 2, "--log-every", 1, "--save-every", 8]
     train += ["--checkpoint-dir", tmp_path]
-    killed = ranks(2, *HOOKED, *train, KILL=1)
+    killed = ranks(2, *HOOKED, *train, KILL="SIGKILL")
     assert killed.returncode != 0 and len(losses(killed.stdout)) == 15
     resumed = ranks(2, PREEMPTIBLE, *train, "--resume")
     assert resumed.returncode == 0 and "\nResumed after step 15\n" in resumed.stdout
     assert len(evaluations(resumed.stdout)) == 2 and len(losses(resumed.stdout)) == 15
+
+
+def test_a_signal_in_the_last_evaluation(tiny, tmp_path):
+    """All is saved, and torchrun will say that the ranks have failed: the job is requeued, and then
+    it only evaluates."""
+    train = ["--data-dir", tiny, "--epochs", 1, "--checkpoint-dir", tmp_path]
+    first = ranks(2, *HOOKED, *train, KILL="SIGTERM")
+    assert "\nStopped after step 4, saved\n" in first.stdout, first.stderr
+    second = ranks(2, PREEMPTIBLE, *train, "--resume")
+    assert not losses(second.stdout) and "\nFinished: epoch=1" in second.stdout, second.stderr
+    assert evaluations(second.stdout) == evaluations(first.stdout)
+
+
+def test_a_stop_on_a_full_disk(tiny, tmp_path):
+    """Is no stop that can be resumed: it fails, and says so. What was saved stays."""
+    train = ["--data-dir", tiny, "--epochs", 9, "--checkpoint-dir", tmp_path]
+    with mounted_in_memory(tmp_path, "15m"):
+        done = ranks(2, *HOOKED, *train, TERM_AT=7)
+        assert checkpoint.steps(tmp_path) == [4]
+    assert done.returncode == 1 and "Stopped" not in done.stdout, done
+    assert re.search(
+        r"^warning: step 8 is not saved, older ones stay, \d MiB are", done.stderr, re.M
+    )
+    assert done.stdout.endswith("\nThe last steps are not saved\n")
+
+
+def test_a_disk_that_is_full_from_the_start(tiny, tmp_path):
+    """No run of days without a checkpoint."""
+    train = ["--data-dir", tiny, "--epochs", 9, "--checkpoint-dir", tmp_path]
+    with mounted_in_memory(tmp_path, "5m"):
+        done = ranks(2, PREEMPTIBLE, *train)
+    said = f"no checkpoint can be written to {tmp_path}, so the run ends\n"
+    assert done.returncode == 1 and done.stderr.endswith(said), done
+    assert len(evaluations(done.stdout)) == 1 and "Traceback" not in done.stderr
+
+
+END = """import os, sys, time
+import torch.distributed as dist
+import preemption
+dist.init_process_group("gloo")
+rank, leave = dist.get_rank(), os._exit
+
+def requeue(arguments):
+    time.sleep(1)
+    open("requeued", "w").write(arguments)
+    return False
+
+def end(status):
+    os.write(1, f"{rank} {status:d} {os.path.exists('requeued')}\\n".encode())
+    leave(0)
+
+preemption.requeue, os._exit = requeue, end
+preemption.end(sys.argv[1] == "failed", "--resume")
+"""
+ENDS = [("saved", ["0 1 True", "1 0 True"]), ("failed", ["0 1 False", "1 1 False"])]
+
+
+@pytest.mark.parametrize(("how", "said"), ENDS)
+def test_no_rank_ends_before_the_job_is_requeued(how, said, tmp_path):
+    """srun would end rank 0, which asks Slurm. A refusal, or a failure, is rank 0's status."""
+    (tmp_path / "script.py").write_text(END)
+    path = {"PYTHONPATH": REPOSITORY / "distributed"}
+    done = ranks(2, "script.py", how, cwd=tmp_path, **path)
+    assert sorted(done.stdout.splitlines()) == said, done.stderr
 
 
 @pytest.mark.parametrize("way", BY_HAND)
@@ -257,6 +322,48 @@ def test_a_job_that_another_one_has_submitted(known, tmp_path):
     done = run(sys.executable, "-c", CALL, cwd=tmp_path, env=env)
     assert done.stdout == REQUEUED and done.returncode == 0, done.stderr
     assert (tmp_path / "calls").read_text().splitlines() == ["show job 9", "requeue 9"]
+
+
+OUTER = """if [[ "${SLURM_RESTART_COUNT:-0}" == 0 ]]; then
+    scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+    sleep 60
+fi
+sbatch --parsable --nodes=1 --gpus-per-node=0 --ntasks-per-node=1 --cpus-per-task=1 \\
+    --output=inner.out launch_slurm_to_torch.sh inner.py >inner.part
+mv inner.part inner.id
+sleep 300
+"""
+INNER = """import os, sys, time, preemption
+preemption.listen()
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    print("first start", flush=True)
+    while not preemption.received:
+        time.sleep(0.1)
+    sys.exit(not preemption.requeue())
+print("second start")
+"""
+
+
+def test_sbatch_in_a_requeued_task_of_an_array(cluster, tmp_path):
+    """The job that it submits is requeued itself, and the task is left alone."""
+    for name in (*THREE_FILES["srun"], "distributed/preemption.py"):
+        copy_file(name, tmp_path)
+    shutil.copy(tmp_path / "distributed/preemption.py", tmp_path)
+    (tmp_path / "outer.sh").write_text(f"#!/bin/bash\n{OUTER}")
+    (tmp_path / "inner.py").write_text(INNER)
+    options = ["--nodes=1", "--array=3", "--requeue", "--output=outer.out", "outer.sh"]
+    task = cluster.submit(*options, cwd=tmp_path)
+    wait_for((tmp_path / "inner.id").exists, 60)
+    inner = int((tmp_path / "inner.id").read_text())
+    log = tmp_path / "inner.out"
+    wait_for(lambda: log.exists() and "first start\n" in log.read_text(), 60)
+    assert cluster.exec("scancel", "--signal=TERM", inner).returncode == 0
+    done = cluster.wait(inner)
+    assert done.state == "COMPLETED" and REQUEUED in done.log, done.log
+    assert "second start\n" in done.log and cluster.show(inner)["Restarts"] == "1"
+    outer = cluster.show(task)
+    assert (outer["JobState"], outer["Restarts"]) == ("RUNNING", "1"), outer
+    cluster.exec("scancel", task)
 
 
 # --- when the ranks are asked ---

@@ -58,8 +58,11 @@ def saved(name: str, steps: tuple = (1, 2), **options) -> checkpoint.Folder:
 
 
 def attempt(call) -> dict:
-    """What the call returns or how it ends, and what it says."""
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    """What the call returns or how it ends, and what it complains of."""
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as said,
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         try:
             found = {"returns": call()}
         except SystemExit as end:
@@ -95,6 +98,123 @@ def names(name: str) -> list[str]:
 def whole():
     saved("whole", (1, 2, 3))
     return loaded("whole") | {"names": names("whole")}
+
+
+def kinds_of_state(model, optimizer) -> dict:
+    """What a run may have besides: with a state_dict, of which one is split, or a plain value."""
+    average = fully_shard(torch.nn.Linear(16, 16))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    return {"average": average, "schedule": schedule, "best": 9.0, "place": {"shard": 0}}
+
+
+def whatever_else():
+    """A run that resumes has all of it as it was."""
+    runs, (model, optimizer) = checkpoint.Folder(FOLDER / "else"), trained(1)
+    extra = kinds_of_state(model, optimizer)
+    optimizer.step()
+    extra["schedule"].step()
+    extra |= {"best": 0.5, "place": {"shard": 7}}
+    with torch.no_grad():
+        extra["average"].weight.fill_(3)
+    runs.save(1, model, optimizer, extra)
+    runs.wait()
+
+    model, optimizer = trained(0)
+    again = kinds_of_state(model, optimizer)
+    found = attempt(lambda: checkpoint.Folder(FOLDER / "else").load(model, optimizer, again))
+    found |= {name: again[name] for name in ("best", "place")}
+    found["average"] = set(weight(again["average"])) == {3.0}
+    return found | {"schedule": [again["schedule"].last_epoch, optimizer.param_groups[0]["lr"]]}
+
+
+def without_what_it_asks_for():
+    """A checkpoint that lacks a state is not taken for one that has it."""
+    saved("without", (1,))
+    return attempt(lambda: checkpoint.Folder(FOLDER / "without").load(*trained(0), {"best": 1}))
+
+
+def copies_of_what_all_hold():
+    """Only rank 0 copies a model that is whole on every rank."""
+    runs, model = checkpoint.Folder(FOLDER / "whole-model"), torch.nn.Linear(4, 4)
+    given, async_save = [], checkpoint.dcp.async_save
+
+    def seen(state, **options):
+        given.append(len(state["model"]))
+        return async_save(state, **options)
+
+    checkpoint.dcp.async_save = seen
+    runs.save(1, model, torch.optim.AdamW(model.parameters()))
+    checkpoint.dcp.async_save = async_save
+    return {"returns": runs.wait(), "copied": given}
+
+
+def one_to_keep():
+    """The newest is damaged, and a run that resumes from the one before keeps what it saves."""
+    saved("keep", (1, 3))
+    damage(FOLDER / "keep/step_3/.metadata", os.unlink)
+    runs, (model, optimizer) = checkpoint.Folder(FOLDER / "keep", keep=1), trained(0)
+    found = attempt(lambda: runs.load(model, optimizer))
+    runs.save(2, *trained(2))
+    runs.wait()
+    dist.barrier()  # rank 0 gives the name, and deletes
+    found["names"] = names("keep")
+    runs.save(3, *trained(3))
+    return found | {"replaced": runs.wait()} | {"weights": loaded("keep")["weights"]}
+
+
+def unseen_by_one():
+    """On NFS a rank may see a new folder later than rank 0."""
+    saved("unseen", (1,))
+    steps = checkpoint.steps
+    if rank == 1:
+        checkpoint.steps = lambda path: []
+    found = loaded("unseen")
+    checkpoint.steps = steps
+    return found
+
+
+def two_names():
+    """By hand the default is the second of the start, and each rank has its own clock."""
+    found = attempt(lambda: str(checkpoint.Folder(FOLDER / f"second-{rank}").path))
+    return {"name": Path(found["returns"]).name} | found
+
+
+def saved_twice():
+    """A stop in a step that has been saved writes nothing again. The name of a checkpoint is on
+    the disk before the save counts."""
+    synced, fsync = [], os.fsync
+
+    def seen(file):
+        synced.append(os.path.isdir(f"/proc/self/fd/{file}"))
+        fsync(file)
+
+    checkpoint.os.fsync = seen
+    runs = saved("twice", (1,))
+    checkpoint.os.fsync = fsync
+    dist.barrier()  # rank 0 gives the name
+    before = (FOLDER / "twice/step_1").stat().st_ino
+    runs.save(1, *trained(1))
+    runs.wait()
+    return {"again": (FOLDER / "twice/step_1").stat().st_ino != before, "folder": synced[-1:]}
+
+
+def time_for_a_save():
+    """Of the group that writes."""
+    given, new_group = {}, dist.new_group
+
+    def seen(**options):
+        given.update(options)
+        return new_group(**options)
+
+    checkpoint.dist.new_group = seen
+    checkpoint.Folder(FOLDER / "time")
+    checkpoint.dist.new_group = new_group
+    return {"minutes": given["timeout"].total_seconds() / 60}
+
+
+def not_to_resume():
+    saved("used", (1,))
+    return attempt(lambda: checkpoint.Folder(FOLDER / "used", resume=False))
 
 
 def copied_at_once():
@@ -166,8 +286,11 @@ def not_finite():
 
 
 def other_values():
-    saved("values", (1,), about={"seed": 0, "batch_size": 8})
-    return loaded("values", about={"seed": 0, "batch_size": 4})
+    """A tuple is a list in JSON, and no other value."""
+    saved("values", (1,), about={"betas": (0.9, 0.95), "config": {"layers": 8}})
+    same = loaded("values", about={"betas": (0.9, 0.95), "config": {"layers": 8}})
+    other = loaded("values", about={"betas": (0.9, 0.95), "config": {"layers": 4}})
+    return other | {"same": same["returns"]}
 
 
 def not_shared():
@@ -218,6 +341,8 @@ def ended(runs: checkpoint.Folder) -> dict:
 
 
 SCENARIOS = (whole, copied_at_once, truncated, missing_file, all_damaged, killed_while_it_saved)
+SCENARIOS += (whatever_else, without_what_it_asks_for, copies_of_what_all_hold, one_to_keep)
+SCENARIOS += (unseen_by_one, two_names, saved_twice, time_for_a_save, not_to_resume)
 SCENARIOS += (full_disk, not_finite, other_values, not_shared, zombie, two_jobs)
 for scenario in SCENARIOS:
     found = scenario()

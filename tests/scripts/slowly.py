@@ -10,10 +10,10 @@ has happened. LATE says how many seconds the ranks sleep once they listen for si
 SLOW_SAVE rank 0 takes so many seconds more for each checkpoint, and with LONG_STEP step number N
 takes five, and every rank prints "In step N" before. TERM_AT says in which step rank 1, and no
 other, gets SIGTERM, and KILL_AT in which step of the run it is killed. With HOLD checkpoint.py's
-checkpoint of step N is not written as long as there is a file HOLD/N. The rank
-that STUCK names stays for ever in step 8. With KILL an evaluation of train_preemptible.py kills its
-process. Into the folder READS each rank writes a line for each batch of MNIST: the numbers of its
-images.
+checkpoint of step N is not written as long as there is a file HOLD/N. The rank that STUCK names
+stays for ever in step 8. With KILL=SIGKILL rank 1 gets that signal in the evaluation of
+train_preemptible.py. Into the folder READS each rank writes a line for each batch of MNIST: the
+numbers of its images.
 """
 
 import os
@@ -99,8 +99,8 @@ def hold_up_the_loader(slow: bool):
         if trains := isinstance(self.sampler, DistributedSampler):
             skipped = getattr(self.sampler, "start", 0) // self.batch_size
             done = (self.sampler.epoch - 1) * len(self) + skipped
-        elif "KILL" in env:
-            os.kill(os.getpid(), signal.SIGKILL)
+        elif "KILL" in env and env.get("RANK") == "1":
+            os.kill(os.getpid(), signal.Signals[env["KILL"]])
         for step, batch in enumerate(load(self), start=done + 1):
             if trains:
                 if slow:

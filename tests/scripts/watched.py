@@ -1,6 +1,7 @@
 """Runs a train script with its arguments as it stands, and prints one line of JSON at its end:
-whether its timer of faulthandler still runs, where its checkpoint was loaded to, whether what it
-saved was synced before it got its name, and whether the checkpoint was there when this rank ended.
+whether its timer of faulthandler still runs, what it has passed to heartbeat.alive, where its
+checkpoint was loaded to, whether what it saved was synced before it got its name, and whether the
+checkpoint was there when this rank ended.
 
 With SLOW_SAVE rank 0 takes so many seconds more for each checkpoint. With ACCELERATOR, for example
 cuda:8, torch sees so many of these devices, and the script ends where it would meet the others.
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 env = os.environ
-facts: dict = {"timer": False, "loaded_to": [], "synced": []}
+facts: dict = {"timer": False, "loaded_to": [], "synced": [], "alive": []}
 saved_since_sync: set[str] = set()
 
 
@@ -85,4 +86,8 @@ if "ACCELERATOR" in env:
 
 del sys.argv[0]
 sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+if (Path(sys.path[0]) / "heartbeat.py").exists():
+    import heartbeat
+
+    heartbeat.alive = lambda seconds=0: facts["alive"].append(seconds)
 runpy.run_path(sys.argv[0], run_name="__main__")
