@@ -170,6 +170,9 @@ class Script:
         value = r"(\"(?:\\.|[^\"])*\"|'[^']*'|\([^()]*\)|\$\([^()]*\)|\S+)"
         for command in self.commands:
             for name, text in re.findall(rf"(?<![\w-])(\w+)\+?={value}", command.text):
+                # A=$(python3 a.py): what it prints is not known.
+                if re.match(rf'"?\$\([^(]*\b({STARTERS})\s', text):
+                    continue
                 # In A="$A --more" the name stands for what is there already.
                 more = re.sub(rf"\$\{{?{name}\b", "", text.strip("\"'()"))
                 self.values[name] = f"{self.values.get(name, '')} {more}"

@@ -1,5 +1,5 @@
 """launch_slurm_with_spare.sh: a run goes on within its job when a rank or a node fails, and ends
-when it makes no progress."""
+when it makes no progress. What aux/spare.py decides is tested without a cluster."""
 
 import json
 import os
@@ -12,10 +12,329 @@ from pathlib import Path
 import pytest
 
 import chaos
-from conftest import LAUNCHERS, REPOSITORY, Cluster, at_once, note, one_rank_a_node, wait_for
+import heartbeat
+import spare
+from conftest import (
+    LAUNCHERS,
+    REPOSITORY,
+    Cluster,
+    at_once,
+    environment,
+    note,
+    run,
+    stand_ins,
+    wait_for,
+)
 from test_launchers import copy_file
 
 LAUNCHER = "launch_slurm_with_spare.sh"
+
+# --- what it decides, as tables ---
+
+
+def report(host: str, exitcode: int) -> str:
+    """The end of torchrun's report, behind srun's label."""
+    lines = ["Root Cause (first observed failure):", "[0]:", "  time      : 2026-11-01_12:00:00"]
+    lines += [f"  host      : {host}", "  rank      : 1 (local_rank: 0)"]
+    lines += [f"  exitcode  : {exitcode} (pid: 7)", "=" * 60]
+    return "".join(f"1: {line}\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("said", "node"),
+    [
+        (
+            "srun: error: n2: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Killed\n",
+            "n2",
+        ),
+        ("srun: error: n[1-2]: tasks 0-1: Killed\nloss=0.1\n", None),
+        ("srun: error: n9: task 1: Killed\n", None),
+        ("srun: error: n1: task 0: Killed\n" + report("n2.cluster.org", -9), "n2"),
+        (report("n1", 1) + report("n2", -7), "n2"),
+        ("srun: error: n1: task 0: Exited\n" + report("n2", -11), "n1"),
+        ("0: Ended, because of rank 1 on n2: no step for 600 s\nsrun: error: n1: task 0: x", "n2"),
+        ("[default0]: Ended, because of no rank by itself: no\nsrun: error: n1: task 0: x", None),
+    ],
+)
+def test_node_to_blame(said, node):
+    assert spare.node_to_blame(said, ["n1", "n2"]) == node
+
+
+@pytest.mark.parametrize(
+    ("failed", "why"),
+    [
+        ([("n2", (5, 9))], None),
+        ([("n1", (5, 9)), ("n2", (50, 54))], None),
+        ([("n2", (5, 9)), (None, None)], None),
+        ([("n2", (5, 9)), ("n2", (10, 14))], spare.TWICE),
+        ([("n2", None), ("n2", None)], spare.TWICE),
+        ([("n2", (5, 9)), ("n2", (9, 13))], spare.SAME_STEP),
+        ([("n2", (50, 54)), ("n1", (5, 9)), ("n2", (7, 11))], spare.SAME_STEP),
+    ],
+)
+def test_whether_a_node_is_left_out(failed, why):
+    """After two failures. Those in one step, even of different nodes, are the script's."""
+    assert spare.verdict(failed) == why
+
+
+def test_the_step_in_which_a_start_failed(tmp_path, monkeypatch):
+    """A heartbeat is up to two seconds old, which are five steps here. No step was seen of rank 2,
+    and rank 3 was just writing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    folder = Path("log/7/ranks-0")
+    assert spare.steps_of(folder) is None
+    folder.mkdir(parents=True)
+    for rank, step in enumerate((28, 30, None)):
+        heart = heartbeat.Heart(60, rank, world_size=4)
+        heart.first_step, heart.counts = 11, [200, 80, 0]
+        heart.file = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT)
+        monkeypatch.setattr(heartbeat, "step", step)
+        heart.write(0)
+        os.close(heart.file)
+    (folder / "3").write_text('{"step": 4')
+    assert spare.steps_of(folder) == (30, 35)
+
+
+@pytest.mark.parametrize(
+    ("file", "saved"),
+    [
+        ("checkpoint.pt", True),
+        ("step_5/0.distcp", True),
+        ("old.pt", False),
+        ("owner", False),
+        ("checkpoint.pt.part", False),
+        (".step_5/0.distcp", False),
+        ("step_5/.metadata", False),
+        ("train.log", False),
+        ("events.out.tfevents.1", False),
+    ],
+)
+def test_what_counts_as_saved(file, saved, tmp_path):
+    """In a folder, or a link to it; and for the job that requeue_failed.sh requeues, or not. The
+    launcher's status stays."""
+    (tmp_path / "a folder" / file).parent.mkdir(parents=True)
+    (tmp_path / "link").symlink_to("a folder")
+    (tmp_path / "aux").symlink_to(REPOSITORY / "aux")
+    (tmp_path / "log/7").mkdir(parents=True)
+    programs = {"squeue": "echo RUNNING 0", "scontrol": 'echo "$*" >>asked'}
+    path = f"{stand_ins(tmp_path / 'bin', programs)}:{environment()['PATH']}"
+    lines = 'touch "a folder/old.pt"; sleep 0.02; source aux/requeue_failed.sh "a folder"'
+    if file != "old.pt":
+        lines += f'; sleep 0.02; touch "a folder/{file}"'
+    shell = ["bash", "-euc", f"{lines}; exit 5"]
+    done = run(*shell, cwd=tmp_path, env=environment(PATH=path, SLURM_JOB_ID=7))
+    said = "Failed with status 5, and requeued: it resumes by itself\n"
+    assert done.stderr == (said if saved else "Not requeued: the run has saved nothing\n")
+    assert done.returncode == 5
+    assert (tmp_path / "asked").exists() == saved
+
+    started = tmp_path / "log/7/started"
+    assert spare.has_saved(tmp_path / "link", started) == saved
+    assert spare.has_saved(tmp_path / "absent", started) is False
+    if file in ("checkpoint.pt", "old.pt"):
+        assert spare.has_saved(tmp_path / "a folder" / file, started) == saved
+
+
+def test_three_requeues_without_a_save(tmp_path):
+    """A job that has saved once is requeued four times."""
+    (tmp_path / "aux").symlink_to(REPOSITORY / "aux")
+    (tmp_path / "log/7").mkdir(parents=True)
+    programs = {"squeue": 'echo "RUNNING $SLURM_RESTART_COUNT"', "scontrol": "true"}
+    path = f"{stand_ins(tmp_path / 'bin', programs)}:{environment()['PATH']}"
+    lines = "source aux/requeue_failed.sh saves; sleep 0.02; [[ -e saves ]] || touch saves; exit 5"
+    said = []
+    for requeues in range(5):
+        env = environment(PATH=path, SLURM_JOB_ID=7, SLURM_RESTART_COUNT=requeues)
+        said.append(run("bash", "-euc", lines, cwd=tmp_path, env=env).stderr)
+    assert all("status 5, and requeued" in line for line in said[:4]), said
+    assert said[4] == "Not requeued: three requeues without a save\n"
+
+
+def slurm_answers(monkeypatch, *answers):
+    """Instead of Slurm, one answer after the other. Returns the commands."""
+    asked, answers = [], iter(answers)
+    monkeypatch.setattr(spare, "slurm", lambda *command: asked.append(command) or next(answers))
+    monkeypatch.setattr(spare.time, "sleep", lambda seconds: None)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("answers", "running"),
+    [
+        (["RUNNING             2"], True),
+        (["RUNNING             3"], False),
+        (["COMPLETING          2"], False),
+        ([None, None, "RUNNING 2"], True),
+        ([None, "PENDING 3"], False),
+        ([None] * 5, True),
+    ],
+)
+def test_whether_the_job_still_runs(answers, running, monkeypatch):
+    """This start of it. A Slurm that does not answer is asked five times."""
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "204")
+    monkeypatch.setenv("JOB_RESTARTS", "2")
+    asked = slurm_answers(monkeypatch, *answers)
+    assert spare.is_running() == running
+    assert len(asked) == len(answers) and "--jobs=7_3" in asked[0]
+
+
+@pytest.mark.parametrize(
+    ("answers", "lost"),
+    [
+        (["0", "7 job on n1"], False),
+        (["0", ""], True),
+        (["1", ""], False),
+        ([None, ""], False),
+        (["0", None], False),
+    ],
+)
+def test_whether_the_first_node_is_lost(answers, lost, monkeypatch):
+    """The job runs, and not on this node. Whoever is not answered waits."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    slurm_answers(monkeypatch, *answers)
+    assert spare.has_lost("n1") == lost
+
+
+# --- the launcher on nodes n1 to n4, two of them spare, with stand-ins for Slurm ---
+
+ENV = """die() { echo "env.sh: $1" >&2 && exit 1; }
+mkdir --parents log/7
+export NNODES=$SLURM_JOB_NUM_NODES CPUS_PER_NODE=2 RUN=7
+export MASTER_ADDR=${ADDRESS:-n1} MASTER_PORT=61007
+"""
+SLURM = {
+    "scontrol": 'printf "n%s\\n" 1 2 3 4',
+    "squeue": "if [[ -e ended ]]; then echo COMPLETING 1; else echo RUNNING 1; fi",
+    # A probe, the watch, or a start, which is written down before it does what the test says.
+    "srun": """case "$*" in
+*--immediate=*) ! grep --quiet --word-regexp "${1#--nodelist=}" down ;;
+*" watch "*) echo "$*" >watch ;;
+*) echo "${1#--nodelist=} $MASTER_ADDR $MASTER_PORT $SLURM_RESTART_COUNT $JOB_RESTARTS" >>starts
+    start=$(wc --lines <starts)
+    if ((start > 9)); then touch ended; exit 9; fi
+    log=log/7/ranks-$SLURM_RESTART_COUNT
+    source ./does ;;
+esac""",
+}
+FAILS = "echo srun: error: n2: task 1: Killed >&2; exit 5; "
+SAVES = "sleep 0.02; mkdir --parents checkpoints/7; touch checkpoints/7/$start; "
+BEATS = """mkdir $log
+echo '{"step": 40, "first_step": 31, "interval": 2, "counts": [60, 50, 0]}' >$log/0; """
+
+
+class Launched:
+    """The launcher has run in `folder`: its starts, as rows of words, status and log."""
+
+    def __init__(self, folder: Path, does: str, address="", down="", bad="old n9 bad\n"):
+        copy_file(LAUNCHER, folder)
+        launcher = folder / LAUNCHER
+        launcher.write_text(launcher.read_text().replace("\nSPARE=1", "\nSPARE=2"))
+        (folder / "aux").symlink_to(REPOSITORY / "aux")
+        for name, text in {"env.sh": ENV, "does": does, "bad_nodes.txt": bad, "down": down}.items():
+            (folder / name).write_text(text)
+        path = f"{stand_ins(folder / 'bin', SLURM)}:{environment()['PATH']}"
+        slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES": 4, "SLURM_JOB_NODELIST": "n[1-4]"}
+        slurm |= {"SLURM_RESTART_COUNT": 1, "PATH": path, "ADDRESS": address}
+        command = f"exec ./{LAUNCHER} train.py >log.out 2>&1"
+        done = run("bash", "-c", command, cwd=folder, env=environment(**slurm))
+        self.status, self.log = done.returncode, (folder / "log.out").read_text()
+        self.bad = (folder / "bad_nodes.txt").read_text()
+        starts = folder / "starts"
+        rows = starts.read_text().splitlines() if starts.exists() else []
+        self.starts = [row.split() for row in rows]
+
+
+def test_a_run_that_saves_starts_as_often_as_it_fails(tmp_path):
+    """Each start on the nodes that are left, with a port and a number of its own. The node that
+    failed twice is left out, now and by later jobs."""
+    done = Launched(tmp_path, f"{SAVES} if ((start < 6)); then {FAILS} fi")
+    assert done.status == 0, done.log
+    nodes, addresses, ports, numbers, requeues = zip(*done.starts, strict=True)
+    assert nodes == ("n1,n2", "n1,n2", "n1,n3", "n1,n3", "n1,n3", "n1,n3")
+    assert set(addresses) == {"n1"} and set(requeues) == {"1"}
+    assert ports[0] == "61007" and len(set(ports)) == 6
+    assert numbers == ("100", "101", "102", "103", "104", "105")
+    assert done.log.count("Left out: ") == done.log.count(f"Left out: n2, {spare.TWICE}\n") == 1
+    today, line = time.strftime("%F"), f"n2 {spare.TWICE} (job 7)"
+    assert done.bad == f"old n9 bad\n{today} {line}\n"
+    watch = "--nodelist=n2,n3,n4 --nodes=3 --ntasks=3 --cpus-per-task=1 --overlap --no-kill "
+    watch += f"--kill-on-bad-exit=0 python3 {tmp_path}/aux/spare.py watch n1\n"
+    assert (tmp_path / "watch").read_text() == watch
+
+
+@pytest.mark.parametrize(
+    ("left", "variables"),
+    [("old n1 bad\n", {}), ("old n1 bad\n", {"address": "n1.i"}), ("", {"down": "n1"})],
+)
+def test_the_first_node_is_left_out(left, variables, tmp_path):
+    """The ranks meet on the first node that takes part."""
+    done = Launched(tmp_path, "true", bad=left, **variables)
+    assert done.status == 0, done.log
+    address = variables.get("address", "n1").replace("n1", "n2")
+    assert done.starts == [["n2,n3", address, "61007", "100", "1"]]
+    assert " n1 " in done.bad
+
+
+def test_a_run_that_does_not_save_ends(tmp_path):
+    """After three starts, in a folder with older saves as well. No node remains accused."""
+    (tmp_path / "checkpoints/7").mkdir(parents=True)
+    (tmp_path / "checkpoints/7/old.pt").touch()
+    done = Launched(tmp_path, f"touch checkpoints/7/owner; {FAILS}")
+    assert (done.status, len(done.starts)) == (5, 3), done.log
+    said = "The run has failed three times without a new file in checkpoints/7: it ends\n"
+    assert done.log.endswith(said), done.log
+    assert done.bad == "old n9 bad\n"
+
+
+def test_the_same_step_accuses_the_script(tmp_path):
+    """The run tries another node, but this one stays out of bad_nodes.txt."""
+    done = Launched(tmp_path, f"{SAVES} {BEATS} if ((start < 3)); then {FAILS} fi")
+    assert done.status == 0, done.log
+    assert [nodes for nodes, *_ in done.starts] == ["n1,n2", "n1,n2", "n1,n3"]
+    assert f"Left out: n2, {spare.SAME_STEP}\n" in done.log
+    assert done.bad == "old n9 bad\n"
+
+
+def test_a_rank_is_not_to_blame_for_a_lost_node(tmp_path):
+    """n2 fails in the second start because n1 is lost."""
+    done = Launched(
+        tmp_path, f"if ((start == 2)); then echo n1 >down; fi; if ((start < 3)); then {FAILS} fi"
+    )
+    assert done.status == 0, done.log
+    assert [nodes for nodes, *_ in done.starts] == ["n1,n2", "n1,n2", "n2,n3"]
+    assert f"Left out: n1, {spare.NO_STEP}\n" in done.log and " n2 " not in done.bad
+
+
+TOO_FEW = "No spare node is left: the run needs 2, and only 1 can be used. Submit it again with "
+OTHER_ADDRESS = "env.sh: MASTER_ADDR=10.0.0.1 does not have the name of the first node, n1, in it\n"
+
+
+@pytest.mark.parametrize(
+    ("does", "variables", "said"),
+    [
+        ("kill -TERM $PPID", {}, "Start 1 on n1,n2\n"),
+        ("touch ended", {}, "Slurm says COMPLETING, restart 1: no new start\n"),
+        ("echo '[Rank 0]: Requeued: it resumes by itself'", {}, "by itself\n"),
+        ("echo '0: Not requeued: Slurm is ending it'", {}, "Slurm is ending it\n"),
+        ("false", {"down": "n1 n2 n3 n4"}, "No node runs a step: the job ends\n"),
+        ("false", {"down": "n2 n3 n4"}, f"{TOO_FEW}--exclude=n2,n3,n4\n"),
+        ("false", {"address": "10.0.0.1"}, OTHER_ADDRESS),
+    ],
+)
+def test_no_other_start(does, variables, said, tmp_path):
+    """Of a run that has ended, or cannot start at all."""
+    done = Launched(tmp_path, f"{does}; exit 5", **variables)
+    assert done.log.endswith(said), done.log
+    assert (done.status, len(done.starts)) == ((1, 0) if variables else (5, 1))
+
+
+# --- on a cluster ---
+
 TRAIN = "tests/scripts/slowly.py 0.3 distributed/train_preemptible.py --epochs 2 --batch-size 20"
 TRAIN += " --log-every 1 --save-every 5"  # 300 images: 30 steps
 SIZE = ["--gpus-per-node=1", "--cpus-per-task=1"]
@@ -54,9 +373,9 @@ class Run:
         path = self.folder / "log.out"
         return path.read_text() if path.exists() else ""
 
-    def nodes(self, start: int) -> list[str]:
-        """Those of a start, once it takes steps."""
-        said = rf"(?s)^Start {start} on (\S+)$.*^epoch=\d step=[7-9]/"
+    def nodes(self, start: int, epoch: int = 1) -> list[str]:
+        """Those of a start, once it takes steps in that epoch."""
+        said = rf"(?s)^Start {start} on (\S+)$.*^epoch={epoch} step=[7-9]/"
         wait_for(lambda: re.search(said, self.log, re.M), 240)
         return re.search(said, self.log, re.M)[1].split(",")
 
@@ -122,57 +441,23 @@ FAULTS = {
 
 
 def test_nodes_are_left_out(cluster, tiny, tmp_path):
-    """One on which a rank has failed twice, and one that the list has. A node that cannot run the
-    probe is left out before the first start, and if too few are left, the job says so."""
-
-    def twice():
-        (tmp_path / "twice").mkdir()
-        (tmp_path / "twice/bad_nodes.txt").write_text("2026-11-01 node-14 a rank failed twice\n")
-        run = Run(cluster, tmp_path / "twice", tiny, sbatch=["--nodelist=node-[2-4]"])
-        for start in (1, 2):
-            assert run.nodes(start) == ["node-2", "node-3"]
-            os.kill(run.rank("node-3"), signal.SIGKILL)
-        assert run.nodes(3) == ["node-2", "node-4"]
-        job = run.ends("COMPLETED", "rank killed twice", 0)
-        assert job.log.count("Left out: node-3, a rank has failed there twice\n") == 1, job.log
-        _, line = (tmp_path / "twice/bad_nodes.txt").read_text().splitlines()
-        assert re.fullmatch(
-            rf"\d{{4}}-\d\d-\d\d node-3 a rank has failed there twice \(job {run.job}\)", line
-        )
-        options = [*SIZE, "--nodelist=node-[2-4]", "--output=again.out", LAUNCHER]
-        assert json.loads(job.log.splitlines()[-1])["starts"] == 3
-        again = cluster.sbatch(*options, "tests/scripts/variables.py", cwd=run.folder)
-        said = "Left out: node-3, as bad_nodes.txt says\nStart 1 on node-2,node-4\n"
-        assert again.state == "COMPLETED" and said in again.log, again.log
-        site = cluster.exec(sys.executable, "aux/check_site.py", cwd=run.folder).stdout
-        assert "--exclude=node-14,node-3, or delete their lines" in site, site
-
-    def probe():
-        edits = [("probe=(true)", "probe=(bash -c '[[ $SLURMD_NODENAME != node-[56] ]]')")]
-        options = ["--nodelist=node-[5-7]"]
-        run = Run(cluster, tmp_path / "probe", tiny, edits=edits, sbatch=options)
-        job = run.ends("FAILED", "two nodes that cannot run a step", 0)
-        assert job.log.count(", it does not run a step\n") == 2, job.log
-        said = (
-            "No spare node is left: the run needs 2, and only 1 can be used. Submit it again with "
-        )
-        assert re.search(f"{said}--exclude=node-[56],node-[56]\n$", job.log), job.log
-
-    def fails_at_once():
-        run = Run(
-            cluster,
-            tmp_path / "at_once",
-            tiny,
-            "tests/scripts/variables.py",
-            "fail",
-            sbatch=["--nodelist=node-[8-10]"],
-        )
-        job = run.ends("FAILED", "a script that fails at once", 0)
-        assert job.log.count("\nStart ") == 3, job.log
-        said = f"The run has failed three times without a new file in checkpoints/{run.job}"
-        assert said in job.log.splitlines()[-1], job.log
-
-    at_once(lambda scenario: scenario(), [(twice,), (probe,), (fails_at_once,)])
+    """One on which a rank has failed twice, in different steps, now and by the next job."""
+    options = ["--nodelist=node-[2-4]"]
+    run = Run(cluster, tmp_path, tiny, sbatch=options)
+    assert run.nodes(1) == ["node-2", "node-3"]
+    os.kill(run.rank("node-3"), signal.SIGKILL)
+    assert run.nodes(2, epoch=2) == ["node-2", "node-3"]
+    os.kill(run.rank("node-3"), signal.SIGKILL)
+    assert run.nodes(3, epoch=2) == ["node-2", "node-4"]
+    job = run.ends("COMPLETED", "rank killed twice", 0)
+    assert job.log.count(f"Left out: node-3, {spare.TWICE}\n") == 1, job.log
+    assert json.loads(job.log.splitlines()[-1])["starts"] == 3
+    options += [*SIZE, "--output=again.out", LAUNCHER]
+    again = cluster.sbatch(*options, "tests/scripts/variables.py", cwd=run.folder)
+    said = "Left out: node-3, as bad_nodes.txt says\nStart 1 on node-2,node-4\n"
+    assert again.state == "COMPLETED" and said in again.log, again.log
+    site = cluster.exec(sys.executable, "aux/check_site.py", cwd=run.folder).stdout
+    assert "--exclude=node-3, or delete their lines" in site, site
 
 
 @pytest.mark.matrix
@@ -190,60 +475,29 @@ def test_sigterm(cluster, tiny, tmp_path):
 
 # --- the EDIT line of the plain launchers ---
 
-FAILS = """import os, pathlib, sys
-folder = pathlib.Path("checkpoints", os.environ["RUN"])
-if sys.argv[1:] == ["saves"] and os.environ["RANK"] == "0" and not folder.exists():
-    folder.mkdir(parents=True)
-    (folder / "checkpoint.pt").touch()
-sys.exit(1)
-"""
-
 
 @pytest.mark.matrix
 def test_a_failed_job_is_requeued_if_it_has_saved(cluster, tiny, tmp_path):
-    """Until it has failed three times more without a save. A script that saves nothing fails."""
-    (tmp_path / "fails.py").write_text(FAILS)
-    copies = ["env.sh", "torchrun.sh", "aux/slurm_rank.sh", "aux/requeue_failed.sh"]
-    for name in (*copies, *LAUNCHERS.values()):
+    """By the line that all plain launchers have."""
+    for name in [*LAUNCHERS.values(), "run_script.sh"]:
+        assert (REPOSITORY / name).read_text().count("\n#source aux/requeue_failed.sh") == 1
+    for name in ("env.sh", "torchrun.sh", "aux/requeue_failed.sh", "aux/spare.py"):
         copy_file(name, tmp_path)
     for name in ("distributed", "tests", ".venv"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
-    for name in LAUNCHERS.values():
-        text = (tmp_path / name).read_text()
-        assert text.count("\n#source aux/requeue_failed.sh") == 1
-        (tmp_path / name).write_text(text.replace("\n#source aux/", "\nsource aux/"))
+    text = (REPOSITORY / LAUNCHERS["torchrun"]).read_text()
+    (tmp_path / "launch.sh").write_text(text.replace("\n#source aux/", "\nsource aux/"))
 
-    def job(way, *command):
-        size = [*one_rank_a_node(way), "--cpus-per-task=1", "--output=%j.out"]
-        return cluster.submit(*size, LAUNCHERS[way], *command, cwd=tmp_path, env={"ALWAYS": 1})
-
-    def fails(argument, restarts, says):
-        number = job("srun", "fails.py", argument)
-        ended = cluster.wait(number, 240)
-        assert ended.state == "FAILED", ended.log
-        assert cluster.show(number)["Restarts"] == restarts, ended.log
-        assert ended.log.splitlines()[-1] == f"Not requeued: {says}", ended.log
-
-    def killed():
-        number = job("torchrun", *TRAIN.split(), "--data-dir", tiny)
-        log = tmp_path / f"{number}.out"
-        wait_for(lambda: log.exists() and "epoch=1 step=7/" in log.read_text(), 120)
-        fault_at = time.monotonic()
-        os.kill(max(chaos.processes(number, "slowly.py")), signal.SIGKILL)
-        wait_for(lambda: re.search(r"(?s)^Resumed after .*^epoch", log.read_text(), re.M), 120)
-        note("torchrun", "rank killed, requeued", "", 0, 1, time.monotonic() - fault_at)
-        ended = cluster.wait(number, 240)
-        assert ended.state == "COMPLETED" and "\nResumed after step 5\n" in ended.log, ended.log
-        assert ended.log.count("and requeued: it resumes by itself\n") == 1, ended.log
-
-    at_once(
-        lambda scenario, *arguments: scenario(*arguments),
-        [
-            (killed,),
-            (fails, "saves", "4", "three requeues without a save"),
-            (fails, "saves nothing", "0", "the run has saved nothing"),
-        ],
-    )
+    command = [*SIZE, "--output=log.out", "launch.sh", *TRAIN.split(), "--data-dir", tiny]
+    job, log = cluster.submit(*command, cwd=tmp_path, env={"ALWAYS": 1}), tmp_path / "log.out"
+    wait_for(lambda: log.exists() and "epoch=1 step=7/" in log.read_text(), 120)
+    fault_at = time.monotonic()
+    os.kill(max(chaos.processes(job, "slowly.py")), signal.SIGKILL)
+    wait_for(lambda: re.search(r"(?s)^Resumed after .*^epoch", log.read_text(), re.M), 120)
+    note("torchrun", "rank killed, requeued", "", 0, 1, time.monotonic() - fault_at)
+    ended = cluster.wait(job, 240)
+    assert ended.state == "COMPLETED" and "\nResumed after step 5\n" in ended.log, ended.log
+    assert ended.log.count("and requeued: it resumes by itself\n") == 1, ended.log
 
 
 @pytest.mark.matrix
