@@ -4,7 +4,7 @@
 #SBATCH --gpus-per-node=2     # EDIT
 #SBATCH --cpus-per-task=16    # EDIT: for all ranks of a node, 8 for each GPU
 ##SBATCH --mem=0              # EDIT: without the second #, all memory of each node
-##SBATCH --signal=TERM@300    # EDIT: with preemption.py, without the second #: 300 s to save
+##SBATCH --signal=TERM@300    # EDIT: without the second #, 300 s to save (torch 2.12 or newer)
 #SBATCH --time=01:00:00       # EDIT
 #SBATCH --output=%x_%j.out    # the log: this file's name and the job id
 #SBATCH --requeue             # after a preemption, or the loss of the first node, it starts again

@@ -33,47 +33,76 @@ def test_every_script_is_in_the_table():
         assert broken.with_name(broken.name.replace("_broken", "_fixed")).is_file(), broken.name
 
 
-# These scripts print their line themselves, because nothing else does.
-OWN = "docker|one_node|standalone|gpu_per_task|loader|network|set_epoch|padding"
-# Lines that people have posted with their questions
-POSTED = """RendezvousTimeoutError
-master_addr is only used for static rdzv_backend and when rdzv_endpoint is not specified.
-Requested node configuration is not available
-Unable to find hostfile, will proceed with training with local resources only
-This can potentially cause a hang if this rank to GPU mapping is incorrect
-task/affinity: failed to distribute tasks (bind_type:...) - this should never happen
-Unable to layout tasks on given cpus
-step creation temporarily disabled, retrying (Requested nodes are busy)
-UnpicklingError: invalid load key, '\\x00'
-received 0 items of ancdata
-Should have a model_type key in its config.json
-a container with name "..." does not exist, and --container-image is not set
-is longer than 107 characters
-TypeError: 'NoneType' object is not an iterator
-Could not find NET with id 0
-HIP error: invalid device function
-No backend type associated with device type xpu
-The `srun` command is available on your system but is not used
-CUDA error: uncorrectable ECC error encountered
-CUDA-capable device(s) is/are busy or unavailable
-GLIBC_2.xx not found"""
+# These scripts print their line themselves, because nothing else does, or another's end.
+OWN = "docker|one_node|standalone|gpu_per_task|loader|network|set_epoch|padding|signal"
+
+
+def messages(text: str) -> list[str]:
+    """What stands in backticks, single ones or double ones."""
+    text = re.sub(r"\s+", " ", text)
+    return [double or single for double, single in re.findall(r"``(.+?)``|`([^`]+)`", text)]
+
+
+def entries() -> list[list[str]]:
+    """The messages of each entry of the page: of a heading and its line "Also:", and of each row of
+    a table whose head is "it says" or "reason"."""
+    found = []
+    for section in re.split(r"^(?=### )", PAGE, flags=re.M):
+        heading = re.findall(r"\A### (`.*)", section)
+        also = re.findall(r"^Also: (.*?)\.$", section, re.M | re.S)
+        tables = re.findall(r"^\| (?:it says|reason) \|.*\n\|.*\n((?:\|.*\n)+)", section, re.M)
+        rows = "".join(tables).splitlines()
+        found += [
+            messages(" ".join(heading + also)),
+            *(messages(row.split(" | ")[0]) for row in rows),
+        ]
+    return [said for said in found if said]
+
+
+def explain(line: str) -> list[str]:
+    """The first message of each entry that has this line."""
+    return [
+        said[0]
+        for said in entries()
+        if any(re.search(".*".join(map(re.escape, part.split("..."))), line) for part in said)
+    ]
+
+
+POSTED = re.split(r"^== *(.*)\n", (FOLDER / "posted.txt").read_text(), flags=re.M)[1:]
+LINES = [
+    (line, name)
+    for name, lines in zip(POSTED[::2], POSTED[1::2], strict=True)
+    for line in lines.split("\n")
+    if line
+]
 
 
 @pytest.mark.parametrize("command", [row for row in ROWS if not re.search(OWN, row)])
 def test_the_page_has_the_line(command):
-    """At least its longest part, because a reader searches for it, without the exception's name,
-    the jobs' names in the queue, and the end of two long ones."""
-    page = re.sub(r"\s+", " ", PAGE)
     for line in ROWS[command][0]:
-        before = r"^[\w.]+(Error|Warning): (\[\.\.\.\] )?|\[enforce.*err == 0\. |^srun: error: "
-        differs = r"\.\.\.|\d{6,}|: |\. |.* PENDING +\(|\)|, Unavail|Error code.*|, which.*"
-        parts = re.split(differs, re.sub(before, "", line))
-        assert max(parts, key=len).strip() in page, line
+        assert len(explain(line)) == 1, line
 
 
-@pytest.mark.parametrize("message", POSTED.splitlines())
-def test_the_page_has_what_people_post(message):
-    assert message in re.sub(r"\s+", " ", PAGE)
+@pytest.mark.parametrize(("line", "name"), LINES)
+def test_one_entry_explains_a_line(line, name):
+    """And none a line of a job that has nothing wrong."""
+    assert explain(line) == [name] * bool(name)
+
+
+def test_the_greps_find_the_first_error(tmp_path):
+    """Among the lines of ranks that only lost a peer, before it and after it."""
+    [greps] = re.findall(r"^```sh\n(grep -nE.*?)^```", PAGE, re.M | re.S)
+    commands = greps.replace("LOG", str(tmp_path / "log"))
+    lost = """[rank1]: torch.distributed.DistBackendError: ncclRemoteError: Connection reset by peer
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"""
+    first = "srun: error: node-1: task 0: Exited with exit code 1"
+    errors = [line for line, name in LINES if name not in ("", "Connection closed by peer")]
+    errors = [line for line in errors if re.search(r"Error: |error: |NCCL WARN", line)]
+    assert len(errors) > 90
+    for line in errors:
+        (tmp_path / "log").write_text(f"{lost}\n{line}\n{lost}\n{first}\n")
+        shown = run("bash", "-c", commands).stdout.splitlines()
+        assert shown[0] == f"3:{line}" and shown[-1] in (first, line), line
 
 
 def lint(path: Path, capsys) -> str:

@@ -432,6 +432,12 @@ def test_torchrun_by_hand(cuda, xpu, given, ranks, tmp_path):
     assert done.stdout == asked, done.stderr
 
 
+def test_a_module(cluster):
+    """docs/frameworks.md: torchrun's -m."""
+    log = cluster.sbatch("--gpus-per-node=2", LAUNCHERS["torchrun"], "-m", "platform").log
+    assert len(re.findall(r"^Linux-", log, re.M)) == 4, log
+
+
 BY_HAND = """
 state() { set +o; shopt; compgen -e; trap; umask; pwd; }
 before=$(state)

@@ -1,6 +1,7 @@
 """The launchers on clusters that are set up in other ways than the local one: with accounting,
 sockets, other names, nodes that differ. A variant is a few changes of Slurm's configuration."""
 
+import json
 import os
 import re
 import shutil
@@ -160,13 +161,17 @@ def test_order_of_tasks_by_topology(cluster, tmp_path):
     assert checked.returncode == 0 and "VERDICT: all well, 4 ranks" in checked.stdout, checked
 
 
-def test_accounting(cluster, tiny, tmp_path):
-    """README's command with --account as it stands, sacct, and a preemption by QOS."""
+def with_accounting(cluster, *changes: str):
     if not shutil.which("slurmdbd"):
         pytest.skip("no slurmdbd: `make accounting`, on Debian 12")
     made = cluster.exec("./tests/variants/accounting.sh", timeout=60)
     assert made.returncode == 0, made.stderr
-    restart(cluster)
+    restart(cluster, *changes)
+
+
+def test_accounting(cluster, tiny, tmp_path):
+    """README's command with --account as it stands, sacct, and a preemption by QOS."""
+    with_accounting(cluster)
     check = [
         "--partition=train",
         f"--output={tmp_path}/check",
@@ -190,3 +195,78 @@ def test_accounting(cluster, tiny, tmp_path):
     urgent = ["--account=A", "--qos=urgent", "--exclusive", "--output=/dev/null", "--wrap=true"]
     assert cluster.sbatch(*urgent).state == "COMPLETED"
     assert_resumed(preempted)
+
+
+# As sites have it that give hours to accounts.
+HOURS = r"s/^(AccountingStorageEnforce=.*)/\1,safe\nPriorityType=priority\/multifactor/"
+
+
+def test_whose_limit_it_is(cluster):
+    """Every limit gives a reason whose row in troubleshooting.md names its owner, and the page's
+    commands show the limit and how full it is. Those of recipes.md show the hours, and those of
+    AGENTS.md what a program asks for."""
+    with_accounting(cluster, HOURS)
+    page, recipes = (
+        (REPOSITORY / f"docs/{name}.md").read_text() for name in ("troubleshooting", "recipes")
+    )
+    [shown] = re.findall(r"^```sh\n(squeue --me --start.*?)^```$", page, re.M | re.S)
+    shown = shown.replace("accounts=A", "accounts=a").replace("qos=Q", "qos=normal")
+    rows = re.findall(r"^\| (`\(.*?) \| (.*?) \|", page, re.M)
+
+    def whose(reason: str) -> str:
+        [owner] = [
+            owner
+            for said, owner in rows
+            for part in re.findall("`(.+?)`", said)
+            if re.fullmatch(".*".join(map(re.escape, part.split("..."))), f"({reason})")
+        ]
+        return owner
+
+    job = ["--account=A", "--partition=train", "--gpus-per-node=2", "--time=30"]
+    job += ["--output=/dev/null", "--wrap=sleep 600"]
+    running, waiting = cluster.submit(*job), cluster.submit("--hold", *job)
+    wait_for(lambda: cluster.show(running)["JobState"] == "RUNNING", 30)
+    lift = f"scontrol release {waiting}"
+    for limited, limit, value, reason, owner, usage in (
+        ("account a", "GrpTRES", 2, "AssocGrpGRES", "your account's", r"UserName= GrpTRES=\S*2\(2"),
+        (
+            "account a",
+            "GrpTRESMins",
+            99,
+            "AssocGrpGRESMinutes",
+            "your account's",
+            r"TRESMins=\S*99\(",
+        ),
+        ("account a", "GrpTRESRunMins", 99, "AssocGrpGRESRunMinutes", "your account's", r"99\(60"),
+        ("qos normal", "GrpTRES", 2, "QOSGrpGRES", "everybody's", r"GrpTRES=\S*2\(2\)"),
+        ("qos normal", "MaxTRESPerUser", 2, "QOSMaxGRESPerUser", "yours", r"PU=\S*2\(2\)"),
+        ("qos normal", "MaxTRES", 1, "QOSMaxGRESPerJob", "this job's", r"PJ=\S*1"),
+    ):
+        change = f"sacctmgr --immediate modify {limited} set {limit}=gres/gpu="
+        bash(cluster, f"{change}{value}; {lift}")
+        lift = f"{change}-1"
+        wait_for(lambda reason=reason: cluster.show(waiting)["Reason"] == reason, 60)
+        assert whose(reason).startswith(owner), reason
+        printed = " ".join(bash(cluster, shown).split())
+        assert f"a normal N/A ({reason})" in printed, printed
+        assert re.search(usage, printed), printed
+
+    bash(cluster, "sacctmgr --immediate modify account a set GrpTRESMins=gres/gpu=900")
+    [shown] = re.findall(r"^(sacct --jobs=JOB --format=\S*TRES.*?)^```$", recipes, re.M | re.S)
+    shown = shown.replace("accounts=A", "accounts=a").replace("JOB", str(running), 1)
+    printed = bash(cluster, shown)
+    for part in (
+        rf"{running}\S* .*gres/gpu=2",
+        r"Usage reported in TRES Hours",  # It counts at the end of an hour
+        r"a\|\|gres/gpu=900",
+        r"UserName=\nGrpTRESMins=\S*gpu=900\(\d+\)",
+    ):
+        assert re.search(part, printed), (part, printed)
+
+    page = (REPOSITORY / "AGENTS.md").read_text()
+    may, why, used = re.findall(r"^\| (?:may|why|what did) .*?\? \| `(.+?)`", page, re.M)
+    launcher = f"--account=A --partition=train {LAUNCHERS['torchrun']}"
+    bash(cluster, may.replace("LAUNCHER", launcher).replace("SCRIPT", VARIABLES))
+    assert bash(cluster, why.replace("JOB", str(running))) == "RUNNING None\n"
+    [said] = json.loads(bash(cluster, used.replace("JOB", str(running))))["jobs"]
+    assert said["job_id"] == running and "RUNNING" in said["state"]["current"], said

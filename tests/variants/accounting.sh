@@ -35,6 +35,7 @@ cat >>"$folder/generated.conf" <<END_OF_FILE
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=node-1
 AccountingStoragePass=$folder/munge/socket
+AccountingStorageTRES=gres/gpu
 AccountingStorageEnforce=associations,limits,qos
 END_OF_FILE
 sed -i 's/^PreemptType=.*/PreemptType=preempt\/qos/' "$folder/slurm.conf"
