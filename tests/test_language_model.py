@@ -25,7 +25,8 @@ CONTEXT, BATCH_SIZE, STEPS, WARMUP_STEPS = 16, 8, 12, 3
 FLAGS = [x for name, value in SHAPE.items() for x in (f"--{name.replace('_', '-')}", str(value))]
 FLAGS += f"--context {CONTEXT} --batch-size {BATCH_SIZE} --steps {STEPS}".split()
 FLAGS += f"--warmup-steps {WARMUP_STEPS} --learning-rate 0.001 --precision fp32".split()
-FLAGS += "--log-every 1 --eval-every 6 --eval-windows 50 --save-every 6 --device cpu".split()
+FLAGS += ["--log-every", "1", "--eval-every", "6", "--eval-windows", "50"]
+FLAGS += ["--save-every", "6", "--device", "cpu"]
 
 
 def new_model(vocabulary: int = 128) -> Transformer:
@@ -235,7 +236,7 @@ PAIRS = [("fsdp 2", "tp 2"), ("fsdp 4", "tp 2 x data 2")]
 
 @pytest.mark.parametrize(("fsdp", "tp"), cells(PAIRS, PAIRS[0]))
 def test_scripts_agree(fsdp, tp, trained, dense):
-    expected = pytest.approx(dense[0], abs=3e-6)
+    expected = pytest.approx(dense, abs=3e-6)
     logs = [trained(fsdp)[1], trained(tp)[1]]
     assert [list(values(log).values()) == expected for log in logs] == [True, True]
     first, second = (values(log, "val_loss") for log in logs)
@@ -243,9 +244,9 @@ def test_scripts_agree(fsdp, tp, trained, dense):
     assert first == pytest.approx(second, abs=3e-6)
 
 
-def copied(trained, saved: str, folder: Path) -> Path:
-    """The checkpoint after step 6 in a new folder."""
-    shutil.copytree(trained(saved)[0] / "step_6", folder / "step_6")
+def copied(trained, saved: str, folder: Path, step: int = 6) -> Path:
+    """The checkpoint after step 6 in a new folder, by the name of any step."""
+    shutil.copytree(trained(saved)[0] / "step_6", folder / f"step_{step}")
     return folder
 
 
@@ -271,130 +272,153 @@ def test_resume_under_another_split(trained, text, tmp_path, saved, command, cou
         assert values(done.stdout, name) == pytest.approx(rest, abs=3e-6)
 
 
+def saved_state(path: Path, part: str) -> dict:
+    dcp_to_torch_save(path, path / "whole.pt")
+    return torch.load(path / "whole.pt", weights_only=False)[part]
+
+
 def test_the_command_line_holds_after_a_resume(trained, text, tmp_path):
     """By a requeued job, which is not told to resume."""
-    flags = ["--learning-rate", 0.002, "--steps", 15, "--precision", "bf16"]
+    flags = ["--learning-rate", 0.002, "--steps", 15, "--precision", "bf16", "--beta2", 0.9]
     folder = copied(trained, "fsdp 2", tmp_path)
     done = train("train_fsdp.py", 1, text, folder, *flags, SLURM_RESTART_COUNT=1)
     assert "\nResumed after step 6\n" in done.stdout and "Precision: bf16" in done.stdout
     rate = 0.002 * (0.55 + 0.45 * math.cos(math.pi * (6 - WARMUP_STEPS) / (15 - WARMUP_STEPS)))
     assert values(done.stdout, "learning_rate")[7] == pytest.approx(rate, rel=1e-3)
     assert values(done.stdout)[7] == pytest.approx(values(trained("fsdp 2")[1])[7], abs=0.01)
+    [group] = saved_state(folder / "step_15", "optimizer")["param_groups"]
+    assert tuple(group["betas"]) == (0.9, 0.9)
 
 
 def test_one_rank_is_asked_to_stop(text, tmp_path):
-    """All save when they next agree, and evaluate when they resume, for which Slurm may not leave
-    time before. With dropout, losses and weights are those of an uninterrupted run."""
+    """All save when they next agree, which is within five seconds, and evaluate when they resume,
+    for which Slurm may not leave time before. Losses and weights are those of an uninterrupted
+    run."""
     logs = []
-    for folder, options in (("whole", {}), ("out", {"TERM_AT": 3}), ("out", {})):
-        command = ["tests/scripts/slowly.py", 0, "distributed/train_fsdp.py"]
+    for folder, seconds, options in (("all", 0, {}), ("out", 1.5, {"TERM_AT": 3}), ("out", 0, {})):
+        command = ["tests/scripts/slowly.py", seconds, "distributed/train_fsdp.py"]
         command += [*FLAGS, "--data-dir", text, "--checkpoint-dir", tmp_path / folder]
-        command += ["--dropout", 0.2, "--steps", 14, "--eval-every", 5, "--resume"]
-        done = ranks(2, *command, **options)
+        done = ranks(2, *command, "--eval-every", 1, "--resume", **options)
         assert done.returncode == 0, done.stderr
         logs.append(done.stdout)
     whole, stopped, resumed = logs
-    assert stopped.endswith("\nStopped after step 10, saved\n")
-    assert list(values(stopped, "val_loss")) == [5] and "\nResumed after step 10\n" in resumed
+    step = int(re.search(r"\nStopped after step (\d+), saved\n$", stopped)[1])
+    assert 3 <= step <= 6 and f"\nResumed after step {step}\n" in resumed
+    assert list(values(stopped, "val_loss")) == list(range(1, step))
     for name in ("loss", "val_loss"):
         assert values(stopped, name) | values(resumed, name) == values(whole, name)
-    models = []
-    for folder in ("whole", "out"):
-        dcp_to_torch_save(tmp_path / folder / "step_14", tmp_path / "model.pt")
-        models.append(torch.load(tmp_path / "model.pt", weights_only=False)["model"])
-    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    first, second = (
+        saved_state(tmp_path / folder / "step_12", "model") for folder in ("all", "out")
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 CHANGED = [("--seed 1", "seed 0, not 1"), ("--batch-size 4", "batch_size 8, not 4")]
-CHANGED += [("--width 64", "sizes {"), ("--layers 3", "sizes {")]
+CHANGED += [("--hidden-size 64", "config.hidden_size 32, not 64"), ("--context 8", "c")]
+CHANGED += [("--data-dir {other}", "data ")]
 
 
-@pytest.mark.parametrize(("flags", "sentence"), cells(CHANGED, CHANGED[0]))
+@pytest.mark.parametrize(("flags", "sentence"), cells(CHANGED, CHANGED[0], CHANGED[-1]))
 def test_what_would_change_the_run_is_refused(trained, text, tmp_path, flags, sentence):
     folder = copied(trained, "fsdp 2", tmp_path)
-    done = train("train_fsdp.py", 1, text, folder, "--resume", *flags.split())
+    other = Path(shutil.copytree(text, tmp_path / "other"))
+    said = json.loads((other / "vocabulary.json").read_text()) | {"id": "of another text"}
+    (other / "vocabulary.json").write_text(json.dumps(said))
+    flags = flags.format(other=other).split()
+    done = train("train_fsdp.py", 1, text, folder, "--resume", *flags)
     assert done.returncode == 1 and done.stderr.count(f"step_6 has {sentence}") == 1, done.stderr
-    about = json.loads((folder / "step_6/about.json").read_text())
-    assert set(about) == {"sizes", "batch_size", "seed", "data", "tokenizer"}
-    assert set(about["sizes"]) == {*SIZES, "vocabulary"}
 
 
-# Of a run as it is: what it asks of others, in a line of its own.
+# A run as it is, and what it does in a line of its own. An evaluation takes four seconds. In the
+# one of step TERM rank 1 gets a signal. With LOST no checkpoint gets its name.
 WATCHED = """
-import faulthandler, runpy, sys; sys.path.insert(0, "distributed")
-import torch.distributed as dist, transformer
-set_timer, pending, init = faulthandler.dump_traceback_later, [], dist.init_process_group
-def timer(seconds, exit): pending.append((seconds, exit))
-faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later = timer, pending.clear
-def begin(*args, **options):
-    assert pending == [(300, True)]
-    print(f"timeout {options['timeout']}\\n", end="", flush=True)
-    init(*args, **options)
-dist.init_process_group = begin
+import gc, os, runpy, signal, sys, time; sys.path.insert(0, "distributed")
+import torch, checkpoint, heartbeat, token_files, transformer
 transformer.peak_flops = lambda device: 1e9
-end = dist.destroy_process_group
-def ended():
-    print(f"pending {pending}\\n", end="", flush=True)
-    end()
-dist.destroy_process_group = ended
+alive, collect = heartbeat.alive, gc.collect
+fixed_batches, forward = token_files.Text.fixed_batches, transformer.Transformer.forward
+def say(text): print(f"{text}\\n", end="", flush=True)
+def seen_alive(seconds=0):
+    say(f"alive {heartbeat.step} {seconds}")
+    alive(seconds)
+def seen_collect(*generation):
+    say(f"collected {heartbeat.step}")
+    return collect(*generation)
+def seen_batches(self, count, rows, rank, ranks):
+    say(f"evaluated {rows} rows")
+    time.sleep(4)
+    if str(heartbeat.step) == os.environ.get("TERM") and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return fixed_batches(self, count, rows, rank, ranks)
+def seen_forward(self, *inputs):
+    assert self.training == torch.is_grad_enabled()
+    return forward(self, *inputs)
+heartbeat.alive, gc.collect = seen_alive, seen_collect
+token_files.Text.fixed_batches, transformer.Transformer.forward = seen_batches, seen_forward
+if "LOST" in os.environ:
+    checkpoint.Folder.publish = lambda self, *_: os.environ.get("RANK") != "0"
 sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("script", ["train_fsdp.py", "train_tp.py"])
-def test_what_the_log_says(dense, text, tmp_path, script):
-    """The mean over the steps since the last line and over the ranks; mfu of all of them; the
-    loss of five evenly spread windows, which fill no batch; and no timer that ends the run."""
-    (tmp_path / "watched.py").write_text(WATCHED)
-    flags = [
-        *FLAGS,
-        "--log-every",
-        4,
-        "--eval-every",
-        10,
-        "--eval-windows",
-        5,
-        "--steps",
-        10,
-        "--keep",
-        1,
-    ]
-    flags += ["--data-dir", text, "--checkpoint-dir", tmp_path / "out", "--learning-rate", 0.001]
-    done = ranks(2, tmp_path / "watched.py", f"distributed/{script}", *flags)
+def watched(folder: Path, count: int, script: str, text: Path, *flags: object, **variables: object):
+    (folder / "watched.py").write_text(WATCHED)
+    command = [folder / "watched.py", f"distributed/{script}", *FLAGS, "--data-dir", text]
+    return ranks(count, *command, "--checkpoint-dir", folder / "out", *flags, **variables)
+
+
+@pytest.mark.parametrize(("script", "rows"), [("train_fsdp.py", 2), ("train_tp.py", 4)])
+def test_what_the_log_says(dense, text, tmp_path, script, rows):
+    """The mean over the steps since the last line and over the ranks; mfu of all of them; and the
+    loss of five evenly spread windows, which fill no batch, in as many rows as a rank trains with
+    at once. A signal in the last evaluation is heard, and then it is repeated at the next start."""
+    flags = ["--log-every", 4, "--eval-every", 5, "--eval-windows", 5, "--steps", 10, "--keep", 1]
+    flags += ["--accumulation", 2]
+    done = watched(tmp_path, 2, script, text, *flags, TERM=10)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("pending []\n") == done.stdout.count("timeout 0:30:00\n") == 2
-    vocabulary = token_files.read_vocabulary(text)["tokenizer"]["size"]
-    model = Transformer(vocabulary, **SIZES)
-    losses = dense[0]
+    assert done.stdout.endswith("\nStopped after step 10, saved\n"), done.stdout
+    # To make the model; for each of two batches of an evaluation; to save
+    alive = re.findall(r"^alive (\S+) 600$", done.stdout, re.M)
+    assert {step: alive.count(step) for step in alive} == {"None": 2, "5": 4, "6": 2, "10": 6}
+    assert done.stdout.count(f"evaluated {rows} rows\n") == 4
     # A run of ten steps has another learning rate after its warm-up.
-    assert values(done.stdout)[4] == pytest.approx(sum(losses[:4]) / 4, abs=3e-6)
+    assert values(done.stdout)[4] == pytest.approx(sum(dense[:4]) / 4, abs=3e-6)
     assert list(values(done.stdout)) == [4, 8, 10]
     rates, mfu = (values(done.stdout, name) for name in ("tokens_per_second", "mfu"))
-    flops = model.flops_per_token(SIZES["context"])
+    model = new_model()
     for step, rate in rates.items():
-        assert mfu[step] == pytest.approx(flops * rate / 2e9, abs=2e-3)
+        flops = flops_per_token(model.config, CONTEXT) * rate
+        assert mfu[step] == pytest.approx(flops / 2e9, abs=2e-3)
+    assert BATCH_SIZE * CONTEXT / rates[8] < 1, "the evaluation counts as training"
 
     assert checkpoint.steps(tmp_path / "out") == [10]
-    dcp.load({"model": model.state_dict()}, checkpoint_id=tmp_path / "out/step_10", no_dist=True)
+    weights = dict(model.named_parameters())
+    dcp.load({"model": weights}, checkpoint_id=tmp_path / "out/step_10", no_dist=True)
     tokens = token_files.read_tokens(text, "val").long()
     starts = [int(i) * 16 for i in torch.linspace(0, (len(tokens) - 17) // 16, 5)]
     batch = torch.stack([tokens[start : start + 17] for start in starts])
     loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-    assert values(done.stdout, "val_loss") == {10: pytest.approx(loss.item(), abs=3e-6)}
+    again = watched(tmp_path, 2, script, text, *flags, "--resume")
+    assert again.stdout.endswith(f"\nFinished: step=10, checkpoint in {tmp_path}/out\n")
+    for log in (done.stdout, again.stdout):
+        assert values(log, "val_loss")[10] == pytest.approx(loss.item(), abs=3e-6)
 
 
-@pytest.mark.matrix
-def test_shard_is_of_neighbours(text, tmp_path):
-    """Six ranks in three pairs."""
-    done = train("train_fsdp.py", 6, text, tmp_path, "--shard", 2, "--steps", 1, "--batch-size", 6)
-    assert "DeviceMesh((replicate=3, shard=2)" in done.stdout, done.stderr
+def test_a_long_run_whose_last_save_fails(trained, text, tmp_path):
+    """Garbage is collected every thousand steps, at the same one on all ranks."""
+    copied(trained, "fsdp 2", tmp_path / "out", step=998)
+    flags = ["--steps", 1002, "--eval-windows", 5, "--resume"]
+    done = watched(tmp_path, 2, "train_fsdp.py", text, *flags, LOST=1)
+    assert done.stdout.count("collected 1000\n") == 2, done.stderr
+    assert done.returncode == 1 and "Finished" not in done.stdout
+    assert "the last steps could not be saved" in done.stdout
 
 
 NOT_FINITE = [
     # At the save, and otherwise within ten steps.
     (1, r"^the weights are not finite after step ([2-9]), and not saved: try a lower"),
-    (50, r"^the gradient's norm is nan in step (10): try a lower --learning-rate$"),
+    (50, r"^the gradient's norm is nan in step (\d|10): try a lower --learning-rate$"),
 ]
 
 
@@ -410,53 +434,57 @@ def test_weights_that_are_not_finite(save_every, said, text, tmp_path):
     assert checkpoint.steps(tmp_path)[:1] == [int(found.pop()) - 1] * (save_every == 1)
 
 
-def sample(folder: Path, length: int, *flags: object):
-    command = ["distributed/sample.py", folder, "--length", length, "--device", "cpu", *flags]
-    return ranks(0, *command)
-
-
 def test_sample_in_one_process(trained):
-    done = sample(trained("fsdp 2")[0], 40, "--prompt", "The ")
+    """Of 128 numbers, 103 are characters."""
+    command = ["distributed/sample.py", trained("tp 2")[0], "--length", 100, "--device", "cpu"]
+    done = ranks(0, *command, "--prompt", "The ", "--temperature", 5)
     assert done.returncode == 0, done.stderr
     written = done.stdout.split("step_12:\n")[1]
     assert written.startswith("The ")
-    assert len(written.removesuffix("\n")) == 44
+    assert len(written.removesuffix("\n")) == 104
 
 
-def test_a_low_temperature_takes_the_likeliest():
-    model = Transformer(50, context=8, layers=1, heads=2, width=16)
-    model.forward = lambda tokens: torch.arange(50.0).expand(1, tokens.size(1), -1)
-    first = torch.zeros(1, 1, dtype=torch.long)
-    cold, warm = (model.generate(first, 40, 50, temperature)[0, 1:] for temperature in (0.01, 1))
-    assert cold.eq(49).all() and not warm.eq(49).all()
+def test_the_likeliest_with_and_without_a_cache():
+    """Beyond the context it continues from the later half."""
+    model = new_model(50)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    tokens = torch.tensor([[3, 1, 4], [1, 5, 9]])
+    found = model.generate(tokens, 2 * CONTEXT, 50, temperature=0)
+    first = 0
+    for place in range(3, tokens.size(1) + 2 * CONTEXT):
+        if place - first > CONTEXT:
+            first = place - CONTEXT // 2
+        likeliest = model(found[:, first:place])[:, -1].argmax(-1)
+        assert found[:, place].tolist() == likeliest.tolist(), place
+    warm = model.generate(tokens, 40, 20, temperature=9)[:, 3:]
+    assert warm.max() < 20 and len(warm.unique()) > 10
 
 
 def test_how_weights_are_drawn():
     """Those that add to the residual stream are smaller, the deeper the model."""
-    model = Transformer(1000, context=64, layers=8, heads=2, width=128)
+    sizes = SHAPE | {"num_hidden_layers": 8, "hidden_size": 128, "tie_word_embeddings": False}
+    model = Transformer(new_config(sizes, 64, 1024))
     for name, weight in model.named_parameters():
-        std = 0.02 / 4 if name.endswith(("attention.out.weight", "mlp.down.weight")) else 0.02
+        std = 0.02 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
         drawn = model.draw(name, seed=0)
         assert drawn.shape == weight.shape
         if drawn.dim() == 2:
-            assert drawn.std().item() == pytest.approx(std, rel=0.03), name
+            assert drawn.std().item() == pytest.approx(std, rel=0.05), name
         else:
             assert drawn.eq(1).all(), name
 
 
 BAD = [
-    (
-        "train_fsdp.py --steps 0",
-        "--steps, --batch-size, --accumulation, --keep and --..-every",
-    ),
-    ("train_fsdp.py --heads 5", "--width must be a multiple of 5 (--heads)"),
+    ("train_fsdp.py --steps 0", "argument --steps: invalid at_least_1 value: '0'"),
+    ("train_fsdp.py --num-attention-heads 6", "must be a multiple of --num-key-value-heads"),
     ("train_fsdp.py --batch-size 7", "--batch-size must be a multiple of 2 (ranks) x 1 (--acc"),
     ("train_fsdp.py --shard 3", "--shard must divide 2 (ranks)"),
     ("train_fsdp.py --context 999999999", "--context 999999999 is too long for the"),
     ("train_fsdp.py --data-dir /nowhere", "no prepared text at /nowhere/vocabulary.json"),
-    ("train_tp.py --tensor-parallel 3", "--tensor-parallel must divide 2 (ranks) and 4 (--heads)"),
-    ("train_tp.py --context 15 --sequence-parallel", "--context with --sequence-parallel"),
-    ("train_tp.py --accumulation 3", "a multiple of 1 (copies) x 3 (--accumulation)"),
+    ("train_tp.py --tensor-parallel 3", "must divide 2 (ranks) and 4 (--num-key-value-heads)"),
+    ("train_tp.py --context 15 --sequence-parallel", "--context must be a multiple of 2 (--t"),
+    ("train_tp.py --accumulation 3", "a multiple of 1 (groups) x 3 (--accumulation)"),
     ("train_tp.py --checkpoint-dir {}", "has checkpoints: pass --resume, or choose another"),
 ]
 
@@ -470,38 +498,6 @@ def test_a_mistake_is_a_sentence(trained, text, tmp_path, command, sentence):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("data_ranks", [1, 2, 4])
-def test_evaluation_has_one_shape_on_all_ranks(text, data_ranks):
-    """As many rows as a rank trains with at once: more may not fit into a GPU's memory."""
-    windows, rows = token_files.windows(text, "val", 16), 8 // data_ranks
-    shapes, counted = [], 0
-    for rank in range(data_ranks):
-        batches = list(token_files.fixed_batches(windows, 50, rows, rank, data_ranks))
-        shapes.append([(tokens.shape, targets.shape) for tokens, targets in batches])
-        assert all(tokens.min() >= 0 for tokens, _ in batches)
-        counted += sum((targets >= 0).sum().item() for _, targets in batches)
-    assert shapes == [[((rows, 16),) * 2] * 7] * data_ranks
-    assert counted == 50 * 16
-
-
-@pytest.mark.matrix
-def test_a_padded_vocabulary(text, tmp_path):
-    """A multiple of 64 divides by the ranks; no character that does not exist is ever written."""
-    flags, logs = ("--pad-vocabulary", 64, "--steps", 10), []
-    for script, count in (("train_tp.py", 2), ("train_fsdp.py", 1)):
-        done = train(script, count, text, tmp_path / script, *flags)
-        assert done.returncode == 0, done.stderr
-        logs.append(values(done.stdout))
-    assert logs[0] == pytest.approx(logs[1], abs=3e-6)
-    about = json.loads((tmp_path / "train_tp.py/step_10/about.json").read_text())
-    assert about["sizes"]["vocabulary"] % 64 == 0
-    assert 0 < about["sizes"]["vocabulary"] - about["tokenizer"]["size"] < 64
-    done = sample(tmp_path / "train_tp.py", 300)
-    assert done.returncode == 0, done.stderr
-    # A line break first, and one of print's.
-    assert len(done.stdout.split("step_10:\n")[1]) == 302
-
-
 COMPILED = [("train_fsdp.py", 2), ("train_fsdp.py --shard 1", 2)]
 COMPILED += [("train_tp.py --sequence-parallel", 2), ("train_tp.py --activation-checkpointing", 4)]
 
@@ -513,7 +509,7 @@ def test_compiled_is_equal(command, count, dense, text, tmp_path):
     done = train(script, count, text, tmp_path, "--compile", *flags, **cache)
     assert done.returncode == 0, done.stderr
     assert "Compiled: True" in done.stdout
-    assert list(values(done.stdout).values()) == pytest.approx(dense[0], abs=3e-6)
+    assert list(values(done.stdout).values()) == pytest.approx(dense, abs=3e-6)
 
 
 # --- on the cluster ---
@@ -527,4 +523,4 @@ def test_launchers_give_the_same_losses(script, launcher, cluster, dense, text, 
     command = [LAUNCHERS[launcher], *f"distributed/{script}".split(), *FLAGS, "--data-dir", text]
     job = cluster.sbatch(f"--output={tmp_path}/log", *command, "--checkpoint-dir", tmp_path / "out")
     assert job.state == "COMPLETED", job.log
-    assert list(values(job.log).values()) == pytest.approx(dense[0], abs=1e-5)
+    assert list(values(job.log).values()) == pytest.approx(dense, abs=1e-5)
