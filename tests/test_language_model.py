@@ -330,11 +330,12 @@ def test_what_would_change_the_run_is_refused(trained, text, tmp_path, flags, se
 
 
 # A run as it is, and what it does in a line of its own. An evaluation takes four seconds. In the
-# one of step TERM rank 1 gets a signal. With LOST no checkpoint gets its name.
+# one of step TERM rank 1 gets a signal. With LOST no checkpoint gets its name. ROOM is the memory.
 WATCHED = """
 import gc, os, runpy, signal, sys, time; sys.path.insert(0, "distributed")
 import torch, checkpoint, heartbeat, token_files, transformer
 transformer.peak_flops = lambda device: 1e9
+transformer.gpu_memory = lambda device: float(os.environ.get("ROOM", "inf"))
 alive, collect = heartbeat.alive, gc.collect
 fixed_batches, forward = token_files.Text.fixed_batches, transformer.Transformer.forward
 def say(text): print(f"{text}\\n", end="", flush=True)
@@ -352,6 +353,8 @@ def seen_batches(self, count, rows, rank, ranks):
     return fixed_batches(self, count, rows, rank, ranks)
 def seen_forward(self, *inputs):
     assert self.training == torch.is_grad_enabled()
+    if heartbeat.step is None:
+        say(f"recompute {self.model.layers[0].recompute}")
     return forward(self, *inputs)
 heartbeat.alive, gc.collect = seen_alive, seen_collect
 token_files.Text.fixed_batches, transformer.Transformer.forward = seen_batches, seen_forward
@@ -378,6 +381,7 @@ def test_what_the_log_says(dense, text, tmp_path, script, rows):
     done = watched(tmp_path, 2, script, text, *flags, TERM=10)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\nStopped after step 10, saved\n"), done.stdout
+    assert "\nMemory of a rank: about " in done.stdout and "recompute False" in done.stdout
     # To make the model; for each of two batches of an evaluation; to save
     alive = re.findall(r"^alive (\S+) 600$", done.stdout, re.M)
     assert {step: alive.count(step) for step in alive} == {"None": 2, "5": 4, "6": 2, "10": 6}
@@ -406,13 +410,16 @@ def test_what_the_log_says(dense, text, tmp_path, script, rows):
 
 
 def test_a_long_run_whose_last_save_fails(trained, text, tmp_path):
-    """Garbage is collected every thousand steps, at the same one on all ranks."""
+    """Garbage is collected every thousand steps, at the same one on all ranks. And the memory is so
+    small that activations are recomputed."""
     copied(trained, "fsdp 2", tmp_path / "out", step=998)
     flags = ["--steps", 1002, "--eval-windows", 5, "--resume"]
-    done = watched(tmp_path, 2, "train_fsdp.py", text, *flags, LOST=1)
+    done = watched(tmp_path, 2, "train_fsdp.py", text, *flags, LOST=1, ROOM=1000)
     assert done.stdout.count("collected 1000\n") == 2, done.stderr
     assert done.returncode == 1 and "Finished" not in done.stdout
     assert "the last steps could not be saved" in done.stdout
+    assert "\nwarning: this may not fit into the GPU" in done.stdout
+    assert set(re.findall("^recompute.*", done.stdout, re.M)) == {"recompute True"}
 
 
 NOT_FINITE = [

@@ -54,7 +54,7 @@ for name, weight in model.named_parameters():
 
 resource.setrlimit(resource.RLIMIT_DATA, (limit, -1))
 try:
-    copies = [value.float() for value in values.values()]
+    copies = [torch.ones_like(value, dtype=torch.float32) for value in values.values()]
 except RuntimeError as error:
     assert "allocate memory" in str(error)
 else:
