@@ -147,12 +147,10 @@ if known > config["vocab_size"] or args.context > config["max_position_embedding
     limits = f"{config['vocab_size']} tokens, and --context {config['max_position_embeddings']}"
     sys.exit(f"{args.init_from} knows {limits} at most")
 bf16 = args.precision == "bf16" or (args.precision is None and on_gpu)
-split = (rows, args.context, world_size, size)
-need = functools.partial(transformer.memory, config, *split, bf16=bf16)
-room, recompute = transformer.gpu_memory(device), args.activation_checkpointing
-if recompute is None:
-    recompute = sum(need().values()) > room
-log(transformer.memory_line(need(recompute=recompute), room))
+asked = {"room": transformer.gpu_memory(device), "recompute": args.activation_checkpointing}
+sizes = (config, rows, args.context, world_size, size)
+recompute, line = transformer.plan_memory(*sizes, bf16=bf16, **asked)
+log(line)
 with torch.device("meta"):  # without memory, because no rank is to hold it whole
     model = transformer.Transformer(config)  # EDIT: your model
 layers = model.model.layers  # EDIT: the parts of your model that are gathered one by one

@@ -175,17 +175,21 @@ def gpu_memory(device: torch.device) -> float:
     return torch.get_device_module(device).get_device_properties(device).total_memory
 
 
-def memory_line(need: dict[str, float], room: float) -> str:
-    """What `memory` returns, as a line of a log, and a warning if there is less room."""
+def plan_memory(*sizes, room: float, recompute: bool | None, **options) -> tuple[bool, str]:
+    """Whether to recompute activations, if nobody has said, because otherwise `memory` of the other
+    arguments is more than `room`; and what it is then, as lines for the log."""
+    if recompute is None:
+        recompute = sum(memory(*sizes, **options).values()) > room
+    need = memory(*sizes, **options, recompute=recompute)
     total = sum(need.values())
-    name, unit = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
-    parts = ", ".join(f"{part} {size / unit:.1f}" for part, size in need.items())
-    of = "" if room == math.inf else f" of the GPU's {room / unit:.1f}"
-    line = f"Memory of a rank: about {total / unit:.1f} {name}{of} ({parts})"
+    unit, scale = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
+    of = "" if room == math.inf else f" of the GPU's {room / scale:.1f}"
+    parts = ", ".join(f"{name} {size / scale:.1f}" for name, size in need.items())
+    line = f"Memory of a rank: about {total / scale:.1f} {unit}{of} ({parts})"
     if total > room:
         less = "more ranks, --accumulation and --activation-checkpointing take less"
         line += f"\nwarning: this may not fit into the GPU: {less}"
-    return line
+    return recompute, line
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

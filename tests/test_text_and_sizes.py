@@ -18,9 +18,9 @@ from transformer import (
     Transformer,
     count_weights,
     memory,
-    memory_line,
     new_config,
     peak_flops,
+    plan_memory,
 )
 
 
@@ -185,10 +185,15 @@ def test_memory_by_hand():
     assert need["logits"] == 10 * 4096 * 151_936 / 2
     assert memory(config, 1, 4096, ranks=1)["weights"] == 6 * 8_190_735_360
     total = sum(need.values()) / 2**30
-    assert memory_line(need, math.inf).startswith(f"Memory of a rank: about {total:.1f} GiB (weig")
-    assert "GPU's 80.0 (" in memory_line(need, 80 * 2**30).splitlines()[0]
-    assert "warning" not in memory_line(need, 80 * 2**30)
-    assert "\nwarning: this may not fit" in memory_line(need, 10 * 2**30)
+    sizes = {"config": config, "rows": 1, "context": 4096, "ranks": 16, "tensor": 2}
+    recompute, line = plan_memory(**sizes, room=math.inf, recompute=True)
+    assert recompute and line.startswith(f"Memory of a rank: about {total:.1f} GiB (weights ")
+    more = sum(memory(**sizes).values())
+    for gib, asked, expected in ((80, None, False), (25, None, True), (25, False, False)):
+        recompute, line = plan_memory(**sizes, room=gib * 2**30, recompute=asked)
+        assert recompute == expected and f"of the GPU's {gib}.0 (" in line
+        assert ("\nwarning: this may not fit" in line) == (gib == 25 and not recompute)
+    assert total < 25 < more / 2**30 < 80
 
 
 # --- windows ---

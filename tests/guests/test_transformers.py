@@ -1,0 +1,197 @@
+"""The model beside Hugging Face's: the same numbers from the same folders, and a fine-tuned one
+that transformers reads, chat template and all."""
+
+import json
+import sys
+
+import pytest
+
+from conftest import environment, run
+
+pytestmark = pytest.mark.matrix
+
+FLAGS = "--batch-size 8 --context 64 --learning-rate 0.003 --warmup-steps 5 --log-every 10"
+FLAGS += " --eval-windows 8 --device cpu --weight-decay 0"
+
+
+def python(packages, *command: object, ranks: int = 1) -> str:
+    start = [] if ranks == 1 else ["distributed/spawn_ranks.py"]
+    env = environment(**packages, NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1)
+    done = run(sys.executable, *start, *command, env=env, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# Into a folder in several files, into ours, and out again. Norms of a fresh model are 1, which a
+# mistake would survive.
+COMPARE = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, "distributed")
+import torch, hugging_face
+from transformer import Transformer
+from transformers import (AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig,
+    MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM)
+sizes = dict(vocab_size=300, hidden_size=64, intermediate_size=160, num_hidden_layers=3)
+sizes |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
+scaled = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0)
+scaled |= dict(high_freq_factor=4.0, original_max_position_embeddings=64)
+theirs = {
+    "qwen3 tied": Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=True)),
+    "qwen3": Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16, rope_theta=1e6)),
+    "llama 3.1": LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=scaled)),
+    "llama 2": LlamaForCausalLM(LlamaConfig(**sizes | {"num_key_value_heads": 4})),
+    "mistral": MistralForCausalLM(MistralConfig(**sizes, sliding_window=None)),
+}[sys.argv[1]]
+torch.manual_seed(0)
+for weight in theirs.parameters():
+    if weight.dim() == 1:
+        torch.nn.init.uniform_(weight, 0.5, 1.5)
+    else:
+        torch.nn.init.normal_(weight, std=0.2)
+folder = Path(sys.argv[2])
+theirs.save_pretrained(folder / "in", max_shard_size="200KB")
+config = hugging_face.read_config(folder / "in")
+ours = Transformer(config)
+ours.fill(hugging_face.open_weights(folder / "in", ours).__getitem__)
+tokens = torch.randint(300, (2, 200))
+found = {"files": len(list((folder / "in").glob("*.safetensors")))}
+def far(a, b): return ((a - b).abs().max() / a.abs().max()).item()
+with torch.no_grad():
+    found["logits"] = far(theirs(tokens).logits, ours(tokens))
+hugging_face.FILE_SIZE = 100_000
+hugging_face.write(folder / "out", ours, dict(ours.named_parameters()).__getitem__)
+again, said = AutoModelForCausalLM.from_pretrained(folder / "out", output_loading_info=True)
+found["again"] = torch.equal(again(tokens).logits, theirs(tokens).logits)
+found["said"] = [*said["missing_keys"], *said["unexpected_keys"]]
+wanted = torch.randint(300, (2, 200))
+pairs = list(zip(theirs.parameters(), ours.parameters(), strict=True))
+for model, logits in ((theirs, theirs(tokens).logits), (ours, ours(tokens))):
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten()).backward()
+found["gradients"] = max(far(a.grad, b.grad) for a, b in pairs)
+for model in (theirs, ours):
+    # Adam would step as far for a gradient of rounding noise as for a large one.
+    torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3).step()
+found["step"] = max(far(a.detach(), b.detach()) for a, b in pairs)
+prompt = tokens[:1, :20]
+options = dict(do_sample=False, max_new_tokens=60, attention_mask=torch.ones_like(prompt))
+text = theirs.generate(prompt, **options, eos_token_id=999)
+found["text"] = torch.equal(text, ours.generate(prompt, 60, 300, temperature=0))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("family", ["qwen3 tied", "qwen3", "llama 3.1", "llama 2", "mistral"])
+def test_equal_to_transformers(family, packages, tmp_path):
+    found = json.loads(python(packages, "-c", COMPARE, family, tmp_path).splitlines()[-1])
+    assert found["files"] > 4 and found["said"] == []
+    assert found["logits"] < 1e-5 and found["gradients"] < 2e-5 and found["step"] < 1e-5
+    assert found["again"] and found["text"]
+
+
+# A tiny Qwen3 in bfloat16, with a tokenizer of bytes, and a template that shows an empty thought
+# before the last answer only, as Qwen3's does.
+MAKE = """
+import sys, torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+words = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+words.decoder = decoders.ByteLevel()
+made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|im_end|>", pad_token="<|pad|>")
+made.add_tokens(["<|im_start|>"], special_tokens=True)
+made.chat_template = '''{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == "assistant" and loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}'''
+made.save_pretrained(sys.argv[1])
+torch.manual_seed(1)
+config = Qwen3Config(vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+    tie_word_embeddings=True)
+Qwen3ForCausalLM(config).bfloat16().save_pretrained(sys.argv[1])
+"""
+# The loss over all windows of val.bin, what counts in them, and an answer to a question
+CHAT = """
+import sys; sys.path.insert(0, "distributed")
+import torch, token_files
+from transformers import AutoModelForCausalLM, AutoTokenizer
+known = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+text = token_files.Text(sys.argv[2], 64, 1)
+[(inputs, targets)] = text.fixed_batches(8, 8, 0, 1)
+with torch.no_grad():
+    logits = model(inputs).logits
+print(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item())
+print(repr(known.decode(targets[targets >= 0])))
+question = [{"role": "user", "content": "What is 7?"}]
+prompt = known.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt",
+    return_dict=True)
+written = model.generate(**prompt, do_sample=False, max_new_tokens=40)[0]
+print(repr(known.decode(written[prompt["input_ids"].size(1) :])))
+"""
+ANSWER = "<think></think>{} it is.<|im_end|>\n"
+
+
+def test_fine_tuned_on_conversations(packages, tmp_path):
+    """On two ranks and in one process, from bfloat16 and back. Only answers are learnt, each as the
+    chat template shows it when it is the last."""
+    python(packages, "-c", MAKE, tmp_path / "qwen")
+    lines = []
+    for number in range(500):
+        messages = []
+        for digit in (number % 10, number // 10 % 10):
+            messages += [{"role": "user", "content": f"What is {digit}?"}]
+            messages += [{"role": "assistant", "content": f"{digit} it is."}]
+        lines.append(json.dumps({"messages": messages}))
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    command = ["aux/prepare_data.py", "chat", "--input", tmp_path / "chats.jsonl", "--context", 64]
+    command += ["--tokenizer", tmp_path / "qwen", "--data-dir", tmp_path / "data"]
+    assert "258 different ones: chats.jsonl" in python(packages, *command)
+
+    loss, learnt, _ = python(
+        packages, "-c", CHAT, tmp_path / "qwen", tmp_path / "data"
+    ).splitlines()
+    assert set(eval(learnt).splitlines(True)) <= {ANSWER.format(digit) for digit in range(10)}
+    logs = []
+    for ranks in (1, 2):
+        flags = [*FLAGS.split(), "--data-dir", tmp_path / "data", "--steps", 300]
+        flags += ["--init-from", tmp_path / "qwen", "--checkpoint-dir", tmp_path / str(ranks)]
+        logs.append(python(packages, "distributed/train_fsdp.py", *flags, ranks=ranks))
+    first = f"step=0/300 val_loss={float(loss):.4f}"
+    assert first in logs[0] and first in logs[1]
+    tuned = tmp_path / "2/model"
+    loss, _, answer = python(packages, "-c", CHAT, tuned, tmp_path / "data").splitlines()
+    # Its weights are rounded to bfloat16, as they were.
+    assert f"step=300/300 val_loss={float(loss):.2f}" in logs[1]
+    assert eval(answer) == ANSWER.format(7).removesuffix("\n"), answer
+
+
+def test_a_hugging_face_tokenizer(packages, tmp_path):
+    """Made for this text: shorter than its characters. sample.py needs it, and says so."""
+    lines = "".join(f"{i} is less than {i + 1}.\n" for i in range(2000))
+    (tmp_path / "input.txt").write_text(lines)
+    make = f"""
+from tokenizers import Tokenizer, models, pre_tokenizers, decoders, trainers
+made = Tokenizer(models.BPE())
+made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+made.decoder = decoders.ByteLevel()
+trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"],
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+made.train(["{tmp_path}/input.txt"], trainer)
+made.save("{tmp_path}/tokenizer.json")
+"""
+    python(packages, "-c", make)
+    file, data = tmp_path / "tokenizer.json", ["--data-dir", tmp_path / "data"]
+    command = ["aux/prepare_data.py", "text", *data, "--input", tmp_path / "input.txt"]
+    said = python(packages, *command, "--tokenizer", file)
+    assert int(said.split()[0].replace(",", "")) < len(lines) / 2
+
+    flags = [*FLAGS.split(), *data, "--steps", 3, "--checkpoint-dir", tmp_path / "run"]
+    python(packages, "distributed/train_fsdp.py", *flags)
+    sample = ["distributed/sample.py", tmp_path / "run"]
+    more = ["--prompt", "7 is less", "--length", 3, "--tokenizer", file]
+    assert "7 is less" in python(packages, *sample, *more)
+    done = run(sys.executable, *sample, env=environment(**packages))
+    assert done.returncode == 1 and "--tokenizer FILE" in done.stderr
