@@ -2,6 +2,7 @@
 that transformers reads, chat template and all."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -10,7 +11,7 @@ from conftest import environment, run
 
 pytestmark = pytest.mark.matrix
 
-FLAGS = "--batch-size 8 --context 64 --learning-rate 0.003 --warmup-steps 5 --log-every 10"
+FLAGS = "--batch-size 8 --context 128 --learning-rate 0.003 --warmup-steps 5 --log-every 10"
 FLAGS += " --eval-windows 8 --device cpu --weight-decay 0"
 
 
@@ -122,7 +123,7 @@ import torch, token_files
 from transformers import AutoModelForCausalLM, AutoTokenizer
 known = AutoTokenizer.from_pretrained(sys.argv[1])
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
-text = token_files.Text(sys.argv[2], 64, 1)
+text = token_files.Text(sys.argv[2], 128, 1)
 [(inputs, targets)] = text.fixed_batches(8, 8, 0, 1)
 with torch.no_grad():
     logits = model(inputs).logits
@@ -134,41 +135,39 @@ prompt = known.apply_chat_template(question, add_generation_prompt=True, return_
 written = model.generate(**prompt, do_sample=False, max_new_tokens=40)[0]
 print(repr(known.decode(written[prompt["input_ids"].size(1) :])))
 """
-ANSWER = "<think></think>{} it is.<|im_end|>\n"
+ANSWER = "<think></think>It is a number.<|im_end|>\n"
 
 
 def test_fine_tuned_on_conversations(packages, tmp_path):
-    """On two ranks and in one process, from bfloat16 and back. Only answers are learnt, each as the
+    """On two ranks, from bfloat16 and back. Only answers are learnt, each as the
     chat template shows it when it is the last."""
     python(packages, "-c", MAKE, tmp_path / "qwen")
     lines = []
     for number in range(500):
         messages = []
-        for digit in (number % 10, number // 10 % 10):
+        for digit in (number * 7 // 10 % 10, number // 3 % 10):
             messages += [{"role": "user", "content": f"What is {digit}?"}]
-            messages += [{"role": "assistant", "content": f"{digit} it is."}]
+            messages += [{"role": "assistant", "content": "It is a number."}]
         lines.append(json.dumps({"messages": messages}))
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
-    command = ["aux/prepare_data.py", "chat", "--input", tmp_path / "chats.jsonl", "--context", 64]
+    command = ["aux/prepare_data.py", "chat", "--input", tmp_path / "chats.jsonl", "--context", 128]
     command += ["--tokenizer", tmp_path / "qwen", "--data-dir", tmp_path / "data"]
-    assert "258 different ones: chats.jsonl" in python(packages, *command)
+    assert "259 different ones: chats.jsonl" in python(packages, *command)
 
     loss, learnt, _ = python(
         packages, "-c", CHAT, tmp_path / "qwen", tmp_path / "data"
     ).splitlines()
-    assert set(eval(learnt).splitlines(True)) <= {ANSWER.format(digit) for digit in range(10)}
-    logs = []
-    for ranks in (1, 2):
-        flags = [*FLAGS.split(), "--data-dir", tmp_path / "data", "--steps", 300]
-        flags += ["--init-from", tmp_path / "qwen", "--checkpoint-dir", tmp_path / str(ranks)]
-        logs.append(python(packages, "distributed/train_fsdp.py", *flags, ranks=ranks))
-    first = f"step=0/300 val_loss={float(loss):.4f}"
-    assert first in logs[0] and first in logs[1]
-    tuned = tmp_path / "2/model"
+    assert eval(learnt).startswith(2 * ANSWER) and not eval(learnt).replace(ANSWER, "")
+    flags = [*FLAGS.split(), "--data-dir", tmp_path / "data", "--steps", 80]
+    flags += ["--init-from", tmp_path / "qwen", "--checkpoint-dir", tmp_path / "run"]
+    log = python(packages, "distributed/train_fsdp.py", *flags, ranks=2)
+    first, last = map(float, re.findall(r"^step=\d+/\d+ val_loss=(\S+)$", log, re.M))
+    assert first == pytest.approx(float(loss), abs=2e-5)
+    tuned = tmp_path / "run/model"
     loss, _, answer = python(packages, "-c", CHAT, tuned, tmp_path / "data").splitlines()
     # Its weights are rounded to bfloat16, as they were.
-    assert f"step=300/300 val_loss={float(loss):.2f}" in logs[1]
-    assert eval(answer) == ANSWER.format(7).removesuffix("\n"), answer
+    assert last == pytest.approx(float(loss), rel=0.1) and last < 0.1
+    assert eval(answer).startswith(ANSWER.removesuffix("\n")), answer
 
 
 def test_a_hugging_face_tokenizer(packages, tmp_path):
