@@ -376,7 +376,7 @@ def test_what_the_log_says(dense, text, tmp_path, script, rows):
     """The mean over the steps since the last line and over the ranks; mfu of all of them; and the
     loss of five evenly spread windows, which fill no batch, in as many rows as a rank trains with
     at once. A signal in the last evaluation is heard, and then it is repeated at the next start."""
-    flags = ["--log-every", 4, "--eval-every", 5, "--eval-windows", 5, "--steps", 10, "--keep", 1]
+    flags = ["--log-every", 4, "--eval-every", 4, "--eval-windows", 5, "--steps", 10, "--keep", 1]
     flags += ["--accumulation", 2]
     done = watched(tmp_path, 2, script, text, *flags, TERM=10)
     assert done.returncode == 0, done.stderr
@@ -384,8 +384,14 @@ def test_what_the_log_says(dense, text, tmp_path, script, rows):
     assert "\nMemory of a rank: about " in done.stdout and "recompute False" in done.stdout
     # To make the model; for each of two batches of an evaluation; to save
     alive = re.findall(r"^alive (\S+) 600$", done.stdout, re.M)
-    assert {step: alive.count(step) for step in alive} == {"None": 2, "5": 4, "6": 2, "10": 6}
-    assert done.stdout.count(f"evaluated {rows} rows\n") == 4
+    assert {step: alive.count(step) for step in alive} == {
+        "None": 2,
+        "4": 4,
+        "6": 2,
+        "8": 4,
+        "10": 6,
+    }
+    assert done.stdout.count(f"evaluated {rows} rows\n") == 6
     # A run of ten steps has another learning rate after its warm-up.
     assert values(done.stdout)[4] == pytest.approx(sum(dense[:4]) / 4, abs=3e-6)
     assert list(values(done.stdout)) == [4, 8, 10]
