@@ -44,10 +44,10 @@ if not found:
 path = args.checkpoint_dir / f"step_{found[0]}"
 try:
     about = json.loads((path / "about.json").read_text())
-except (OSError, ValueError) as error:
-    sys.exit(f"{path} cannot be read, move it away to take the one before: {error}")
-with torch.device("meta"):
-    model = Transformer(about["config"])
+    with torch.device("meta"):
+        model = Transformer(about["config"])
+except (OSError, ValueError, KeyError) as error:
+    sys.exit(f"{path} cannot be read, move it away to take the one before: {error!r}")
 # dcp warns that there is only this process.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
