@@ -36,7 +36,6 @@ from torch.nn.functional import cross_entropy
 
 import checkpoint
 import heartbeat
-import hugging_face
 import token_files  # EDIT: your data
 import transformer  # EDIT: your model
 from parallel_plan import parallel_plan, sum_partial_gradients, whole_loss
@@ -81,6 +80,8 @@ add("--resume", action="store_true", default=requeued, help="the run in --checkp
 chosen = parser.parse_known_args()[0]
 parser.set_defaults(**sizes[chosen.size])
 if chosen.init_from:
+    import hugging_face
+
     given = hugging_face.read_config(chosen.init_from)
     parser.set_defaults(**transformer.TUNING | given)
 args = parser.parse_args()
@@ -139,17 +140,14 @@ text = token_files.Text(args.data_dir, args.context, args.batch_size, args.seed)
 # --- model ---
 heartbeat.alive(600)  # to draw or read it, and to compile the first step
 known = text.vocabulary["tokenizer"]["size"]
-# A vocabulary of whole blocks is faster on GPUs, and can be split.
-config = transformer.new_config(vars(args), args.context, math.ceil(known / 64) * 64)
-if args.init_from:
-    config = given
+config = given if args.init_from else transformer.new_config(vars(args), args.context, known)
 if known > config["vocab_size"] or args.context > config["max_position_embeddings"]:
     limits = f"{config['vocab_size']} tokens, and --context {config['max_position_embeddings']}"
     sys.exit(f"{args.init_from} knows {limits} at most")
 bf16 = args.precision == "bf16" or (args.precision is None and on_gpu)
-asked = {"room": transformer.gpu_memory(device), "recompute": args.activation_checkpointing}
-sizes = (config, rows, args.context, world_size, size)
-recompute, line = transformer.plan_memory(*sizes, bf16=bf16, **asked)
+split = (config, rows, args.context, world_size, size)
+asked = args.activation_checkpointing
+recompute, line = transformer.plan_memory(device, asked, *split, bf16=bf16)
 log(line)
 with torch.device("meta"):  # without memory, because no rank is to hold it whole
     model = transformer.Transformer(config)  # EDIT: your model

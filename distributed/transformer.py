@@ -45,8 +45,8 @@ TUNING = dict(zip(TRAINING, (1024, 64, 1000, 1e-5, 50, 0.95, 0.0), strict=True))
 
 
 def new_config(sizes: dict, context: int, vocabulary: int) -> dict:
-    """The config.json of a Qwen3 whose SHAPE is in `sizes`. Ends with a sentence if the shape is
-    impossible."""
+    """The config.json of a Qwen3 whose SHAPE is in `sizes`, for at least so many tokens. Ends with
+    a sentence if the shape is impossible."""
     shape = {name: sizes[name] for name in SHAPE}
     if shape["num_attention_heads"] % shape["num_key_value_heads"] or shape["head_dim"] % 2:
         rule = "--num-attention-heads must be a multiple of --num-key-value-heads"
@@ -54,7 +54,8 @@ def new_config(sizes: dict, context: int, vocabulary: int) -> dict:
     config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu"}
     # Qwen3 was trained with this theta, and with 1,000,000 from 32,768 tokens on.
     config |= {"attention_bias": False, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
-    config |= {"max_position_embeddings": context, "vocab_size": vocabulary}
+    # A vocabulary of whole blocks is faster on GPUs, and can be split.
+    config |= {"max_position_embeddings": context, "vocab_size": math.ceil(vocabulary / 64) * 64}
     return config | shape | {"torch_dtype": "float32"}
 
 
@@ -121,13 +122,10 @@ def memory(
     }
 
 
-# FLOP/s in dense bfloat16 from the data sheets (half of their number with sparsity), by words in
-# torch's name of the device: "NVIDIA H100 80GB HBM3" is SXM, "NVIDIA H100 PCIe" and "NVIDIA H100
-# NVL" are slower. They are at www.nvidia.com/en-us/data-center/: a40, a100, l4, l40s, h100, h200,
-# grace-hopper-superchip, hgx (B200 and B300), gb200-nvl72, gb300-nvl72, products/a10-gpu and
-# products/a30-gpu; and at www.amd.com/en/products/accelerators/instinct/mi300/: mi300x.html and
-# mi325x.html. MI250X is in AMD's white paper on CDNA 3. Half of it is here, because each half is a
-# GPU for torch. H20 and H800 were made for China, and have none there.
+# FLOP/s in dense bfloat16, by words in torch's name of the device: "NVIDIA H100 80GB HBM3" is SXM,
+# "NVIDIA H100 PCIe" and "NVIDIA H100 NVL" are slower. From the data sheets (half of their numbers
+# with sparsity) at www.nvidia.com/en-us/data-center/ and www.amd.com/en/products/accelerators/, but
+# H20 and H800, made for China, have none there. Of MI250X each half is a GPU for torch.
 PEAK_FLOPS = {
     "A10": 125e12,
     "A30": 165e12,
@@ -175,9 +173,12 @@ def gpu_memory(device: torch.device) -> float:
     return torch.get_device_module(device).get_device_properties(device).total_memory
 
 
-def plan_memory(*sizes, room: float, recompute: bool | None, **options) -> tuple[bool, str]:
-    """Whether to recompute activations, if nobody has said, because otherwise `memory` of the other
-    arguments is more than `room`; and what it is then, as lines for the log."""
+def plan_memory(
+    device: torch.device, recompute: bool | None, *sizes, **options
+) -> tuple[bool, str]:
+    """Whether to recompute activations: as it is said, or because `memory` of the other arguments
+    is more than the device's. And a line for the log on what they take."""
+    room = gpu_memory(device)
     if recompute is None:
         recompute = sum(memory(*sizes, **options).values()) > room
     need = memory(*sizes, **options, recompute=recompute)

@@ -13,6 +13,7 @@ import torch
 
 import mnist
 import token_files
+import transformer
 from transformer import (
     SIZES,
     Transformer,
@@ -172,7 +173,7 @@ def test_the_memory_of_activations(recompute):
     assert found[1] - found[0] == pytest.approx(expected, rel=0.01)
 
 
-def test_memory_by_hand():
+def test_memory_by_hand(monkeypatch):
     """Of 8 billion weights on 16 GPUs, in groups of 2: gathered are two layers and the embeddings
     in bfloat16. Recomputed, a layer keeps its input."""
     config = new_config(SIZES["8b"], 4096, 151_936)
@@ -185,12 +186,13 @@ def test_memory_by_hand():
     assert need["logits"] == 10 * 4096 * 151_936 / 2
     assert memory(config, 1, 4096, ranks=1)["weights"] == 6 * 8_190_735_360
     total = sum(need.values()) / 2**30
-    sizes = {"config": config, "rows": 1, "context": 4096, "ranks": 16, "tensor": 2}
-    recompute, line = plan_memory(**sizes, room=math.inf, recompute=True)
+    sizes, device = (config, 1, 4096, 16, 2), torch.device("cpu")
+    recompute, line = plan_memory(device, True, *sizes)
     assert recompute and line.startswith(f"Memory of a rank: about {total:.1f} GiB (weights ")
-    more = sum(memory(**sizes).values())
+    more = sum(memory(*sizes).values())
     for gib, asked, expected in ((80, None, False), (25, None, True), (25, False, False)):
-        recompute, line = plan_memory(**sizes, room=gib * 2**30, recompute=asked)
+        monkeypatch.setattr(transformer, "gpu_memory", lambda device, gib=gib: gib * 2**30)
+        recompute, line = plan_memory(device, asked, *sizes)
         assert recompute == expected and f"of the GPU's {gib}.0 (" in line
         assert ("\nwarning: this may not fit" in line) == (gib == 25 and not recompute)
     assert total < 25 < more / 2**30 < 80
