@@ -6,19 +6,24 @@
     python aux/prepare_data.py --synthetic                      # without a download
     python aux/prepare_data.py text --input a.txt b.txt         # your own text, into data/text
     python aux/prepare_data.py text --input a.txt --tokenizer tokenizer.json
+    python aux/prepare_data.py chat --input a.jsonl --tokenizer qwen --context 1024
     python aux/prepare_data.py images --data-dir data/pets      # JPEGs, drawn here
+
+A line of a.jsonl is {"messages": [{"role": "user", "content": "..."}, ...]}, and qwen the folder of
+a Hugging Face model, whose chat template turns it into tokens. They are packed for --context.
 
 Data that are already there stay. SHA256SUMS beside them is for `sha256sum --check`.
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,7 +43,8 @@ SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/t
 SHAKESPEARE += "/input.txt"
 SHAKESPEARE_MD5 = "6fb458f1232090904fb40fe944165e91"
 SYNTHETIC_TEXT = "Python documentation (synthetic)"
-DATA_SETS = ["mnist", "shakespeare", "text", "images"]
+DATA_SETS = ["mnist", "shakespeare", "text", "chat", "images"]
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # of Qwen and GPT-2, Llama 3 and Llama 2
 LAST_OF_MNIST = "t10k-labels-idx1-ubyte"  # also the last one that torchvision downloads
 
 
@@ -181,9 +187,14 @@ def describe_tokenizer(name: str, files: list[Path]) -> tuple[dict, list[int]]:
         characters = sorted({c for path in files for piece in pieces(path) for c in set(piece)})
         return {"name": name, "size": len(characters), "characters": characters}, []
     known = hugging_face_tokenizer(Path(name))
-    end = known.token_to_id("<|endoftext|>")
-    described = {"name": "tokenizer.json", "size": known.get_vocab_size()}
-    return described, [] if end is None else [end]
+    end = [number for number in map(known.token_to_id, ENDS) if number is not None]
+    return {"name": "tokenizer.json", "size": known.get_vocab_size()}, end[:1]
+
+
+def dtype_of(size: int) -> str:
+    """The smallest type for so many kinds of tokens."""
+    kinds = {"uint8": 1 << 8, "uint16": 1 << 16, "uint32": 1 << 31}
+    return next(name for name, numbers in kinds.items() if size <= numbers)
 
 
 def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, identity: str):
@@ -193,8 +204,7 @@ def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, i
         encode, _ = text_functions(described, Path(tokenizer))
     except ValueError as error:
         sys.exit(str(error))
-    kinds = {"uint8": 1 << 8, "uint16": 1 << 16, "uint32": 1 << 31}
-    dtype = next(name for name, numbers in kinds.items() if described["size"] <= numbers)
+    dtype = dtype_of(described["size"])
     itemsize = np.dtype(dtype).itemsize
     with written_whole(folder, "vocabulary.json") as new:
         train, val = new / "train.bin", new / "val.bin"
@@ -220,8 +230,11 @@ def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, i
         (folder / "vocabulary.json").unlink(missing_ok=True)
 
 
-def prepare_text(folder: Path, synthetic: bool, files: list[Path], tokenizer: str) -> str:
-    """Fills `folder` with token files. Returns one line that describes them.
+def prepare_text(
+    folder: Path, synthetic: bool, files: list[Path], tokenizer: str, packed: int | None = None
+) -> str:
+    """Fills `folder` with token files, or those of conversations that are `packed` for a context.
+    Returns one line that describes them.
 
     Raises DownloadError, or OSError.
     """
@@ -249,15 +262,108 @@ def prepare_text(folder: Path, synthetic: bool, files: list[Path], tokenizer: st
             download_shakespeare(folder)
 
     # Written again if the text or the tokenizer has changed.
-    parts = [sha256(path) for path in (Path(tokenizer), *files) if path.is_file()]
-    identity = hashlib.sha256(" ".join([Path(tokenizer).name, *parts]).encode()).hexdigest()
+    made_by = [Path(tokenizer)]
+    if packed:
+        made_by = [*sorted(made_by[0].glob("*token*")), *made_by[0].glob("chat_template*")]
+    parts = [sha256(path) for path in (*made_by, *files) if path.is_file()]
+    named = [f"chat {packed}" if packed else Path(tokenizer).name, *parts]
+    identity = hashlib.sha256(" ".join(named).encode()).hexdigest()
     if held.get("id") != identity:
-        write_tokens(folder, source, files, tokenizer, identity)
+        if packed:
+            write_chat(folder, source, files, Path(tokenizer), packed, identity)
+        else:
+            write_tokens(folder, source, files, tokenizer, identity)
         held = json.loads(described.read_text())
 
     unit, size = unit_of(held["tokenizer"]), held["tokenizer"]["size"]
     counts = f"{held['train_tokens']:,} training and {held['val_tokens']:,} validation {unit}"
     return f"{counts}, {size:,} different ones: {held['source']}, in {folder}"
+
+
+# --- conversations ---
+
+
+def answers(messages: list[dict], template: Callable) -> list[list[tuple[str, bool]]]:
+    """The texts to learn from, each as its parts, and whether the model is to write a part.
+
+    `template` makes a text of messages. Where it shows earlier answers in another way than the last
+    one, as Qwen3's does, each answer is a text of its own, behind all that came before it. Raises
+    ValueError with a sentence.
+    """
+    texts = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = template(messages[:number], add_generation_prompt=True)
+        whole = template(messages[: number + 1], add_generation_prompt=False)
+        if not whole.startswith(prompt):
+            raise ValueError("its chat template does not put an answer behind its prompt")
+        answer = whole[len(prompt) :]
+        before = "".join(part for part, _ in texts[-1]) if texts else ""
+        if texts and prompt.startswith(before):
+            texts[-1] += [(prompt[len(before) :], False), (answer, True)]
+        else:
+            texts.append([(prompt, False), (answer, True)])
+    return texts
+
+
+def pack(texts: list[np.ndarray], context: int, end: int) -> np.ndarray:
+    """Texts (tokens, 2) one after the other, in whole windows of `context` and one token more. One
+    that does not fit into what is left of a window begins the next one."""
+    parts, count = [], 0
+    for text in texts:
+        left = -count % context
+        # A text that is longer than a window is cut anyway.
+        if left < len(text) <= context:
+            parts.append(np.tile([end, 0], (left, 1)))
+            count += left
+        parts.append(text)
+        count += len(text)
+    parts.append(np.tile([end, 0], ((1 - count) % context, 1)))
+    return np.concatenate(parts)
+
+
+def write_chat(
+    folder: Path, source: str, files: list[Path], like: Path, context: int, identity: str
+):
+    """The token files and masks of conversations: every tenth in val, the others in train."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        sys.exit("this needs the package transformers: pip install transformers")
+    known = AutoTokenizer.from_pretrained(like)
+    template = functools.partial(known.apply_chat_template, tokenize=False)
+    splits = {"train": [], "val": []}
+    lines = (line for path in files for line in path.open(encoding="utf-8"))
+    for number, line in enumerate(lines, start=1):
+        try:
+            texts = answers(json.loads(line)["messages"], template)
+        except (ValueError, LookupError, TypeError) as error:
+            sys.exit(f"line {number} of {source} is no conversation: {error}")
+        for parts in texts:
+            # In parts, as in a chat, where the prompt is there before its answer.
+            tokens = [
+                (token, int(learnt))
+                for part, learnt in parts
+                for token in known(part, add_special_tokens=False).input_ids
+            ]
+            splits["train" if number % 10 else "val"].append(np.array(tokens, np.int32))
+    if not splits["val"]:
+        sys.exit(f"{source} has fewer than ten conversations with an answer")
+
+    dtype = dtype_of(len(known))
+    said = {"tokenizer": {"name": "tokenizer.json", "size": len(known)}, "dtype": dtype}
+    said |= {"source": source, "id": identity, "packed": context}
+    with written_whole(folder, "vocabulary.json") as new:
+        for split, texts in splits.items():
+            tokens = pack(texts, context, known.eos_token_id)
+            tokens[:, 0].astype(dtype).tofile(new / f"{split}.bin")
+            tokens[:, 1].astype(np.uint8).tofile(new / f"{split}.mask")
+            said[f"{split}_tokens"] = len(tokens)
+        shutil.copyfile(like / "tokenizer.json", new / "tokenizer.json")
+        (new / "SHA256SUMS").write_bytes(sums_of(*new.glob("*.bin"), *new.glob("*.mask")))
+        (new / "vocabulary.json").write_bytes(json.dumps(said).encode())
+        (folder / "vocabulary.json").unlink(missing_ok=True)
 
 
 def download_shakespeare(folder: Path):
@@ -276,15 +382,20 @@ def main():
     help = "write into this folder (default: data/ and the data set's name)"
     add("--data-dir", type=Path, help=help)
     add("--synthetic", action="store_true", help="make the data here, without internet")
-    help = "your own text, in UTF-8, for the data set text"
+    help = "your own text in UTF-8, or conversations as JSON lines"
     add("--input", type=Path, nargs="+", metavar="FILE", default=[], help=help)
     help = "for your own text: characters (the default), bytes, or the path of a Hugging Face "
-    help += "model's tokenizer.json"
+    help += "model's tokenizer.json; for conversations the model's folder"
     add("--tokenizer", default="characters", metavar="NAME", help=help)
+    help = "tokens of a sequence, for conversations (default: 1024, as train_fsdp.py has it)"
+    add("--context", type=int, default=1024, help=help)
     args = parser.parse_args()
-    if (args.dataset == "text") != bool(args.input):
+    own = args.dataset in ("text", "chat")
+    if own != bool(args.input):
         parser.error("your own text takes both: text --input FILE")
-    if args.dataset != "text" and args.tokenizer != "characters":
+    if args.dataset == "chat" and not Path(args.tokenizer, "tokenizer.json").exists():
+        parser.error("conversations take --tokenizer FOLDER, which has a tokenizer.json")
+    if not own and args.tokenizer != "characters":
         parser.error("--tokenizer is for your own text: text --input FILE")
     if args.synthetic and args.input:
         parser.error("--synthetic takes no --input")
@@ -300,7 +411,8 @@ def main():
             return prepare_mnist(folder, synthetic)
         if name == "images":
             return prepare_images(folder)
-        return prepare_text(folder, synthetic, args.input, args.tokenizer)
+        packed = args.context if name == "chat" else None
+        return prepare_text(folder, synthetic, args.input, args.tokenizer, packed)
 
     names = ["mnist", "shakespeare"] if args.dataset == "all" else [args.dataset]
     for name in names:

@@ -30,18 +30,18 @@ from prepare_data import draw_mnist
 PYTHON = sys.executable
 RUNNING: list[subprocess.Popen] = []
 VOCABULARY = 50257  # GPT-2's, which is no multiple of 64
-PADDED = "--size gpt2 --batch-size 32"
+SMALL = "--size 0.1b --batch-size 32"
 SPEED = {
-    "gpt2, eager": f"{PADDED} --pad-vocabulary 1 --no-compile",
-    "gpt2": f"{PADDED} --pad-vocabulary 1",
-    "gpt2, padded vocabulary": PADDED,
-    "1b, padded vocabulary, recomputed": "--size 1b --batch-size 8 --activation-checkpointing",
-    "gpt2, eager, FSDP of one rank": f"{PADDED} --no-compile",
-    "gpt2, FSDP of one rank": PADDED,
+    "0.1b, eager": f"{SMALL} --no-compile",
+    "0.1b": SMALL,
+    "0.6b": "--size 0.6b --batch-size 4",
+    "1.7b, recomputed": "--size 1.7b --batch-size 4 --activation-checkpointing",
+    "0.1b, eager, FSDP of one rank": f"{SMALL} --no-compile",
+    "0.1b, FSDP of one rank": SMALL,
 }
-TINY = "--layers 2 --heads 4 --width 64 --context 32 --batch-size 8"
+TINY = "--num-hidden-layers 2 --hidden-size 64 --context 32 --batch-size 8"
 # Small enough for the dry run on a CPU.
-SPEED_OF_CPU = {"eager": TINY, "padded, FSDP of one rank": f"{TINY} --pad-vocabulary 64"}
+SPEED_OF_CPU = {"eager": TINY, "FSDP of one rank": TINY}
 HANG = """
 import datetime, torch, torch.distributed as dist
 torch.cuda.set_device(0)
@@ -127,7 +127,7 @@ class Report:
         script = f"distributed/train_fsdp.py --data-dir {folder}/tokens {self.device}"
         self.script = f"{script} --eval-windows 8 --eval-every 100000 --save-every 100000"
         self.fsdp = f"{PYTHON} {self.script}"
-        self.size = TINY if self.cpu else PADDED
+        self.size = TINY if self.cpu else SMALL
 
     def prepare(self):
         """GPT-2's tokens as nanoGPT stores them, at random, and MNIST's digits, drawn here."""
@@ -187,7 +187,7 @@ class Report:
         """In float32, of five steps; TF32 off."""
         found = {}
         for device in ["cpu"] if self.cpu else ["cpu", "cuda"]:
-            options = f"{TINY} --precision fp32 --no-compile --dropout 0 --steps 5 --log-every 1"
+            options = f"{TINY} --precision fp32 --no-compile --steps 5 --log-every 1"
             folder = f"--checkpoint-dir {self.folder}/losses-{device}"
             where = "--device cpu" if device == "cpu" else ""
             command = f"{self.fsdp} {options} {folder} {where}"

@@ -157,8 +157,8 @@ machine() {
     } 2>&1 | block 60
 }
 
-TEXT="--layers 2 --heads 4 --width 64 --context 32 --batch-size 48 --learning-rate 0.002"
-TEXT+=" --dropout 0 --warmup-steps 5 --steps 60 --log-every 5 --precision fp32 --no-compile"
+TEXT="--num-hidden-layers 2 --hidden-size 64 --context 32 --batch-size 48 --learning-rate 0.002"
+TEXT+=" --warmup-steps 5 --steps 60 --log-every 5 --precision fp32 --no-compile"
 TEXT+=" --deterministic"
 
 # report NODES PART ...: aux/cluster_report.py, as on any cluster.
@@ -290,7 +290,7 @@ from pathlib import Path
 sys.path.insert(0, "dev")
 import gpu_report
 cpu = os.environ["DEVICE"] == "cpu"
-rows = ("gpt2, padded vocabulary", "gpt2, FSDP of one rank", "eager")
+rows = ("0.1b", "0.1b, FSDP of one rank", "eager")
 for table in (gpu_report.SPEED, gpu_report.SPEED_OF_CPU):
     for name in {*table} - {*rows}:
         del table[name]

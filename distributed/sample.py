@@ -2,10 +2,10 @@
 
     python distributed/sample.py checkpoints/JOB --length 500 --prompt "ROMEO:"
 
-With --export it writes the model into a folder instead: model.pt for torch.load, with this
-repository's names, and model.safetensors with config.json, which transformers reads as GPT-2.
+With --export it writes the model into a folder instead, for transformers and vLLM: safetensors,
+config.json, and the tokenizer with all that lies beside it. It holds one weight at a time.
 
-    python distributed/sample.py checkpoints/JOB --export my-gpt2
+    python distributed/sample.py checkpoints/JOB --export my-model --tokenizer qwen/tokenizer.json
 """
 
 import argparse
@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import checkpoint
-import gpt2
+import hugging_face
 import token_files
 from transformer import Transformer
 
@@ -44,29 +44,37 @@ if not found:
 path = args.checkpoint_dir / f"step_{found[0]}"
 try:
     about = json.loads((path / "about.json").read_text())
-except (OSError, ValueError) as error:
-    sys.exit(f"{path} cannot be read, move it away to take the one before: {error}")
-with torch.device("meta"):
-    model = Transformer(**about["sizes"])
-model.to_empty(device=device)
-model.tie()
+    with torch.device("meta"):
+        model = Transformer(about["config"])
+except (OSError, ValueError, KeyError) as error:
+    sys.exit(f"{path} cannot be read, move it away to take the one before: {error!r}")
 # dcp warns that there is only this process.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
-try:
-    dcp.load({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)
-except (Exception, dcp.CheckpointException) as error:
-    what = f"{path} cannot be read, move it away to take the one before"
-    sys.exit(f"{what}: {checkpoint.cause(error)}")
+
+
+def read(weights: dict[str, torch.Tensor]):
+    """Fills these weights from the checkpoint."""
+    try:
+        dcp.load({"model": weights}, checkpoint_id=path, no_dist=True)
+    except (Exception, dcp.CheckpointException) as error:
+        what = f"{path} cannot be read, move it away to take the one before"
+        sys.exit(f"{what}: {checkpoint.cause(error)}")
+
+
+def value_of(name: str) -> torch.Tensor:
+    value = torch.empty(model.get_parameter(name).shape)
+    read({name: value})
+    return value
+
 
 if args.export:
-    args.export.mkdir(parents=True, exist_ok=True)
-    torch.save({"model": model.state_dict(), **about}, args.export / "model.pt")
-    try:
-        gpt2.write(args.export, model)
-    except ImportError:
-        sys.exit(f"{args.export} has model.pt only: pip install safetensors for the others")
-    print(f"{path} is in {args.export}: model.pt, model.safetensors and config.json")
+    like = args.tokenizer.parent if args.tokenizer else None
+    hugging_face.write(args.export, model, value_of, like)
+    print(f"{path} is in {args.export}")
     sys.exit()
+model.to_empty(device=device)
+model.tie()
+read(dict(model.named_parameters()))
 
 try:
     encode, decode = token_files.text_functions(about["tokenizer"], args.tokenizer)

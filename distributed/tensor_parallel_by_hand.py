@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from transformer import Transformer
+from transformer import SIZES, Transformer, new_config
 
 
 class EnterSplit(torch.autograd.Function):
@@ -76,6 +76,18 @@ class RowLinear(nn.Linear):
         return ReduceSplit.apply(super().forward(x))
 
 
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of this rank's heads. All ranks have the whole weight (D), and each the gradient of
+    its own heads only, so the weight comes through EnterSplit."""
+
+    def __init__(self, whole: nn.RMSNorm):
+        super().__init__(whole.normalized_shape, whole.eps)
+        self.weight = nn.Parameter(whole.weight.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.normalized_shape, EnterSplit.apply(self.weight), self.eps)
+
+
 class SplitEmbedding(nn.Module):
     """Rank r has rows r of weight (V, C). For a token of another rank's it has 0, so the sum over
     all ranks is what the token's owner has."""
@@ -97,23 +109,30 @@ def find_rows(tokens: torch.Tensor, first: int, count: int) -> tuple[torch.Tenso
 
 
 def split_by_hand(model: Transformer, rank: int, world_size: int) -> Transformer:
-    """Leaves this rank its part of an unsplit model. The weights of norms and positions stay
-    whole on all ranks."""
+    """Leaves this rank its part of an unsplit model. The weights of norms stay whole on all
+    ranks."""
 
-    def enter(module: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
-        return EnterSplit.apply(*inputs)
+    def enter(module: nn.Module, inputs: tuple) -> tuple:
+        return EnterSplit.apply(inputs[0]), *inputs[1:]
 
-    for block in model.blocks:
-        attention, mlp = block.attention, block.mlp
+    def columns(whole: nn.Linear) -> ColumnLinear:
+        return ColumnLinear(whole, rank, world_size)
+
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
         attention.register_forward_pre_hook(enter)
+        attention.q_proj = columns(attention.q_proj)
+        attention.k_proj = columns(attention.k_proj)
+        attention.v_proj = columns(attention.v_proj)
+        attention.q_norm = HeadNorm(attention.q_norm)
+        attention.k_norm = HeadNorm(attention.k_norm)
+        attention.o_proj = RowLinear(attention.o_proj, rank, world_size)
         mlp.register_forward_pre_hook(enter)
-        attention.qkv = ColumnLinear(attention.qkv, rank, world_size)
-        attention.out = RowLinear(attention.out, rank, world_size)
-        mlp.up = ColumnLinear(mlp.up, rank, world_size)
-        mlp.down = RowLinear(mlp.down, rank, world_size)
-    model.token_embedding = SplitEmbedding(model.token_embedding, rank, world_size)
-    model.head = ColumnLinear(model.head, rank, world_size)
-    model.head.register_forward_pre_hook(enter)
+        mlp.gate_proj, mlp.up_proj = columns(mlp.gate_proj), columns(mlp.up_proj)
+        mlp.down_proj = RowLinear(mlp.down_proj, rank, world_size)
+    model.model.embed_tokens = SplitEmbedding(model.model.embed_tokens, rank, world_size)
+    model.lm_head = columns(model.lm_head)
+    model.lm_head.register_forward_pre_hook(enter)
     model.tie()
     return model
 
@@ -122,7 +141,7 @@ def split_loss(model: Transformer, logits: torch.Tensor, targets: torch.Tensor) 
     """Mean cross-entropy of this rank's part of the logits (B, T, V / n): log of the sum of exp,
     less the target's."""
     largest = all_reduce(logits.detach().amax(-1), dist.ReduceOp.MAX)
-    row, held = find_rows(targets, model.token_embedding.first, logits.size(-1))
+    row, held = find_rows(targets, model.model.embed_tokens.first, logits.size(-1))
     target = logits.gather(-1, row.unsqueeze(-1)).squeeze(-1) * held
     total = (logits - largest.unsqueeze(-1)).exp().sum(-1)
     # One collective for both sums.
@@ -141,7 +160,7 @@ def main():
     numbers = torch.tensor([sorted(set(text)).index(character) for character in text])
     models = []
     for _ in range(2):
-        model = Transformer(len(set(text)), context=32, layers=2, heads=4, width=64)
+        model = Transformer(new_config(SIZES["cpu"] | {"num_hidden_layers": 2}, 32, 128))
         for name, weight in model.named_parameters():
             weight.data = model.draw(name, seed=0)
         models.append(model)

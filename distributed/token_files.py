@@ -1,15 +1,27 @@
 """Text as token files: train.bin and val.bin, memory-mapped, and windows of them.
 
-Each holds one number per token (uint8, or uint16 or uint32 in little-endian order). vocabulary.json
-beside them, which aux/prepare_data.py writes, says how many numbers there are and how to turn them
-into text.
+    text = token_files.Text("data/shakespeare", context=64, batch_size=12)
+    inputs, targets, count = text.batch(step, rank, ranks, device)      # (12 / ranks, 64) int64
+
+Each file holds one number per token (uint8, or uint16 or uint32 in little-endian order).
+vocabulary.json beside them, which aux/prepare_data.py writes, says how many numbers there are and
+how to turn them into text. Documents stand one after the other, a window cuts them at any place,
+and attention sees all of a window.
+
+Conversations also have train.mask and val.mask, a byte per token: 1 if the model is to learn to
+write it. They are packed into the windows of one context, and none is cut that fits into one.
 
 A folder of nanoGPT's (github.com/karpathy/nanoGPT, data/) works as well: it holds uint16, and
 either meta.pkl with its characters or, without it, GPT-2's tokens.
 """
 
 import json
+import math
+import mmap
 import pickle
+import sys
+import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,7 +43,8 @@ class NothingButData(pickle.Unpickler):
 def read_vocabulary(folder: Path) -> dict:
     """The content of vocabulary.json: dtype, source, train_tokens, val_tokens, id (of the data),
     and under "tokenizer" its name ("characters", "bytes" or "tokenizer.json"), its size and, for
-    "characters", these in order. Raises OSError, ValueError or KeyError.
+    "characters", these in order. Conversations have the context that they are packed for, under
+    "packed". Raises OSError, ValueError or KeyError.
     """
     folder = Path(folder)
     described = folder / "vocabulary.json"
@@ -75,6 +88,9 @@ def missing_data(folder: Path, context: int) -> str | None:
     if shortest <= context:
         what = f"the {shortest} tokens in {folder / split}.bin"
         return f"--context {context} is too long for {what}: {shortest - 1} would do"
+    if vocabulary.get("packed", context) != context:
+        what = f"the conversations in {folder} are packed for --context {vocabulary['packed']}"
+        return f"{what}, not {context}"
     largest = int(read_tokens(folder, "val")[:1_000_000].to(torch.int32).max())
     if largest >= size:
         what = f"{folder / 'val.bin'} has token {largest}"
@@ -85,55 +101,130 @@ def missing_data(folder: Path, context: int) -> str | None:
 def read_tokens(folder: Path, split: str) -> torch.Tensor:
     """A split's tokens (n), in the file's dtype, as a view of the file: nothing is read yet."""
     vocabulary = read_vocabulary(folder)
-    path, count = str(Path(folder) / f"{split}.bin"), vocabulary[f"{split}_tokens"]
-    return torch.from_file(path, shared=False, size=count, dtype=DTYPES[vocabulary["dtype"]])
+    path, count = Path(folder) / f"{split}.bin", vocabulary[f"{split}_tokens"]
+    return mapped(path, DTYPES[vocabulary["dtype"]], count)
 
 
-def windows(folder: Path, split: str, context: int) -> torch.Tensor:
-    """Every stretch of context + 1 tokens of a split, (tokens - context, context + 1), as a view of
-    the file.
-
-    Indexing it with a tensor of starts reads a whole batch at once, some 50 times faster than
-    stacking slices.
-    """
-    return read_tokens(folder, split).unfold(0, context + 1, 1)
-
-
-def read(windows: torch.Tensor, starts: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The windows that begin at `starts`, (n, context + 1) int64, on the way to `device`."""
-    batch = windows[starts].to(torch.int64)
-    if device.type == "cpu":
-        return batch
-    return batch.pin_memory().to(device, non_blocking=True)
+def mapped(path: Path, dtype: torch.dtype, count: int, first: int = 0) -> torch.Tensor:
+    """So many numbers of a file (count), from byte `first` on. The file is only read, so it may be
+    larger than the memory. Raises OSError or ValueError."""
+    with path.open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=first)
 
 
-def fixed_batches(
-    windows: torch.Tensor, count: int, rows: int, data_rank: int, data_ranks: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's part of the set to evaluate on: inputs and targets, (rows, context) int64.
+class Text:
+    """The token files of a folder in windows of `context` tokens and the next one, of which a step
+    takes `batch_size`. Ends with a sentence if they cannot be used."""
 
-    The set is the split in windows side by side, or `count` of them, evenly spread. An incomplete
-    batch is filled up with targets that cross_entropy ignores. All ranks then have the same number
-    of batches, because they must meet in the collectives, and all batches the same shape, because
-    torch.compile takes time for each.
-    """
-    starts = torch.arange(0, len(windows), windows.size(1) - 1)
-    if 0 < count < len(starts):
-        starts = starts[torch.linspace(0, len(starts) - 1, count).long()]
-    for part in starts.split(rows * data_ranks):
-        mine = part[data_rank * rows :][:rows]
-        filled = torch.cat((mine, part[:1].expand(rows - len(mine))))
-        batch = windows[filled].to(torch.int64)
-        targets = batch[:, 1:].clone()
-        targets[len(mine) :] = IGNORED
-        yield batch[:, :-1], targets
+    def __init__(self, folder: Path, context: int, batch_size: int, seed: int = 0):
+        if fault := missing_data(folder, context):
+            sys.exit(fault)
+        self.folder, self.vocabulary = Path(folder), read_vocabulary(folder)
+        self.context, self.batch_size, self.seed = context, batch_size, seed
+        self.packed = "packed" in self.vocabulary
+        # Every stretch of context + 1 tokens, as views of the files. Indexing them with a tensor of
+        # starts reads a whole batch at once, some 50 times faster than stacking slices.
+        self.tokens, self.masks = {}, {}
+        for split in ("train", "val"):
+            tokens = read_tokens(folder, split)
+            self.tokens[split] = tokens.unfold(0, context + 1, 1)
+            if self.packed:
+                mask = mapped(self.folder / f"{split}.mask", torch.uint8, len(tokens))
+                self.masks[split] = mask.unfold(0, context + 1, 1)
+        places = len(self.tokens["train"])
+        self.per_epoch = -(-places // context) if self.packed else max(1, places // context)
+
+    def __str__(self) -> str:
+        tokenizer, count = self.vocabulary["tokenizer"], self.vocabulary["train_tokens"]
+        unit = f"{count} {unit_of(tokenizer)} of {tokenizer['size']} kinds"
+        steps = f"an epoch is {self.per_epoch / self.batch_size:.1f} steps"
+        return f"{self.vocabulary['source']}, {unit}, in {self.folder}; {steps}"
+
+    def batch(
+        self, step: int, rank: int, ranks: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """A rank's part of a step's windows: inputs and targets, (batch_size / ranks, context)
+        int64, on the way to `device`; and how many targets count in the whole step. Steps count
+        from 1.
+
+        Each window comes once an epoch, in an order that follows from the seed and the step. So a
+        step has the same windows on any number of ranks, and after any stop.
+        """
+        first = (step - 1) * self.batch_size
+        starts = self.starts(torch.arange(first, first + self.batch_size))
+        count = self.batch_size * self.context
+        if self.packed:
+            count = int(self.masks["train"][starts][:, 1:].sum())
+        inputs, targets = self.read("train", starts.chunk(ranks)[rank])
+        if device.type != "cpu":
+            inputs = inputs.contiguous().pin_memory().to(device, non_blocking=True)
+            targets = targets.contiguous().pin_memory().to(device, non_blocking=True)
+        return inputs, targets, count
+
+    def starts(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Where the windows of these numbers begin (n), if all windows of all epochs are numbered
+        in the order in which they come. Each epoch cuts a text at other places."""
+        starts, epochs = torch.empty_like(numbers), numbers // self.per_epoch
+        for epoch in epochs.unique().tolist():
+            seed = zlib.crc32(repr((self.seed, epoch)).encode())
+            mine = epochs == epoch
+            starts[mine] = self.context * shuffled(
+                numbers[mine] % self.per_epoch, self.per_epoch, seed
+            )
+            if not self.packed:
+                starts[mine] += seed % min(self.context, len(self.tokens["train"]))
+        return starts
+
+    def read(self, split: str, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inputs and targets of the windows that begin at `starts`, (n, context) int64."""
+        windows = self.tokens[split][starts].to(torch.int64)
+        inputs, targets = windows[:, :-1], windows[:, 1:]
+        if self.packed:
+            targets = targets.masked_fill(self.masks[split][starts][:, 1:] == 0, IGNORED)
+        return inputs, targets
+
+    def fixed_batches(
+        self, count: int, rows: int, rank: int, ranks: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's part of the set to evaluate on: inputs and targets, (rows, context) int64.
+
+        The set is val.bin in windows side by side, or `count` of them, evenly spread. An incomplete
+        batch is filled up with targets that cross_entropy ignores. All ranks then have the same
+        number of batches, because they must meet in the collectives, and all batches the same
+        shape, because torch.compile takes time for each.
+        """
+        starts = torch.arange(0, len(self.tokens["val"]), self.context)
+        if 0 < count < len(starts):
+            starts = starts[torch.linspace(0, len(starts) - 1, count).long()]
+        for part in starts.split(rows * ranks):
+            mine = part[rank * rows :][:rows]
+            inputs, targets = self.read("val", torch.cat((mine, part[:1].expand(rows - len(mine)))))
+            targets = targets.clone()
+            targets[len(mine) :] = IGNORED
+            yield inputs, targets
 
 
-def describe(folder: Path) -> str:
-    """A description of `folder` for the log."""
-    found = read_vocabulary(folder)
-    unit, size = unit_of(found["tokenizer"]), found["tokenizer"]["size"]
-    return f"{found['source']}, {found['train_tokens']} {unit} of {size} kinds, in {folder}"
+def shuffled(places: torch.Tensor, count: int, seed: int) -> torch.Tensor:
+    """Where `places` (n) int64, all below `count`, stand in a permutation of range(count), which
+    is not stored: a Feistel network of four rounds, walked until it is below `count` again (Black
+    and Rogaway 2002, www.cs.ucdavis.edu/~rogaway/papers/subset.pdf)."""
+    half = max(1, math.ceil((count - 1).bit_length() / 2))  # bits of each half of a number
+    keys = torch.randint(1 << 31, (4,), generator=torch.Generator().manual_seed(seed)).tolist()
+    found, outside = places.clone(), torch.ones_like(places, dtype=torch.bool)
+    while outside.any():
+        left, right = found[outside] >> half, found[outside] & ((1 << half) - 1)
+        for key in keys:
+            # Any function of `right` will do. This one mixes 31 bits, so no product overflows.
+            mixed = (right ^ key) * 0x7FEB352D & 0x7FFFFFFF
+            mixed = (mixed ^ mixed >> 15) * 0x2C1B3C6D & 0x7FFFFFFF
+            mixed = mixed ^ mixed >> 16
+            left, right = right, left ^ (mixed & ((1 << half) - 1))
+        found[outside] = left << half | right
+        outside = found >= count
+    return found
 
 
 def unit_of(tokenizer: dict) -> str:

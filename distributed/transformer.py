@@ -1,49 +1,131 @@
-"""A decoder-only transformer over tokens, in plain torch: nothing in here knows of ranks.
+"""The transformer of Qwen3 and Llama 3, in plain torch.
 
-nanoGPT's architecture (github.com/karpathy/nanoGPT, model.py, there after GPT-2) without biases,
-as its train.py has it by default, with one difference: the rows of the fused linear for q, k and
-v are ordered (head, q k v, D), as in Megatron-LM, so that a part of them is whole heads. (The
-bias of k would have no gradient but rounding noise, which Adam amplifies.) With `gpt2` it has the
-biases and the GELU of OpenAI's weights, for training that goes on from them.
+Its modules, and the keys of its `config`, have the names of Hugging Face's transformers. So its
+state dict and its config.json are theirs, and neither is ever converted.
 
-The letters in the shapes: B sequences, T tokens each, C channels (the width), H heads, D = C / H,
-V tokens in the vocabulary. A rank may hold a part of H or of T, so sizes that are not in a linear's
-or an embedding's own weight are read off the tensor at hand.
+The letters in the shapes: B sequences, T tokens each, C channels (hidden_size), H heads of D
+channels (head_dim), G pairs of keys and values (num_key_value_heads), I inner channels
+(intermediate_size), V tokens in the vocabulary. A rank may hold a part of H and G, so sizes that
+are not in a weight are read off the tensor at hand.
 """
 
 import math
 import re
+import sys
 import zlib
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-# Models, and how to train them: nanoGPT's, but the small model learns more with a rate of
-# 2e-3 instead of 1e-3. The vocabulary is rounded up to a multiple of pad_vocabulary.
-CPU = {"layers": 4, "heads": 4, "width": 128, "context": 64, "dropout": 0.0, "batch_size": 12}
-CPU |= {"steps": 2000, "learning_rate": 2e-3, "warmup_steps": 100, "beta2": 0.99}
-CPU |= {"pad_vocabulary": 1}
-GPU = {"layers": 6, "heads": 6, "width": 384, "context": 256, "dropout": 0.2, "batch_size": 64}
-GPU |= {"steps": 5000, "learning_rate": 1e-3, "warmup_steps": 100, "beta2": 0.99}
-GPU |= {"pad_vocabulary": 1}
-GPT2 = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "dropout": 0.0, "batch_size": 480}
-GPT2 |= {"steps": 600_000, "learning_rate": 6e-4, "warmup_steps": 2000, "beta2": 0.95}
-GPT2 |= {"pad_vocabulary": 64}
-# Learning rates and batch sizes of GPT-3's models (arxiv.org/abs/2005.14165, table 2.1)
-MEDIUM = GPT2 | {"layers": 24, "heads": 16, "width": 1024, "learning_rate": 3e-4}
-ONE_B = GPT2 | {"layers": 24, "heads": 16, "width": 2048, "context": 2048, "learning_rate": 2e-4}
-ONE_B |= {"batch_size": 512, "steps": 286_000}
-SIZES = {"cpu": CPU, "gpu": GPU, "gpt2": GPT2, "gpt2-medium": MEDIUM, "1b": ONE_B}
+# Models, and how to train them. From 0.6b on the shapes are those of Qwen3's config.json
+# (arxiv.org/abs/2505.09388, table 1), and 0.1b has as many weights as GPT-2. From there on the
+# steps see 20 tokens for each weight (arxiv.org/abs/2203.15556), at the learning rates of GPT-3's
+# models (arxiv.org/abs/2005.14165, table 2.1).
+SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+SHAPE += ("num_key_value_heads", "head_dim", "tie_word_embeddings")
+TRAINING = ("context", "batch_size", "steps", "learning_rate", "warmup_steps", "beta2")
+TRAINING += ("weight_decay",)
+ROWS = {
+    "cpu": (4, 128, 384, 4, 2, 32, True, 64, 12, 2000, 2e-3, 100, 0.99, 0.1),
+    "gpu": (6, 384, 1152, 6, 3, 64, True, 256, 64, 5000, 1e-3, 100, 0.99, 0.1),
+    "0.1b": (12, 768, 2304, 12, 6, 64, True, 1024, 480, 5000, 6e-4, 500, 0.95, 0.1),
+    "0.6b": (28, 1024, 3072, 16, 8, 128, True, 4096, 256, 11_400, 2.5e-4, 1000, 0.95, 0.1),
+    "1.7b": (28, 2048, 6144, 16, 8, 128, True, 4096, 512, 16_400, 2e-4, 2000, 0.95, 0.1),
+    "4b": (36, 2560, 9728, 32, 8, 128, True, 4096, 1024, 19_200, 1.6e-4, 2000, 0.95, 0.1),
+    "8b": (36, 4096, 12_288, 32, 8, 128, False, 4096, 1024, 39_000, 1.2e-4, 2000, 0.95, 0.1),
+    "32b": (64, 5120, 25_600, 64, 8, 128, False, 4096, 2048, 78_100, 1e-4, 2000, 0.95, 0.1),
+}
+SIZES = {size: dict(zip(SHAPE + TRAINING, row, strict=True)) for size, row in ROWS.items()}
+# To continue from weights that others have trained
+TUNING = dict(zip(TRAINING, (1024, 64, 1000, 1e-5, 50, 0.95, 0.0), strict=True))
 
-# FLOP/s in dense bfloat16 from the data sheets (half of their number with sparsity), by words in
-# torch's name of the device: "NVIDIA H100 80GB HBM3" is SXM, "NVIDIA H100 PCIe" and "NVIDIA H100
-# NVL" are slower. They are at www.nvidia.com/en-us/data-center/: a40, a100, l4, l40s, h100, h200,
-# grace-hopper-superchip, hgx (B200 and B300), gb200-nvl72, gb300-nvl72, products/a10-gpu and
-# products/a30-gpu; and at www.amd.com/en/products/accelerators/instinct/mi300/: mi300x.html and
-# mi325x.html. MI250X is in AMD's white paper on CDNA 3. Half of it is here, because each half is a
-# GPU for torch. H20 and H800 were made for China, and have none there.
+
+def new_config(sizes: dict, context: int, vocabulary: int) -> dict:
+    """The config.json of a Qwen3 whose SHAPE is in `sizes`, for at least so many tokens. Ends with
+    a sentence if the shape is impossible."""
+    shape = {name: sizes[name] for name in SHAPE}
+    if shape["num_attention_heads"] % shape["num_key_value_heads"] or shape["head_dim"] % 2:
+        rule = "--num-attention-heads must be a multiple of --num-key-value-heads"
+        sys.exit(f"{rule}, and --head-dim even")
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu"}
+    # Qwen3 was trained with this theta, and with 1,000,000 from 32,768 tokens on.
+    config |= {"attention_bias": False, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
+    # A vocabulary of whole blocks is faster on GPUs, and can be split.
+    config |= {"max_position_embeddings": context, "vocab_size": math.ceil(vocabulary / 64) * 64}
+    return config | shape | {"torch_dtype": "float32"}
+
+
+def count_weights(config: dict) -> tuple[int, int]:
+    """How many weights a layer has, and how many are outside the layers."""
+    width, size = config["hidden_size"], config["head_dim"]
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    attention = width * size * (2 * heads + 2 * groups)
+    norms = 2 * width + (2 * size if config["model_type"] == "qwen3" else 0)
+    embeddings = config["vocab_size"] * width * (1 if config["tie_word_embeddings"] else 2)
+    return attention + 3 * width * config["intermediate_size"] + norms, embeddings + width
+
+
+def flops_per_token(config: dict, context: int) -> int:
+    """Of one training step, forward and backward: 6 N + 12 L H D T (PaLM,
+    arxiv.org/abs/2204.02311, appendix B). N is the number of weights that multiply, so an embedding
+    counts only if it is the head."""
+    layers, channels = (
+        config["num_hidden_layers"],
+        config["num_attention_heads"] * config["head_dim"],
+    )
+    layer, outside = count_weights(config)
+    if not config["tie_word_embeddings"]:
+        outside -= config["vocab_size"] * config["hidden_size"]
+    return 6 * (layers * layer + outside) + 12 * layers * channels * context
+
+
+def memory(
+    config: dict,
+    rows: int,
+    context: int,
+    ranks: int = 1,
+    tensor: int = 1,
+    bf16: bool = True,
+    recompute: bool = False,
+) -> dict[str, float]:
+    """The bytes that a rank takes in a training step with AdamW, estimated from above, because
+    compiled layers keep less.
+
+    `rows` sequences at once; `ranks` hold a model between them, and each layer is computed by
+    `tensor` of them.
+    """
+    number = 2 if bf16 else 4  # bytes of what it computes with
+    width, layers = config["hidden_size"], config["num_hidden_layers"]
+    heads = config["num_attention_heads"] * config["head_dim"]
+    groups = config["num_key_value_heads"] * config["head_dim"]
+    layer, outside = count_weights(config)
+    # Of a layer's input, its two norms and its sum; of queries, keys and values; of SwiGLU
+    kept = 4 * width + (3 * heads + 3 * groups + 4 * config["intermediate_size"]) / tensor
+    activations = layers * width + kept if recompute else layers * kept
+    # In float32, and besides what is computed with: the embedding and two layers are gathered at a
+    # time if the model is split, and all are cast if it is not.
+    held = 4 * (layers * layer + outside) / ranks
+    if ranks > tensor:
+        held += number * (2 * layer + outside) / tensor
+    elif bf16:
+        held += 2 * (layers * layer + outside) / tensor
+    return {
+        "weights": held,
+        "states": 12 * (layers * layer + outside) / ranks,  # a gradient and two moments
+        "activations": number * rows * context * activations,
+        # As they are, and twice in float32 while the loss is computed
+        "logits": (number + 8) * rows * context * config["vocab_size"] / tensor,
+    }
+
+
+# FLOP/s in dense bfloat16, by words in torch's name of the device: "NVIDIA H100 80GB HBM3" is SXM,
+# "NVIDIA H100 PCIe" and "NVIDIA H100 NVL" are slower. From the data sheets (half of their numbers
+# with sparsity) at www.nvidia.com/en-us/data-center/ and www.amd.com/en/products/accelerators/, but
+# H20 and H800, made for China, have none there. Of MI250X each half is a GPU for torch.
 PEAK_FLOPS = {
     "A10": 125e12,
     "A30": 165e12,
@@ -84,103 +166,140 @@ def peak_flops(device: torch.device) -> float:
     return next(found, math.nan)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
-    """Causal attention, (B, H, T, D) each, softmax(q k' / sqrt(D)) v.
+def gpu_memory(device: torch.device) -> float:
+    """A GPU's bytes. A CPU's count as enough."""
+    if device.type == "cpu":
+        return math.inf
+    return torch.get_device_module(device).get_device_properties(device).total_memory
 
-    On a CPU it computes in float32, because flash attention is slow in bfloat16 there, especially
-    its backward pass.
-    """
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        with torch.autocast("cpu", enabled=False):
-            return attend(q.float(), k.float(), v.float(), dropout).to(q.dtype)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+
+def plan_memory(
+    device: torch.device, recompute: bool | None, *sizes, **options
+) -> tuple[bool, str]:
+    """Whether to recompute activations: as it is said, or because `memory` of the other arguments
+    is more than the device's. And a line for the log on what they take."""
+    room = gpu_memory(device)
+    if recompute is None:
+        recompute = sum(memory(*sizes, **options).values()) > room
+    need = memory(*sizes, **options, recompute=recompute)
+    total = sum(need.values())
+    unit, scale = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
+    of = "" if room == math.inf else f" of the GPU's {room / scale:.1f}"
+    parts = ", ".join(f"{name} {size / scale:.1f}" for name, size in need.items())
+    line = f"Memory of a rank: about {total / scale:.1f} {unit}{of} ({parts})"
+    if total > room:
+        less = "more ranks, --accumulation and --activation-checkpointing take less"
+        line += f"\nwarning: this may not fit into the GPU: {less}"
+    return recompute, line
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions (Su et al. 2021, arxiv.org/abs/2104.09864): in x (B, T, H, D) the channels
+    i and i + D/2 are a point in a plane, which is turned by the angle of cos and sin (T, D)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, (B, T, C) to (B, T, C)."""
+    """Causal self-attention, softmax(q k' / sqrt(D)) v, (B, T, C) to (B, T, C). H / G neighbouring
+    heads share a key and a value (Ainslie et al. 2023, arxiv.org/abs/2305.13245).
 
-    def __init__(self, width: int, heads: int, dropout: float, gpt2: bool):
+    A cache has those of earlier tokens, (B, G, T, D) each, under this module. With one, only the
+    first call may have several tokens.
+    """
+
+    def __init__(self, config: dict):
         super().__init__()
-        self.head_size, self.dropout, self.attend = width // heads, dropout, attend
-        self.qkv = nn.Linear(width, 3 * width, bias=gpt2)
-        self.out = nn.Linear(width, width, bias=gpt2)
+        width, self.size = config["hidden_size"], config["head_dim"]
+        heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+        self.q_proj = nn.Linear(width, heads * self.size, bias=False)
+        self.k_proj = nn.Linear(width, groups * self.size, bias=False)
+        self.v_proj = nn.Linear(width, groups * self.size, bias=False)
+        self.o_proj = nn.Linear(heads * self.size, width, bias=False)
+        self.q_norm = self.k_norm = nn.Identity()
+        if config["model_type"] == "qwen3":  # so that no product of q and k grows too large
+            self.q_norm = nn.RMSNorm(self.size, config["rms_norm_eps"])
+            self.k_norm = nn.RMSNorm(self.size, config["rms_norm_eps"])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # (B, T, H 3 D) to (B, H, T, D) each
-        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_size)).transpose(1, 2).unbind(-2)
-        y = self.attend(q, k, v, self.dropout if self.training else 0.0)
-        return self.out(y.transpose(1, 2).flatten(2))
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: dict | None
+    ) -> torch.Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.size))  # (B, T, H or G, D)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q = rotate(self.q_norm(q), cos, sin).transpose(1, 2)
+        k = rotate(self.k_norm(k), cos, sin).transpose(1, 2)
+        v = v.transpose(1, 2)
+        if cache is not None:
+            if self in cache:
+                k, v = torch.cat((cache[self][0], k), dim=2), torch.cat((cache[self][1], v), dim=2)
+            cache[self] = k, v
+        causal = q.size(2) > 1  # a single token sees all before it
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
-    """Two linears with GELU between them, (B, T, C) to (B, T, C) by way of 4 C."""
+    """SwiGLU (Shazeer 2020, arxiv.org/abs/2002.05202), (B, T, C) to (B, T, C) by way of I."""
 
-    def __init__(self, width: int, gpt2: bool):
+    def __init__(self, config: dict):
         super().__init__()
-        self.approximate = "tanh" if gpt2 else "none"
-        self.up = nn.Linear(width, 4 * width, bias=gpt2)
-        self.down = nn.Linear(4 * width, width, bias=gpt2)
+        width, inner = config["hidden_size"], config["intermediate_size"]
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
-    """A pre-norm transformer layer, (B, T, C) to (B, T, C).
+    """A pre-norm transformer layer, (B, T, C) to (B, T, C). Its other inputs are attention's.
 
     With `recompute` its inner activations are dropped and computed again in the backward pass: B
-    T C numbers are kept for it instead of some 16 times as many, for a third more computing
+    T C numbers are kept for it instead of some 20 times as many, for a third more computing
     (Chen et al. 2016, arxiv.org/abs/1604.06174).
     """
 
     recompute = False
 
-    def __init__(self, width: int, heads: int, dropout: float, gpt2: bool):
+    def __init__(self, config: dict):
         super().__init__()
-        self.attention_norm = nn.LayerNorm(width, bias=gpt2)
-        self.attention = Attention(width, heads, dropout, gpt2)
-        self.mlp_norm = nn.LayerNorm(width, bias=gpt2)
-        self.mlp = MLP(width, gpt2)
-        self.dropout = nn.Dropout(dropout)
+        width, epsilon = config["hidden_size"], config["rms_norm_eps"]
+        self.input_layernorm = nn.RMSNorm(width, epsilon)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(width, epsilon)
+        self.mlp = MLP(config)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, *inputs) -> torch.Tensor:
         if self.recompute and self.training:
-            return checkpoint(self.layer, x, use_reentrant=False)
-        return self.layer(x)
+            return checkpoint(self.layer, *inputs, use_reentrant=False)
+        return self.layer(*inputs)
 
-    def layer(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+    def layer(self, x: torch.Tensor, *others) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), *others)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Transformer(nn.Module):
-    """Tokens (B, T) int64 with T <= context to logits (B, T, V). The output head shares the
-    embedding's weight.
-    """
+    """Tokens (B, T) int64 to logits (B, T, V). `config` is the content of a config.json."""
 
-    def __init__(
-        self,
-        vocabulary: int,
-        context: int,
-        layers: int,
-        heads: int,
-        width: int,
-        dropout: float = 0.0,
-        gpt2: bool = False,
-    ):
+    def __init__(self, config: dict):
         super().__init__()
-        self.token_embedding = nn.Embedding(vocabulary, width)
-        self.position_embedding = nn.Embedding(context, width)
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout, gpt2) for _ in range(layers))
-        self.norm = nn.LayerNorm(width, bias=gpt2)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.config, width = config, config["hidden_size"]
+        self.model = nn.Module()  # for the names, which begin with it
+        self.model.embed_tokens = nn.Embedding(config["vocab_size"], width)
+        self.model.layers = nn.ModuleList(Block(config) for _ in range(config["num_hidden_layers"]))
+        self.model.norm = nn.RMSNorm(width, config["rms_norm_eps"])
+        self.lm_head = nn.Linear(width, config["vocab_size"], bias=False)
         self.tie()
 
     def tie(self):
-        """One weight (V, C) for token embedding and head. Call it again after anything that
-        replaces parameters."""
-        self.head.weight = self.token_embedding.weight
+        """One weight (V, C) for embedding and head, if the config says so. Call it again after
+        anything that replaces parameters."""
+        if self.config["tie_word_embeddings"]:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     def draw(self, name: str, seed: int) -> torch.Tensor:
         """A weight's first value, whole and on the CPU, as GPT-2 draws it: from the seed and its
@@ -189,48 +308,75 @@ class Transformer(nn.Module):
         if weight.dim() >= 2:
             std = 0.02
             # The more layers add to the residual stream, the less each is to add.
-            if name.endswith(("attention.out.weight", "mlp.down.weight")):
-                std /= math.sqrt(2 * len(self.blocks))
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std /= math.sqrt(2 * len(self.model.layers))
             generator = torch.Generator().manual_seed(zlib.crc32(repr((seed, name)).encode()))
             weight.normal_(std=std, generator=generator)
         return weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(tokens.size(1), device=tokens.device)
-        x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+    @torch.no_grad()
+    def fill(self, value_of: Callable[[str], torch.Tensor]):
+        """Sets each weight to the value of its name, which is whole. A rank that holds a part of
+        the weight reads no more than that part."""
+        for name, weight in self.named_parameters():
+            if isinstance(weight, DTensor):
+                # How torch's own checkpoints find a rank's part in the whole.
+                [part] = weight.__create_chunk_list__()
+                whole = value_of(name)
+                for dim, (first, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+                    whole = whole.narrow(dim, first, size)
+                weight.to_local().copy_(whole)
+            else:
+                weight.copy_(value_of(name))
+
+    def angles(self, first: int, count: int, device: torch.device) -> torch.Tensor:
+        """By how much channels are turned at `count` positions from `first` on, (T, D) float32."""
+        size, config = self.config["head_dim"], self.config
+        # Newer files have theta inside.
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        theta = rope.get("rope_theta") or config["rope_theta"]
+        frequencies = theta ** -(torch.arange(0, size, 2, device=device) / size)
+        if rope.get("rope_type") == "llama3":
+            # Llama 3.1: slow channels turn `factor` times slower, for longer texts.
+            turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+            kept = ((turns - low) / (high - low)).clamp(0, 1)
+            frequencies = frequencies * (kept + (1 - kept) / rope["factor"])
+        positions = torch.arange(first, first + count, device=device)
+        return torch.outer(positions, frequencies).repeat(1, 2)
+
+    def forward(self, tokens: torch.Tensor, cache: dict | None = None) -> torch.Tensor:
+        x = self.model.embed_tokens(tokens)
         # The residual stream then has the dtype that the layers compute in.
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-    def flops_per_token(self, context: int) -> int:
-        """Of one training step, forward and backward: 6 N + 12 L C T (PaLM,
-        arxiv.org/abs/2204.02311, appendix B).
-
-        N is the number of weights that multiply, without the position embedding. Call it before the
-        model is split.
-        """
-        weights = sum(weight.numel() for weight in self.parameters())
-        weights -= self.position_embedding.weight.numel()
-        return 6 * weights + 12 * len(self.blocks) * self.norm.weight.numel() * context
+        first = next(iter(cache.values()))[0].size(2) if cache else 0
+        angles = self.angles(first, tokens.size(1), x.device)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for block in self.model.layers:
+            x = block(x, cos, sin, cache)
+        return self.lm_head(self.model.norm(x))
 
     @torch.no_grad()
     def generate(
         self, tokens: torch.Tensor, count: int, known: int, temperature: float = 0.8
     ) -> torch.Tensor:
         """`tokens` (B, T) int64 and `count` more, drawn one by one among the first `known` of V:
-        (B, T + count).
+        (B, T + count). When the context is full, it continues from the later half.
 
         A lower temperature takes likely tokens more often, and 0 always takes the likeliest.
         """
         self.eval()
+        limit = self.config["max_position_embeddings"]
+        cache, seen, new = {}, 0, tokens[:, -limit:]
         for _ in range(count):
-            logits = self(tokens[:, -self.position_embedding.num_embeddings :])[:, -1, :known]
+            if seen == limit:
+                cache, seen, new = {}, 0, tokens[:, -(limit // 2) :]
+            seen += new.size(1)
+            logits = self(new, cache)[:, -1, :known]
             if temperature > 0:
-                drawn = torch.multinomial((logits / temperature).softmax(-1), 1)
+                new = torch.multinomial((logits / temperature).softmax(-1), 1)
             else:
-                drawn = logits.argmax(-1, keepdim=True)
-            tokens = torch.cat((tokens, drawn), dim=1)
+                new = logits.argmax(-1, keepdim=True)
+            tokens = torch.cat((tokens, new), dim=1)
         return tokens

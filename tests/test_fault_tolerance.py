@@ -2,7 +2,7 @@
 a real cluster.
 
 A job that resumes must have the losses of an uninterrupted run on as many ranks: train_fsdp.py and
-train_tp.py with dropout, and weights that are bit for bit the same; train_preemptible.py up to
+train_tp.py with weights that are bit for bit the same; train_preemptible.py up to
 rounding. Without options a quick part runs, and with `-m matrix` the rest.
 """
 
@@ -43,7 +43,7 @@ from conftest import (
 PREEMPTIBLE = "train_preemptible.py"
 MNIST = shlex.split("--epochs 3 --batch-size 20 --log-every 1")  # 300 images: 45 steps
 LANGUAGE_MODEL = shlex.split(
-    "--layers 2 --heads 4 --width 32 --context 32 --batch-size 8 --dropout 0.2 --precision fp32 "
+    "--num-hidden-layers 2 --hidden-size 32 --context 32 --batch-size 8 --precision fp32 "
     "--steps 45 --log-every 1 --eval-every 20 --eval-windows 8"
 )
 STEPS = 45

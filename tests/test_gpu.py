@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from conftest import REPOSITORY, environment, free_port, once, run
+from transformer import SIZES, count_weights, new_config
 
 SINGLE, DDP, TASK = "local/train_single.py", "distributed/train_ddp.py", "distributed/train_task.py"
 PREEMPTIBLE, FSDP, TP = (f"distributed/train_{name}.py" for name in ("preemptible", "fsdp", "tp"))
 STEPS = 15
 IMAGES = "--epochs 1 --batch-size 20 --log-every 1"  # 300 images
-TEXT = f"--layers 2 --heads 4 --width 64 --context 32 --batch-size 8 --dropout 0 --steps {STEPS}"
+TEXT = f"--num-hidden-layers 2 --hidden-size 64 --context 32 --batch-size 8 --steps {STEPS}"
 TEXT += " --learning-rate 0.01 --warmup-steps 5 --log-every 1 --eval-windows 20"
 ARGUMENTS = {SINGLE: IMAGES, DDP: IMAGES, PREEMPTIBLE: IMAGES, FSDP: TEXT, TP: TEXT}
 ARGUMENTS |= {TASK: IMAGES}
@@ -345,15 +346,17 @@ def test_memory(device, train, ranks):
     """A rank holds its part of weights, gradients and two moments, in float32; recomputing
     spares activations."""
     layers, width, context, batch = (8, 1024, 256, 16) if device == "cuda" else (4, 128, 64, 8)
-    flags = ["--layers", layers, "--width", width, "--context", context, "--batch-size", batch]
+    sizes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": 3 * width}
+    flags = [x for name, size in sizes.items() for x in (f"--{name.replace('_', '-')}", size)]
+    flags += ["--context", context, "--batch-size", batch]
     flags += ["--precision", "fp32", "--steps", 3, "--accumulation", 1]
-    # Bytes, without the embedding of the characters.
-    weights = 4 * (12 * layers * width**2 + context * width) / ranks
+    layer, outside = count_weights(new_config(SIZES["cpu"] | sizes, context, 128))
+    weights = 4 * (layers * layer + outside) / ranks
     peaks = []
     for more in ([], ["--activation-checkpointing"]):
         log = train(FSDP, device, *flags, *more, form="torchrun", ranks=ranks, COUNT=1)
         for said in devices(log, device, ranks):
-            assert weights < said["weights"] < 1.2 * weights
+            assert said["weights"] == pytest.approx(weights, rel=0.01)
             # Besides there are the logits, on the CPU the text, and on a GPU the workspace of
             # cuBLAS.
             held = said["now"] / said["weights"]

@@ -6,12 +6,14 @@ import gzip
 import hashlib
 import http.server
 import io
+import json
 import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torchvision
 
 import prepare_data
@@ -184,6 +186,70 @@ def test_a_hugging_face_tokenizer(tmp_path, monkeypatch):
     assert copy.read_text() == "{}" * 600
 
 
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def template_of(thoughts: bool):
+    def template(messages: list[dict], add_generation_prompt: bool, **options) -> str:
+        text = ""
+        for number, message in enumerate(messages):
+            last = number == len(messages) - 1
+            thought = "(hm)" if thoughts and last and message["role"] == "assistant" else ""
+            text += f"<{message['role']}>{thought}{message['content']}."
+        return text + ("<assistant>" if add_generation_prompt else "")
+
+    return template
+
+
+def test_which_parts_of_a_conversation_are_learnt():
+    """Each answer once, as the chat template shows it when it is the last."""
+    messages = [{"role": "system", "content": "s"}, *CHAT]
+    messages += [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    plain = prepare_data.answers(messages, template_of(thoughts=False))
+    first, second = ("<system>s.<user>a.<assistant>", False), ("b.", True)
+    assert plain == [[first, second, ("<user>c.<assistant>", False), ("d.", True)]]
+    thought = prepare_data.answers(messages, template_of(thoughts=True))
+    longer = ("<system>s.<user>a.<assistant>b.<user>c.<assistant>", False)
+    assert thought == [[first, ("(hm)b.", True)], [longer, ("(hm)d.", True)]]
+    assert prepare_data.answers(messages[:2], template_of(thoughts=False)) == []
+
+
+def test_conversations_are_packed(tmp_path, monkeypatch, capsys):
+    """None is cut that fits into a window; every tenth is in val."""
+
+    class Known:
+        eos_token_id = 0
+        from_pretrained = classmethod(lambda cls, folder: cls())
+        apply_chat_template = staticmethod(template_of(thoughts=False))
+
+        def __len__(self):
+            return 300
+
+        def __call__(self, text: str, add_special_tokens: bool) -> SimpleNamespace:
+            return SimpleNamespace(input_ids=[*map(ord, text)])
+
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=Known))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    lines = [json.dumps({"messages": CHAT})] * 20
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines))
+    command = ["chat", "--input", tmp_path / "chat.jsonl", "--data-dir", tmp_path / "data"]
+    command += ["--tokenizer", tmp_path, "--context", 50]
+    prepare(monkeypatch, *command)
+    # "<user>a.<assistant>b." has 21 tokens, so a window has two.
+    assert "451 training and 51 validation tokens" in capsys.readouterr().out
+    assert token_files.missing_data(tmp_path / "data", 50) is None
+    assert damaged(tmp_path / "data") == ""
+    text = token_files.Text(tmp_path / "data", 50, 1)
+    for split, windows in (("train", 9), ("val", 1)):
+        for start in range(0, 50 * windows, 50):
+            inputs, targets = text.read(split, torch.tensor([start]))
+            assert bytes(inputs[0].tolist()) == b"<user>a.<assistant>b." * 2 + bytes(8)
+            assert targets[targets >= 0].tolist() == [*b"b.b."]
+    (tmp_path / "chat.jsonl").write_text("\n".join([*lines, '{"message": 1}']))
+    with pytest.raises(SystemExit, match=r"line 21 of chat\.jsonl is no conversation: 'messages'"):
+        prepare(monkeypatch, *command)
+
+
 @pytest.fixture
 def few_digits(monkeypatch):
     """Fifty synthetic digits, without a stroke, instead of 70,000."""
@@ -242,15 +308,6 @@ def test_digits_are_drawn_again_after_an_end_between_two_files(tmp_path, monkeyp
         assert len([path for path in (tmp_path / str(end)).rglob("*") if path.is_file()]) == 5
 
 
-def test_a_download_that_ended_early_gives_way_to_synthetic(tmp_path, monkeypatch, few_digits):
-    raw = tmp_path / "MNIST/raw"
-    raw.mkdir(parents=True)
-    for kind in ("images-idx3", "labels-idx1"):
-        (raw / f"train-{kind}-ubyte").write_bytes(b"of MNIST")
-    prepare(monkeypatch, "mnist", "--synthetic", "--data-dir", tmp_path)
-    assert prepare_data.mnist.describe(tmp_path).startswith("SYNTHETIC")
-
-
 def test_images_are_drawn_as_a_whole(tmp_path, monkeypatch, capsys):
     """ImageFolder reads them. A disk that is full leaves nothing, and a second start changes
     nothing."""
@@ -305,13 +362,6 @@ def test_synthetic_test_images_are_no_training_images():
     assert len(train) == len(test) == 20 and train.isdisjoint(test)
 
 
-def test_many_characters_take_two_bytes(tmp_path, monkeypatch):
-    novel = tmp_path / "novel.txt"
-    novel.write_text("".join(chr(256 + i) for i in range(1000)))
-    prepare(monkeypatch, "text", "--input", novel, "--data-dir", tmp_path)
-    assert text_in(tmp_path) == novel.read_text()
-
-
 def test_synthetic_digits_have_the_shape_of_mnist(mnist_full):
     train, test = (torchvision.datasets.MNIST(mnist_full, train=train) for train in (True, False))
     assert (len(train), len(test)) == (60_000, 10_000)
@@ -339,6 +389,7 @@ def test_text_that_cannot_be_used(tmp_path, monkeypatch, content, sentence):
         (["text"], "your own text takes both: text --input FILE"),
         (["--tokenizer", "bytes"], "--tokenizer is for your own text"),
         (["text", "--input", "none"], "cannot read or write"),
+        (["chat", "--input", "none"], "conversations take --tokenizer FOLDER"),
         (["shakespeare", "--synthetic", "--data-dir", "file"], "cannot read or write"),
     ],
 )

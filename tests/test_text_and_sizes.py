@@ -1,9 +1,9 @@
 """Token files, and the numbers of models and GPUs that no GPU is here to show."""
 
+import json
 import math
 import os
 import pickle
-import re
 import shutil
 from pathlib import Path
 
@@ -13,8 +13,16 @@ import torch
 
 import mnist
 import token_files
-from conftest import REPOSITORY
-from transformer import SIZES, Transformer, peak_flops
+import transformer
+from transformer import (
+    SIZES,
+    Transformer,
+    count_weights,
+    memory,
+    new_config,
+    peak_flops,
+    plan_memory,
+)
 
 
 def test_damaged_data_are_refused(text, tiny, tmp_path):
@@ -54,7 +62,7 @@ def test_folders_of_nanogpt(tmp_path):
         folder = tmp_path / name
         assert token_files.missing_data(folder, context=16) is None
         assert token_files.read_vocabulary(folder)["tokenizer"]["size"] == size
-        windows = token_files.windows(folder, "train", 16)
+        windows = token_files.Text(folder, 16, 1).tokens["train"]
         assert windows.shape == (360 - 16, 17) and windows[0, 0].item() == first
     tokenizer = token_files.read_vocabulary(tmp_path / "characters")["tokenizer"]
     encode, decode = token_files.text_functions(tokenizer, None)
@@ -111,27 +119,168 @@ def test_peak_flops_are_those_of_the_data_sheet_or_unknown(name, monkeypatch):
     assert math.isnan(peak_flops(torch.device("cpu")))
 
 
-@pytest.mark.parametrize("size", ["gpt2", "gpt2-medium", "1b"])
-def test_the_table_of_sizes(size):
-    """That of the recipe, by its formulas."""
-    page = (REPOSITORY / "docs/recipes.md").read_text()
-    [row] = re.findall(rf"^\| `{size}` \|(.*)\|$", page, re.M)
-    weights, state, sequence, accumulation, hours = (
-        float(re.search(r"[\d.]+", cell)[0]) for cell in row.split("|")
-    )
+# Of the weights that Hugging Face says its files have.
+PUBLISHED = {"0.6b": 596e6, "1.7b": 1.72e9, "4b": 4.02e9, "8b": 8.19e9, "32b": 32.8e9}
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_sizes_are_those_of_qwen3(size):
+    """With its vocabulary; trained on 20 tokens for each weight."""
     sizes = SIZES[size]
-    layers, width, context = sizes["layers"], sizes["width"], sizes["context"]
+    config = new_config(sizes, sizes["context"], 151_936)
     with torch.device("meta"):
-        model = Transformer(50_257, context, layers, sizes["heads"], width)
-    count = sum(weight.numel() for weight in model.parameters())
-    unit = 1e9 if "billion" in row else 1e6
-    assert weights == pytest.approx(count / unit, rel=0.02)
-    assert state == pytest.approx(16 * count / 1e9, rel=0.1)
-    needed = (34 * layers * width + 10 * 50_257) * context
-    assert sequence == pytest.approx(needed / 1e9, rel=0.1)
-    # Of 80 GB, with what a rank of 8 has at once and its share of the state
-    assert sizes["batch_size"] % (8 * accumulation) == 0
-    assert sizes["batch_size"] / 8 / accumulation * needed / 1e9 + state / 8 < 60
-    tokens = sizes["batch_size"] * context * sizes["steps"]
-    seconds = model.flops_per_token(context) * tokens / (8 * 0.4 * 989e12)
-    assert hours == pytest.approx(seconds / 3600, rel=0.02)
+        weights = sum(weight.numel() for weight in Transformer(config).parameters())
+    layer, outside = count_weights(config)
+    assert sizes["num_hidden_layers"] * layer + outside == weights
+    assert weights == pytest.approx(PUBLISHED[size], rel=0.002)
+    tokens = sizes["batch_size"] * sizes["context"] * sizes["steps"]
+    assert tokens == pytest.approx(20 * weights, rel=0.01)
+
+
+def kept_for_backward(config: dict, layers: int, recompute: bool) -> int:
+    """The bytes that a model of so many layers keeps, of two sequences of 64."""
+    model = Transformer(config | {"num_hidden_layers": layers})
+    for block in model.model.layers:
+        block.recompute = recompute
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept = {}
+
+    def pack(tensor: torch.Tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = model(torch.zeros(2, 64, dtype=torch.long))
+    assert logits.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_memory_of_activations(recompute):
+    """Of a layer, as autograd keeps them. On a CPU RMSNorm also keeps what it has normed."""
+    config = new_config(SIZES["cpu"], 64, 128)
+    estimates, found = [], []
+    for layers in (2, 3):
+        its = config | {"num_hidden_layers": layers}
+        need = memory(its, 2, 64, bf16=False, recompute=recompute)
+        estimates.append(need["activations"])
+        found.append(kept_for_backward(config, layers, recompute))
+    width, heads, groups = config["hidden_size"], 4, 2
+    normed = 0 if recompute else 4 * 2 * 64 * (2 * width + (heads + groups) * config["head_dim"])
+    expected = estimates[1] - estimates[0] + normed
+    assert found[1] - found[0] == pytest.approx(expected, rel=0.01)
+
+
+def test_memory_by_hand(monkeypatch):
+    """Of 8 billion weights on 16 GPUs, in groups of 2: gathered are two layers and the embeddings
+    in bfloat16. Recomputed, a layer keeps its input."""
+    config = new_config(SIZES["8b"], 4096, 151_936)
+    need = memory(config, rows=1, context=4096, ranks=16, tensor=2, recompute=True)
+    assert need["states"] == 12 * 8_190_735_360 / 16
+    layer, embeddings = 192_946_432, 2 * 151_936 * 4096 + 4096
+    assert need["weights"] == 4 * 8_190_735_360 / 16 + 2 * (2 * layer + embeddings) / 2
+    split = 3 * 4096 + 3 * 1024 + 4 * 12_288
+    assert need["activations"] == 2 * 4096 * (36 * 4096 + 4 * 4096 + split / 2)
+    assert need["logits"] == 10 * 4096 * 151_936 / 2
+    assert memory(config, 1, 4096, ranks=1)["weights"] == 6 * 8_190_735_360
+    total = sum(need.values()) / 2**30
+    sizes, device = (config, 1, 4096, 16, 2), torch.device("cpu")
+    recompute, line = plan_memory(device, True, *sizes)
+    assert recompute and line.startswith(f"Memory of a rank: about {total:.1f} GiB (weights ")
+    more = sum(memory(*sizes).values())
+    for gib, asked, expected in ((80, None, False), (25, None, True), (25, False, False)):
+        monkeypatch.setattr(transformer, "gpu_memory", lambda device, gib=gib: gib * 2**30)
+        recompute, line = plan_memory(device, asked, *sizes)
+        assert recompute == expected and f"of the GPU's {gib}.0 (" in line
+        assert ("\nwarning: this may not fit" in line) == (gib == 25 and not recompute)
+    assert total < 25 < more / 2**30 < 80
+
+
+# --- windows ---
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 64, 1000, 12345, 1 << 20])
+def test_a_shuffled_order_has_each_place_once(count):
+    places, orders = torch.arange(count), []
+    for seed in (0, 1):
+        orders.append(token_files.shuffled(places, count, seed))
+        assert orders[-1].sort().values.equal(places)
+    if count > 1000:
+        pairs = [(orders[0], places), (orders[0], orders[1]), (orders[0][1:], orders[0][:-1])]
+        for pair in pairs:
+            assert torch.corrcoef(torch.stack(pair).double())[0, 1].abs() < 4 / math.sqrt(count)
+
+
+def write_numbers(folder: Path, count: int, **said: object) -> Path:
+    """Token files of 0, 1, 2, ... in train and in val."""
+    folder.mkdir()
+    for split in ("train", "val"):
+        np.arange(count, dtype=np.uint16).tofile(folder / f"{split}.bin")
+    described = {"dtype": "uint16", "source": "", "id": "", "train_tokens": count}
+    described |= {"tokenizer": {"name": "tokenizer.json", "size": count}, "val_tokens": count}
+    (folder / "vocabulary.json").write_text(json.dumps(described | said))
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_window_once_an_epoch(ranks, tmp_path):
+    """On any number of ranks, where an epoch ends within a batch; the next one has other windows,
+    in another order."""
+    text = token_files.Text(write_numbers(tmp_path / "text", 1000), 9, batch_size=8, seed=1)
+    assert text.per_epoch == 110 and "; an epoch is 13.8 steps" in str(text)
+    found = []
+    for step in range(1, 29):
+        parts = [text.batch(step, rank, ranks, torch.device("cpu")) for rank in range(ranks)]
+        assert {part[2] for part in parts} == {8 * 9}
+        for inputs, targets, _ in parts:
+            assert inputs.shape == (8 // ranks, 9) and targets.equal(inputs + 1)
+            found += inputs[:, 0].tolist()
+    epochs = [found[:110], found[110:220]]
+    for epoch in epochs:
+        assert np.diff(sorted(epoch)).tolist() == [9] * 109 and epoch != sorted(epoch)
+    assert set(epochs[0]).isdisjoint(epochs[1])
+    assert found[:16] == [int(x) for x in text.starts(torch.arange(16))], "as on one rank"
+
+
+def test_windows_of_conversations(tmp_path):
+    """All begin where they were packed, and what is not the model's to write does not count."""
+    folder = write_numbers(tmp_path / "text", 10 * 20 + 1, packed=10)
+    for split in ("train", "val"):
+        (np.arange(201) // 2 % 3 == 0).astype(np.uint8).tofile(folder / f"{split}.mask")
+    assert "packed for --context 10, not 9" in token_files.missing_data(folder, 9)
+    text = token_files.Text(folder, context=10, batch_size=4)
+    starts = []
+    for step in range(1, 11):
+        inputs, targets, count = text.batch(step, 0, 1, torch.device("cpu"))
+        starts += inputs[:, 0].tolist()
+        counts = (inputs + 1) // 2 % 3 == 0
+        assert targets.equal((inputs + 1).where(counts, token_files.IGNORED))
+        halves = [text.batch(step, rank, 2, torch.device("cpu")) for rank in (0, 1)]
+        assert {half[2] for half in halves} == {count} and count == counts.sum()
+    assert sorted(starts) == sorted(2 * list(range(0, 200, 10)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_evaluation_has_one_shape_on_all_ranks(text, ranks):
+    rows, shapes, counted = 8 // ranks, [], 0
+    its = token_files.Text(text, 16, 8)
+    for rank in range(ranks):
+        batches = list(its.fixed_batches(50, rows, rank, ranks))
+        shapes.append([(tokens.shape, targets.shape) for tokens, targets in batches])
+        assert all(tokens.min() >= 0 for tokens, _ in batches)
+        counted += sum((targets >= 0).sum().item() for _, targets in batches)
+    assert shapes == [[((rows, 16),) * 2] * 7] * ranks
+    assert counted == 50 * 16
+
+
+def test_a_text_that_is_larger_than_the_memory(text, tmp_path):
+    """Ten times as large, nearly all of it a hole."""
+    folder = Path(shutil.copytree(text, tmp_path / "text"))
+    count = 10 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    os.truncate(folder / "train.bin", count)
+    said = json.loads((folder / "vocabulary.json").read_text()) | {"train_tokens": count}
+    (folder / "vocabulary.json").write_text(json.dumps(said))
+    inputs, _, _ = token_files.Text(folder, 64, 8).batch(1, 0, 1, torch.device("cpu"))
+    assert inputs.shape == (8, 64) and inputs.sum() == 0

@@ -12,7 +12,7 @@
 #        docker exec node-1 sbatch --nodes=3 --ntasks=3 local/cluster/train.sh
 set -euo pipefail
 
-# Two heads of 32 channels for each node, since heads are not split.
+# Two pairs of keys and values for each node, because they are not split.
 nodes=$SLURM_JOB_NUM_NODES
 exec ./launch_slurm_to_torch.sh distributed/train_tp.py --tensor-parallel "$nodes" \
-    --heads $((2 * nodes)) --width $((64 * nodes)) --steps 200 "$@"
+    --num-attention-heads $((4 * nodes)) --num-key-value-heads $((2 * nodes)) --steps 200 "$@"

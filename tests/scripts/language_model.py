@@ -1,7 +1,7 @@
 """Run under torchrun by tests/test_language_model.py: the train scripts themselves, in every split
 that these ranks allow, or in a few that cover all, one after another in one process group.
 
-    torchrun ... language_model.py DATA_DIR OUT_DIR few|all
+    torchrun ... language_model.py DATA_DIR OUT_DIR few|all FLAG ...
 
 Rank 0 writes OUT_DIR/results_RANKS.json: for each split the losses and gradient norms, the largest
 difference between the final weights and OUT_DIR/dense.pt, the bytes that each rank holds, the
@@ -14,12 +14,12 @@ import json
 import os
 import re
 import sys
-import zlib
 from collections import Counter
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,8 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 import heartbeat
 import transformer
 
-FLAGS = "--layers 2 --heads 4 --width 32 --context 16 --batch-size 8 --steps 12 --warmup-steps 3 "
-FLAGS += "--precision fp32 --learning-rate 0.001 --log-every 1 --eval-windows 8 --device cpu "
 STEPS = 12
 
 
@@ -47,10 +45,39 @@ class Collectives(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         namespace, name = function._schema.name.split("::")
         if "c10d" in namespace and not name.startswith(("wait", "_wrap")):
-            self.counts[name] += 1
+            # The script's own sums are of one number: the loss to log, and the looks at the flag.
+            own = name == "allreduce_" and args[0][0].numel() == 1
+            self.counts[name] += not own
             if "reduce_scatter" in name:
                 self.reduced.add(str(args[0].dtype))
         return result
+
+
+class Steps(type(heartbeat)):
+    """Calls `after` with each step that `heartbeat.step` is set to."""
+
+    after = staticmethod(lambda step: None)
+
+    def __setattr__(self, name: str, value: object):
+        super().__setattr__(name, value)
+        if name == "step":
+            Steps.after(value)
+
+
+BUCKETS = Counter()
+
+
+class CountedDDP(torch.nn.parallel.DistributedDataParallel):
+    """Its reducer's collectives do not pass the dispatcher."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+
+        def hook(state, bucket):
+            BUCKETS["ddp"] += 1
+            return allreduce_hook(state, bucket)
+
+        self.register_comm_hook(None, hook)
 
 
 def size(tensors) -> int:
@@ -63,58 +90,36 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def gathered(mine) -> list:
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, mine)
-    return everywhere
-
-
-def run_script(command: str, data_dir: str, folder: Path) -> tuple[dict, str]:
+def run_script(command: str, folder: Path, flags: list[str]) -> tuple[dict, str]:
     """A train script's variables after its last step, and what it has printed."""
-    script, *flags = command.split()
+    script, *more = command.split()
     path, variables = f"distributed/{script}", {"__name__": "__main__"}
-    sys.argv = [script, *FLAGS.split(), *flags, "--data-dir", data_dir]
-    sys.argv += ["--checkpoint-dir", str(folder)]
+    sys.argv = [script, *flags, *more, "--checkpoint-dir", str(folder)]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        try:
-            exec(compile(Path(path).read_text(), path, "exec"), variables)
-        except SystemExit as end:
-            assert not end.code, end.code
+        exec(compile(Path(path).read_text(), path, "exec"), variables)
     return variables, printed.getvalue()
 
 
-class Steps(type(heartbeat)):
-    """Calls `ends` when `heartbeat.step` says that the last step is done."""
-
-    ends = staticmethod(lambda: None)
-
-    def __setattr__(self, name: str, value: object):
-        super().__setattr__(name, value)
-        if (name, value) == ("step", STEPS):
-            self.ends()
-
-
-def train(command: str, data_dir: str, folder: Path, dense: dict) -> dict:
+def train(command: str, folder: Path, flags: list[str], dense: dict) -> dict:
     """What results.json has of a split."""
-    collectives, types, manual_seed = Collectives(), set(), torch.manual_seed
+    collectives, types = Collectives(), set()
+    BUCKETS.clear()
 
-    def seed(number: int):
-        if heartbeat.step == STEPS - 1 and not collectives.counts:
+    def after(step: int):
+        if step == STEPS - 1:
+            BUCKETS.clear()
             collectives.__enter__()
-        return manual_seed(number)
+        elif step == STEPS:
+            collectives.__exit__(None, None, None)
 
     def between_blocks(module, inputs, output):
         if isinstance(module, transformer.Block):
-            types.update(str(x.dtype) for x in (*inputs, output))
+            types.update(str(x.dtype) for x in (inputs[0], output))
 
     hook = torch.nn.modules.module.register_module_forward_hook(between_blocks)
-    Steps.ends = staticmethod(lambda: collectives.__exit__(None, None, None))
-    if "--dropout" not in command:  # with it attention's seeds would count, too
-        torch.manual_seed = seed
-    else:
-        Steps.ends = staticmethod(lambda: None)
-    its, printed = run_script(command, data_dir, folder)
-    torch.manual_seed, Steps.ends = manual_seed, staticmethod(lambda: None)
+    Steps.after = staticmethod(after)
+    its, printed = run_script(command, folder, flags)
+    Steps.after = staticmethod(lambda step: None)
     hook.remove()
 
     model, states = its["model"], its["optimizer"].state.values()
@@ -123,60 +128,19 @@ def train(command: str, data_dir: str, folder: Path, dense: dict) -> dict:
         if isinstance(part, FSDPModule):
             part.reshard()  # an evaluation leaves its last part whole
     weights = {name: whole(x) for name, x in model.named_parameters()}
-    held = {"parameters": size(model.parameters()), "optimizer": size(moments)}
+    held = [None] * dist.get_world_size()
+    mine = {"parameters": size(model.parameters()), "optimizer": size(moments)}
+    dist.all_gather_object(held, mine)
     lines = re.findall(r"^step=\S+ loss=(\S+) grad_norm=(\S+) ", printed, re.M)
     return {
         "losses": [float(loss) for loss, _ in lines],
         "norms": [float(norm) for _, norm in lines],
         "weights": max((weights[name] - dense[name]).abs().max().item() for name in dense),
-        "drift": drift(model) if command.startswith("train_tp.py") else 0.0,
         "types": sorted(types),
-        "held": gathered(held),
-        "collectives": collectives.counts,
+        "held": held,
+        "collectives": collectives.counts + BUCKETS,
         "reduced": sorted(collectives.reduced),
     }
-
-
-def dropped(command: str, data_dir: str, folder: Path) -> dict[str, list[list[int]]]:
-    """Checksums of what each rank drops in a step: of each head's mask, and of each module's."""
-    attend, forward, heads, modules = transformer.attend, torch.nn.Dropout.forward, [], []
-
-    def seen(q, k, v, dropout: float):
-        """Without scores, attention over the unit matrix is its mask, over the number of tokens."""
-        if dropout:
-            state, count = torch.get_rng_state(), q.size(-2)
-            nothing = q.new_zeros(*q.shape[:-1], count)
-            mask = attend(nothing, nothing, torch.eye(count).expand_as(nothing), dropout) != 0
-            heads.extend(zlib.crc32(head.numpy().tobytes()) for head in mask.transpose(0, 1))
-            torch.set_rng_state(state)
-        return attend(q, k, v, dropout)
-
-    def seen_in_module(self, x):
-        output = forward(self, x)
-        if self.training:
-            modules.append(zlib.crc32((output != 0).numpy().tobytes()))
-        return output
-
-    transformer.attend, torch.nn.Dropout.forward = seen, seen_in_module
-    run_script(f"{command} --dropout 0.2 --steps 1", data_dir, folder)
-    transformer.attend, torch.nn.Dropout.forward = attend, forward
-    return {"heads": gathered(heads), "modules": gathered(modules)}
-
-
-def drift(model: torch.nn.Module) -> float:
-    """The largest difference between the copies of a weight that a tensor-parallel group has
-    whole."""
-    largest = 0.0
-    for weight in model.parameters():
-        if not weight.placements[-1].is_replicate():
-            continue
-        mesh = weight.device_mesh
-        group = mesh["tensor"].get_group() if mesh.ndim > 1 else None
-        mine = weight.to_local().detach().contiguous()
-        copies = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(copies, mine, group=group)
-        largest = max(largest, *((copy - copies[0]).abs().max().item() for copy in copies))
-    return largest
 
 
 SPLITS = {
@@ -193,8 +157,6 @@ SPLITS = {
         "tp 2, bf16": "train_tp.py --precision bf16",
         "tp 2, sequence": "train_tp.py --sequence-parallel",
         "tp 2, sequence, accumulation 2": "train_tp.py --sequence-parallel --accumulation 2",
-        "tp 2, dropout": "train_tp.py --dropout 0.2",
-        "tp 2, sequence, dropout": "train_tp.py --sequence-parallel --dropout 0.2",
     },
     4: {
         "fsdp 4": "train_fsdp.py",
@@ -206,42 +168,29 @@ SPLITS = {
         "tp 2 x data 2, accumulation 2": "train_tp.py --tensor-parallel 2 --accumulation 2",
         "tp 2 x data 2, sequence": "train_tp.py --tensor-parallel 2 --sequence-parallel",
         "tp 2 x data 2, bf16": "train_tp.py --tensor-parallel 2 --precision bf16",
-        "tp 2 x data 2, dropout": "train_tp.py --tensor-parallel 2 --dropout 0.2",
     },
 }
-DROPPED = {
-    2: {
-        "fsdp 2, dropped": "train_fsdp.py",
-        "tp 2, dropped": "train_tp.py",
-        "tp 2, recomputed, dropped": "train_tp.py --activation-checkpointing",
-        "tp 2, sequence, dropped": "train_tp.py --sequence-parallel",
-    },
-    4: {"tp 2 x data 2, dropped": "train_tp.py --tensor-parallel 2"},
-}
-
-
 # Each kind of split, and each thing that may be done with one, once.
-FEW = "ddp 2, accumulation 2; fsdp 2; fsdp 2, recomputed; fsdp 2, bf16; tp 2; tp 2, recomputed; "
-FEW += "tp 2, sequence; tp 2, sequence, accumulation 2; tp 2, sequence, dropout; tp 2, bf16; "
-FEW += "hybrid 2x2; hybrid 2x2, accumulation 2; tp 2 x data 2; tp 2 x data 2, dropout"
+FEW = "ddp 2; ddp 2, accumulation 2; fsdp 2; fsdp 2, recomputed; fsdp 2, bf16; tp 2; "
+FEW += "tp 2, recomputed; tp 2, sequence; tp 2, sequence, accumulation 2; tp 2, bf16; "
+FEW += "hybrid 2x2; hybrid 2x2, accumulation 2; tp 2 x data 2"
 
 
-def main(data_dir: str, out: str, which: str):
+def main(data_dir: str, out: str, which: str, *flags: str):
     dist.init_process_group("gloo")
     world_size = dist.get_world_size()
     # The scripts run in this group, and leave it as it is.
     dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None
     os._exit, end = lambda status: None, os._exit
     heartbeat.start, heartbeat.__class__ = lambda: None, Steps
+    torch.nn.parallel.DistributedDataParallel = CountedDDP
 
     dense = torch.load(Path(out, "dense.pt"), weights_only=True)
     results = {}
     for name, command in SPLITS[world_size].items():
-        if which == "few" and name not in FEW.split("; "):
-            continue
-        results[name] = train(command, data_dir, Path(out, name), dense)
-    for name, command in DROPPED[world_size].items():
-        results[name] = dropped(command, data_dir, Path(out, name))
+        if which == "all" or name in FEW.split("; "):
+            its = [*flags, "--data-dir", data_dir]
+            results[name] = train(command, Path(out, name), its, dense)
     if dist.get_rank() == 0:
         Path(out, f"results_{world_size}.json").write_text(json.dumps(results))
     dist.barrier()
