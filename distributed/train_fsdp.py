@@ -242,7 +242,6 @@ if (first or args.init_from) and (first % args.eval_every == 0 or first >= args.
 gc.disable()
 batch = text.batch(first + 1, rank, world_size, device)
 step, stopped, losses, start = first, False, [], time.perf_counter()
-look_every, looked, since = 1, first, start
 for step in range(first + 1, args.steps + 1):
     inputs, targets, count = batch
     step_loss = torch.zeros((), device=device)
@@ -268,6 +267,10 @@ for step in range(first + 1, args.steps + 1):
     optimizer.step()
     optimizer.zero_grad()
     heartbeat.step = step
+    # All ranks have the same norm. Once weights are bad, it is nan in every later step.
+    if step % 10 == 0 and not norm.isfinite():
+        what = f"the gradient's norm is {norm.item()} in step {step}"
+        sys.exit(f"{what}: try a lower --learning-rate")
 
     if step % args.log_every == 0 or step == args.steps:
         mean_loss = torch.stack(losses).mean()
@@ -283,18 +286,7 @@ for step in range(first + 1, args.steps + 1):
         log(f"{line} time_left={timedelta(seconds=round(seconds * (args.steps - step)))}")
         losses, start = [], time.perf_counter()
     pause = time.perf_counter()
-    # Not after every step, because each answer is an all-reduce, and a wait for the GPU.
-    if step % look_every == 0 or step == args.steps:
-        stopped = preemption.asked(device)
-        # All ranks have the same norm. Once weights are bad, it is nan in every later step.
-        if not norm.isfinite():
-            what = f"the gradient's norm is {norm.item()} in step {step}"
-            sys.exit(f"{what}: try a lower --learning-rate")
-        # Ten steps, or fewer if these take more than five seconds on the slowest rank.
-        seconds = torch.tensor((time.perf_counter() - since) / (step - looked), device=device)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        look_every = max(1, min(10, int(5 / seconds.item())))
-        looked, since = step, time.perf_counter()
+    stopped = preemption.asked(device, step)
     if stopped or step % args.save_every == 0 or step == args.steps:
         heartbeat.alive(600)
         runs.save(step, model, optimizer)
@@ -305,8 +297,7 @@ for step in range(first + 1, args.steps + 1):
     if step % 1000 == 0:
         gc.collect()
     # Neither saves nor evaluations count as training.
-    paused = time.perf_counter() - pause
-    start, since = start + paused, since + paused
+    start += time.perf_counter() - pause
 
 saved = runs.from_rank_0(runs.wait())
 # Under torchrun a signal during the last save or evaluation would end the job as FAILED.
@@ -317,7 +308,7 @@ if saved and not stopped and args.init_from:
     value_of = model.state_dict().__getitem__
     hugging_face.write(runs.path / "model", model, value_of, args.init_from)
 if not saved:
-    log("the last steps could not be saved")
+    log("The last steps are not saved")
 elif stopped:
     log(f"Stopped after step {step}, saved")
 else:

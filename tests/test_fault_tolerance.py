@@ -629,7 +629,7 @@ def test_full_disk(cluster, disk, data, uninterrupted, tmp_path):
     try:
         often = ("--save-every", 10, "--keep", 4, "--checkpoint-dir", out)
         job = Trial(cluster, way, script, data, tmp_path, *often, slow=0).fails(180)
-        assert job.log.count("the last steps could not be saved") == 1, job.log
+        assert job.log.count("The last steps are not saved") == 1, job.log
         assert "No space left" in job.log and not tracebacks(job.log), job.log
         assert re.search(r"^step=45/", job.log, re.M), job.log
         assert checkpoint.steps(out) and not list(out.glob(".step*"))
