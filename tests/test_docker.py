@@ -185,7 +185,7 @@ def nodes(project) -> Nodes:
 
 
 def test_up_returns_when_the_nodes_are_idle(nodes):
-    assert nodes.states() == ["node-1 2 idle", "node-2 2 idle"]
+    assert nodes.states() == ["node-1 16 idle", "node-2 16 idle"]
     for node in ("node-1", "node-2"):
         shown = json.loads(nodes.docker("inspect", node).stdout)[0]
         assert shown["State"]["Health"]["Status"] in ("starting", "healthy")
@@ -230,7 +230,7 @@ def test_the_munge_key_is_not_in_the_image(nodes, tmp_path):
 
 def test_three_nodes(nodes):
     nodes.compose("up", "--detach", "ready", "node-3", NODES="3")
-    assert nodes.states() == [f"node-{node} 2 idle" for node in (1, 2, 3)]
+    assert nodes.states() == [f"node-{node} 16 idle" for node in (1, 2, 3)]
     job = nodes.sbatch("--nodes=3", "--ntasks-per-node=1", LAUNCHERS["srun"], "aux/check_ranks.py")
     assert "VERDICT: all well, 3 ranks started by srun" in job.log, job.log
     # The nodes have one socket, which has their cores.
@@ -254,7 +254,7 @@ def test_compose(tool, nodes):
     nodes.compose("--profile", "more", "down", "--volumes")
     nodes.compose("build", tool=tool)
     nodes.compose("up", "-d", tool=tool)
-    assert nodes.states() == ["node-1 2 idle", "node-2 2 idle"]
+    assert nodes.states() == ["node-1 16 idle", "node-2 16 idle"]
     nodes.compose("down", tool=tool)
     assert nodes.exec("true").returncode != 0 and nodes.left(), (
         "no node, but a volume with their key"
