@@ -1,16 +1,20 @@
 """Each script of tests/failures/ shows its symptom, and its fix does not."""
 
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import lint_sbatch
-from conftest import REPOSITORY, cells, environment, run
+from conftest import REPOSITORY, at_once, cells, environment, run
 from test_docker import engine  # noqa: F401  a fixture
 
 FOLDER = REPOSITORY / "tests/failures"
+sys.path.append(str(FOLDER))
+import tasks
+
 PAGE = (REPOSITORY / "docs/troubleshooting.md").read_text()
 # The command, the lines that it shows, and what lint_sbatch.py says
 ROW = re.compile(r"^\| `([^`]+)` \| (`.+`) \| (?:`(.*)`)? *\|$", re.M)
@@ -18,6 +22,10 @@ ROWS = {
     command: (lines.strip("`").split("`<br>`"), said)
     for command, lines, said in ROW.findall((FOLDER / "README.md").read_text())
 }
+
+
+def task_of(command: str) -> str:
+    return Path(command).stem.removesuffix("_broken")
 
 
 def symptoms(command: str) -> list[str]:
@@ -201,3 +209,32 @@ def test_the_symptom_is_shown_and_then_gone(command, request, tmp_path):
         assert not any(re.search(rf"{symptom}\s*$", says, re.M) for symptom in symptoms(command)), (
             says
         )
+    if command in TASKS and command.startswith("sbatch"):
+        name = task_of(command)
+        assert tasks.missing(name, said) and not tasks.missing(name, says), (said, says)
+
+
+TASKS = [command for command in ROWS if task_of(command) in tasks.TASKS]
+
+
+def test_twenty_tasks():
+    assert len(TASKS) == len(tasks.TASKS) == 20
+
+
+# Those that sbatch starts are graded above.
+@pytest.mark.parametrize(
+    "name",
+    cells(
+        [("one_node",), *((task_of(row),) for row in TASKS if not row.startswith("sbatch"))],
+        ("one_node",),
+    ),
+)
+def test_a_grader_fails_on_the_fault_and_passes_on_the_repair(name, cluster, tmp_path):
+    def scenario(what: str, verdict: str):
+        [script] = FOLDER.glob(f"{name}_{what}.*")
+        answer = tmp_path / script.name
+        answer.write_bytes(script.read_bytes())
+        graded = cluster.exec("python3", FOLDER / "tasks.py", name, answer, timeout=280)
+        assert graded.stdout.startswith(verdict), graded
+
+    at_once(scenario, [("broken", "FAILED: "), ("fixed", "PASSED\n")])
