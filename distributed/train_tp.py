@@ -283,7 +283,6 @@ for step in range(first + 1, args.steps + 1):
             line += f" peak_memory_gib={torch.accelerator.max_memory_allocated() / 2**30:.1f}"
         log(f"{line} time_left={timedelta(seconds=round(seconds * (args.steps - step)))}")
         losses, start = [], time.perf_counter()
-    pause = time.perf_counter()
     # Not after every step, because each answer is an all-reduce, and a wait for the GPU.
     if step % look_every == 0 or step == args.steps:
         stopped = preemption.asked(device)
@@ -296,6 +295,7 @@ for step in range(first + 1, args.steps + 1):
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         look_every = max(1, min(10, int(5 / seconds.item())))
         looked, since = step, time.perf_counter()
+    pause = time.perf_counter()
     if stopped or step % args.save_every == 0 or step == args.steps:
         heartbeat.alive(600)
         runs.save(step, model, optimizer)
