@@ -15,6 +15,7 @@ A folder of nanoGPT's (github.com/karpathy/nanoGPT, data/) works as well: it hol
 either meta.pkl with its characters or, without it, GPT-2's tokens.
 """
 
+import itertools
 import json
 import math
 import mmap
@@ -72,9 +73,10 @@ def missing_data(folder: Path, context: int) -> str | None:
     try:
         vocabulary = read_vocabulary(folder)
         size, itemsize = vocabulary["tokenizer"]["size"], DTYPES[vocabulary["dtype"]].itemsize
-        for split in ("train", "val"):
-            path = folder / f"{split}.bin"
-            if path.stat().st_size != vocabulary[f"{split}_tokens"] * itemsize:
+        sizes = {"bin": itemsize} | ({"mask": 1} if "packed" in vocabulary else {})
+        for split, kind in itertools.product(("train", "val"), sizes):
+            path = folder / f"{split}.{kind}"
+            if path.stat().st_size != vocabulary[f"{split}_tokens"] * sizes[kind]:
                 what = f"{path} is not as long as vocabulary.json beside it says"
                 return f"{what}; move the folder away and {remedy}"
     except OSError as error:
@@ -135,7 +137,9 @@ class Text:
                 mask = mapped(self.folder / f"{split}.mask", torch.uint8, len(tokens))
                 self.masks[split] = mask.unfold(0, context + 1, 1)
         places = len(self.tokens["train"])
-        self.per_epoch = -(-places // context) if self.packed else max(1, places // context)
+        self.per_epoch = max(1, places // context)
+        if self.packed:
+            self.per_epoch = math.ceil(places / context)
 
     def __str__(self) -> str:
         tokenizer, count = self.vocabulary["tokenizer"], self.vocabulary["train_tokens"]
@@ -157,7 +161,7 @@ class Text:
         starts = self.starts(torch.arange(first, first + self.batch_size))
         count = self.batch_size * self.context
         if self.packed:
-            count = int(self.masks["train"][starts][:, 1:].sum())
+            count = max(1, int(self.masks["train"][starts][:, 1:].sum()))
         inputs, targets = self.read("train", starts.chunk(ranks)[rank])
         if device.type != "cpu":
             inputs = inputs.contiguous().pin_memory().to(device, non_blocking=True)
@@ -210,7 +214,7 @@ class Text:
 def shuffled(places: torch.Tensor, count: int, seed: int) -> torch.Tensor:
     """Where `places` (n) int64, all below `count`, stand in a permutation of range(count), which
     is not stored: a Feistel network of four rounds, walked until it is below `count` again (Black
-    and Rogaway 2002, www.cs.ucdavis.edu/~rogaway/papers/subset.pdf)."""
+    and Rogaway 2002, Ciphers with Arbitrary Finite Domains)."""
     half = max(1, math.ceil((count - 1).bit_length() / 2))  # bits of each half of a number
     keys = torch.randint(1 << 31, (4,), generator=torch.Generator().manual_seed(seed)).tolist()
     found, outside = places.clone(), torch.ones_like(places, dtype=torch.bool)

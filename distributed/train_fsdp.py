@@ -285,8 +285,9 @@ for step in range(first + 1, args.steps + 1):
             line += f" peak_memory_gib={torch.accelerator.max_memory_allocated() / 2**30:.1f}"
         log(f"{line} time_left={timedelta(seconds=round(seconds * (args.steps - step)))}")
         losses, start = [], time.perf_counter()
-    pause = time.perf_counter()
+    # It waits for the GPU, which still computes the steps.
     stopped = preemption.asked(device, step)
+    pause = time.perf_counter()
     if stopped or step % args.save_every == 0 or step == args.steps:
         heartbeat.alive(600)
         runs.save(step, model, optimizer)

@@ -249,6 +249,9 @@ def test_windows_of_conversations(tmp_path):
     folder = write_numbers(tmp_path / "text", 10 * 20 + 1, packed=10)
     for split in ("train", "val"):
         (np.arange(201) // 2 % 3 == 0).astype(np.uint8).tofile(folder / f"{split}.mask")
+    (folder / "val.mask").rename(tmp_path / "val.mask")
+    assert f"no prepared text at {folder}/val.mask (No" in token_files.missing_data(folder, 10)
+    (tmp_path / "val.mask").rename(folder / "val.mask")
     assert "packed for --context 10, not 9" in token_files.missing_data(folder, 9)
     text = token_files.Text(folder, context=10, batch_size=4)
     starts = []
