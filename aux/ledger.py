@@ -53,7 +53,7 @@ def ledger(starts: list[list[dict]], ends: list[str]) -> dict:
 
 def phases(starts: list[list[dict]], slurm: list[float]) -> list[dict]:
     """The seconds of each start: `queue` from the last heartbeat of the one before until Slurm
-    started the job, `meet` until all ranks had met, and `first_step` until all were in their first
+    started the job, `meet` until all ranks had met, and `first_step` until all had done their first
     step. `slurm` has the times at which Slurm started the job. What is unknown is left out."""
     found, end = [], 0.0
     for beats in starts:
@@ -89,7 +89,7 @@ def slurm_starts(job: str) -> list[float]:
 
 
 SAYS = {"queue": "until Slurm started it", "meet": "until all ranks had met"}
-SAYS |= {"first_step": "until the first step"}
+SAYS |= {"first_step": "until the first step was done"}
 
 
 def main():
