@@ -166,7 +166,7 @@ def test_ray(clone, cluster, ray):  # noqa: F811
     found = re.findall(r"^(?:node-(\d+), )?(.*GPU.*)$", printed, re.M)
     first, *tasks = found
     assert first == ("", "32 CPUs, 4 GPUs"), printed
-    assert [gpu for _, gpu in tasks] == ["GPU [0]", "GPU [1]"] * 2, printed
+    assert [gpu for _, gpu in tasks] == ["GPU ['0']", "GPU ['1']"] * 2, printed
     assert len({node for node, _ in tasks}) == 2, printed
     [job] = re.findall(r"Submitted batch job (\d+)", printed)
     assert not Path(f"/tmp/ray-{job}").exists()

@@ -28,4 +28,6 @@ class Server(http.server.BaseHTTPRequestHandler):
         self.answer({"choices": [{"text": asked["prompt"][::-1]}]})
 
 
+# As uvicorn's. With the default of 5 it resets connections.
+http.server.ThreadingHTTPServer.request_queue_size = 2048
 http.server.ThreadingHTTPServer(("", 8000), Server).serve_forever()
