@@ -1,15 +1,20 @@
-"""Where a job's hours went: in steps, in steps that were lost, or in neither.
+"""Where a job's hours went: in steps, in steps that were lost, or in neither. What a restart cost.
 
     python aux/ledger.py JOB         # in the folder the job was submitted from
 
 Reads the heartbeats of all starts of the job in log/JOB (distributed/heartbeat.py), so any script
-that sends them has a ledger. Prints two lines: a sentence, and the same numbers as JSON. An hour of
-a rank is a GPU-hour. launch_slurm_with_spare.sh prints them at the end of its log.
+that sends them has a ledger. Prints a sentence, one for each start, and the same numbers as JSON in
+the last line. An hour of a rank is a GPU-hour. launch_slurm_with_spare.sh prints them at the end of
+its log. Without accounting Slurm knows only when it started the job for the last time.
 """
 
 import itertools
 import json
+import os
+import re
+import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
@@ -46,6 +51,47 @@ def ledger(starts: list[list[dict]], ends: list[str]) -> dict:
     return found
 
 
+def phases(starts: list[list[dict]], slurm: list[float]) -> list[dict]:
+    """The seconds of each start: `queue` from the last heartbeat of the one before until Slurm
+    started the job, `meet` until all ranks had met, and `first_step` until all had done their first
+    step. `slurm` has the times at which Slurm started the job. What is unknown is left out."""
+    found, end = [], 0.0
+    for beats in starts:
+        met = max(beat["began"] for beat in beats)
+        started = max((time for time in slurm if end <= time <= met), default=None)
+        row = {}
+        if started and end:
+            row["queue"] = started - end
+        if started or end:
+            # A spare node's launcher starts the ranks again within the job.
+            row["meet"] = met - (started or end)
+        first = [beat.get("first_time") for beat in beats]
+        if None not in first:
+            row["first_step"] = max(first) - met
+        found.append({name: round(seconds, 1) for name, seconds in row.items()})
+        end = max(beat["time"] for beat in beats)
+    return found
+
+
+def slurm_starts(job: str) -> list[float]:
+    """When Slurm started the job: each time, if the site has accounting, or the last time."""
+    env = {name: text for name, text in os.environ.items() if name != "SLURM_TIME_FORMAT"}
+    options = ["--noheader", "--parsable2", "--allocations", "--duplicates", "--format=Start"]
+    for command in (["sacct", *options, f"--jobs={job}"], ["scontrol", "show", "job", job]):
+        try:
+            shown = subprocess.run(command, capture_output=True, text=True, env=env).stdout
+        except FileNotFoundError:
+            continue
+        times = re.findall(r"(?:^|StartTime=)(\d{4}-\d\d-\d\dT[\d:]+)", shown, re.M)
+        if times:
+            return [datetime.fromisoformat(time).timestamp() for time in times]
+    return []
+
+
+SAYS = {"queue": "until Slurm started it", "meet": "until all ranks had met"}
+SAYS |= {"first_step": "until the first step was done"}
+
+
 def main():
     if len(sys.argv) != 2:
         sys.exit("usage: python aux/ledger.py JOB")
@@ -63,6 +109,10 @@ def main():
         f"the slowest is rank {slowest['rank']} on {slowest['host']}, "
         f"it waits {slowest['waits']:.0%}, others {found['others_wait']:.0%} of their steps"
     )
+    found["phases"] = phases(starts, slurm_starts(sys.argv[1]))
+    for number, row in enumerate(found["phases"], 1):
+        said = ", ".join(f"{seconds:.0f} s {SAYS[name]}" for name, seconds in row.items())
+        print(f"Start {number}: {said or 'no times'}")
     print(json.dumps(found))
 
 

@@ -314,4 +314,4 @@ elif stopped:
     log(f"Stopped after step {step}, saved")
 else:
     log(f"Finished: step={step}, checkpoint in {runs.path}")
-preemption.end(not saved, f"--resume --checkpoint-dir {runs.path}" if stopped else None)
+preemption.end(stopped, not saved, f"--resume --checkpoint-dir {runs.path}")

@@ -219,4 +219,4 @@ elif stopped:
     log(f"Stopped after step {steps_done}, saved")
 else:
     log(f"Finished: epoch={args.epochs}, checkpoints in {runs.path}")
-preemption.end(not saved, f"--resume --checkpoint-dir {runs.path}" if stopped else None)
+preemption.end(stopped, not saved, f"--resume --checkpoint-dir {runs.path}")

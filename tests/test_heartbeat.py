@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 import heartbeat
 import ledger
 import watch_job
-from conftest import LAUNCHERS, REPOSITORY, cells, environment, run, wait_for
+from conftest import LAUNCHERS, REPOSITORY, cells, environment, run, stand_ins, wait_for
 from test_preemption import submit
 
 WATCH = REPOSITORY / "aux/watch_job.py"
@@ -170,6 +171,36 @@ def test_the_ledger_of_two_starts():
     assert found["steps"] == 150 and found["steps_lost"] == 10
     assert found["slowest"] == {"rank": 0, "host": "n0", "waits": 0.125}
     assert found["others_wait"] == 0.5
+
+
+def test_what_a_restart_costs():
+    """The first one by a requeue, the second within the job. Slurm's record has two starts."""
+    beats = []
+    for began, first, last in ((120, 150, 400), (560, 580, 900), (940, 945, 1000)):
+        two = [{"began": began - slow, "first_time": first, "time": last} for slow in (0, 10)]
+        beats.append(two)
+    assert ledger.phases(beats, [100, 530]) == [
+        {"meet": 20, "first_step": 30},
+        {"queue": 130, "meet": 30, "first_step": 20},
+        {"meet": 40, "first_step": 5},
+    ]
+    # Without accounting, and with heartbeats that do not say when the first step began.
+    for beat in (beat for two in beats for beat in two):
+        del beat["first_time"]
+    assert ledger.phases(beats, [530])[0] == {}
+    assert ledger.phases(beats, [530])[1] == {"queue": 130, "meet": 30}
+
+
+def test_when_slurm_started_the_job(monkeypatch, tmp_path):
+    """By sacct, or without accounting by scontrol, in this machine's time."""
+    refuses = "echo Slurm accounting storage is disabled >&2; exit 1"
+    shows = "echo '   SubmitTime=2026-11-28T13:00:00'; echo '   StartTime=2026-11-28T14:00:00 End'"
+    path = stand_ins(tmp_path / "bin", {"sacct": refuses, "scontrol": shows})
+    monkeypatch.setenv("PATH", f"{path}:{os.environ['PATH']}")
+    last = datetime(2026, 11, 28, 14).timestamp()
+    assert ledger.slurm_starts("7") == [last]
+    stand_ins(path, {"sacct": "echo 2026-11-28T13:30:00; echo 2026-11-28T14:00:00"})
+    assert ledger.slurm_starts("7") == [last - 1800, last]
 
 
 @pytest.fixture

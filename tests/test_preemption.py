@@ -142,7 +142,7 @@ def end(status):
     leave(0)
 
 preemption.requeue, os._exit = requeue, end
-preemption.end(sys.argv[1] == "failed", "--resume")
+preemption.end(True, sys.argv[1] == "failed", "--resume")
 """
 ENDS = [("saved", ["0 1 True", "1 0 True"]), ("failed", ["0 1 False", "1 1 False"])]
 

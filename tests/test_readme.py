@@ -178,8 +178,9 @@ def test_the_comparison_can_fail():
 
 
 def test_every_block_is_run():
-    """Here, but four pages: containers.md in test_containers.py, the appendix on laptops in
-    test_submit.py, docker.md in test_docker.py, recipes.md in test_recipes.py."""
+    """Here, but five pages: containers.md in test_containers.py, the appendix on laptops in
+    test_submit.py, docker.md in test_docker.py, recipes.md in test_recipes.py, other_jobs.md in
+    test_work_list.py and test_other_jobs.py."""
     tried = (1, 3, 5, 7, 8, 9, 10, 11, "launchers")  # by try_chapter
     chapters = [CHAPTERS[chapter] for chapter in tried]
     others = [path for path in DOCUMENTS if path not in chapters]
@@ -192,6 +193,7 @@ def test_every_block_is_run():
         "docs/appendix_laptop.md": 2,
         "docs/containers.md": 1,
         "docs/docker.md": 1,
+        "docs/other_jobs.md": 5,
         "docs/recipes.md": 6,
     }
 

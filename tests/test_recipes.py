@@ -1,12 +1,16 @@
 """The recipes that a cluster without GPUs, accounting and internet can run, as they stand."""
 
+import os
 import re
 import shutil
+import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 
 from conftest import NAMESPACES, REPOSITORY, environment, run
-from test_readme import clone, steps, try_block  # noqa: F401  a fixture
+from test_readme import clone, copy_of_repository, steps, try_block  # noqa: F401  a fixture
 
 PAGE = REPOSITORY / "docs/recipes.md"
 BLOCKS = [step for step in steps(PAGE) if step[0] == "bash"]
@@ -17,6 +21,15 @@ def recipe(word: str, clone, cluster) -> str:  # noqa: F811
     """Runs the block that has this word. Returns what it prints, which is what the page shows."""
     [(language, commands, shown)] = [step for step in BLOCKS if word in step[1]]
     return try_block(language, commands, shown, clone, (NAMESPACES, "exec"), **cluster.environment)
+
+
+@pytest.fixture
+def local_disk():
+    """The nodes of the tests' cluster share it."""
+    folder = Path(f"/tmp/staged-{os.getuid()}")
+    shutil.rmtree(folder, ignore_errors=True)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_an_allocation(clone, cluster):  # noqa: F811
@@ -40,13 +53,6 @@ def test_settings_that_are_drawn():
     assert all(0.001 <= float(rate) <= 0.1 for rate in jobs)
 
 
-def test_a_trainer_and_a_server(clone, cluster):  # noqa: F811
-    recipe("http.server", clone, cluster)
-    log = (clone / "both.out").read_text()
-    assert log.count("\nFinished: epoch=1") == 1, log
-    assert '"GET / HTTP/1.1" 200' in log, log
-
-
 def test_a_chain(clone, cluster, text):  # noqa: F811
     shutil.copytree(text, clone / "data/shakespeare")
     chain = recipe("afterok", clone, cluster)
@@ -59,11 +65,30 @@ def test_own_text(clone, cluster):  # noqa: F811
     assert "\nSample from checkpoints/text/step_100:\n" in printed, printed
 
 
-def test_data_on_local_disks(clone, cluster):  # noqa: F811
+def test_data_on_local_disks(clone, cluster, local_disk):  # noqa: F811
     staged = recipe("staged.sh", clone, cluster)
     assert (clone / "staged.out").read_text().count("\nFinished: epoch=1") == 1
-    [job] = re.findall(r"/tmp/data-(\d+)/", staged)
-    assert run("ls", f"/tmp/data-{job}").returncode != 0, "the copy is removed"
+    assert f" {local_disk}/mnist.tar-" in staged
+
+
+def test_jobs_that_start_fast(cluster, local_disk, tiny, tmp_path):
+    """The ranks have the environment that was packed."""
+    folder = copy_of_repository(tmp_path / "repository")
+    shutil.copytree(tiny, folder / "data/mnist")
+    assert run(sys.executable, "-m", "venv", "--without-pip", folder / "env").returncode == 0
+    [packages] = folder.glob("env/lib/python3*/site-packages")
+    (packages / "torch.pth").write_text(sysconfig.get_path("purelib"))
+    run("tar", "--create", "--file", folder / "env.tar", "--directory", folder / "env", ".")
+    shutil.rmtree(folder / "env")
+    script = folder / "distributed/train_ddp.py"
+    code = script.read_text()
+    where = "\nimport sys\nprint(f'prefix {sys.prefix}')\nimport argparse\n"
+    assert "\nimport argparse\n" in code
+    script.write_text(code.replace("\nimport argparse\n", where, 1))
+    recipe("fast.sh", folder, cluster)
+    log = (folder / "fast.out").read_text()
+    assert len(re.findall(rf"^prefix {local_disk}/env.tar-\S+$", log, re.M)) == 4, log
+    assert (folder / "compiled.tar").exists() and (local_disk / "compiled.tar").is_dir()
 
 
 def test_a_profile(clone, text, tmp_path):  # noqa: F811

@@ -1,0 +1,67 @@
+# shellcheck shell=bash
+# Several programs in one job, each on nodes of its own. Source it in a job script, after env.sh:
+#
+#   start SERVER 1 vllm serve MODEL --port 8000      # once on each of the job's next nodes, here one
+#   ready "http://$SERVER:8000/health"               # until it answers
+#   start TRAINER 3 ./torchrun.sh train.py           # its NNODES is 3, MASTER_ADDR its first node
+#   finish                                           # when the last program ends, all end
+#
+# SERVER then has the names of its nodes, with blanks between them, and later programs inherit it.
+# Slurm sends a signal to all programs. If a server ends, the last program has LAST_WORDS seconds to
+# save and end, or the job fails.
+LAST_WORDS=300
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+programs=() names=() used=0
+# The job's end ends them as well. This is quieter.
+trap 'kill "${programs[@]}" 2>/dev/null || true' EXIT
+# Slurm signals this shell as well, whose `sleep` may then end early.
+trap : TERM
+
+start() {
+    local name=$1 nodes=$2 own
+    own=("${hosts[@]:used:nodes}")
+    if ((nodes < 1 || ${#own[@]} < nodes)); then
+        echo "$name needs $nodes nodes, and $((${#hosts[@]} - used)) of the job's are left" >&2
+        exit 1
+    fi
+    used=$((used + nodes))
+    export "$name=${own[*]}"
+    NNODES=$nodes MASTER_ADDR=${own[0]} srun --nodes="$nodes" --ntasks="$nodes" \
+        --nodelist="$(IFS=, && echo "${own[*]}")" --cpus-per-task="$CPUS_PER_NODE" --overlap \
+        --wait=0 --kill-on-bad-exit=1 "${@:3}" &
+    programs+=($!) names+=("$name")
+}
+
+# The name of a program that has ended, or nothing.
+ended() {
+    local i
+    for i in "${!programs[@]}"; do
+        kill -0 "${programs[i]}" 2>/dev/null || echo "${names[i]}"
+    done
+}
+
+ready() {
+    until curl --silent --fail --noproxy '*' --output /dev/null "$1"; do
+        if [[ $(ended) ]]; then
+            echo "$(ended) has ended before $1 answered" >&2
+            exit 1
+        fi
+        sleep 1 || true
+    done
+}
+
+finish() {
+    local last=${programs[-1]} seconds=$LAST_WORDS
+    while kill -0 "$last" 2>/dev/null; do
+        if [[ $(ended) ]]; then
+            if ((seconds == LAST_WORDS)); then
+                echo "$(ended) has ended: ${names[-1]} has $seconds seconds to save and end" >&2
+            elif ((seconds == 0)); then
+                exit 1
+            fi
+            seconds=$((seconds - 1))
+        fi
+        sleep 1 || true
+    done
+    wait "$last"
+}

@@ -1,0 +1,106 @@
+"""Runs a language model over a list of prompts, on as many ranks and jobs as are free.
+
+    sbatch launch_slurm_with_torchrun.sh distributed/answer_prompts.py \\
+        checkpoints/JOB prompts.txt answers
+
+Submit it as often as you like, also as an array and while it runs, because work_list.py gives each
+rank what is still to be done. `cat answers/*.jsonl` then has a prompt and its answer in each line.
+An answer depends on the prompt and its line, and not on the rank. The model is the newest
+checkpoint of train_fsdp.py or train_tp.py in a run's folder. For another model replace `load`.
+"""
+
+import preemption
+
+# Before the slow imports, because Slurm may ask at any time.
+preemption.listen()
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import checkpoint
+import token_files
+import work_list
+from transformer import Transformer
+
+formatter = argparse.RawDescriptionHelpFormatter
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+parser.add_argument("checkpoint_dir", type=Path, help="a run's folder; reads its newest checkpoint")
+parser.add_argument("prompts", type=Path, help="a text file with a prompt in each line")
+parser.add_argument("answers", type=Path, help="the folder for the answers")
+parser.add_argument("--length", type=int, default=100, help="how many tokens to write")
+parser.add_argument("--part", type=int, default=100, help="prompts of a part, for about a minute")
+help = "the data's tokenizer.json, if they use a Hugging Face tokenizer"
+parser.add_argument("--tokenizer", type=Path, metavar="FILE", help=help)
+parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
+args = parser.parse_args()
+
+# RANK and LOCAL_RANK are for who asks Slurm and for the GPU. There is no process group, because no
+# rank waits for another one.
+rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
+device = torch.device("cpu")
+if args.device == "auto" and torch.accelerator.is_available():
+    # A rank that sees one GPU takes that one.
+    number = local_rank % torch.accelerator.device_count()
+    device = torch.device(torch.accelerator.current_accelerator().type, number)
+
+
+def load(folder: Path) -> Callable[[str, int], str]:
+    """The function that answers a prompt, drawing its tokens from a seed."""
+    found = checkpoint.steps(folder)
+    if not found:
+        sys.exit(f"no whole checkpoint in {folder}")
+    path = folder / f"step_{found[0]}"
+    about = json.loads((path / "about.json").read_text())
+    with torch.device("meta"):
+        model = Transformer(**about["sizes"])
+    model.to_empty(device=device)
+    model.tie()
+    # dcp warns that there is only this process.
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    dcp.load({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)
+    try:
+        encode, decode = token_files.text_functions(about["tokenizer"], args.tokenizer)
+    except ValueError as error:
+        sys.exit(str(error))
+
+    def answer(prompt: str, seed: int) -> str:
+        torch.manual_seed(seed)
+        tokens = torch.tensor([encode(prompt)], device=device)
+        if tokens.numel() == 0:
+            raise ValueError("an empty prompt")
+        written = model.generate(tokens, args.length, about["tokenizer"]["size"])[0]
+        return decode(written[tokens.size(1) :].tolist())
+
+    return answer
+
+
+try:
+    prompts = args.prompts.read_text().split("\n")
+except OSError as error:
+    sys.exit(f"{args.prompts}: {error.strerror}")
+if prompts[-1] == "":
+    prompts.pop()
+
+answer = load(args.checkpoint_dir)
+count = 0
+for part in work_list.parts(prompts, args.answers, args.part, stop=lambda: preemption.received):
+    answers = []
+    for number, prompt in enumerate(part.items, part.first):
+        try:
+            answers.append({"prompt": prompt, "answer": answer(prompt, seed=number)})
+        except ValueError as error:
+            answers.append({"prompt": prompt, "error": str(error)})
+    part.write(answers)
+    count += len(answers)
+
+print(f"[Rank: {rank}] {count} answers", flush=True)
+if preemption.received and rank == 0:
+    preemption.requeue()

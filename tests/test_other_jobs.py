@@ -1,0 +1,198 @@
+"""docs/other_jobs.md: several programs in one job, and Ray. Its blocks as they stand, then each
+program killed, the job stopped, and requeued: nothing is left on any node."""
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+import chaos
+from conftest import NAMESPACES, REPOSITORY, at_once, environment, run, stand_ins, wait_for
+from test_readme import bash, clone, steps, try_block  # noqa: F401  a fixture
+
+PAGE = REPOSITORY / "docs/other_jobs.md"
+
+
+def block(words: str) -> str:
+    [found] = [text for _, text, _ in steps(PAGE) if words in text]
+    return found
+
+
+@pytest.fixture(scope="module")
+def vllm(clone, tmp_path_factory) -> dict[str, str]:  # noqa: F811
+    """The environment of a job that finds a stand-in for it."""
+    server = f"exec {sys.executable} {REPOSITORY}/tests/scripts/completions.py"
+    folder = stand_ins(tmp_path_factory.mktemp("bin"), {"vllm": server})
+    return {"PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+@pytest.mark.matrix
+def test_a_trainer_and_its_server(clone, cluster, vllm):  # noqa: F811
+    bash(block("> both.sh"), clone, (NAMESPACES, "exec"), **cluster.environment, **vllm)
+    [log] = clone.glob("both.sh_*.out")
+    assert log.read_text().count("\nFinished: epoch=1") == 1, log.read_text()
+
+
+@pytest.mark.matrix
+def test_servers_and_a_list(clone, cluster, vllm):  # noqa: F811
+    (clone / "both.sh").write_text(script_of_the_page("both.sh"))
+    counted = bash(block("> ask.py"), clone, (NAMESPACES, "exec"), **cluster.environment, **vllm)
+    prompts = (clone / "prompts.txt").read_text().splitlines()
+    assert int(counted.splitlines()[-1]) == len(prompts)
+    text = "".join(path.read_text() for path in sorted(clone.glob("served/*.jsonl")))
+    assert [json.loads(line) for line in text.splitlines()] == [line[::-1] for line in prompts]
+
+
+def script_of_the_page(name: str) -> str:
+    [script] = re.findall(rf"^cat > {name} <<'END'\n(.*?)^END$", block(f"> {name}"), re.M | re.S)
+    return script
+
+
+# Saves when asked to, and has only to end when it is requeued.
+TRAINER = """
+import os, sys, time
+sys.path.insert(0, "distributed")
+import preemption
+preemption.listen()
+start = os.environ.get("SLURM_RESTART_COUNT", "0")
+print(f"Start {start} with a server on {os.environ['SERVER']}", flush=True)
+for _ in range(300 if start == "0" else 1):
+    time.sleep(0.1)
+    if preemption.received:
+        time.sleep(2)  # longer than the server takes to end
+        print("Saved", flush=True)
+        preemption.requeue()
+        break
+    if "QUICK" in os.environ:
+        break
+"""
+ENDS = {
+    # what is done: state, restarts, words of the log
+    "nothing": ("COMPLETED", 0, "Start 0 with a server on node-"),
+    "server killed": ("FAILED", 0, "SERVER has ended: TRAINER has 5 seconds to save and end"),
+    "trainer killed": ("FAILED", 0, "task 0: Killed"),
+    "server broken": ("FAILED", 0, "SERVER has ended before http://node-"),
+    "TERM": ("COMPLETED", 1, "Saved\n"),
+    "requeue": ("COMPLETED", 1, "Start 1 with a server on node-"),
+    "scancel": ("CANCELLED", 0, "Start 0"),
+}
+
+
+@pytest.mark.matrix
+def test_ends(clone, cluster, vllm, tmp_path):  # noqa: F811
+    """Whatever ends, all end, with the right state, and hold no node."""
+    (clone / "trainer.py").write_text(TRAINER)
+    script = script_of_the_page("both.sh")
+    for old, new in {
+        "./torchrun.sh distributed/train_ddp.py --epochs 1": "python trainer.py",
+        "aux/programs.sh": "aux/programs.sh\nLAST_WORDS=5",
+    }.items():
+        assert old in script
+        script = script.replace(old, new)
+    (clone / "ends.sh").write_text(script)
+
+    def scenario(fault: str, state: str, restarts: int, words: str):
+        log = tmp_path / fault.replace(" ", "-")
+        env = dict(vllm)
+        if fault == "server broken":
+            env["BROKEN"] = "1"
+        if fault == "nothing":
+            env["QUICK"] = "1"
+        options = [f"--output={log}", f"--chdir={clone}"]
+        job = cluster.submit(*options, clone / "ends.sh", env=env, cwd=clone)
+        if fault != "server broken":
+            wait_for(lambda: log.exists() and "Start 0" in log.read_text())
+        name = {"server killed": "completions.py", "trainer killed": "trainer.py"}.get(fault)
+        command = {
+            "TERM": ("scancel", "--signal=TERM"),
+            "requeue": ("scontrol", "requeue"),
+            "scancel": ("scancel",),
+        }.get(fault)
+        if name:
+            os.kill(next(chaos.processes(job, name)), signal.SIGKILL)
+        if command:
+            cluster.exec(*command, job)
+        if restarts:
+            wait_for(lambda: cluster.show(job)["Restarts"] == "1")
+            wait_for(lambda: cluster.show(job)["JobState"] == "PENDING")
+            assert not cluster.left_over(job)
+            cluster.exec("scontrol", "update", f"JobId={job}", "StartTime=now")
+        ended = cluster.wait(job)
+        assert ended.state == state and words in ended.log, f"{fault}: {ended}"
+        assert cluster.show(job)["Restarts"] == str(restarts), ended
+        wait_for(lambda: not cluster.left_over(job), 40)
+
+    at_once(scenario, [(fault, *end) for fault, end in ENDS.items()])
+
+
+@pytest.mark.matrix
+def test_too_few_nodes(clone, cluster, vllm, tmp_path):  # noqa: F811
+    (clone / "few.sh").write_text(script_of_the_page("both.sh"))
+    options = ["--nodes=1", f"--output={tmp_path}/log", f"--chdir={clone}"]
+    job = cluster.sbatch(*options, clone / "few.sh", env=vllm, cwd=clone)
+    assert job.state == "FAILED"
+    assert "TRAINER needs 0 nodes" in job.log, job.log
+
+
+def test_an_evaluation(clone, cluster):  # noqa: F811
+    """A package, by `-m`. Rank 0 has the answers of all four."""
+    [(language, commands, shown)] = [step for step in steps(PAGE) if "-m evaluation" in step[1]]
+    try_block(language, commands, shown, clone, (NAMESPACES, "exec"), **cluster.environment)
+
+
+def test_hidden_variables():
+    [hides] = re.findall(r"^`\((unset .*); python -m lm_eval \.\.\.\)`", PAGE.read_text(), re.M)
+    shell = environment(SLURM_JOB_ID=7, SLURM_NTASKS=2, PMI_RANK=0, PMIX_RANK=0)
+    shown = run("bash", "-uc", f"({hides}; env)", env=shell).stdout
+    assert "PATH=" in shown and not re.search("^(SLURM|PMI)", shown, re.M)
+
+
+@pytest.fixture(scope="module")
+def ray(packages) -> dict[str, str]:
+    """The environment of a job that finds the real one, in a folder of its own."""
+    programs = Path(packages["PYTHONPATH"]).parents[2] / "bin"
+    return packages | {"PATH": f"{programs}:{os.environ['PATH']}"}
+
+
+@pytest.mark.matrix
+def test_ray(clone, cluster, ray):  # noqa: F811
+    """On CPUs: what Slurm has granted, on two nodes. Its temporary folder is gone."""
+    [step] = [step for step in steps(PAGE) if "> ray.sh" in step[1]]
+    printed = try_block(*step, clone, (NAMESPACES, "exec"), **cluster.environment, **ray)
+    found = re.findall(r"^(?:node-(\d+), )?(.*GPU.*)$", printed, re.M)
+    first, *tasks = found
+    assert first == ("", "32 CPUs, 4 GPUs"), printed
+    assert [gpu for _, gpu in tasks] == ["GPU ['0']", "GPU ['1']"] * 2, printed
+    assert len({node for node, _ in tasks}) == 2, printed
+    [job] = re.findall(r"Submitted batch job (\d+)", printed)
+    assert not Path(f"/tmp/ray-{job}").exists()
+    assert not cluster.left_over(int(job))
+
+
+@pytest.mark.matrix
+def test_the_end_of_ray(clone, cluster, ray, tmp_path):  # noqa: F811
+    """The command is killed, or all get SIGTERM. No process is left on any node."""
+    (clone / "waits.py").write_text(
+        script_of_the_page("where.py").replace("sleep(2)", "sleep(600)")
+    )
+    script = script_of_the_page("ray.sh").replace("where.py", "waits.py")
+    (clone / "waits.sh").write_text(script)
+
+    def scenario(fault: str):
+        log = tmp_path / fault
+        options = [f"--output={log}", f"--chdir={clone}"]
+        job = cluster.submit(*options, clone / "waits.sh", env=ray, cwd=clone)
+        wait_for(lambda: log.exists() and "4 GPUs" in log.read_text(), 120)
+        if fault == "killed":
+            os.kill(next(chaos.processes(job, "waits.py")), signal.SIGKILL)
+        else:
+            cluster.exec("scancel", "--signal=TERM", job)
+        ended = cluster.wait(job, timeout=120)
+        assert ended.state == "FAILED", ended
+        wait_for(lambda: not cluster.left_over(job), 40)
+
+    at_once(scenario, [("killed",), ("TERM",)])

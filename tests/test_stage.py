@@ -1,0 +1,130 @@
+"""aux/stage.sh: once on each node, whole, and found again; and compilers' caches."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import REPOSITORY, environment, mounted_in_memory, run, stand_ins, wait_for
+
+SOURCE = f"set -euo pipefail; source {REPOSITORY}/aux/stage.sh"
+
+
+@pytest.fixture
+def job(tmp_path) -> dict[str, str]:
+    """The environment of a job of one node, whose srun runs its command. PATH has a tar that
+    counts how often it unpacks, and waits for a file to be gone."""
+    srun = 'while [[ "$1" == --* ]]; do shift; done; exec "$@"'
+    tar = f"""if [[ "$1" == --extract ]]; then echo x >>{tmp_path}/unpacked; fi
+while [[ -e {tmp_path}/wait ]]; do sleep 0.05; done
+exec {run("bash", "-c", "type -P tar").stdout.strip()} "$@\""""
+    folder = stand_ins(tmp_path / "bin", {"srun": srun, "tar": tar})
+    path = f"{folder}:{os.environ['PATH']}"
+    return environment(SLURM_JOB_ID=7, SLURM_JOB_NUM_NODES=1) | {"PATH": path}
+
+
+@pytest.fixture
+def archive(tmp_path) -> Path:
+    (tmp_path / "data").mkdir()
+    for number in range(50):
+        (tmp_path / "data" / str(number)).write_text("x" * 10_000)
+    run("tar", "--create", "--file", tmp_path / "a.tar", "--directory", tmp_path / "data", ".")
+    return tmp_path / "a.tar"
+
+
+def lines(local: Path, *commands: str) -> list[str]:
+    return ["bash", "-c", "; ".join([SOURCE, f"LOCAL={local}", *commands])]
+
+
+def unpacked(tmp_path: Path) -> int:
+    path = tmp_path / "unpacked"
+    return len(path.read_text().split()) if path.exists() else 0
+
+
+def test_once_for_all_jobs(job, archive, tmp_path):
+    """Two at once, and one later. A new archive is another folder."""
+    stage = lines(tmp_path / "local", f"stage {archive}", "ls $STAGED | wc --lines", "echo $STAGED")
+    (tmp_path / "wait").touch()
+    both = [subprocess.Popen(stage, env=job, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    wait_for(lambda: unpacked(tmp_path) == 1)
+    time.sleep(0.3)
+    (tmp_path / "wait").unlink()
+    said = {process.communicate(timeout=30)[0] for process in both}
+    said.add(run(*stage, env=job).stdout)
+    assert len(said) == 1 and said.pop().startswith("50\n")
+    assert unpacked(tmp_path) == 1
+    os.utime(archive, (1, 1))
+    assert run(*stage, env=job).returncode == 0 and unpacked(tmp_path) == 2
+
+
+def test_killed_in_the_middle(job, archive, tmp_path):
+    """The next job unpacks the whole again."""
+    stage = lines(tmp_path / "local", f"stage {archive}", "ls $STAGED | wc --lines")
+    (tmp_path / "wait").touch()
+    first = subprocess.Popen(stage, env=job, start_new_session=True)
+    wait_for(lambda: unpacked(tmp_path) == 1)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    (tmp_path / "wait").unlink()
+    again = run(*stage, env=job)
+    assert again.stdout == "50\n" and unpacked(tmp_path) == 2, again.stderr
+
+
+def test_a_full_disk(job, archive, tmp_path):
+    """Says so, ends the job, and leaves nothing that a later job takes for whole."""
+    (tmp_path / "local").mkdir()
+    with mounted_in_memory(tmp_path / "local", "200k") as local:
+        stage = lines(local, f"stage {archive}", "echo not reached")
+        done = run(*stage, env=job)
+        assert done.returncode == 1 and done.stdout == ""
+        assert "No space left on device" in done.stderr
+        assert re.search(rf"^stage.sh: \S+: cannot unpack {archive}$", done.stderr, re.M)
+        assert [path.suffix for path in local.iterdir()] == [".lock"]
+
+
+def test_nothing_to_unpack(job, tmp_path):
+    done = run(*lines(tmp_path / "local", "stage absent.tar", "echo not reached"), env=job)
+    assert done.returncode == 1 and done.stdout == "" and "absent.tar" in done.stderr
+
+
+COMPILES = """
+import torch
+from torch._dynamo.utils import counters
+torch.compile(lambda x: (x.sin() + x.cos()).sum())(torch.ones(100))
+print(dict(counters["inductor"]).get("fxgraph_cache_hit", 0))
+"""
+
+
+@pytest.mark.matrix
+def test_a_compiled_model_is_not_compiled_again(job, tmp_path):
+    """On another node, which has the caches of the first one."""
+    (tmp_path / "compiles.py").write_text(COMPILES)
+
+    def compiles(node: str) -> str:
+        commands = [f"caches {tmp_path}/compiled.tar", f"{sys.executable} {tmp_path}/compiles.py"]
+        commands.append(f"pack {tmp_path}/compiled.tar")
+        done = run(*lines(tmp_path / node, *commands), env=job)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert [compiles("node-1"), compiles("node-2")] == ["0\n", "1\n"]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_pack_without_room(job, tmp_path):
+    """The one before stays."""
+    (tmp_path / "shared").mkdir()
+    with mounted_in_memory(tmp_path / "shared", "100k") as shared:
+        pack = [f"caches {shared}/a.tar", f"head -c $1 /dev/urandom >{tmp_path}/local/a.tar/x"]
+        pack.append(f"pack {shared}/a.tar")
+        assert run(*lines(tmp_path / "local", "set -- 1000", *pack), env=job).returncode == 0
+        before = (shared / "a.tar").read_bytes()
+        done = run(*lines(tmp_path / "local", "set -- 200000", *pack), env=job)
+        assert done.returncode == 0 and f"stage.sh: {shared}/a.tar stays as it was" in done.stderr
+        assert [path.name for path in shared.iterdir()] == ["a.tar"]
+        assert (shared / "a.tar").read_bytes() == before
