@@ -60,12 +60,12 @@ def load(folder: Path) -> Callable[[str, int], str]:
     path = folder / f"step_{found[0]}"
     about = json.loads((path / "about.json").read_text())
     with torch.device("meta"):
-        model = Transformer(**about["sizes"])
+        model = Transformer(about["config"])
     model.to_empty(device=device)
     model.tie()
     # dcp warns that there is only this process.
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    dcp.load({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)
+    dcp.load({"model": dict(model.named_parameters())}, checkpoint_id=path, no_dist=True)
     try:
         encode, decode = token_files.text_functions(about["tokenizer"], args.tokenizer)
     except ValueError as error:

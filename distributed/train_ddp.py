@@ -69,13 +69,10 @@ if args.device == "auto" and torch.accelerator.is_available() and sys.platform !
     device = torch.device(torch.accelerator.current_accelerator().type, number)
 
 # The ranks meet at MASTER_ADDR:MASTER_PORT. NCCL communicates between GPUs, gloo between CPUs.
+backend = dist.get_default_backend_for_device(device)
+bound = device if device.type == "cuda" else None
 with heartbeat.meeting(local_rank, device, args.device):
-    dist.init_process_group(
-        dist.get_default_backend_for_device(device),
-        rank=rank,
-        world_size=world_size,
-        device_id=device if device.type == "cuda" else None,
-    )
+    dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=bound)
 
 
 def log(text: str):

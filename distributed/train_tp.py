@@ -103,6 +103,7 @@ world_size = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", 1)))
 if world_size == 1:
     env.setdefault("MASTER_ADDR", "localhost")
     env.setdefault("MASTER_PORT", "0")  # any free port
+
 device = torch.device("cpu")
 # CUDA, ROCm or XPU, but not Apple's MPS, which has no collectives.
 if args.device == "auto" and torch.accelerator.is_available() and sys.platform != "darwin":
@@ -110,6 +111,7 @@ if args.device == "auto" and torch.accelerator.is_available() and sys.platform !
     number = local_rank if torch.accelerator.device_count() > 1 else 0
     torch.accelerator.set_device_index(number)
     device = torch.device(torch.accelerator.current_accelerator().type, number)
+
 # The ranks meet at MASTER_ADDR:MASTER_PORT. NCCL communicates between GPUs, gloo between CPUs.
 backend = dist.get_default_backend_for_device(device)
 bound = device if device.type == "cuda" else None
