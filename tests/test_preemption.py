@@ -493,13 +493,15 @@ def test_chapter_s_script_resumes(tmp_path):
     whole = train(script)
     # Step 3 of the second epoch, because slowly.py takes this script's epoch 1 for the first.
     stopped = train(scripts / "slowly.py", 0, script, TERM_AT=3)
-    assert "\nStopped after step 10, saved\n" in stopped
-    # An epoch has six steps, so the run was stopped in its second one.
+    [last] = re.findall(r"^Stopped after step (\d+), saved$", stopped, re.M)
+    # An epoch has six steps, so the run was stopped in its second one. On a busy machine it looks
+    # more often than in every tenth step.
+    assert 6 < int(last) < 12
     first, second = re.findall(r"^epoch \d: loss .*$", whole, re.M)
     assert re.findall(r"^epoch .*$", stopped, re.M) == [first]
     shutil.copy(tmp_path / "last_by_hand.pt", tmp_path / "of_job_1.pt")
     for resumed in (train(script, SLURM_RESTART_COUNT=1), train(script, "of_job_1.pt")):
-        assert "\nResumed after step 10\n" in resumed
+        assert f"\nResumed after step {last}\n" in resumed
         assert re.findall(r"^epoch .*$", resumed, re.M) == [second]
 
 

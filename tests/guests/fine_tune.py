@@ -87,7 +87,7 @@ for step in range(first + 1, args.steps + 1):
         dist.all_reduce(mean_loss)
         if rank == 0:
             print(f"step={step}/{args.steps} loss={mean_loss.item():.6f}", flush=True)
-        stopped = preemption.asked(device)
+    stopped = preemption.asked(device, step)
     if stopped or step % args.save_every == 0:
         runs.save(step, model, optimizer)
     if stopped:
@@ -98,7 +98,6 @@ runs.wait()
 if stopped:
     if rank == 0:
         print(f"Stopped after step {step}, saved", flush=True)
-        preemption.requeue()
 else:
     # All ranks send their parts. Only rank 0 gets the whole, in the CPU's memory.
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -107,6 +106,4 @@ else:
         model.save_pretrained(args.out / "model", state_dict=state)
         tokenizer.save_pretrained(args.out / "model")
         print(f"Finished: {args.out / 'model'}", flush=True)
-dist.barrier()
-dist.destroy_process_group()
-os._exit(0)  # gloo may abort a Python that shuts down
+preemption.end(stopped)

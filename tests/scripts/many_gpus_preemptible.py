@@ -99,8 +99,8 @@ for epoch in range(steps_done // len(train_loader), EPOCHS):
     ddp.train()
     for images, labels in train_loader:
         # Ask before the step: a stop on the last one of an epoch would skip its evaluation.
-        if steps_done % 10 == 0 and preemption.asked(device):
-            stopped = True
+        stopped = preemption.asked(device, steps_done)
+        if stopped:
             break
         loss = nn.functional.cross_entropy(ddp(images.to(device)), labels.to(device))
         optimizer.zero_grad()
@@ -131,14 +131,8 @@ for epoch in range(steps_done // len(train_loader), EPOCHS):
             torch.save(model.state_dict(), f"best_{run}.pt.part")
             os.replace(f"best_{run}.pt.part", f"best_{run}.pt")
     save()
-failed = False
 if stopped:
     save()
     if rank == 0:
         print(f"Stopped after step {steps_done}, saved", flush=True)
-        failed = not preemption.requeue(path)
-dist.barrier()
-dist.destroy_process_group()
-if device.type == "cpu":
-    os._exit(failed)  # gloo on a CPU may abort a Python that shuts down
-sys.exit(failed)
+preemption.end(stopped, arguments=path)
