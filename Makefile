@@ -159,7 +159,7 @@ slurm:
 docker:
 	@$(call install,dockerd:docker.io docker-compose:docker-compose debootstrap:debootstrap iptables-save:iptables)
 sshd:
-	@$(call install,sshd:openssh-server)
+	@$(call install,sshd:openssh-server curl:curl)
 podman:
 	@$(call install,podman:podman)
 kernels:
