@@ -85,6 +85,8 @@ if chosen.init_from:
     given = hugging_face.read_config(chosen.init_from)
     parser.set_defaults(**transformer.TUNING | given)
 args = parser.parse_args()
+if args.init_from:  # other sizes than the folder's are a fault when it is read
+    given |= {name: vars(args)[name] for name in transformer.SHAPE}
 if args.resume and not args.checkpoint_dir and "RUN" not in os.environ:
     parser.error("--resume needs --checkpoint-dir, or the variable RUN, which env.sh sets in a job")
 if args.deterministic:

@@ -237,8 +237,9 @@ def test_a_long_save_is_no_hang(heart):
 
 
 def test_what_counts_as_a_step(heart):
-    """For the ledger: neither a save nor an evaluation."""
+    """For the ledger: neither a save nor an evaluation. It has the time of the first one."""
     wait_for(lambda: heart.counts[1] > 0, 10)
+    assert heart.first_step == 1 and heart.began <= heart.first_time <= time.time()
     heartbeat.alive(100)
     time.sleep(0.3)
     before = list(heart.counts)

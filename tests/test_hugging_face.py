@@ -139,6 +139,9 @@ def test_fine_tuned(text, tmp_path):
     flags[-1] = tmp_path / "next"
     done = ranks(0, "distributed/train_fsdp.py", *flags, "--checkpoint-dir", tmp_path / "again")
     assert values(done.stdout, "val_loss")[0] == found[0][1][12]
+    more = ["--hidden-size", 64, "--checkpoint-dir", tmp_path / "smaller"]
+    done = ranks(0, "distributed/train_fsdp.py", *flags, *more)
+    assert done.returncode == 1 and "weight is (256, 128), not (256, 64)" in done.stderr
 
 
 TRAINING = ("--context", "--batch-size", "--steps", "--warmup-steps", "--learning-rate")

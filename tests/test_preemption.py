@@ -171,8 +171,8 @@ def test_control_c_at_a_terminal(way, mnist, tmp_path):
             if line.startswith("epoch=1 step=3/"):
                 os.killpg(process.pid, signal.SIGINT)
     assert "Traceback" not in shown or way == "torchrun", shown
-    assert "\nStopped after step 10, saved\n" in shown, shown
-    assert checkpoint.steps(tmp_path) == [10]
+    [stopped] = re.findall(r"^Stopped after step (\d+), saved$", shown, re.M)
+    assert int(stopped) <= 10 and checkpoint.steps(tmp_path) == [int(stopped)], shown
 
 
 # --- the queue ---
