@@ -179,15 +179,17 @@ def plan_memory(
     """Whether to recompute activations: as it is said, or because `memory` of the other arguments
     is more than the device's. And a line for the log on what they take."""
     room = gpu_memory(device)
+    # NCCL takes some of it, and some is lost between tensors.
+    usable = 0.9 * room
     if recompute is None:
-        recompute = sum(memory(*sizes, **options).values()) > room
+        recompute = sum(memory(*sizes, **options).values()) > usable
     need = memory(*sizes, **options, recompute=recompute)
     total = sum(need.values())
     unit, scale = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
     of = "" if room == math.inf else f" of the GPU's {room / scale:.1f}"
     parts = ", ".join(f"{name} {size / scale:.1f}" for name, size in need.items())
     line = f"Memory of a rank: about {total / scale:.1f} {unit}{of} ({parts})"
-    if total > room:
+    if total > usable:
         less = "more ranks, --accumulation and --activation-checkpointing take less"
         line += f"\nwarning: this may not fit into the GPU: {less}"
     return recompute, line
