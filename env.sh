@@ -65,7 +65,7 @@ mkdir --parents "log/$SLURM_JOB_ID" || true
 code=log/$SLURM_JOB_ID/code-$restarts before=log/$SLURM_JOB_ID/code-$((restarts - 1))
 {
     git describe --always
-    git diff HEAD
+    git diff HEAD -- .
     sha256sum ./*.sh "$(dirname -- "${1:-distributed/train_ddp.py}")"/*.py
 } >"$code" 2>/dev/null || true
 if [[ -e "$before" ]] && ! cmp --silent "$before" "$code"; then

@@ -119,9 +119,11 @@ def hosts_of_ranks() -> list[str]:
 def check_world_size():
     """Stops if this is one of several training runs that do not know of each other."""
     started, groups = slurm.get("SLURM_STEP_NUM_TASKS"), env.get("GROUP_WORLD_SIZE")
-    if launcher == "srun" and world_size % nodes:
+    # 2(x2) are two tasks on each of two nodes, and 3,1 are not as many on each.
+    if launcher == "srun" and "," in slurm.get("SLURM_STEP_TASKS_PER_NODE", ""):
         if int(slurm["SLURM_PROCID"]) > 0:
-            os._exit(1)
+            # srun would end task 0, before it has said why.
+            os._exit(0)
         stop(f"{world_size} tasks on {nodes} nodes: use --ntasks-per-node")
     if not slurm or launcher == "srun" or groups == started:
         return

@@ -84,7 +84,8 @@ names+=(CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING "${!CUDA_DEVICE_@}")
 # AMD's and Intel's
 names+=("${!ROCR_@}" "${!HIP_@}" "${!HSA_@}" "${!MIOPEN_@}" "${!RCCL_@}" "${!ZE_@}" "${!CCL_@}")
 names+=("${!SLURM@}" "${!NCCL_@}" "${!GLOO_@}" "${!TORCH_@}" "${!PYTORCH_@}")
-names+=("${!FI_@}" "${!NVIDIA_@}" "${!MELLANOX_@}" TRITON_CACHE_DIR)
+names+=("${!FI_@}" "${!NVIDIA_@}" "${!MELLANOX_@}")
+names+=(TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR HF_DATASETS_CACHE HF_MODULES_CACHE)
 for variable in "${names[@]}"; do
     if [[ -v "$variable" ]]; then options+=(--env "$variable"); fi
 done

@@ -6,10 +6,11 @@
 #   start TRAINER 3 ./torchrun.sh train.py           # its NNODES is 3, MASTER_ADDR its first node
 #   finish                                           # when the last program ends, all end
 #
-# SERVER then has the names of its nodes, with blanks between them, and later programs inherit it.
+# Two trainings need a --checkpoint-dir each. SERVER then has the names of its nodes, with blanks between them, and later programs inherit it.
 # Slurm sends a signal to all programs. If a server ends, the last program has LAST_WORDS seconds to
 # save and end, or the job fails.
 LAST_WORDS=300
+if [[ "$(trap -p EXIT)" ]]; then die "programs.sh and requeue_failed.sh do not go together"; fi
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 programs=() names=() used=0
 # The job's end ends them as well. This is quieter.
@@ -26,8 +27,9 @@ start() {
     fi
     used=$((used + nodes))
     export "$name=${own[*]}"
-    NNODES=$nodes MASTER_ADDR=${own[0]} srun --nodes="$nodes" --ntasks="$nodes" \
-        --nodelist="$(IFS=, && echo "${own[*]}")" --cpus-per-task="$CPUS_PER_NODE" --overlap \
+    # site.sh may have changed the address of the first node.
+    NNODES=$nodes MASTER_ADDR=${MASTER_ADDR/"${hosts[0]}"/${own[0]}} \
+        srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --nodelist="$(IFS=, && echo "${own[*]}")" --cpus-per-task="$CPUS_PER_NODE" --overlap \
         --wait=0 --kill-on-bad-exit=1 "${@:3}" &
     programs+=($!) names+=("$name")
 }
@@ -41,7 +43,7 @@ ended() {
 }
 
 ready() {
-    until curl --silent --fail --noproxy '*' --output /dev/null "$1"; do
+    until curl --max-time 10 --silent --fail --noproxy '*' --output /dev/null "$1"; do
         if [[ $(ended) ]]; then
             echo "$(ended) has ended before $1 answered" >&2
             exit 1

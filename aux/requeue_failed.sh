@@ -4,6 +4,7 @@
 # Usage, before srun: source aux/requeue_failed.sh FOLDER
 # FOLDER, or a file, is where the run saves. A job that has saved nothing there stays FAILED, and so
 # does one that has been requeued three times since its last save. The script resumes by itself.
-touch "log/$SLURM_JOB_ID/started"
+# The job's python3 has to be 3.10 or newer.
+touch "log/$SLURM_JOB_ID/started" || true
 # shellcheck disable=SC2064
 trap "python3 aux/spare.py requeue \$? ${1@Q} || true" EXIT

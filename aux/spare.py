@@ -82,7 +82,8 @@ def is_running() -> bool:
             break
     if not shown or shown.split() == ["RUNNING", requeues()]:
         return True
-    say(f"Slurm says {', restart '.join(shown.split())}: no new start")
+    if "requeue" not in sys.argv:
+        say(f"Slurm says {', restart '.join(shown.split())}: no new start")
     return False
 
 
@@ -119,6 +120,8 @@ def has_saved(saves: Path, started: Path) -> bool:
     None are files that were only begun (part, .step_100), logs, and `owner`, in which checkpoint.py
     notes at each start who may write.
     """
+    if not started.exists():
+        return False
     since = started.stat().st_mtime_ns
     paths = [saves] if saves.is_file() else []
     for folder, folders, files in os.walk(saves):

@@ -8,7 +8,7 @@
 #   pack compiled.tar           # what has been compiled, for nodes that have not compiled it yet
 LOCAL=/tmp/staged-$UID # EDIT: a local disk of the nodes, best one that is not emptied after a job
 
-# The launcher, which runs in this shell, then saves and requeues.
+# At a SIGTERM this shell waits for the launcher, which saves and requeues.
 trap : TERM
 
 # On each node. A job that is killed leaves FOLDER.part behind, and the lock is free again.
@@ -31,7 +31,8 @@ mv "$folder.part" "$folder"
 '
 
 on_each_node() {
-    srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --overlap --kill-on-bad-exit=1 "$@"
+    srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --overlap --mpi=none \
+        --wait=0 --kill-on-bad-exit=1 "$@"
 }
 
 stage() {

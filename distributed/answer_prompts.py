@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import checkpoint
@@ -42,9 +43,10 @@ parser.add_argument("--tokenizer", type=Path, metavar="FILE", help=help)
 parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
 args = parser.parse_args()
 
-# RANK and LOCAL_RANK are for who asks Slurm and for the GPU. There is no process group, because no
-# rank waits for another one.
-rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
+# No rank waits for another one until its end, so there is no process group yet.
+env = os.environ
+rank, local_rank = (int(env.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
+world_size = int(env.get("WORLD_SIZE", 1))
 device = torch.device("cpu")
 if args.device == "auto" and torch.accelerator.is_available():
     # A rank that sees one GPU takes that one.
@@ -102,5 +104,8 @@ for part in work_list.parts(prompts, args.answers, args.part, stop=lambda: preem
     count += len(answers)
 
 print(f"[Rank: {rank}] {count} answers", flush=True)
-if preemption.received and rank == 0:
-    preemption.requeue()
+# Before a requeue all ranks have finished their parts.
+if world_size == 1:
+    env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+dist.init_process_group("gloo", rank=rank, world_size=world_size)
+preemption.end(preemption.asked("cpu"))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from token_files import mapped
+from token_files import mapped, numbers
 
 # What transformer.py computes: a field of config.json, and the values that it may have.
 KNOWN = {
@@ -54,7 +54,8 @@ def read_config(folder: Path) -> dict:
             asked["sliding_window"] = None
         for name, known in KNOWN.items():
             if asked.get(name) not in known:
-                raise ValueError(f"transformer.py knows no {name} {asked[name]}, only {known[0]}")
+                theirs = asked.get(name)
+                raise ValueError(f"transformer.py knows no {name} {theirs}, only {known[0]}")
         for name in NEEDED:
             if config.get(name) is None:
                 raise ValueError(f"its config.json has no {name}")
@@ -99,12 +100,13 @@ def open_file(path: Path) -> dict[str, torch.Tensor]:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)
-    found = {}
+    memory, found = mapped(path), {}
     for name, said in header.items():
         if said["dtype"] not in DTYPES:
             raise ValueError(f"{path.name} has {name} in {said['dtype']}, not in {[*DTYPES]}")
         first, count = 8 + length + said["data_offsets"][0], prod(said["shape"])
-        found[name] = mapped(path, DTYPES[said["dtype"]], count, first).view(said["shape"])
+        value = numbers(memory, DTYPES[said["dtype"]], count, first)
+        found[name] = value.view(said["shape"])
     return found
 
 

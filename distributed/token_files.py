@@ -104,14 +104,17 @@ def read_tokens(folder: Path, split: str) -> torch.Tensor:
     """A split's tokens (n), in the file's dtype, as a view of the file: nothing is read yet."""
     vocabulary = read_vocabulary(folder)
     path, count = Path(folder) / f"{split}.bin", vocabulary[f"{split}_tokens"]
-    return mapped(path, DTYPES[vocabulary["dtype"]], count)
+    return numbers(mapped(path), DTYPES[vocabulary["dtype"]], count)
 
 
-def mapped(path: Path, dtype: torch.dtype, count: int, first: int = 0) -> torch.Tensor:
-    """So many numbers of a file (count), from byte `first` on. The file is only read, so it may be
-    larger than the memory. Raises OSError or ValueError."""
+def mapped(path: Path) -> mmap.mmap:
+    """A file to read only, so it may be larger than the memory. Raises OSError or ValueError."""
     with path.open("rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def numbers(memory: mmap.mmap, dtype: torch.dtype, count: int, first: int = 0) -> torch.Tensor:
+    """So many numbers (count) from byte `first` on, as a view. Raises ValueError."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=first)
@@ -134,7 +137,7 @@ class Text:
             tokens = read_tokens(folder, split)
             self.tokens[split] = tokens.unfold(0, context + 1, 1)
             if self.packed:
-                mask = mapped(self.folder / f"{split}.mask", torch.uint8, len(tokens))
+                mask = numbers(mapped(self.folder / f"{split}.mask"), torch.uint8, len(tokens))
                 self.masks[split] = mask.unfold(0, context + 1, 1)
         places = len(self.tokens["train"])
         self.per_epoch = max(1, places // context)

@@ -134,10 +134,11 @@ if folder.is_dir() and path.name in os.listdir(folder):
     log(f"Resumed after epoch {epochs_done}")
 elif args.resume:
     log(f"No checkpoint in {folder}: the run begins anew")
-# On nodes that do not share the folder, ranks find different checkpoints, or none.
-fewest = torch.tensor(epochs_done, device=device)
-dist.all_reduce(fewest, dist.ReduceOp.MIN)
-if epochs_done != fewest:
+# On nodes that do not share the folder, ranks find different checkpoints. The largest n and the
+# largest -n add up to 0 only if n is the same on all ranks.
+found = torch.tensor([epochs_done, -epochs_done], device=device)
+dist.all_reduce(found, dist.ReduceOp.MAX)
+if found.sum() != 0:
     sys.exit(f"rank {rank} resumes after epoch {epochs_done}, others do not: share {folder}")
 log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")  # EDIT
 

@@ -312,6 +312,7 @@ if saved and not stopped and args.init_from:
     # An evaluation has left some weights gathered and rounded. In the state_dict they are not.
     value_of = model.state_dict().__getitem__
     hugging_face.write(runs.path / "model", model, value_of, args.init_from)
+    stopped = preemption.asked(device)
 if not saved:
     log("The last steps are not saved")
 elif stopped:

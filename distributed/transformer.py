@@ -73,10 +73,8 @@ def flops_per_token(config: dict, context: int) -> int:
     """Of one training step, forward and backward: 6 N + 12 L H D T (PaLM,
     arxiv.org/abs/2204.02311, appendix B). N is the number of weights that multiply, so an embedding
     counts only if it is the head."""
-    layers, channels = (
-        config["num_hidden_layers"],
-        config["num_attention_heads"] * config["head_dim"],
-    )
+    layers = config["num_hidden_layers"]
+    channels = config["num_attention_heads"] * config["head_dim"]
     layer, outside = count_weights(config)
     if not config["tie_word_embeddings"]:
         outside -= config["vocab_size"] * config["hidden_size"]
@@ -338,7 +336,7 @@ class Transformer(nn.Module):
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         theta = rope.get("rope_theta") or config["rope_theta"]
         frequencies = theta ** -(torch.arange(0, size, 2, device=device) / size)
-        if rope.get("rope_type") == "llama3":
+        if rope.get("rope_type", rope.get("type")) == "llama3":
             # Llama 3.1: slow channels turn `factor` times slower, for longer texts.
             turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
             low, high = rope["low_freq_factor"], rope["high_freq_factor"]

@@ -156,6 +156,14 @@ def test_no_rank_ends_before_the_job_is_requeued(how, said, tmp_path):
     assert sorted(done.stdout.splitlines()) == said, done.stderr
 
 
+ALONE = "import preemption; preemption.requeue = lambda _: False; preemption.end(True)"
+
+
+def test_a_script_without_a_process_group_ends_as_well():
+    done = run(sys.executable, "-c", ALONE, env=environment(PYTHONPATH="distributed"))
+    assert done.returncode == 1 and done.stderr == "", done.stderr
+
+
 @pytest.mark.parametrize("way", BY_HAND)
 def test_control_c_at_a_terminal(way, mnist, tmp_path):
     """It saves."""
