@@ -6,7 +6,7 @@
 #   start TRAINER 3 ./torchrun.sh train.py           # its NNODES is 3, MASTER_ADDR its first node
 #   finish                                           # when the last program ends, all end
 #
-# Two trainings need a --checkpoint-dir each. SERVER then has the names of its nodes, with blanks between them, and later programs inherit it.
+# SERVER then has the names of its nodes, with blanks between them, and later programs inherit it.
 # Slurm sends a signal to all programs. If a server ends, the last program has LAST_WORDS seconds to
 # save and end, or the job fails.
 LAST_WORDS=300
@@ -29,7 +29,8 @@ start() {
     export "$name=${own[*]}"
     # site.sh may have changed the address of the first node.
     NNODES=$nodes MASTER_ADDR=${MASTER_ADDR/"${hosts[0]}"/${own[0]}} \
-        srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --nodelist="$(IFS=, && echo "${own[*]}")" --cpus-per-task="$CPUS_PER_NODE" --overlap \
+        srun --nodes="$nodes" --nodelist="$(IFS=, && echo "${own[*]}")" --ntasks="$nodes" \
+        --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --overlap \
         --wait=0 --kill-on-bad-exit=1 "${@:3}" &
     programs+=($!) names+=("$name")
 }

@@ -11,9 +11,15 @@ LOCAL=/tmp/staged-$UID # EDIT: a local disk of the nodes, best one that is not e
 # At a SIGTERM this shell waits for the launcher, which saves and requeues.
 trap : TERM
 
-# On each node. A job that is killed leaves FOLDER.part behind, and the lock is free again.
-# shellcheck disable=SC2016
-unpack='
+on_each_node() {
+    srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --overlap --mpi=none \
+        --wait=0 --kill-on-bad-exit=1 "$@"
+}
+
+# unpack ARCHIVE FOLDER. A job that is killed leaves FOLDER.part behind, and the lock is free again.
+unpack() {
+    # shellcheck disable=SC2016
+    on_each_node bash -c '
 set -euo pipefail
 archive=$1 folder=$2
 fail() { rm -rf "$folder.part" && echo "stage.sh: $(hostname): $1" >&2 && exit 1; }
@@ -28,23 +34,19 @@ if [[ -e "$archive" ]]; then
     tar --extract --file "$archive" --directory "$folder.part" || fail "cannot unpack $archive"
 fi
 mv "$folder.part" "$folder"
-'
-
-on_each_node() {
-    srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --overlap --mpi=none \
-        --wait=0 --kill-on-bad-exit=1 "$@"
+' unpack "$1" "$2"
 }
 
 stage() {
     # A new archive gets a new folder, because a job may still use the old one.
     STAGED=$LOCAL/${1##*/}-$(stat --format=%s-%Y "$1") || exit 1
-    on_each_node bash -c "$unpack" unpack "$1" "$STAGED" || exit 1
+    unpack "$1" "$STAGED" || exit 1
 }
 
 caches() {
     local folder=$LOCAL/${1##*/}
     # Before the first job has packed them, an empty folder.
-    on_each_node bash -c "$unpack" unpack "$1" "$folder" || exit 1
+    unpack "$1" "$folder" || exit 1
     export TORCHINDUCTOR_CACHE_DIR=$folder/inductor TRITON_CACHE_DIR=$folder/triton
     export HF_DATASETS_CACHE=$LOCAL/datasets HF_MODULES_CACHE=$LOCAL/modules
 }
