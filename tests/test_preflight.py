@@ -647,9 +647,12 @@ def test_the_ranks_of_a_bare_srun(changes, place, monkeypatch):
     assert (its["rank"], its["local_rank"], its["world_size"]) == place
 
 
-def test_a_bare_srun_of_uneven_nodes():
-    done = ranks(0, "aux/check_ranks.py", **TASK | {"SLURM_STEP_NUM_TASKS": 7, "SLURM_PROCID": 0})
-    assert done.returncode == 1 and "7 tasks on 4 nodes: use --ntasks-per-node" in done.stderr
+@pytest.mark.parametrize(("tasks", "layout"), [(7, "2(x3),1"), (8, "3,2(x2),1")])
+def test_a_bare_srun_of_uneven_nodes(tasks, layout):
+    uneven = {"SLURM_STEP_NUM_TASKS": tasks, "SLURM_STEP_TASKS_PER_NODE": layout}
+    done = ranks(0, "aux/check_ranks.py", **TASK | uneven | {"SLURM_PROCID": 0})
+    said = f"{tasks} tasks on 4 nodes: use --ntasks-per-node"
+    assert done.returncode == 1 and said in done.stderr, done.stderr
 
 
 def test_a_bare_srun_whose_task_0_is_on_the_second_node(cluster, tmp_path):
