@@ -15,16 +15,13 @@ import preemption
 preemption.listen()
 
 import argparse
-import json
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 import checkpoint
 import token_files
@@ -56,18 +53,12 @@ if args.device == "auto" and torch.accelerator.is_available():
 
 def load(folder: Path) -> Callable[[str, int], str]:
     """The function that answers a prompt, drawing its tokens from a seed."""
-    found = checkpoint.steps(folder)
-    if not found:
-        sys.exit(f"no whole checkpoint in {folder}")
-    path = folder / f"step_{found[0]}"
-    about = json.loads((path / "about.json").read_text())
+    path, about = checkpoint.newest(folder)
     with torch.device("meta"):
         model = Transformer(about["config"])
     model.to_empty(device=device)
     model.tie()
-    # dcp warns that there is only this process.
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    dcp.load({"model": dict(model.named_parameters())}, checkpoint_id=path, no_dist=True)
+    checkpoint.read(path, dict(model.named_parameters()))
     try:
         encode, decode = token_files.text_functions(about["tokenizer"], args.tokenizer)
     except ValueError as error:

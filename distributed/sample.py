@@ -9,13 +9,10 @@ config.json, and the tokenizer with all that lies beside it. It holds one weight
 """
 
 import argparse
-import json
 import sys
-import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 import checkpoint
 import hugging_face
@@ -38,32 +35,16 @@ args = parser.parse_args()
 device = torch.device("cpu")
 if args.device == "auto" and torch.accelerator.is_available():
     device = torch.accelerator.current_accelerator()
-found = checkpoint.steps(args.checkpoint_dir)
-if not found:
-    sys.exit(f"no whole checkpoint in {args.checkpoint_dir}")
-path = args.checkpoint_dir / f"step_{found[0]}"
-try:
-    about = json.loads((path / "about.json").read_text())
-    with torch.device("meta"):
-        model = Transformer(about["config"])
-except (OSError, ValueError, KeyError) as error:
-    sys.exit(f"{path} cannot be read, move it away to take the one before: {error!r}")
-# dcp warns that there is only this process.
-warnings.filterwarnings("ignore", "torch.distributed is disabled")
-
-
-def read(weights: dict[str, torch.Tensor]):
-    """Fills these weights from the checkpoint."""
-    try:
-        dcp.load({"model": weights}, checkpoint_id=path, no_dist=True)
-    except (Exception, dcp.CheckpointException) as error:
-        what = f"{path} cannot be read, move it away to take the one before"
-        sys.exit(f"{what}: {checkpoint.cause(error)}")
+path, about = checkpoint.newest(args.checkpoint_dir)
+if "config" not in about:
+    sys.exit(f"{path} is not of this version's train_fsdp.py or train_tp.py")
+with torch.device("meta"):
+    model = Transformer(about["config"])
 
 
 def value_of(name: str) -> torch.Tensor:
     value = torch.empty(model.get_parameter(name).shape)
-    read({name: value})
+    checkpoint.read(path, {name: value})
     return value
 
 
@@ -74,7 +55,7 @@ if args.export:
     sys.exit()
 model.to_empty(device=device)
 model.tie()
-read(dict(model.named_parameters()))
+checkpoint.read(path, dict(model.named_parameters()))
 
 try:
     encode, decode = token_files.text_functions(about["tokenizer"], args.tokenizer)

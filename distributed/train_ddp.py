@@ -118,6 +118,8 @@ folder = args.checkpoint_dir or Path("checkpoints", run)
 path, epochs_done = folder / "checkpoint.pt", 0
 if rank == 0:
     folder.mkdir(parents=True, exist_ok=True)
+    for part in folder.glob("*.part"):  # of a start that was killed while it saved
+        part.unlink()
 dist.barrier()
 # Listed, because on NFS a file that was missing a minute ago may seem to be missing still.
 if folder.is_dir() and path.name in os.listdir(folder):
@@ -131,6 +133,7 @@ if folder.is_dir() and path.name in os.listdir(folder):
     for group in optimizer.param_groups:
         group["lr"] = args.learning_rate
     epochs_done = checkpoint["epochs_done"]
+    del checkpoint
     log(f"Resumed after epoch {epochs_done}")
 elif args.resume:
     log(f"No checkpoint in {folder}: the run begins anew")
