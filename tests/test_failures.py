@@ -134,7 +134,7 @@ def test_lint_finds_what_the_table_says(monkeypatch, capsys):
 
 def test_lint_prints_what_the_chapter_shows(monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)
-    chapter = (REPOSITORY / "docs/07_ranks.md").read_text()
+    chapter = (REPOSITORY / "docs/08_ranks.md").read_text()
     files, shown = re.search(
         r"^\$ python aux/lint_sbatch\.py (.+)\n((?:.+\n)+)```", chapter, re.M
     ).groups()

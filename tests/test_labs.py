@@ -29,7 +29,7 @@ def test_one_script_twice(clone):  # noqa: F811  the fixture
 
 
 def test_endless_loop(clone, cluster):  # noqa: F811
-    """Chapter 4: what the log says after a minute."""
+    """Chapter 6: what the log says after a minute."""
     options = ["--export=ALL,PYTHONPATH=distributed", "--output=endless.out"]
     command = [LAUNCHERS["torchrun"], "tests/failures/endless_loop.py"]
     variables = {"SBATCH_EXPORT": "NONE"}  # as at some sites
@@ -45,7 +45,7 @@ def test_endless_loop(clone, cluster):  # noqa: F811
 
 
 def test_kill_a_rank(clone, cluster):  # noqa: F811
-    """Chapter 5: the last rank of the second node, after five lines of steps."""
+    """Chapter 7: the last rank of the second node, after five lines of steps."""
 
     def on_the_cluster(command: str) -> str:
         return bash(command, clone, (NAMESPACES, "exec"), **cluster.environment)
@@ -76,7 +76,7 @@ def test_kill_a_rank(clone, cluster):  # noqa: F811
 
 
 def test_silent_mistakes(clone):  # noqa: F811
-    """Chapter 8."""
+    """Chapter 9."""
     padding = "./torchrun.sh tests/failures/padding_broken.py"
     commands = f"./torchrun.sh tests/failures/set_epoch_broken.py\n{padding}\n"
     fresh = bash(f"{commands}NPROC_PER_NODE=4 {padding}", clone, NPROC_PER_NODE=2)

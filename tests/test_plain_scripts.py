@@ -375,9 +375,9 @@ def test_from_one_gpu_to_many(cluster, tmp_path):
 
 @pytest.mark.parametrize("script", [DDP, PREEMPTIBLE])
 def test_the_chapter_s_patch_fits(script, tmp_path):
-    """Also train_preemptible.py, as chapter 5 says. A line that has moved is no hunk that fails."""
+    """Also train_preemptible.py, as chapter 7 says. A line that has moved is no hunk that fails."""
     copy_file(script, tmp_path)
-    page = "02_your_own_script" if script == DDP else "05_it_is_stopped"
+    page = "02_your_own_script" if script == DDP else "07_it_is_stopped"
     text = (REPOSITORY / f"docs/{page}.md").read_text()
     command = re.search(r"^patch .*|^sed [^|]*pets\.diff [^`]*", text, re.M)[0]
     patched = run("bash", "-c", command.replace("../my-project", str(tmp_path)))

@@ -486,7 +486,7 @@ def submit(cluster, way: str, folder: Path, **env) -> int:
 
 @pytest.mark.matrix
 def test_chapter_s_script_resumes(tmp_path):
-    """Chapter 2's script for many GPUs, with chapter 5's lines. Only rank 1 is asked: both stop
+    """Chapter 2's script for many GPUs, with chapter 7's lines. Only rank 1 is asked: both stop
     after the same step. A requeued run and one that gets the file end with the loss of one that was
     not stopped."""
     scripts = REPOSITORY / "tests/scripts"

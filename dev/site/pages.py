@@ -39,8 +39,8 @@ def on_config(config):
     chapters = [name for name in others if re.match(r"docs/\d\d_", name)]
     linked = re.findall(r"\]\((docs/\w+\.md)", PAGES[0].read_text())
     others = [name for name in dict.fromkeys([*linked, *others]) if name not in chapters]
-    config.nav = [{"Start": readme}, {"Half a day": chapters[:6]}]
-    config.nav += [{"Why it works": chapters[6:]}, {"Look up": others}]
+    config.nav = [{"Start": readme}, {"Half a day": chapters[:7]}]
+    config.nav += [{"Why it works": chapters[7:]}, {"Look up": others}]
     return config
 
 
