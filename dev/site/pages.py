@@ -25,7 +25,7 @@ def linked_files() -> set[Path]:
     """The files that pages link to and that are not pages: pictures, scripts."""
     found = set()
     for page in PAGES:
-        for link in re.findall(r"\]\((?!\w+:)([^)#]+)", page.read_text()):
+        for link in re.findall(r"(?:\]\(|srcset=\")(?!\w+:)([^)#\"]+)", page.read_text()):
             target = (page.parent / link).resolve()
             if target.is_file() and target.is_relative_to(REPOSITORY) and target not in PAGES:
                 found.add(target)
