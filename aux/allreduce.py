@@ -33,7 +33,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main(args: argparse.Namespace):
     # A launcher sets RANK, LOCAL_RANK (the number on this node) and WORLD_SIZE. A bare srun sets
-    # its own, and any other process is alone: only srun's tasks have SLURM_STEP_NUM_TASKS.
+    # its own, and any other process is alone: srun sets SLURM_STEP_NUM_TASKS, and env.sh unsets an
+    # inherited one.
     env = os.environ
     rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
     local_rank = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", 0)))

@@ -61,7 +61,8 @@ SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "s
 MIB = 2**20
 
 # A launcher sets RANK, LOCAL_RANK (the number on this node) and WORLD_SIZE. A bare srun sets its
-# own, and any other process is alone: only srun's tasks have SLURM_STEP_NUM_TASKS.
+# own, and any other process is alone: srun sets SLURM_STEP_NUM_TASKS, and env.sh unsets an
+# inherited one.
 rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
 local_rank = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", 0)))
 world_size = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", 1)))

@@ -62,7 +62,7 @@ def find_job() -> JobContext | None:
     """This rank's place in its Slurm job, or None if no launcher has started it, as in a batch
     shell. Stops with a sentence if srun has started several ranks without a launcher."""
     env = os.environ
-    # Only srun's tasks have this variable.
+    # srun sets this variable, and env.sh unsets an inherited one.
     started = env.get("SLURM_STEP_NUM_TASKS", "1")
     if "RANK" not in env and started != "1":
         tasks = f"srun started {started} tasks, and each would train alone"

@@ -97,7 +97,7 @@ if args.deterministic:
 
 # --- process group ---
 # A launcher sets RANK, LOCAL_RANK (the number on this node) and WORLD_SIZE, a bare srun its own.
-# Any other process is alone: SLURM_STEP_NUM_TASKS is set in srun's tasks, and nowhere else.
+# Any other process is alone: srun sets SLURM_STEP_NUM_TASKS, and env.sh unsets an inherited one.
 env = os.environ
 rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
 local_rank = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", 0)))

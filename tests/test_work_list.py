@@ -165,12 +165,16 @@ def test_refused(tmp_path):
 
 # --- the page ---
 
-PYTHON = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
-
-
-def recipe(words: str) -> str:
-    [found] = [code for code in PYTHON if words in code]
-    return found
+# As most scripts have it.
+RECIPE = """
+done = set()
+for path in glob.glob("answers/*.jsonl"):
+    done |= {json.loads(line)["item"] for line in open(path)}
+missing = [item for item in range(len(prompts)) if item not in done]
+with open(f"answers/{rank}.jsonl", "a") as file:
+    for item in missing[rank::world_size]:
+        print(json.dumps({"item": item, "answer": model(prompts[item])}), file=file, flush=True)
+"""
 
 
 def test_the_recipe_that_loses_answers(tmp_path, monkeypatch):
@@ -178,7 +182,7 @@ def test_the_recipe_that_loses_answers(tmp_path, monkeypatch):
     line leaves a file that no start can read."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "answers").mkdir()
-    code = compile(recipe('"a"'), PAGE.name, "exec")
+    code = compile(RECIPE, "recipe", "exec")
 
     def rank(number: int, begin_rank_1_at: int = -1):
         """One of two, of 20 prompts."""
