@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lint_sbatch
-from conftest import REPOSITORY, at_once, cells, environment, run
+from conftest import REPOSITORY, at_once, cells, environment, run, wait_for
 from test_docker import engine  # noqa: F401  a fixture
 
 FOLDER = REPOSITORY / "tests/failures"
@@ -238,3 +238,18 @@ def test_a_grader_fails_on_the_fault_and_passes_on_the_repair(name, cluster, tmp
         assert graded.stdout.startswith(verdict), graded
 
     at_once(scenario, [("broken", "FAILED: "), ("fixed", "PASSED\n")])
+
+
+@pytest.mark.matrix
+def test_the_grader_of_a_hang(cluster):
+    """The answer in the job's log is right, that with another node is not."""
+    hang = ("python3", FOLDER / "tasks.py", "hang")
+    job = cluster.exec(*hang).stdout.split()[-1]
+    log = REPOSITORY / f"launch_slurm_with_torchrun.sh_{job}.out"
+    found = re.compile(r"First to look at: rank (\d) on (\S+) ")
+    wait_for(lambda: log.exists() and found.search(log.read_text()), 180)
+    rank, node = found.search(log.read_text()).groups()
+    log.unlink()
+    assert cluster.exec(*hang, job, rank, node).stdout == "PASSED\n"
+    other = {"node-1": "node-2", "node-2": "node-1"}[node]
+    assert cluster.exec(*hang, job, rank, other).stdout.startswith("FAILED: ")

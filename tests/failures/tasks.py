@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Twenty tasks for a program, or a person, that works on a cluster, with graders that ask Slurm.
+"""Tasks for a program, or a person, that works on a cluster, with graders that ask Slurm.
 
     python3 tests/failures/tasks.py                       # the tasks
     python3 tests/failures/tasks.py localhost mine.sh     # grade an answer, a repaired copy
+    python3 tests/failures/tasks.py hang                  # start a job that hangs
+    python3 tests/failures/tasks.py hang JOB RANK NODE    # grade who it is
 
 A grader submits the answer, waits for the job's end, and looks at its state, its nodes and its log.
 It does not read the answer. tests/test_failures.py grades each broken script and each fixed one.
@@ -38,6 +40,10 @@ TASKS = {
     "set_epoch": (2, r"^epoch 1 begins (.*)\nepoch 2 begins (?!\1$)", 1, "each epoch has an order"),
     "padding": (2, r"^test_accuracy=0.8000 of 5 images$", 1, "each test image counts once"),
 }
+# Which rank enters an endless loop depends on the job's number.
+HANG = ["--time=30", "--nodes=2", "--gpus-per-node=2", "--cpus-per-task=2"]
+HANG += ["--export=ALL,PYTHONPATH=distributed", "launch_slurm_with_torchrun.sh"]
+HANG += ["tests/failures/endless_loop.py"]
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL"}
 LAUNCHER = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2", "launch_slurm_with_torchrun.sh"]
 
@@ -68,8 +74,26 @@ def missing(name: str, said: str) -> str:
     return "" if found == times else f"{found} lines, and not {times}, match {line}"
 
 
+def hang(answer: list[str]) -> int:
+    """Starts the job, or ends it and grades the answer: its number, a rank, and a node."""
+    if not answer:
+        print("job", slurm("sbatch", "--parsable", *HANG).split(";")[0].strip())
+        return 0
+    job, rank, node = answer
+    shown = slurm("scontrol", "show", "job", job)
+    nodes = slurm("scontrol", "show", "hostnames", re.search(r" NodeList=(\S+)", shown)[1]).split()
+    slurm("scancel", job)
+    stuck = int(job) % 4
+    right = (rank, node) == (str(stuck), nodes[stuck // 2])
+    print("PASSED" if right else f"FAILED: the others do not wait for rank {rank} on {node}")
+    return not right
+
+
 def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["hang"]:
+        return hang(arguments[1:])
     if len(arguments) != 2:
+        print("hang: name the rank that the others wait for, and its node")
         for name, (nodes, _, _, what) in TASKS.items():
             [script] = Path("tests/failures").glob(f"{name}_broken.*")
             print(f"{name}: repair {script}, on {nodes} node{'s' * (nodes > 1)}: {what}")

@@ -18,9 +18,13 @@ preemption.listen()  # before the slow imports, because Slurm may ask at any tim
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 
@@ -51,21 +55,44 @@ tokenizer = AutoTokenizer.from_pretrained(args.model)
 tokens = tokenizer(args.text.read_text(), return_tensors="pt").input_ids[0]
 sequences = tokens[: len(tokens) // args.context * args.context].view(-1, args.context)
 
-# --- model: each rank reads it into the node's memory, and keeps its part on the GPU ---
-model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+# --- model: rank 0 reads it into its node's memory, and sends each rank its part ---
+with torch.device("meta"):  # without memory
+    config = AutoConfig.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+whole = None
+if rank == 0:
+    whole = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
 layers = model.model.layers  # EDIT: of GPT-2 it is model.transformer.h
+# Computes a layer's activations again in the backward pass, instead of keeping them.
+model.gradient_checkpointing_enable({"use_reentrant": False})
 if args.lora:
     from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(0)  # the new matrices are the same on all ranks
+    torch.manual_seed(0)  # the new matrices are the same on any number of ranks
     lora = LoraConfig(task_type="CAUSAL_LM", r=args.lora, target_modules="all-linear")
     model = get_peft_model(model, lora)
+    whole = get_peft_model(whole, lora) if rank == 0 else None
 policy = MixedPrecisionPolicy(None if device.type == "cpu" else torch.bfloat16, torch.float32)
 for layer in layers:
     fully_shard(layer, mp_policy=policy)
 fully_shard(model, mp_policy=policy)
+model.to_empty(device=device)
+model.tie_weights()
+sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+set_model_state_dict(model, whole.state_dict() if rank == 0 else {}, options=sent)
+for name, buffer in model.named_buffers():  # RoPE's frequencies are in no state_dict
+    if rank == 0:
+        buffer.copy_(whole.get_buffer(name))
+    dist.broadcast(buffer, 0)
+del whole
 trained = [weight for weight in model.parameters() if weight.requires_grad]
 optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0, fused=True)
+if rank == 0:
+    # 4 bytes of a weight, as many of its gradient and each moment; 10 of a logit
+    bytes_of = [w.numel() * (16 if w.requires_grad else 4) for w in model.parameters()]
+    logits = 10 * args.batch_size * args.context * config.vocab_size
+    per_rank = [f"{size / world_size / 2**30:.1f} GiB" for size in (sum(bytes_of), logits)]
+    print(f"Each rank: {per_rank[0]} of states, {per_rank[1]} of logits", flush=True)
 
 # --- training ---
 runs = checkpoint.Folder(args.out / "steps", about={"lora": args.lora})
