@@ -348,7 +348,7 @@ def small_project(script: str, folder: Path, images: tuple[int, int] = (96, 20))
     return folder / script
 
 
-EVALUATED = r"epoch=\d loss=\d\.\d{4} accuracy=\d\.\d{4}"
+EVALUATED = r"epoch=\d loss=\d+\.\d{4} accuracy=\d\.\d{4}"
 
 
 def test_from_one_gpu_to_many(cluster, tmp_path):
