@@ -7,7 +7,7 @@
     python aux/prepare_data.py text --input a.txt b.txt         # your own text, into data/text
     python aux/prepare_data.py text --input a.txt --tokenizer tokenizer.json
     python aux/prepare_data.py chat --input a.jsonl --tokenizer qwen --context 1024
-    python aux/prepare_data.py images --data-dir data/pets      # JPEGs, drawn here
+    python aux/prepare_data.py images                           # JPEGs, drawn here
 
 A line of a.jsonl is {"messages": [{"role": "user", "content": "..."}, ...]}, and qwen the folder of
 a Hugging Face model, whose chat template turns it into tokens. They are packed for --context.

@@ -26,12 +26,14 @@ from conftest import (
 )
 from test_launchers import THREE_FILES, copy_file
 from test_plain_scripts import (
+    EVALUATED,
     PREEMPTIBLE,
     STEPS,
     assert_same_curve,
     evaluations,
     losses,
     one_process,  # noqa: F401
+    small_project,
 )
 
 HOOKED = ["tests/scripts/slowly.py", 0, PREEMPTIBLE]
@@ -489,8 +491,7 @@ def test_chapter_s_script_resumes(tmp_path):
     """Chapter 2's script for many GPUs, with chapter 7's lines. Only rank 1 is asked: both stop
     after the same step. A requeued run and one that gets the file end with the loss of one that was
     not stopped."""
-    scripts = REPOSITORY / "tests/scripts"
-    script = scripts / "many_gpus_preemptible.py"
+    script = small_project("many_gpus_preemptible.py", tmp_path)
 
     def train(*command: object, **variables: object) -> str:
         path = {"PYTHONPATH": REPOSITORY / "distributed"}
@@ -500,17 +501,17 @@ def test_chapter_s_script_resumes(tmp_path):
 
     whole = train(script)
     # Step 3 of the second epoch, because slowly.py takes this script's epoch 1 for the first.
-    stopped = train(scripts / "slowly.py", 0, script, TERM_AT=3)
+    stopped = train(REPOSITORY / "tests/scripts/slowly.py", 0, script, TERM_AT=3)
     [last] = re.findall(r"^Stopped after step (\d+), saved$", stopped, re.M)
     # An epoch has six steps, so the run was stopped in its second one. On a busy machine it looks
     # more often than in every tenth step.
     assert 6 < int(last) < 12
-    first, second = re.findall(r"^epoch \d: loss .*$", whole, re.M)
-    assert re.findall(r"^epoch .*$", stopped, re.M) == [first]
+    first, second = re.findall(EVALUATED, whole)
+    assert re.findall(EVALUATED, stopped) == [first]
     shutil.copy(tmp_path / "last_by_hand.pt", tmp_path / "of_job_1.pt")
     for resumed in (train(script, SLURM_RESTART_COUNT=1), train(script, "of_job_1.pt")):
         assert f"\nResumed after step {last}\n" in resumed
-        assert re.findall(r"^epoch .*$", resumed, re.M) == [second]
+        assert re.findall(EVALUATED, resumed) == [second]
 
 
 YOUNG_WORKER = """

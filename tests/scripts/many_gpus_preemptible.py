@@ -8,17 +8,19 @@ import faulthandler
 import itertools
 import os
 import sys
-from datetime import timedelta
+import time
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, Subset, random_split
-from torchvision.datasets import FakeData
-from torchvision.models import resnet18
+from torch.utils.data import DataLoader, DistributedSampler
+from torchvision.datasets import ImageFolder
+from torchvision.models import get_model
 from torchvision.transforms import v2
 
-EPOCHS, BATCH = 2, 16
+NETWORK, SIZE = "resnet18", 64  # for a GPU "resnet50", 224
+EPOCHS, BATCH = 3, 64
+# 1. The ranks meet.
 device = torch.device("cpu")
 if torch.accelerator.is_available():  # CUDA, ROCm or XPU
     number = int(os.environ["LOCAL_RANK"]) if torch.accelerator.device_count() > 1 else 0
@@ -26,15 +28,12 @@ if torch.accelerator.is_available():  # CUDA, ROCm or XPU
     device = torch.device(torch.accelerator.current_accelerator().type, number)
 faulthandler.dump_traceback_later(300, exit=True)
 backend = dist.get_default_backend_for_device(device)
-gpu = None if device.type == "cpu" else device
-dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=30))
-rank, world_size = dist.get_rank(), dist.get_world_size()
+dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
 dist.barrier()
-print(f"[Rank: {rank} | {os.uname().nodename} | {device}]\n", end="", flush=True)
 faulthandler.cancel_dump_traceback_later()
+rank, world_size = dist.get_rank(), dist.get_world_size()
+print(f"[Rank: {rank} | {os.uname().nodename} | {device}]\n", end="", flush=True)
 run = os.environ.get("RUN", "by_hand")  # the job's number, which env.sh exports
-if BATCH % world_size != 0:
-    sys.exit(f"{world_size} ranks cannot share a batch of {BATCH}")
 
 
 class ResumableSampler(DistributedSampler):
@@ -44,20 +43,22 @@ class ResumableSampler(DistributedSampler):
         return itertools.islice(super().__iter__(), self.start, None)
 
 
-to_tensor = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
-data = FakeData(112, (3, 32, 32), num_classes=4, transform=to_tensor)
-train_set, test_set = random_split(data, [96, 16], torch.Generator().manual_seed(0))
+to_tensor = v2.Compose([v2.ToImage(), v2.Resize((SIZE, SIZE)), v2.ToDtype(torch.float32, True)])
+train_set = ImageFolder("data/images/train", to_tensor)
+test_set = ImageFolder("data/images/test", to_tensor)
 workers = {"num_workers": 2, "multiprocessing_context": "fork"}
 workers["worker_init_fn"] = preemption.ignore
+# 2. Each takes its part of the data.
+if BATCH % world_size != 0:
+    sys.exit(f"{world_size} ranks cannot share a batch of {BATCH}")
+per_rank = BATCH // world_size
 sampler = ResumableSampler(train_set, drop_last=True)
-part = Subset(test_set, range(rank, len(test_set), world_size))
-train_loader = DataLoader(
-    train_set, BATCH // world_size, sampler=sampler, drop_last=True, **workers
-)
-test_loader = DataLoader(part, BATCH, **workers)
+train_loader = DataLoader(train_set, per_rank, sampler=sampler, drop_last=True, **workers)
+test_loader = DataLoader(test_set, BATCH, sampler=range(rank, len(test_set), world_size), **workers)
 
 torch.manual_seed(0)
-model = resnet18(num_classes=4).to(device)
+model = get_model(NETWORK, num_classes=len(train_set.classes)).to(device)
+# 3. They train one model.
 ddp = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(train_loader))
@@ -95,8 +96,9 @@ def save():
 stopped = False
 for epoch in range(steps_done // len(train_loader), EPOCHS):
     sampler.set_epoch(epoch)
-    sampler.start = steps_done % len(train_loader) * (BATCH // world_size)
-    ddp.train()
+    sampler.start = steps_done % len(train_loader) * per_rank
+    first, start = steps_done, time.perf_counter()
+    model.train()
     for images, labels in train_loader:
         # Ask before the step: a stop on the last one of an epoch would skip its evaluation.
         stopped = preemption.asked(device, steps_done)
@@ -110,9 +112,13 @@ for epoch in range(steps_done // len(train_loader), EPOCHS):
         steps_done += 1
     if stopped:
         break
+    # 4. They sum what they count.
+    loss = loss.detach() / world_size
+    dist.all_reduce(loss)
+    loss = loss.item()  # waits for the GPU
+    images_per_second = (steps_done - first) * BATCH / (time.perf_counter() - start)
     model.eval()
-    # BatchNorm's averages are each rank's own after the last step: all test with those of rank 0,
-    # which it saves.
+    # BatchNorm's averages are each rank's own: all test with those of rank 0, which saves them.
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)
     correct = torch.zeros(1, device=device)
@@ -120,11 +126,10 @@ for epoch in range(steps_done // len(train_loader), EPOCHS):
         for images, labels in test_loader:
             correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
     dist.all_reduce(correct)
-    loss = loss.detach() / world_size
-    dist.all_reduce(loss)
     accuracy = correct.item() / len(test_set)
+    # 5. Rank 0 prints and saves.
     if rank == 0:
-        print(f"epoch {epoch}: loss {loss.item():.4f}, test accuracy {accuracy:.4f}", flush=True)
+        print(f"{epoch=} {loss=:.4f} {accuracy=:.4f} {images_per_second=:.0f}", flush=True)
     if accuracy > best:
         best = accuracy
         if rank == 0:
