@@ -41,7 +41,7 @@ def test_endless_loop(clone, cluster):  # noqa: F811
     finally:
         cluster.exec("scancel", job)
     fresh = said.search(log.read_text())[0].replace(str(clone), HOME)
-    assert_shown(shown_by(4, r"\[Rank.*no step for"), fresh)
+    assert_shown(shown_by(6, r"\[Rank.*no step for"), fresh)
 
 
 def test_kill_a_rank(clone, cluster):  # noqa: F811
@@ -71,7 +71,7 @@ def test_kill_a_rank(clone, cluster):  # noqa: F811
     fresh = re.sub(r"^epoch=\d+ test_loss.*\n", "", fresh, flags=re.M)
     # Those of the end, which came after the look.
     assert_shown(
-        shown_by(5, "Start 1 on"), re.match(r"(?s).*^Resumed.*?\nepoch.*?\n", fresh, re.M)[0]
+        shown_by(7, "Start 1 on"), re.match(r"(?s).*^Resumed.*?\nepoch.*?\n", fresh, re.M)[0]
     )
 
 
@@ -80,4 +80,4 @@ def test_silent_mistakes(clone):  # noqa: F811
     padding = "./torchrun.sh tests/failures/padding_broken.py"
     commands = f"./torchrun.sh tests/failures/set_epoch_broken.py\n{padding}\n"
     fresh = bash(f"{commands}NPROC_PER_NODE=4 {padding}", clone, NPROC_PER_NODE=2)
-    assert_shown(shown_by(8, "epoch 1 begins with"), fresh)
+    assert_shown(shown_by(9, "epoch 1 begins with"), fresh)

@@ -539,6 +539,38 @@ def test_a_worker_that_has_just_begun():
     assert done.stdout == "28 False\n", done.stdout + done.stderr
 
 
+def with_hunks(script: str, diff: str) -> str:
+    """The script with the changes of a diff whose hunks have no line numbers."""
+    for hunk in re.split(r"^@@\n", diff, flags=re.M)[1:]:
+        lines = hunk.splitlines(keepends=True)
+        old, new = ("".join(line[1:] for line in lines if line[0] in sign) for sign in (" -", " +"))
+        assert script.count(old) == 1, f"not once in the script:\n{old}"
+        script = script.replace(old, new)
+    return script
+
+
+@pytest.mark.matrix
+def test_chapter_s_ten_lines(tmp_path):
+    """Chapter 2's script with them, killed in its second epoch and started again, ends as if nobody
+    had killed it. A start that finds nothing left to do ends."""
+    page = (REPOSITORY / "docs/07_it_is_stopped.md").read_text()
+    diff = re.search(r"^```diff\n(--- many_gpus\.py\n.*?)^```$", page, re.M | re.S)[1]
+    script = Path(shutil.copy(REPOSITORY / "tests/scripts/many_gpus.py", tmp_path))
+    script.write_text(with_hunks(script.read_text(), diff))
+
+    def train(*command: object, fails: bool = False, **variables: object) -> list[str]:
+        done = ranks(2, *command, cwd=tmp_path, **variables)
+        assert (done.returncode != 0) == fails, done.stderr
+        return re.findall(r"^epoch.*accuracy.\d\.\d{4}", done.stdout, re.M)
+
+    first, second = train(script, "whole.pt")
+    # slowly.py takes this script's epoch 1 for the first.
+    slowly = [REPOSITORY / "tests/scripts/slowly.py", 0]
+    assert train(*slowly, script, "run.pt", fails=True, KILL_AT=3) == [first]
+    assert train(script, "run.pt") == [second]
+    assert train(script, "run.pt") == []
+
+
 @pytest.mark.parametrize(("ways",), cells([(["torchrun"],), (["srun", "spawn"],)], (["torchrun"],)))
 def test_a_strangers_script(ways, cluster, tmp_path):
     """resnet18, AdamW, a schedule, best.pt, random flips in workers: stopped within an epoch and
