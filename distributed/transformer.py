@@ -113,7 +113,8 @@ def memory(
         held += 2 * (layers * layer + outside) / tensor
     return {
         "weights": held,
-        "states": 12 * (layers * layer + outside) / ranks,  # a gradient and two moments
+        "gradients": 4 * (layers * layer + outside) / ranks,
+        "states": 8 * (layers * layer + outside) / ranks,  # AdamW's two moments
         "activations": number * rows * context * activations,
         # As they are, and twice in float32 while the loss is computed
         "logits": (number + 8) * rows * context * config["vocab_size"] / tensor,

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import checkpoint
 import token_files
-from conftest import LAUNCHERS, cells, ranks
+from conftest import LAUNCHERS, cells, ranks, run
 from transformer import Transformer, flops_per_token, new_config
 
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 96, "head_dim": 8}
@@ -382,6 +383,11 @@ def test_what_the_log_says(dense, text, tmp_path, script, rows):
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\nStopped after step 10, saved\n"), done.stdout
     assert "\nMemory of a rank: about " in done.stdout and "recompute False" in done.stdout
+    if script == "train_fsdp.py":
+        sizes = [*FLAGS[: 2 * len(SHAPE)], "--vocab-size", 128, "--ranks", 2, "--batch", rows]
+        sizes += ["--model", "qwen3-0.6b", "--sequence", CONTEXT, "--precision", "fp32"]
+        said = run(sys.executable, "aux/memory.py", *sizes).stdout.splitlines()
+        assert said[-1] in done.stdout.splitlines(), said
     # To make the model; for each of two batches of an evaluation; to save
     alive = re.findall(r"^alive (\S+) 600$", done.stdout, re.M)
     assert {step: alive.count(step) for step in alive} == {

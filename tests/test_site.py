@@ -52,7 +52,8 @@ def test_nothing_is_fetched(site):
         loaded = re.findall(r"<(?:img|script|iframe|source)\b[^>]*\bsrc=[\"']?([^\"' >]+)", text)
         links = re.findall(r"<link\b[^>]*>", text)
         loaded += [link for link in links if re.search("rel=[\"']?(stylesheet|icon)", link)]
-        assert loaded and not [link for link in loaded if re.search("(https?:)?//", link)], page
+        assert loaded or page.name == "memory.html", page  # which loads nothing
+        assert not [link for link in loaded if re.search("(https?:)?//", link)], page
     style = "".join(path.read_text() for path in site.rglob("*.css"))
     assert not re.search(r"(url\(|@import )[\"']?(https?:)?//", style)
 

@@ -4,7 +4,9 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,8 @@ import torch
 import mnist
 import token_files
 import transformer
+from conftest import REPOSITORY
+from memory import MODELS
 from transformer import (
     SIZES,
     Transformer,
@@ -178,7 +182,8 @@ def test_memory_by_hand(monkeypatch):
     in bfloat16. Recomputed, a layer keeps its input."""
     config = new_config(SIZES["8b"], 4096, 151_936)
     need = memory(config, rows=1, context=4096, ranks=16, tensor=2, recompute=True)
-    assert need["states"] == 12 * 8_190_735_360 / 16
+    assert need["gradients"] == 4 * 8_190_735_360 / 16
+    assert need["states"] == 8 * 8_190_735_360 / 16
     layer, embeddings = 192_946_432, 2 * 151_936 * 4096 + 4096
     assert need["weights"] == 4 * 8_190_735_360 / 16 + 2 * (2 * layer + embeddings) / 2
     split = 3 * 4096 + 3 * 1024 + 4 * 12_288
@@ -198,6 +203,34 @@ def test_memory_by_hand(monkeypatch):
         assert recompute == expected and f"of the GPU's {gib:.1f} (" in line
         assert ("\nwarning: this may not fit" in line) == (gib == 25 and not recompute)
     assert total < 25 < more / 2**30 < 80
+
+
+PAGE = (REPOSITORY / "docs/memory.html").read_text()
+
+
+def on_the_page(**given: float) -> dict[str, float]:
+    """The numbers of its function `bytes`, whose lines are Python but for `const` and `;`."""
+    pattern = r"^function bytes.*?^(  const attention.*?)^  return \{(.*?)\};$"
+    lines, kinds = re.search(pattern, PAGE, re.M | re.S).groups()
+    exec(textwrap.dedent(lines).replace("const ", "").replace(";", ""), given)
+    return {kind: given[kind] for kind in kinds.split(", ")}
+
+
+def test_the_page_computes_what_a_run_logs():
+    """For the models of aux/memory.py, of which the page has a list."""
+    names = re.search(r"^// (.*), as below$", PAGE, re.M)[1].split(", ")
+    models = json.loads(re.search(r"^const MODELS = (\{.*?\});", PAGE, re.M | re.S)[1])
+    assert list(models) == list(MODELS)
+    layouts = [(1, 1, False, True), (8, 1, True, True), (64, 3, False, False), (1, 2, True, False)]
+    for name, config in MODELS.items():
+        layer, outside = count_weights(config)
+        weights = config["num_hidden_layers"] * layer + outside
+        assert weights == {"llama-3.1-70b": 70_553_706_496}.get(name, weights)
+        for ranks, rows, recompute, bf16 in layouts:
+            options = {"ranks": ranks, "recompute": recompute, "bf16": bf16}
+            given = dict(zip(names, models[name], strict=True)) | options
+            found = on_the_page(**given, sequence=4096, batch=rows)
+            assert found == pytest.approx(memory(config, rows, 4096, **options), rel=1e-12), name
 
 
 # --- windows ---

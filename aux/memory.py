@@ -1,0 +1,65 @@
+"""Print the memory that a model takes on each GPU, before you ask for the GPUs.
+
+    python aux/memory.py --model qwen3-8b --ranks 8
+    python aux/memory.py --model llama-3.1-70b --ranks 64 --sequence 8192 --recompute
+    python aux/memory.py --model qwen3-8b --num-hidden-layers 48    # or any size of a config.json
+
+The line is the one that train_fsdp.py logs before its first step, with AdamW in float32.
+docs/memory.html computes the same in a browser, without torch.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
+
+try:
+    import torch
+
+    import transformer
+except ImportError as error:
+    sys.exit(f"{error}: activate the environment with torch, or open docs/memory.html in a browser")
+
+KEYS = (*transformer.SHAPE, "vocab_size", "model_type")
+QWEN3 = ("0.6b", "1.7b", "4b", "8b", "32b")
+ROWS = {f"qwen3-{size}": (*transformer.ROWS[size][:7], 151_936, "qwen3") for size in QWEN3}
+# As in their config.json on the hub
+ROWS["llama-3.1-8b"] = (32, 4096, 14_336, 32, 8, 128, False, 128_256, "llama")
+ROWS["llama-3.1-70b"] = (80, 8192, 28_672, 64, 8, 128, False, 128_256, "llama")
+MODELS = {name: dict(zip(KEYS, row, strict=True)) for name, row in ROWS.items()}
+
+
+def at_least_1(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def main():
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    add = parser.add_argument
+    add("--model", choices=MODELS, default="qwen3-8b", help="sets the sizes below")
+    for name, value in MODELS["qwen3-8b"].items():
+        if type(value) is int:
+            add(f"--{name.replace('_', '-')}", type=at_least_1, metavar="N")
+    add("--ranks", type=at_least_1, default=1, help="that hold a model between them; 1 is DDP")
+    add("--sequence", type=at_least_1, default=4096, help="tokens of a sequence")
+    add("--batch", type=at_least_1, default=1, help="sequences that a rank computes at once")
+    add("--recompute", action="store_true", help="activation checkpointing")
+    add("--precision", choices=["bf16", "fp32"], default="bf16", help="to compute in")
+    args = parser.parse_args()
+
+    config = dict(MODELS[args.model])
+    config |= {name: vars(args)[name] for name in KEYS if vars(args).get(name)}
+    layer, outside = transformer.count_weights(config)
+    weights = config["num_hidden_layers"] * layer + outside
+    print(f"Weights: {weights:,}")
+    sizes, bf16 = (config, args.batch, args.sequence, args.ranks), args.precision == "bf16"
+    _, line = transformer.plan_memory(torch.device("cpu"), args.recompute, *sizes, bf16=bf16)
+    print(line)
+
+
+if __name__ == "__main__":
+    main()
