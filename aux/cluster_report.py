@@ -92,24 +92,22 @@ TOKENS = r"step=30/.* tokens_per_second=(?P<tokens>\d+)( mfu=(?P<mfu>\S+))?"
 TOKENS += r"( peak_memory_gib=(?P<gib>\S+))?"
 IMAGES = r"epoch=3 step=(\d+)/\1 .* images_per_second=(?P<images>\d+)"
 JPEGS = r"images_per_second=(?P<images>\S+)( gpu_busy=(?P<busy>\S+) peak_memory_gib=(?P<gib>\S+))?"
+TRAIN, ONE_RANK = "distributed/train_fsdp.py", f"{folder}/copies/one_rank.py"
 ENDLESS = "--steps 100000 --log-every 10"
+QWEN = f"--data-dir {folder}/qwen {ENDLESS} --size"
 GPT2 = f"--data-dir {folder}/gpt2 {ENDLESS} --size 0.1b"  # as many weights, and its tokens
-QWEN = f"--data-dir {folder}/qwen {ENDLESS} --batch-size 4"
 SINGLE = f"local/train_single.py --data-dir {folder}/digits --epochs 3 --log-every 25"
 CHANGES = ("workers", "tf32", "bf16", "channels_last", "fused", "compile")
 TINY = " --num-hidden-layers 2 --hidden-size 64 --context 32"  # the rehearsal on a CPU
 ALONE = {
-    "0.6b": (f"distributed/train_fsdp.py {QWEN} --size 0.6b", TOKENS),
-    "0.6b-fsdp": (f"{folder}/copies/one_rank.py {QWEN} --size 0.6b", TOKENS),
-    "1.7b": (f"distributed/train_fsdp.py {QWEN} --size 1.7b", TOKENS),
-    "1.7b-float8": (f"{folder}/copies/float8.py {QWEN} --size 1.7b", TOKENS),
-    "8b": (
-        f"distributed/train_fsdp.py {QWEN} --size 8b --activation-checkpointing --batch-size 2",
-        TOKENS,
-    ),
-    "0.1b-eager": (f"distributed/train_fsdp.py {GPT2} --batch-size 32 --no-compile", TOKENS),
-    "0.1b": (f"distributed/train_fsdp.py {GPT2} --batch-size 32", TOKENS),
-    "0.1b-fsdp": (f"{folder}/copies/one_rank.py {GPT2} --batch-size 32", TOKENS),
+    "0.6b": (f"{TRAIN} {QWEN} 0.6b --batch-size 4", TOKENS),
+    "0.6b-fsdp": (f"{ONE_RANK} {QWEN} 0.6b --batch-size 4", TOKENS),
+    "1.7b": (f"{TRAIN} {QWEN} 1.7b --batch-size 4", TOKENS),
+    "1.7b-float8": (f"{folder}/copies/float8.py {QWEN} 1.7b --batch-size 4", TOKENS),
+    "8b": (f"{TRAIN} {QWEN} 8b --batch-size 2 --activation-checkpointing", TOKENS),
+    "0.1b-eager": (f"{TRAIN} {GPT2} --batch-size 32 --no-compile", TOKENS),
+    "0.1b": (f"{TRAIN} {GPT2} --batch-size 32", TOKENS),
+    "0.1b-fsdp": (f"{ONE_RANK} {GPT2} --batch-size 32", TOKENS),
     "digits-fp32": (f"{SINGLE} --precision fp32", IMAGES),
     "digits-bf16": (f"{SINGLE} --precision bf16", IMAGES),
     "digits-1000": (f"{SINGLE} --precision bf16 --batch-size 1000", IMAGES),
@@ -125,7 +123,7 @@ STEP, MEETING = "        optimizer.step()", "with heartbeat.meeting("
 JOIN = "dist.TCPStore(env['MASTER_ADDR'], int(env['MASTER_PORT']), world_size, False)"
 FAULTS = {
     "killed": (STEP, "if step == 21: os.kill(os.getpid(), 9)", r"ncclRemote.*|Connection .*"),
-    "away": (MEETING, f"{JOIN}, time.sleep(60)", r'heartbeat.py", line \d+ in meeting'),
+    "away": (MEETING, f"{JOIN}, time.sleep(60)", r'away.py", line \d+ in <module>'),
     "loops": (STEP, "while step == 21: pass", r"First to look at: rank \d+ on .*"),
     "broadcast": (STEP, "if step == 21: dist.broadcast(loss.detach(), 0)", r"Watchdog.*|Timed.*"),
 }
@@ -368,21 +366,14 @@ def speed():
     """train_fsdp.py on one GPU, one node and all nodes, with as many sequences for each rank."""
     one, cases = 0.0, [(ranks, 1) for ranks in (1, ranks_of_node, world_size)]
     for ranks, shard in dict.fromkeys([*cases, (world_size, world_size)]):
-        options = f"{GPT2} --batch-size {16 * ranks} --shard {shard}"
-        name = f"speed of {ranks}"
-        rate = measure(name, f"distributed/train_fsdp.py {options}", TOKENS, ranks, one)
+        command = f"{TRAIN} {GPT2} --batch-size {16 * ranks} --shard {shard}"
+        rate = measure(f"speed-{ranks}-{shard}", command, TOKENS, ranks, one)
         one = one or rate
-
-
-def alone():
-    """What one GPU does by itself."""
-    for name, (command, pattern) in ALONE.items():
-        measure(name, command, pattern)
 
 
 def save():
     """How long two saves hold the training up, and the steps while they are written."""
-    command = f"distributed/train_fsdp.py {GPT2} --batch-size 32 --log-every 1 --save-every 50"
+    command = f"{TRAIN} {GPT2} --batch-size 32 --log-every 1 --save-every 50"
     command += f" --checkpoint-dir {folder}/saved{'' if on_gpu else TINY}"
     run = Run(command, 200, 1, enough="step=105/")
     ends = [run.when(f"step={step}/") for step in range(1, 105)]
@@ -454,13 +445,8 @@ def fault(name: str, pattern: str):
         row("the flight recorder", "" if said else run.fault or "no fault", said and said[0], run)
 
 
-def faults():
-    for name, (*_, pattern) in FAULTS.items():
-        fault(name, pattern)
-
-
-PARTS = (checks, losses, speed, stop, hang, save, alone, faults)
-PARTS = {part.__name__: part for part in PARTS}
+GROUPS = {"alone": [*ALONE], "faults": [*FAULTS]}
+PARTS = {part.__name__: part for part in (checks, losses, speed, stop, hang, save)}
 PARTS |= {name: functools.partial(measure, name, *row) for name, row in ALONE.items()}
 PARTS |= {name: functools.partial(fault, name, row[2]) for name, row in FAULTS.items()}
 
@@ -544,14 +530,13 @@ def page() -> str:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    several = world_size > 1
-    usual = "checks losses speed stop hang" if several else "checks losses stop save alone"
-    help = f"of {', '.join(PARTS)}; default: {usual}"
+    usual = "checks losses speed stop hang" if world_size > 1 else "checks losses stop save alone"
+    help = f"of {', '.join([*GROUPS, *PARTS])}; default: {usual}"
     parser.add_argument("parts", nargs="*", metavar="PART", default=usual.split(), help=help)
-    args = parser.parse_args()
-    if not PARTS.keys() >= {*args.parts}:
+    parts = [name for part in parser.parse_args().parts for name in GROUPS.get(part, [part])]
+    if not PARTS.keys() >= {*parts}:
         parser.error(f"PART is one {help}")
-    if not several and {"hang", "faults", *FAULTS} & {*args.parts}:
+    if world_size == 1 and {"hang", *FAULTS} & {*parts}:
         parser.error("hang and faults need two ranks: sbatch a launcher, or ./torchrun.sh")
     store.set(f"host/{rank}", env.get("SLURMD_NODENAME") or socket.gethostname())
     names = [store.get(f"host/{other}").decode() for other in range(world_size)]
@@ -560,7 +545,7 @@ def main():
         shutil.rmtree(folder, ignore_errors=True)  # of a job that was requeued
         folder.mkdir(parents=True)
         prepare()
-    for part in args.parts:
+    for part in parts:
         PARTS[part]()
     store.set(f"done/{rank}", "")
     if rank > 0:

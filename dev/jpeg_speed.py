@@ -1,6 +1,6 @@
 """resnet50 on JPEGs in shards: images/s with some of the changes of docs/04_faster.md.
 
-    python dev/jpeg_speed.py FOLDER            # float32, and the rank itself reads them
+    python dev/jpeg_speed.py FOLDER            # float32, and the rank itself reads the images
     python dev/jpeg_speed.py FOLDER workers tf32 bf16 channels_last fused compile
 
 The images are synthetic, and drawn into FOLDER at first. torch's trace is left beside them.
@@ -26,49 +26,45 @@ from torchvision.transforms import v2
 folder, changes = Path(sys.argv[1]), sys.argv[2:]
 on_gpu = torch.cuda.is_available()
 device = torch.device("cuda" if on_gpu else "cpu")
-size, batch_size, images, steps = (224, 128, 1024, 60) if on_gpu else (64, 4, 32, 2)
+size, batch_size, images, steps = (224, 128, 64, 60) if on_gpu else (64, 4, 2, 2)
 
 
-def write_shards(shards: int = 16):
-    """Tar files of JPEGs, 256 x 256, about 36 kB each."""
-    torch.manual_seed(0)
-    folder.mkdir(parents=True)
-    for shard in range(shards):
-        with tarfile.open(folder / f"{shard:03}.tar", "w") as tar:
-            for number in range(images // shards):
-                # Noise on several scales, which compresses about as well as a photograph.
-                scales = [torch.rand(1, 3, size, size) for size in (4, 16, 64, 256)]
-                layers = [interpolate(noise, (256, 256), mode="bilinear") for noise in scales]
-                pixels = (255 * sum(layers) / len(layers)).to(torch.uint8)[0]
-                content = io.BytesIO()
-                Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(content, "JPEG", quality=90)
-                entry = tarfile.TarInfo(f"{random.randrange(1000)}-{number}.jpg")
-                entry.size = content.tell()
-                content.seek(0)
-                tar.addfile(entry, content)
+def write_shard(path: Path):
+    """A tar file of JPEGs, 256 x 256, about 36 kB each."""
+    with tarfile.open(path, "w") as tar:
+        for number in range(images):
+            # Noise on several scales, which compresses about as well as a photograph.
+            scales = [torch.rand(1, 3, size, size) for size in (4, 16, 64, 256)]
+            layers = [interpolate(noise, (256, 256), mode="bilinear") for noise in scales]
+            pixels = (255 * sum(layers) / len(layers)).to(torch.uint8)[0]
+            content = io.BytesIO()
+            Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(content, "JPEG", quality=90)
+            entry = tarfile.TarInfo(f"{random.randrange(1000)}-{number}.jpg")
+            entry.size = content.tell()
+            content.seek(0)
+            tar.addfile(entry, content)
 
 
 class Shards(IterableDataset):
     """Endlessly, the images (3, size, size) uint8 and labels of this worker's shards."""
 
-    def __init__(self):
-        self.paths = sorted(folder.glob("*.tar"))
-        change = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
-        self.change = v2.Compose(change)
-
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
-        worker = get_worker_info()
-        first, count = (worker.id, worker.num_workers) if worker else (0, 1)
+        change = v2.Compose(
+            [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+        )
+        worker, paths = get_worker_info(), sorted(folder.glob("*.tar"))
         while True:
-            for path in self.paths[first % len(self.paths) :: count]:
+            for path in paths[worker.id :: worker.num_workers] if worker else paths:
                 with tarfile.open(path) as tar:
                     for entry in tar:
                         image = Image.open(tar.extractfile(entry))
-                        yield self.change(image), int(entry.name.partition("-")[0])
+                        yield change(image), int(entry.name.partition("-")[0])
 
 
 if not folder.exists():
-    write_shards()
+    folder.mkdir(parents=True)
+    for shard in range(16):
+        write_shard(folder / f"{shard:03}.tar")
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = "tf32" in changes
 layout = torch.channels_last if "channels_last" in changes else torch.contiguous_format
 model = torchvision.models.resnet50().to(device, memory_format=layout)
@@ -97,16 +93,15 @@ def train(count: int) -> float:
     return done * batch_size / (time.perf_counter() - start)
 
 
-train(5 if on_gpu else 1)
+for _ in range(5 if on_gpu else 1):
+    train(1)
 line = f"images_per_second={train(steps):.1f}"
-start = time.perf_counter()
 with profile() as seen:
-    train(4 if on_gpu else 1)
-seconds = time.perf_counter() - start
+    rate = train(4)
 if on_gpu:
     events = [event for event in seen.events() if not event.is_user_annotation]
     kernels = [event for event in events if str(event.device_type).endswith("CUDA")]
-    busy = sum(event.time_range.elapsed_us() for event in kernels) / 1e6 / seconds
+    busy = sum(event.time_range.elapsed_us() for event in kernels) / 1e6 * rate / 4 / batch_size
     line += f" gpu_busy={busy:.3f}"
     line += f" peak_memory_gib={torch.cuda.max_memory_allocated() / 2**30:.1f}"
 seen.export_chrome_trace(str(folder / f"{'-'.join(['trace', *changes])}.json.gz"))

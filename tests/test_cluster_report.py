@@ -74,7 +74,7 @@ def test_broken_scripts(copy):
     assert found["losses of `train_tp.py`"] == said
     well = found["losses of `train_preemptible.py`"]
     assert re.fullmatch(r"within 0\.0\d+% of one CPU's, on 4 of 5 ranks", well), well
-    speeds = [result for part, result in found.items() if part.startswith("speed of ")]
+    speeds = [result for part, result in found.items() if part.startswith("speed-")]
     five = "4,200 tokens/s, 84% of 5 times the first rate, MFU 40.0%"
     assert speeds == ["1,000 tokens/s, MFU 40.0%", five, five]
     said = "**FAILED**: heartbeat.py said: no step for 60 s. First to look at: rank 0 on n1"
