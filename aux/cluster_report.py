@@ -5,11 +5,10 @@
     python aux/cluster_report.py                                               # on one GPU
     python aux/cluster_report.py checks 0.6b 8b                                # two of its rows
 
-Parts of a cluster are checks, losses, speed, stop and hang, and if you ask for it faults. Those of
-one GPU are checks, losses, stop, save and alone, or single rows of it by their names. It needs no
-data, and without a GPU it rehearses with tiny models. The log ends with the page, in Markdown,
-without names of hosts and users, addresses or paths, so that you can paste it. A part that fails is
-a row that says so, and the job is FAILED. log/JOB/report/ has the page, and each run's output.
+--help names the parts, and the tables below have their commands. It needs no data, and without a
+GPU it rehearses with tiny models. The log ends with the page, in Markdown, without names of hosts
+and users, addresses or paths, so that you can paste it. A part that fails is a row that says so,
+and the job is FAILED. log/JOB/report/ has the page, and the output of each run.
 
 Every rank of the job starts each script as a process of its own, with this rank's variables and a
 MASTER_PORT that rank 0 has chosen. So a script may fail or hang, and the next one still runs.
@@ -378,7 +377,7 @@ def save():
     run = Run(command, 200, 1, enough="step=105/")
     ends = [run.when(f"step={step}/") for step in range(1, 105)]
     took = [0.0, *(later - sooner for sooner, later in itertools.pairwise(ends))]  # by step - 1
-    usual = statistics.median(took[10:])
+    usual = statistics.median(took[10:]) or math.nan
     stalls = [took[step - 1] - usual for step in (51, 101)]
     after = [took[step - 1] / usual for step in (52, 53, 54, 102, 103, 104)]
     result = f"they hold the training up for {stalls[0]:.2f} and {stalls[1]:.2f} s, and the three"
@@ -433,22 +432,26 @@ def hang():
     row(f"rank {last} is frozen", fault, f"heartbeat.py: {said}", run)
 
 
-def fault(name: str, pattern: str):
+def quote(what: str, pattern: str, run: Run, more: str = ""):
+    """A row of what rank 0 says."""
+    said = re.search(pattern, run.text)
+    fault = "" if said else f"it has not said {pattern}: {run.fault}"
+    row(what, fault, f"{said and said[0]}{more}", run)
+
+
+def fault(name: str, does: str, pattern: str):
     """What rank 0 says of the last rank's fault, and when it ends."""
     run = Run(f"{folder}/copies/{name}.py {OPTIONS['ddp']} --checkpoint-dir {folder}/{name}")
-    said, ended = re.search(pattern, run.text), run.times[-1] - run.when("step=20/")
-    result = f"{said[0] if said else ''}. Rank 0 has ended after {ended:.0f} s"
-    row(f"the last rank: `{FAULTS[name][1]}`", "" if said else run.fault, result, run)
+    seconds = run.times[-1] - run.when("step=20/")
+    quote(f"the last rank: `{does}`", pattern, run, f". Rank 0 has ended after {seconds:.0f} s")
     if name == "broadcast" and on_gpu:
-        run = Run(RECORDER, ranks=1)
-        said = re.search("Error type: .*", run.text)
-        row("the flight recorder", "" if said else run.fault or "no fault", said and said[0], run)
+        quote("the flight recorder", "Error type: .*", Run(RECORDER, ranks=1))
 
 
 GROUPS = {"alone": [*ALONE], "faults": [*FAULTS]}
 PARTS = {part.__name__: part for part in (checks, losses, speed, stop, hang, save)}
 PARTS |= {name: functools.partial(measure, name, *row) for name, row in ALONE.items()}
-PARTS |= {name: functools.partial(fault, name, row[2]) for name, row in FAULTS.items()}
+PARTS |= {name: functools.partial(fault, name, *row[1:]) for name, row in FAULTS.items()}
 
 
 # --- the page ---

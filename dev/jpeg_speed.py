@@ -49,9 +49,8 @@ class Shards(IterableDataset):
     """Endlessly, the images (3, size, size) uint8 and labels of this worker's shards."""
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
-        change = v2.Compose(
-            [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
-        )
+        crop, flip = v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()
+        change = v2.Compose([crop, flip, v2.PILToTensor()])
         worker, paths = get_worker_info(), sorted(folder.glob("*.tar"))
         while True:
             for path in paths[worker.id :: worker.num_workers] if worker else paths:
