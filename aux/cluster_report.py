@@ -482,16 +482,17 @@ def prepare():
 
 
 def copy_scripts():
+    """COPIES, in a folder of their own."""
     (folder / "copies").mkdir(parents=True)
+    path = f"import sys\nsys.path.append({os.path.abspath('distributed')!r})"
     for name, (script, changes) in COPIES.items():
         text = Path(f"distributed/{script}.py").read_text()
         for old, new in changes.items():
             if old not in text:
-                text = f"sys.exit({f'{script}.py has no {old} to change'!r})"
-                break
+                text = f"\nimport sys\nsys.exit({f'{script}.py has no {old} to change'!r})"
             text = text.replace(old, new)
-        path = f"import sys; sys.path.append({os.path.abspath('distributed')!r})\n"
-        (folder / f"copies/{name}.py").write_text(path + text)
+        text = text.replace("\nimport ", f"\n{path}\nimport ", 1)
+        (folder / f"copies/{name}.py").write_text(text)
 
 
 def asked(command: str) -> str:
