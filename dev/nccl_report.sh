@@ -85,7 +85,7 @@ run() {
     wait
     ./local/cluster/namespaces.sh down || true
     python3 aux/cluster_report.py checks "$@" 2>&1 | tee "$OUT/alone" || true
-    tar --create --gzip --file="$OUT/logs.tar.gz" log
+    tar --create --gzip --file="$OUT/logs.tar.gz" --exclude='*.bin' --exclude=digits log
 }
 
 "$@"
