@@ -123,7 +123,7 @@ JOIN = "dist.TCPStore(env['MASTER_ADDR'], int(env['MASTER_PORT']), world_size, F
 FAULTS = {
     "killed": (STEP, "if step == 21: os.kill(os.getpid(), 9)", r"ncclRemote.*|Connection .*"),
     "away": (MEETING, f"{JOIN}, time.sleep(60)", r'away.py", line \d+ in <module>'),
-    "loops": (STEP, "while step == 21: pass", r"First to look at: rank \d+ on .*"),
+    "loops": (STEP, "while step == 21: pass", rf"First to look at: rank {SHARERS - 1} on .*"),
     "broadcast": (STEP, "if step == 21: dist.broadcast(loss.detach(), 0)", r"Watchdog.*|Timed.*"),
 }
 # It names the first collective of which the flight recorders' dumps differ. Only NCCL leaves them.
@@ -418,25 +418,20 @@ def stop():
         resume(name, command, whole, SHARERS // 2)
 
 
+def quote(what: str, pattern: str, run: Run, more: str = ""):
+    """A row of what rank 0 says."""
+    said, [*_, last] = re.search(pattern, run.text), [run.fault, *run.text.strip().splitlines()]
+    row(what, "" if said else f"rank 0 said: {last}. {run.fault}", f"{said and said[0]}{more}", run)
+
+
 def hang():
     """The last rank is frozen while it trains, and heartbeat.py names it after a minute."""
     last = SHARERS - 1
     options = OPTIONS["ddp"].replace("--epochs 1", "--epochs 1000")
     command = f"distributed/train_ddp.py {options} --checkpoint-dir {folder}/hang"
     run = Run(command, strike=(last, "[Rank: ", 5, signal.SIGSTOP), enough="no step for")
-    [said] = re.findall(r"no step for .*", run.text)[:1] or ["nothing"]
-    fault = run.fault
-    if f"First to look at: rank {last} on" not in said:
-        fault = fault or f"heartbeat.py said: {said}"
-    said = re.sub(r", (which is|last seen) in$", "", said)
-    row(f"rank {last} is frozen", fault, f"heartbeat.py: {said}", run)
-
-
-def quote(what: str, pattern: str, run: Run, more: str = ""):
-    """A row of what rank 0 says."""
-    said = re.search(pattern, run.text)
-    fault = "" if said else f"it has not said {pattern}: {run.fault}"
-    row(what, fault, f"{said and said[0]}{more}", run)
+    named = rf"no step for .* First to look at: rank {last} on [^,\n]*"
+    quote(f"rank {last} is frozen", named, run)
 
 
 def fault(name: str, does: str, pattern: str):
@@ -510,9 +505,8 @@ def page() -> str:
         versions += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
     if driver := asked("nvidia-smi --query-gpu=driver_version --format=csv,noheader"):
         versions += f", driver {driver}"
-    links = [
-        path.read_text().strip() for path in Path("/sys/class/infiniband").glob("*/ports/*/rate")
-    ]
+    ports = Path("/sys/class/infiniband").glob("*/ports/*/rate")
+    links = [path.read_text().strip() for path in ports]
     cgroup = 2 if Path("/sys/fs/cgroup/cgroup.controllers").exists() else 1
     facts = {
         "nodes": f"{len(HOSTS)}. On each: ranks {ranks_of_node}, CPUs {os.cpu_count()}",

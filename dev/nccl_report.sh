@@ -30,7 +30,6 @@ prepare() {
     # Every system has these, and Slurm's daemons need no Perl.
     for name in libc6 libperl5 perl dpkg tar passwd coreutils; do rm -f ".nccl/$name"[-_0-9.]*; done
     rm -rf "$state"
-    du --summarize --human-readable .nccl
 }
 
 # Unpacks the packages that are not installed, beside what is there.

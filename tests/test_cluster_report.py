@@ -77,7 +77,7 @@ def test_broken_scripts(copy):
     speeds = [result for part, result in found.items() if part.startswith("speed-")]
     five = "4,200 tokens/s, 84% of 5 times the first rate, MFU 40.0%"
     assert speeds == ["1,000 tokens/s, MFU 40.0%", five, five]
-    said = "**FAILED**: heartbeat.py said: no step for 60 s. First to look at: rank 0 on n1"
+    said = "**FAILED**: rank 0 said: no step for 60 s. First to look at: rank 0 on n1"
     assert found["rank 3 is frozen"].startswith(said), found
     assert ": 5 of 9 rows FAILED\n" in done.stdout
 
