@@ -115,7 +115,7 @@ ALONE = {
 for number, change in enumerate(CHANGES, start=1):  # each beside those before it
     ALONE[f"jpegs-{change}"] = (" ".join([*ALONE["jpegs"][:1], *CHANGES[:number]]), JPEGS)
 # No fault of a small GPU, or of a machine without torchao
-LEFT_OUT = r"No module named 'torchao|Memory of a rank: [^(]*(?= \(.*\nwarning: this may not fit)"
+LEFT_OUT = r"No module named 'torchao'|Memory of a rank: [^(]*(?= \(.*\nwarning: this may not fit)"
 
 # What the last rank does at a place of train_ddp.py, and the pattern of what rank 0 says of it.
 STEP, MEETING = "        optimizer.step()", "with heartbeat.meeting("
@@ -420,8 +420,9 @@ def stop():
 
 def quote(what: str, pattern: str, run: Run, more: str = ""):
     """A row of what rank 0 says."""
-    said, [*_, last] = re.search(pattern, run.text), [run.fault, *run.text.strip().splitlines()]
-    row(what, "" if said else f"rank 0 said: {last}. {run.fault}", f"{said and said[0]}{more}", run)
+    said, [*_, last] = re.search(pattern, run.text), ["nothing", *run.text.strip().splitlines()]
+    fault = "" if said else run.fault or f"rank 0 said: {last}"
+    row(what, fault, f"{said and said[0]}{more}", run)
 
 
 def hang():
