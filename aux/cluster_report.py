@@ -404,7 +404,7 @@ def resume(name: str, command: str, whole: Run, first: int):
     result = f"stopped after step {after}, and resumed with the losses of a whole run"
     result += f", up to {share:.4%}" if share else ", digit for digit"
     on = f", on {first} and then on {SHARERS} ranks" if first < SHARERS else ""
-    row(f"stop and resume of `train_{name}.py`{on}", fault, result, whole, part, rest)
+    row(f"stop and resume of `train_{name}.py`{on}", fault, result, part, rest)
 
 
 def stop():
