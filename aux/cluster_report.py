@@ -484,9 +484,10 @@ def copy_scripts():
     for name, (script, changes) in COPIES.items():
         text = Path(f"distributed/{script}.py").read_text()
         for old, new in changes.items():
-            if old not in text:
+            if old in text:
+                text = text.replace(old, new)
+            else:
                 text = f"\nimport sys\nsys.exit({f'{script}.py has no {old} to change'!r})"
-            text = text.replace(old, new)
         text = text.replace("\nimport ", f"\n{path}\nimport ", 1)
         (folder / f"copies/{name}.py").write_text(text)
 
