@@ -467,6 +467,7 @@ def prepare():
     write_tokens(folder / "text", "words drawn at random", [text], "characters", "words")
     for name, kinds in (("gpt2", 50_257), ("qwen", 151_936)):
         (folder / name).mkdir()
+        kinds = kinds if on_gpu else 1000
         count, said = 1_000_000, {"tokenizer": {"name": "tokenizer.json", "size": kinds}}
         for split in ("train", "val"):
             tokens = torch.randint(kinds, (count,), dtype=torch.int32)
