@@ -166,7 +166,7 @@ def test_one_process(device, train, on_cpu, script, precision, form, ranks=1):
     if script == FSDP and precision is None:
         [precision] = re.findall(r"^Precision: (\w+)\.", log, re.M)
         assert precision == ("bf16" if device == "cuda" else "fp32"), log
-    assert ("Compiled: True" in log) == ("--compile" in flags), log
+    assert "--compile" not in flags or "Compiled: True" in log, log
     assert ("peak_memory_gib=" in log) == (device == "cuda" and script in (FSDP, TP)), log
     assert_equal_losses(log, on_cpu(script), precision or "fp32")
 
