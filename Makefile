@@ -97,8 +97,8 @@ test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 10 GB of memor
 test-gpu: $(VENV:=/tests)  ## every script on this machine's GPUs, NCCL with one rank (with your own torch: PYTHON=python3 VENV=)
 	$(if $(VENV),$(VENV)/bin/python,$(PYTHON)) -m pytest tests/test_gpu.py -m gpu $(ARGS)
 
-gpu-report: $(VENV:=/ready)  ## ten minutes on one GPU leave one page, gpu.md: speed, memory, faults (PYTHON=python3 VENV= ARGS="--device cpu")
-	$(if $(VENV),$(VENV)/bin/python,$(PYTHON)) dev/gpu_report.py --out gpu.md $(ARGS)
+gpu-report: $(VENV:=/ready)  ## a quarter of an hour on one GPU ends in one page: losses, speed, memory, stops (PYTHON=python3 VENV= ARGS="0.6b 1.7b")
+	$(if $(VENV),$(VENV)/bin/python,$(PYTHON)) aux/cluster_report.py $(ARGS)
 
 lint: .venv/tests  ## ruff and shellcheck
 	.venv/bin/ruff check .

@@ -3,11 +3,12 @@
 import getpass
 import re
 import shutil
+import sys
 
 import pytest
 
 import cluster_report
-from conftest import LAUNCHERS, REPOSITORY, ranks
+from conftest import LAUNCHERS, REPOSITORY, ranks, run
 
 # In the place of check_ranks.py and of train scripts.
 HANGS = "import time\ntime.sleep(600)\n"
@@ -17,7 +18,7 @@ rank, ranks, name = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.
 if "train_tp" in name and rank == 1:
     sys.exit(f"no luck in {{os.getcwd()}}/a.py at 10.9.8.7:61000")
 if "--size" in sys.argv:
-    print(f"step=60/100 loss=1 tokens_per_second={{800 * ranks + 200}} mfu=0.4")
+    print(f"step=30/100 loss=1 tokens_per_second={{800 * ranks + 200}} mfu=0.4")
 elif "1000" in sys.argv:
     print("no step for 60 s. First to look at: rank 0 on n1 (step 7), which is in")
 else:
@@ -73,10 +74,10 @@ def test_broken_scripts(copy):
     assert found["losses of `train_tp.py`"] == said
     well = found["losses of `train_preemptible.py`"]
     assert re.fullmatch(r"within 0\.0\d+% of one CPU's, on 4 of 5 ranks", well), well
-    speeds = [result for part, result in found.items() if "speed" in part]
+    speeds = [result for part, result in found.items() if part.startswith("speed-")]
     five = "4,200 tokens/s, 84% of 5 times the first rate, MFU 40.0%"
     assert speeds == ["1,000 tokens/s, MFU 40.0%", five, five]
-    said = "**FAILED**: heartbeat.py said: no step for 60 s. First to look at: rank 0 on n1"
+    said = "**FAILED**: rank 0 said: no step for 60 s. First to look at: rank 0 on n1"
     assert found["rank 3 is frozen"].startswith(said), found
     assert ": 5 of 9 rows FAILED\n" in done.stdout
 
@@ -121,10 +122,54 @@ def test_all_is_well(cluster, copy):
     page = job.log[job.log.index("# Cluster report") :]
     assert (copy / f"log/{job.id}/report/page.md").read_text().strip() == page.strip()
     found = rows(job.log)
-    assert len(found) == 11, page
+    assert len(found) == 12, page
     assert found["stop and resume of `train_fsdp.py`"].endswith("digit for digit")
+    twice = found["stop and resume of `train_fsdp.py`, on 1 and then on 2 ranks"]
+    assert "resumed with the losses of a whole run" in twice
     assert "First to look at: rank 1 on node 2 (step" in found["rank 1 is frozen"]
     hidden = (r"node-\d", re.escape(str(copy)), rf"\b{getpass.getuser()}\b", r"10\.7\.")
     assert not re.findall("|".join(hidden), page), page
     # The job's own requeue is not a part's.
     assert "Requeued" not in job.log and cluster.show(job.id)["Restarts"] == "0"
+
+
+def test_the_changes_fit_the_scripts(tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster_report, "folder", tmp_path)
+    monkeypatch.chdir(REPOSITORY)
+    cluster_report.copy_scripts()
+    made = {path.stem: path.read_text() for path in (tmp_path / "copies").iterdir()}
+    assert made.keys() == cluster_report.COPIES.keys()
+    for name, text in made.items():
+        compile(text, name, "exec")
+        assert not re.search(r"^sys\.exit", text, re.M)
+    monkeypatch.setitem(cluster_report.COPIES, "loops", ("train_ddp", {"no such line": ""}))
+    shutil.rmtree(tmp_path / "copies")
+    cluster_report.copy_scripts()
+    with pytest.raises(SystemExit, match=r"^train_ddp[.]py has no no such line to change$"):
+        exec((tmp_path / "copies/loops.py").read_text())
+
+
+@pytest.mark.matrix
+def test_one_gpu(copy):
+    """Its rehearsal: each row has its figures. What is not there is left out, and no fault."""
+    shutil.copytree(REPOSITORY / "local", copy / "local")
+    shutil.copytree(REPOSITORY / "dev", copy / "dev")
+    done = run(sys.executable, "aux/cluster_report.py", "save", "alone", cwd=copy, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {part.partition(":")[0]: result for part, result in rows(done.stdout).items()}
+    assert found.keys() == {"two saves of 0.1b", *cluster_report.ALONE}
+    assert found.pop("1.7b-float8") == "left out: No module named 'torchao'"
+    assert re.fullmatch(r"they hold .* for -?\d.* the usual \d.*", found.pop("two saves of 0.1b"))
+    for name, result in found.items():
+        unit = "images" if name.startswith(("digits", "jpegs")) else "tokens"
+        assert re.match(rf"[\d,]+ {unit}/s", result), (name, result)
+
+
+@pytest.mark.matrix
+def test_faults(copy):
+    done = ranks(2, "aux/cluster_report.py", "faults", cwd=copy, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for (*_, pattern), result in zip(
+        cluster_report.FAULTS.values(), rows(done.stdout).values(), strict=True
+    ):
+        assert re.match(pattern, result) and re.search(r"ended after \d+ s$", result), result

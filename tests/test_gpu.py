@@ -8,16 +8,14 @@ CPU and gloo, two ranks included. Cases may share a GPU: -n 8 --dist load.
 
 import json
 import re
-import signal
-import subprocess
+import shutil
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from conftest import REPOSITORY, environment, free_port, once, run
+from conftest import environment, once, run
 from transformer import SIZES, count_weights, new_config
 
 SINGLE, DDP, TASK = "local/train_single.py", "distributed/train_ddp.py", "distributed/train_task.py"
@@ -37,7 +35,6 @@ FORMS = {
     "none": [sys.executable],
     "torchrun": ["./torchrun.sh"],
     "spawn": [sys.executable, "distributed/spawn_ranks.py"],
-    "environment": [sys.executable],  # and the five variables
 }
 
 
@@ -60,40 +57,22 @@ def device(request) -> str:
     return name
 
 
-def command_of(script: str, data: Path, folder: Path, device: str, form: str, *flags: object):
-    """The command line, and the variables that the form of its start needs for one rank."""
-    command = [*FORMS[form], "tests/scripts/one_rank.py", script, *ARGUMENTS[script].split()]
-    command += ["--data-dir", data, *([] if script == TASK else ["--checkpoint-dir", folder])]
-    # The plain scripts know only auto and cpu.
-    command += ["--device", "auto" if device == "cuda" else device, *flags]
-    variables = {
-        "NVIDIA_TF32_OVERRIDE": 0,
-        "OMP_NUM_THREADS": 1,
-        "TORCHDYNAMO_DISABLE": int("--compile" not in flags),
-    }
-    if form == "environment":
-        variables |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    return [str(part) for part in command], variables
-
-
 @pytest.fixture(scope="session")
-def data_of(request):
-    """The folder of a script's data; only those are made that are asked for."""
-    return lambda script: request.getfixturevalue("text" if script in (FSDP, TP) else "tiny")
-
-
-@pytest.fixture(scope="session")
-def train(data_of, tmp_path_factory):
+def train(request, tmp_path_factory):
     """A function that runs a script to its end and returns what it printed."""
 
     def train(
         script: str, device: str, *flags: object, form="none", ranks=1, folder=None, **variables
     ) -> str:
         folder = folder or tmp_path_factory.mktemp("out") / "checkpoints"
-        command, needed = command_of(script, data_of(script), folder, device, form, *flags)
-        variables = environment(NPROC_PER_NODE=ranks, **needed, **variables)
-        done = run(*command, env=variables, timeout=500)
+        data = request.getfixturevalue("text" if script in (FSDP, TP) else "tiny")
+        command = [*FORMS[form], "tests/scripts/one_rank.py", script, *ARGUMENTS[script].split()]
+        command += ["--data-dir", data, *([] if script == TASK else ["--checkpoint-dir", folder])]
+        # The plain scripts know only auto and cpu.
+        command += ["--device", "auto" if device == "cuda" else device, *flags]
+        variables |= {"NVIDIA_TF32_OVERRIDE": 0, "OMP_NUM_THREADS": 1, "NPROC_PER_NODE": ranks}
+        variables["TORCHDYNAMO_DISABLE"] = int("--compile" not in flags)
+        done = run(*command, env=environment(**variables), timeout=500)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -145,194 +124,96 @@ def assert_equal_losses(log: str, expected: tuple[list[float], float], precision
         assert losses(log) != pytest.approx(expected[0], rel=1e-5), f"this was not {precision}"
 
 
-# --- one process ---
+# --- every script, in every precision, by every launcher ---
 
-PRECISIONS = [(SINGLE, "fp32"), (SINGLE, "bf16"), (DDP, "bf16"), (FSDP, "fp32"), (TP, "bf16")]
-PRECISIONS += [(PREEMPTIBLE, "bf16"), (FSDP, None)]
+ALONE = [
+    (SINGLE, "fp32", "none"),
+    (SINGLE, "bf16", "none"),
+    (DDP, "bf16", "none"),
+    (PREEMPTIBLE, "bf16", "none"),
+    (FSDP, "fp32", "none"),
+    (FSDP, None, "none"),
+    (FSDP, "bf16", "none --compile"),
+    (TP, "bf16", "none"),
+    (TASK, None, "none"),
+    (TASK, None, "torchrun"),
+    (TASK, None, "spawn"),
+]
+GROUPS = [
+    (DDP, "fp32", "torchrun"),
+    (DDP, "fp32", "spawn"),
+    (PREEMPTIBLE, "fp32", "torchrun"),
+    (FSDP, "fp32", "torchrun --compile"),
+    (FSDP, "fp32", "spawn"),
+    (FSDP, "bf16", "torchrun"),
+    (TP, "fp32", "torchrun"),
+    (TP, "bf16", "torchrun --compile"),
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("script", "precision"), PRECISIONS, ids=stem)
-def test_precision(device, train, on_cpu, script, precision):
-    log = train(script, device, *(["--precision", precision] if precision else []))
-    [said] = devices(log, device)
-    # All others have a process group of one rank.
-    assert (said["backend"] is None) == (script == SINGLE)
-    if precision is None:
+@pytest.mark.parametrize(("script", "precision", "form"), ALONE, ids=stem)
+def test_one_process(device, train, on_cpu, script, precision, form, ranks=1):
+    form, *flags = form.split()
+    flags += ["--precision", precision] if precision else []
+    log = train(script, device, *flags, form=form, ranks=ranks)
+    for said in devices(log, device, ranks):
+        # All others have a process group, if only of one rank.
+        expected = {"cuda": "nccl", "cpu": "gloo"}[device]
+        assert said["backend"] is None if script == SINGLE else expected in said["backend"]
+        if script in (FSDP, TP) and form != "none":
+            assert said["kind"] == "DTensor"
+    if script == FSDP and precision is None:
         [precision] = re.findall(r"^Precision: (\w+)\.", log, re.M)
         assert precision == ("bf16" if device == "cuda" else "fp32"), log
-    assert_equal_losses(log, on_cpu(script), precision)
+    assert "--compile" not in flags or "Compiled: True" in log, log
     assert ("peak_memory_gib=" in log) == (device == "cuda" and script in (FSDP, TP)), log
+    assert_equal_losses(log, on_cpu(script), precision or "fp32")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["none", "torchrun", "spawn"])
-def test_task(device, train, on_cpu, form):
-    log = train(TASK, device, form=form)
-    [said] = devices(log, device)
-    assert said["backend"]
-    assert_equal_losses(log, on_cpu(TASK))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("script", "precision", "form"),
-    [(FSDP, "bf16", "none"), (FSDP, "fp32", "torchrun"), (TP, "bf16", "torchrun")],
-    ids=stem,
-)
-def test_compile(device, train, on_cpu, script, precision, form):
-    log = train(script, device, "--precision", precision, "--compile", form=form)
-    assert "Compiled: True" in log, log
-    assert_equal_losses(log, on_cpu(script), precision)
-
-
-# --- a process group ---
-
-GROUPS = [(DDP, "torchrun"), (DDP, "spawn"), (PREEMPTIBLE, "torchrun"), (FSDP, "torchrun")]
-GROUPS += [(FSDP, "spawn"), (TP, "torchrun")]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("script", "form"), GROUPS, ids=stem)
-def test_process_group(device, train, on_cpu, script, form, ranks):
+@pytest.mark.parametrize(("script", "precision", "form"), GROUPS, ids=stem)
+def test_process_group(device, train, on_cpu, script, precision, form, ranks):
     """NCCL with one rank, too; what several ranks do around a checkpoint is done for one."""
-    log = train(script, device, "--precision", "fp32", form=form, ranks=ranks)
-    for said in devices(log, device, ranks):
-        assert {"cuda": "nccl", "cpu": "gloo"}[device] in said["backend"]
-        assert said["kind"] == ("DTensor" if script in (FSDP, TP) else "Parameter")
-    assert_equal_losses(log, on_cpu(script))
+    test_one_process(device, train, on_cpu, script, precision, form, ranks)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("script", [FSDP, TP], ids=stem)
-def test_process_group_in_bfloat16(device, train, on_cpu, script, ranks):
-    log = train(script, device, "--precision", "bf16", form="torchrun", ranks=ranks)
-    assert_equal_losses(log, on_cpu(script), "bf16")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("script", [FSDP, TP], ids=stem)
-def test_deterministic(device, train, script):
-    """Twice the same losses, to the last digit that is printed."""
-    flags = ["--precision", "fp32", "--deterministic"]
-    first, second = (losses(train(script, device, *flags, form="torchrun")) for _ in range(2))
-    assert first == second and len(first) == STEPS
-
-
-@pytest.mark.gpu
-def test_check_ranks(device, tmp_path, ranks):
-    command = ["./torchrun.sh", "tests/scripts/one_rank.py", "aux/check_ranks.py"]
-    command += ["--checkpoint-dir", tmp_path, "--device", device]
-    done = run(*command, env=environment(NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"VERDICT: all well, {ranks} ranks started by torchrun" in done.stdout
+def test_cluster_report(device, ranks):
+    """All meet, the losses are a CPU's, and a run that is stopped resumes with the same ones."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    variables = environment(NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1, **hidden)
+    parts = ["aux/cluster_report.py", "checks", "losses", "stop"]
+    done = run("./torchrun.sh", *parts, env=variables, timeout=900)
+    assert done.returncode == 0 and ": All is well\n" in done.stdout, done.stdout + done.stderr
     assert (" cuda:0 " in done.stdout) == (device == "cuda"), done.stdout
 
 
-# --- stop, save and resume ---
+# --- save and resume ---
 
 
 @pytest.mark.gpu
 def test_asynchronous_checkpoints(device, train, on_cpu, tmp_path, ranks):
-    """Copied from the device and written by a thread, which leaves other ranks' GPUs alone."""
-    flags = ["--precision", "fp32", "--save-every", 5]
-    where = {"form": "torchrun", "ranks": ranks, "folder": tmp_path / "out"}
-    log = train(FSDP, device, *flags, ASYNCHRONOUS=1, **where)
+    """Copied from the device and written by a thread, which leaves other ranks' GPUs alone. Another
+    launcher resumes them, and they write text."""
+    flags, folder = ["--precision", "fp32", "--save-every", 5], tmp_path / "out"
+    log = train(FSDP, device, *flags, form="torchrun", ranks=ranks, folder=folder)
     assert_equal_losses(log, on_cpu(FSDP))
     assert all(len(said.get("contexts", [0])) == 1 for said in devices(log, device, ranks)), log
-    resumed = train(FSDP, device, *flags, "--resume", **where)
-    assert f"Resumed after step {STEPS}" in resumed, resumed
-
-
-def start(script: str, data: Path, folder: Path, device: str, *flags: object, **variables: object):
-    """A rank whose steps take long, and which is killed when it has not ended after a while."""
-    command, needed = command_of(script, data, folder, device, "environment", *flags)
-    process = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env=environment(SLOW=0.3, **needed | variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    overdue = threading.Timer(300, process.kill)
-    overdue.daemon = True
-    overdue.start()
-    return process
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("script", [PREEMPTIBLE, FSDP, TP], ids=stem)
-def test_stop_save_and_resume(device, train, on_cpu, data_of, tmp_path, script):
-    """Asked to stop in its midst, resumed under another launcher: the losses of a run that was
-    not stopped."""
-    folder = tmp_path / "checkpoints"
-    flags = ["--precision", "fp32"]
-    printed = ""
-    with start(script, data_of(script), folder, device, *flags) as process:
-        for line in process.stdout:
-            printed += line
-            if re.match(r"(epoch=1 )?step=2/", line):
-                process.send_signal(signal.SIGTERM)
-    assert process.returncode == 0, printed
-    [stopped] = re.findall(r"^Stopped after step (\d+), saved$", printed, re.M)
-    assert 2 <= int(stopped) < STEPS
-    log = train(script, device, *flags, "--resume", form="torchrun", folder=folder)
-    assert f"Resumed after step {stopped}\n" in log
-    expected = pytest.approx(on_cpu(script)[0], rel=TOLERANCE["fp32"])
-    assert losses(printed) + losses(log) == expected
-    if script == FSDP:
-        command = ["distributed/sample.py", folder, "--length", 40, "--prompt", "The "]
-        written = run(sys.executable, *command, "--device", device).stdout
-        assert re.search(rf"^Sample from .*_step_{STEPS}:\nThe ", written, re.M), written
-
-
-@pytest.mark.gpu
-def test_killed_rank(device, train, on_cpu, data_of, tmp_path, ranks):
-    """The others end by themselves; resumed, the losses are those of a run that was not killed."""
-    folder, port = tmp_path / "checkpoints", free_port()
-    # Where nobody ends them, they wait for each other's timeout.
-    patient = (REPOSITORY / FSDP).read_text()
-    assert patient.count("minutes=30") == 1
-    script = tmp_path / "train_fsdp.py"
-    script.write_text(patient.replace("minutes=30", "seconds=20"))
-    ARGUMENTS[script] = ARGUMENTS[FSDP]
-    flags = ["--precision", "fp32", "--save-every", 2]
-    place = {
-        "PYTHONPATH": "distributed",
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_PORT": port,
-    }
-    *others, killed = [
-        start(script, data_of(FSDP), folder, device, *flags, RANK=i, LOCAL_RANK=i, **place)
-        for i in range(ranks)
-    ]
-    printed = ""
-    try:
-        for line in killed.stdout:
-            printed += line
-            if printed.count("DEVICE {") == 4:
-                killed.kill()
-        for other in others:
-            said, _ = other.communicate(timeout=120)
-            assert other.returncode not in (0, -signal.SIGKILL), said
-    finally:
-        for process in (*others, killed):
-            process.kill()
-            process.wait()
-    assert killed.returncode == -signal.SIGKILL, printed
-    log = train(FSDP, device, *flags, "--resume", form="torchrun", ranks=ranks, folder=folder)
-    [done] = re.findall(r"^Resumed after step ([24])$", log, re.M)
-    expected = on_cpu(FSDP)[0][int(done) :]
-    assert losses(log) == pytest.approx(expected, rel=TOLERANCE["fp32"])
+    shutil.rmtree(folder / f"step_{STEPS}")
+    log = train(FSDP, device, *flags, "--resume", form="spawn", ranks=ranks, folder=folder)
+    assert "Resumed after step 10\n" in log
+    assert losses(log) == pytest.approx(on_cpu(FSDP)[0][10:], rel=TOLERANCE["fp32"])
+    command = ["distributed/sample.py", folder, "--length", 40, "--prompt", "The "]
+    written = run(sys.executable, *command, "--device", device).stdout
+    assert re.search(rf"^Sample from .*_step_{STEPS}:\nThe ", written, re.M), written
 
 
 @pytest.mark.gpu
 def test_resume_after_an_epoch(device, train, tmp_path):
-    both = train(DDP, device, "--epochs", 2, form="environment")
-    train(DDP, device, form="environment", folder=tmp_path)
-    log = train(DDP, device, "--epochs", 2, "--resume", form="environment", folder=tmp_path)
+    both = train(DDP, device, "--epochs", 2, form="torchrun")
+    train(DDP, device, form="torchrun", folder=tmp_path)
+    log = train(DDP, device, "--epochs", 2, "--resume", form="torchrun", folder=tmp_path)
     devices(log, device)
     assert "Resumed after epoch 1\n" in log
     assert losses(log) == pytest.approx(losses(both)[STEPS:], rel=TOLERANCE["fp32"])

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-import gpu_report
 from conftest import LAUNCHERS, REPOSITORY, environment, run, stand_ins
 
 
@@ -61,25 +60,6 @@ def test_scaling_asks_for_cpus(more, cpus, tmp_path):
     done = run(*command, *more, "--", "train.py", cwd=tmp_path, env=env)
     assert "| 1x2 | 9 | 1.00 | 100% | 1 |" in done.stdout, done
     assert f" --cpus-per-task={cpus} launch.sh train.py\n" in (tmp_path / "asked").read_text()
-
-
-@pytest.mark.matrix
-def test_gpu_report(tmp_path):
-    """The dry run of make gpu-report: each part of the page has what it is for."""
-    out = tmp_path / "gpu.md"
-    done = run(sys.executable, "dev/gpu_report.py", "--device=cpu", "--out", out, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    parts = dict(re.findall(r"^## (.*)\n\n((?:(?!## ).*\n)+)", out.read_text(), re.M))
-    assert list(parts) == [title for together in gpu_report.PARTS for title in together]
-    rows = re.findall(r"^\| (.*) \| \d+\.\d+ \| .* \| \d+ \|$", parts["Speed and memory"], re.M)
-    assert rows == list(gpu_report.SPEED_OF_CPU)
-    assert re.search(r"^cpu  \d+\.\d+( \d+\.\d+){4}$", parts["Losses beside the CPU's"], re.M)
-    assert "Timeout (0:00:20)!" in parts["A rank that never comes"]
-    assert parts["Two ranks on one GPU"].count("status 0 ") == 3
-    [losses] = re.findall(r"resumed run's: \[\['(.*)'\], \['(.*)'\]\]", parts["Checkpoints"])
-    assert losses[0] == losses[1]
-    assert parts["Profile"].count("aten::") > 4
-    assert len(re.findall(r"^\| --\S+ \S+ \| \d+ \|$", parts["Handwritten digits"], re.M)) == 3
 
 
 FASTER, SECOND_NODE = (

@@ -8,9 +8,8 @@ ranks are left as they are, and so is one that no launcher has started.
 
 After every step of the optimizer a line DEVICE says, in JSON, the backend, the kind of the
 weights, their bytes on this rank, and the bytes of its device: now, and at most so far. On a
-CPU, which has no counters for that, the variable COUNT says that tensors are to be counted. The
-variable SLOW says how many seconds longer a step takes. On CUDA the line has the GPUs on which this
-process has a context.
+CPU, which has no counters for that, the variable COUNT says that tensors are to be counted. On
+CUDA the line has the GPUs on which this process has a context.
 """
 
 import json
@@ -18,7 +17,6 @@ import os
 import re
 import runpy
 import sys
-import time
 import weakref
 from importlib.machinery import FileFinder, SourceFileLoader
 from pathlib import Path
@@ -101,7 +99,6 @@ def report(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
         line["contexts"] = [gpu for gpu in gpus if torch._C._cuda_hasPrimaryContext(gpu)]
         line["now"], line["peak"] = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
     os.write(1, f"DEVICE {json.dumps(line)}\n".encode())
-    time.sleep(float(os.environ.get("SLOW", 0)))
 
 
 counted = Bytes()
