@@ -26,7 +26,7 @@ from pathlib import Path
 
 import pytest
 
-import chaos
+import job_processes
 import record
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -41,6 +41,7 @@ LAUNCHERS = {
     "torchrun": "launch_slurm_with_torchrun.sh",
     "spawn": "launch_slurm_with_mp.sh",
 }
+ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED", "OUT_OF_MEMORY", "PREEMPTED")
 sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux", "dev")]
 
 
@@ -133,7 +134,7 @@ def run(*command: object, timeout: float = 120, **options) -> subprocess.Complet
 
 def kill(mark: str) -> bool:
     """Kills all processes that have this variable. Returns whether there were any."""
-    found = [process for process, _ in chaos.processes_with(mark)]
+    found = [process for process, _ in job_processes.having(mark)]
     for process in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
@@ -289,7 +290,7 @@ class Cluster:
             shown = self.show(job)
             log = Path(shown["StdOut"])
             text = log.read_text() if log.exists() else ""
-            if shown["JobState"] in chaos.ENDED:
+            if shown["JobState"] in ENDED:
                 break
             if time.monotonic() > deadline:
                 self.exec("scancel", job)
@@ -312,7 +313,7 @@ class Cluster:
             nodes = self.exec("sinfo", "--noheader", "--Node", "--format=%N").stdout.split()
             found = [self.exec("bash", "-c", look, node=node).stdout for node in nodes]
             return "".join(found).split()
-        return [f"{process} {command}" for process, command in chaos.all_processes(job)]
+        return [f"{process} {command}" for process, command in job_processes.of(job)]
 
 
 @contextlib.contextmanager

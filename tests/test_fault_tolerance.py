@@ -13,7 +13,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -22,9 +21,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-import chaos
 import checkpoint
+import job_processes
 from conftest import (
+    ENDED,
     LAUNCHERS,
     PATIENCE,
     REPOSITORY,
@@ -36,7 +36,6 @@ from conftest import (
     note,
     one_rank_a_node,
     ranks,
-    run,
     wait_for,
 )
 
@@ -201,7 +200,7 @@ class Trial:
         start = asked_at = time.monotonic()
         state = "not known"
         while not re.search(pattern, self.log, re.M):
-            waits = state not in chaos.ENDED and time.monotonic() - start < timeout * PATIENCE
+            waits = state not in ENDED and time.monotonic() - start < timeout * PATIENCE
             assert waits, f"{state}, no {pattern!r} in:\n{self.log}"
             time.sleep(0.1)
             # Before the log is read again: what has ended writes nothing after it.
@@ -227,7 +226,7 @@ class Trial:
 
     def rank(self, node: str) -> int:
         """The process id, on the host, of a rank on a node."""
-        return chaos.ranks(self.job, "slowly.py", node)[0]
+        return job_processes.ranks(self.job, "slowly.py", node)[0]
 
     def ends(self, timeout: float = 180) -> Job:
         """Its end, with no process left 30 s later."""
@@ -345,7 +344,7 @@ def test_term_while_a_spawner_imports_torch(cluster, data, uninterrupted, tmp_pa
     trial = Trial(cluster, "spawn", PREEMPTIBLE, data, tmp_path)
 
     def both_listen() -> bool:
-        spawners = chaos.starters(trial.job)
+        spawners = job_processes.starters(trial.job)
         return len(spawners) == 2 and all(map(handles_term, spawners))
 
     wait_for(both_listen)
@@ -449,7 +448,7 @@ def test_killed_while_it_trains(cluster, data, tmp_path):
     def scenario(way, script):
         trial = Trial(cluster, way, script, data, tmp_path / way)
         node = trial.train_a_little()[1]
-        torchrun = chaos.processes(trial.job, "torch.distributed.run", node)
+        torchrun = job_processes.python(trial.job, "torch.distributed.run", node)
         os.kill(next(torchrun, None) or trial.rank(node), signal.SIGKILL)
         job = trial.fails(30)
         assert re.search(rf"^srun: error: {node}: task \d: Killed$", job.log, re.M), job.log
@@ -499,7 +498,7 @@ def test_split_brain(cluster, data, uninterrupted, tmp_path):
     killed = cluster.exec("pkill", "-KILL", "-x", "slurmd", node=node)  # in its own PID namespace
     assert killed.returncode == 0
     trial.wait_for("^Resumed after step [1-9]")
-    wait_for(lambda: not chaos.ranks(trial.job, "slowly.py", node), 20)
+    wait_for(lambda: not job_processes.ranks(trial.job, "slowly.py", node), 20)
     job = trial.ends(400)
     assert job.state == "COMPLETED" and trial.restarts == 1, job.log
     first = int(re.search(r"^Resumed after step (\d+)$", job.log, re.M)[1])
@@ -521,29 +520,7 @@ def test_cut_link(cluster, data, uninterrupted, tmp_path):
     trial.is_equal_after_a_restart(uninterrupted("train_tp.py"))
 
 
-# --- disks and files, on this machine ---
-
-
-def alone(text: Path, out: Path, *options, **env) -> subprocess.CompletedProcess:
-    """A whole run of train_fsdp.py as one process."""
-    command = ["distributed/train_fsdp.py", *LANGUAGE_MODEL, "--device", "cpu"]
-    return ranks(0, *command, "--data-dir", text, "--checkpoint-dir", out, *options, **env)
-
-
-@pytest.mark.matrix
-def test_superseded_attempt(text, tmp_path):
-    """One process trains, another resumes in its folder: the first one ends, and writes no step
-    more."""
-    script = ["distributed/train_fsdp.py", *LANGUAGE_MODEL]
-    first = [sys.executable, "tests/scripts/slowly.py", 1, *script, "--data-dir", text]
-    first += ["--checkpoint-dir", tmp_path, "--device", "cpu"]
-    with started(*first, "--save-every", 5) as process:
-        wait_for(lambda: checkpoint.steps(tmp_path), 60)
-        second = alone(text, tmp_path, "--resume")
-        assert second.returncode == 0 and "Resumed after step" in second.stdout, second.stderr
-        shown = process.communicate(timeout=30)[0]
-    assert process.returncode == 1 and "belongs to another start now" in shown, shown
-    assert checkpoint.steps(tmp_path)[0] == STEPS
+# --- disks and files ---
 
 
 @pytest.mark.matrix
@@ -576,46 +553,6 @@ def test_killed_while_a_checkpoint_is_written_asynchronously(data, uninterrupted
 
 def remount(disk: Path, option: str):
     subprocess.run(["mount", "-o", f"remount,{option}", disk], check=True)
-
-
-@pytest.mark.matrix
-def test_disk_without_room_for_two(disk, data, uninterrupted):
-    """The run continues without the saves that fail, and only its last one is a failure."""
-    out, reference = disk / "out", uninterrupted(PREEMPTIBLE)
-    size = sum(path.stat().st_size for path in (reference / "step_45").iterdir())
-    command = ["./torchrun.sh", f"distributed/{PREEMPTIBLE}", *MNIST, "--save-every", 10]
-    command += ["--data-dir", data[PREEMPTIBLE], "--checkpoint-dir", out]
-    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1)
-    try:
-        remount(disk, f"size={size * 3 // 2}")
-        one = run(*command, env=env)
-        assert one.returncode == 1 and "\nThe last steps are not saved\n" in one.stdout, one.stderr
-        failed = re.findall(r"^warning: step (\d+) is not saved, ", one.stderr, re.M)
-        assert failed == ["15", "25", "30", "40", "45"], one.stderr
-        remount(disk, "size=200m")
-        again = run(*command, "--resume", env=env)
-        assert "Resumed after step 10\n" in again.stdout and again.returncode == 0, again.stderr
-        assert_same_losses(one.stdout + again.stdout, reference)
-    finally:
-        remount(disk, "size=200m")
-        shutil.rmtree(out)
-
-
-# --- disks and files, on the cluster ---
-
-
-@pytest.mark.matrix
-def test_damaged_checkpoint(cluster, data, uninterrupted, tmp_path):
-    """All ranks resume from the one before, to the same end."""
-    out, reference = tmp_path / "out", uninterrupted("train_tp.py")
-    shutil.copytree(reference, out)
-    os.truncate(out / "step_45/__1_0.distcp", 100)
-    job = Trial(cluster, *SPAWN, data, tmp_path, "--resume", slow=0).ends()
-    assert job.state == "COMPLETED", job.log
-    assert job.log.count(f"warning: {out}/step_45 cannot be read: ") == 1, job.log
-    assert re.search("^Resumed after step 44$", job.log, re.M), job.log
-    before = (reference / "log").read_text().partition("step=45/")[0]
-    assert_same_run(before + job.log, out, reference)
 
 
 @pytest.mark.matrix
@@ -657,39 +594,3 @@ def test_read_only_folder(cluster, disk, data, tmp_path):
     said = f"{disk}/read-only cannot be written: Read-only file system"
     assert job.log.count(said) == 1, job.log
     assert "step=" not in job.log and not tracebacks(job.log), job.log
-
-
-@pytest.mark.matrix
-def test_node_without_the_shared_folder(cluster, data, uninterrupted, tmp_path):
-    """One sentence."""
-    out = tmp_path / "out"
-    shutil.copytree(uninterrupted("train_fsdp.py"), out)
-    assert cluster.exec("mount", "-t", "tmpfs", "tmpfs", out, node="node-6").returncode == 0
-    here = ["--nodelist=node-[5-6]"]
-    try:
-        job = Trial(cluster, *TORCHRUN, data, tmp_path, "--resume", sbatch=here, slow=0).fails()
-    finally:
-        cluster.exec("umount", out, node="node-6")
-    assert "step=" not in job.log and not tracebacks(job.log), job.log
-    said = rf"^rank [23] on node-6 does not see what rank 0 writes: all nodes must share {out}$"
-    assert len(re.findall(said, job.log, re.M)) == 1, job.log
-
-
-# --- many ---
-
-
-@pytest.mark.matrix
-def test_chaos(cluster, data, uninterrupted, tmp_path):
-    """Five faults, one after the other."""
-    trial = Trial(cluster, *TORCHRUN, data, tmp_path, "--save-every", 1, slow=3, ALWAYS=1)
-    command = ("tests/chaos.py", trial.job, "--every", 10, "--faults", 5)
-    done = run(sys.executable, *command, env=environment(**cluster.environment), timeout=1200)
-    assert done.returncode == 0, done.stdout + trial.log
-    assert re.search(r"^COMPLETED after 5 faults", done.stdout, re.M), done.stdout + trial.log
-    trial.ends()
-    assert_same_run(trial.log, trial.out, uninterrupted("train_fsdp.py"))
-    # With a checkpoint after every step, no start may lose more than the step it was in.
-    done_before = 0
-    for step, resumed in re.findall(r"^step=(\d+)/|^Resumed after step (\d+)", trial.log, re.M):
-        assert not resumed or int(resumed) >= done_before - 1, trial.log
-        done_before = max(done_before, int(step or resumed))

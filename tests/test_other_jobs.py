@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import chaos
+import job_processes
 from conftest import NAMESPACES, REPOSITORY, at_once, stand_ins, wait_for
 from test_readme import bash, clone, steps, try_block  # noqa: F401  a fixture
 
@@ -113,7 +113,7 @@ def test_ends(clone, cluster, vllm, tmp_path):  # noqa: F811
             "scancel": ("scancel",),
         }.get(fault)
         if name:
-            os.kill(next(chaos.processes(job, name)), signal.SIGKILL)
+            os.kill(next(job_processes.python(job, name)), signal.SIGKILL)
         if command:
             cluster.exec(*command, job)
         if restarts:
@@ -181,7 +181,7 @@ def test_the_end_of_ray(clone, cluster, ray, tmp_path):  # noqa: F811
         job = cluster.submit(*options, clone / "waits.sh", env=ray, cwd=clone)
         wait_for(lambda: log.exists() and "4 GPUs" in log.read_text(), 120)
         if fault == "killed":
-            os.kill(next(chaos.processes(job, "waits.py")), signal.SIGKILL)
+            os.kill(next(job_processes.python(job, "waits.py")), signal.SIGKILL)
         else:
             cluster.exec("scancel", "--signal=TERM", job)
         ended = cluster.wait(job, timeout=120)

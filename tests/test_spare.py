@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import chaos
 import heartbeat
+import job_processes
 import spare
 from conftest import (
     LAUNCHERS,
@@ -381,11 +381,11 @@ class Run:
 
     def rank(self, node: str) -> int:
         """The process of its rank, whose parent is torchrun."""
-        [rank] = {*chaos.processes(self.job, "slowly.py", node)} - {self.torchrun(node)}
+        [rank] = {*job_processes.python(self.job, "slowly.py", node)} - {self.torchrun(node)}
         return rank
 
     def torchrun(self, node: str) -> int:
-        [torchrun] = chaos.processes(self.job, "torch.distributed.run", node)
+        [torchrun] = job_processes.python(self.job, "torch.distributed.run", node)
         return torchrun
 
     def steps_after(self, fault_at: float, start: int) -> float:
@@ -492,7 +492,7 @@ def test_a_failed_job_is_requeued_if_it_has_saved(cluster, tiny, tmp_path):
     job, log = cluster.submit(*command, cwd=tmp_path, env={"ALWAYS": 1}), tmp_path / "log.out"
     wait_for(lambda: log.exists() and "epoch=1 step=7/" in log.read_text(), 120)
     fault_at = time.monotonic()
-    os.kill(max(chaos.processes(job, "slowly.py")), signal.SIGKILL)
+    os.kill(max(job_processes.python(job, "slowly.py")), signal.SIGKILL)
     wait_for(lambda: re.search(r"(?s)^Resumed after .*^epoch", log.read_text(), re.M), 120)
     note("torchrun", "rank killed, requeued", "", 0, 1, time.monotonic() - fault_at)
     ended = cluster.wait(job, 240)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-import chaos
+import job_processes
 import work_list
 from conftest import (
     LAUNCHERS,
@@ -241,7 +241,7 @@ def test_prompts_on_the_cluster(clone, model, cluster, tmp_path):  # noqa: F811
 
     killed = submit("spawn", "--nodes=1")
     wait_for(lambda: answers(folder), 120)
-    os.kill([*chaos.processes(killed, "spawn")][-1], signal.SIGKILL)
+    os.kill([*job_processes.python(killed, "spawn")][-1], signal.SIGKILL)
     assert cluster.wait(killed).state == "FAILED"
     count = len(answers(folder))
     stopped = submit("srun")
