@@ -265,20 +265,6 @@ def test_what_arrives(laptop):
     assert names == [f"launch_slurm_to_torch.sh_{job}.out", "log"]
 
 
-def test_from_this_machine(laptop):
-    """The repository's own Slurmfile.toml as it is, on a login node; a secret stays here."""
-    (laptop.clone / "environment.sh").write_text("#!/bin/bash\nenv; pwd; git --version\n")
-    shutil.copy(REPOSITORY / "Slurmfile.toml", laptop.clone / "own.toml")
-    variables = {"SLURMFILE": laptop.clone / "own.toml", "WANDB_API_KEY": "hunter2"}
-    variables = laptop.environment(**variables, PATH=environment()["PATH"])
-    command = [*SUBMIT, "--env", "local", "--nodes=1", "environment.sh"]
-    done = laptop.cluster.exec(*command, cwd=laptop.clone, env=variables)
-    assert done.returncode == 0, done.stderr
-    job = laptop.cluster.wait(job_of(done.stdout))
-    assert job.state == "COMPLETED", job.log
-    assert f"{laptop.clone}/slurm-jobs/environment-" in job.log and "hunter2" not in job.log
-
-
 def test_failed_cancelled_and_refused(laptop):
     """The status of a job is that of --follow or --wait."""
     (laptop.clone / "fail.sh").write_text("#!/bin/bash\necho no luck\nexit 3\n")
@@ -490,26 +476,6 @@ def test_context_of_a_task(laptop, options, nodes, size):
 def test_tasks_without_a_launcher():
     four = environment(SLURM_JOB_ID=7, SLURM_STEP_NUM_TASKS=4)
     one_sentence(run(sys.executable, TASK, env=four), "srun started 4 tasks, and each would")
-
-
-MANY_CALLS = """
-import faulthandler, os, sys
-from argparse import Namespace
-import train_task
-given = Namespace(epochs=1, batch_size=300, device="cpu", data_dir=sys.argv[1], log_every=1)
-for _ in range(60):
-    faulthandler.dump_traceback_later(20, exit=True)
-    train_task.train(given)
-os._exit(0)  # as the script does
-"""
-
-
-def test_a_function_with_ddp_always_ends(tiny):
-    """With DDP as a local variable, one call in some thirty would wait for ever at its end."""
-    path = os.pathsep.join(str(REPOSITORY / folder) for folder in ("distributed", "aux"))
-    done = run(sys.executable, "-c", MANY_CALLS, tiny, env=environment(PYTHONPATH=path))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Finished") == 60
 
 
 @pytest.mark.parametrize(("count", "size"), [(2, 63), (1, 1000)])
