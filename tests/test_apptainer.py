@@ -38,7 +38,7 @@ def clone(memory, tiny) -> Path:
     made = run("mksquashfs", *system, folder / "image.sqsh", *options)
     assert made.returncode == 0, made.stderr
     site = Site(folder, folder, folder / "image.sqsh", "")
-    clone = documented("Apptainer", site.clone("clone", mounts=f"{VENV},{sys.base_prefix}"))
+    clone = documented("apptainer exec", site.clone("clone", MOUNTS=f"{VENV},{sys.base_prefix}"))
     shutil.copytree(tiny, clone / "data/mnist")
     return clone
 
