@@ -247,10 +247,13 @@ class Trial:
         else:
             assert_same_run(self.log, self.out, reference, steps)
 
-    def is_equal_after_a_restart(self, reference: Path):
+    def resumes(self):
         job = self.ends(400)
         assert job.state == "COMPLETED" and self.restarts == 1, job.log
         assert re.search(r"^Resumed after step [1-9]", job.log, re.M), job.log
+
+    def is_equal_after_a_restart(self, reference: Path):
+        self.resumes()
         self.is_equal(reference)
 
 
