@@ -12,7 +12,7 @@ import sysconfig
 import pytest
 
 from conftest import DIST_PACKAGES, REPOSITORY, environment, run, stand_ins
-from test_docker import engine  # noqa: F401  a fixture
+from test_docker import engine, succeed  # noqa: F401  the first is a fixture
 from test_readme import copy_of_repository
 from test_submit import laptop, one_sentence  # noqa: F401  the first is a fixture
 
@@ -120,11 +120,6 @@ image = "{image}:ours"
 build_args = ["BASE={image}"]
 """
 BOXED = ["--env", "boxed", "--nodes=1", "--gpus-per-node=1", "--follow"]
-
-
-def succeed(*command: object, **options):
-    done = run(*command, **options)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
