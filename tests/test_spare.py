@@ -1,6 +1,7 @@
 """launch_slurm_with_spare.sh: a run goes on within its job when a rank or a node fails, and ends
 when it makes no progress. What aux/spare.py decides is tested without a cluster."""
 
+import contextlib
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from conftest import (
 from test_launchers import copy_file
 
 LAUNCHER = "launch_slurm_with_spare.sh"
+TWO_TASKS = "srun: error: n2: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Killed\n"
 
 # --- what it decides, as tables ---
 
@@ -43,10 +45,7 @@ def report(host: str, exitcode: int) -> str:
 @pytest.mark.parametrize(
     ("said", "node"),
     [
-        (
-            "srun: error: n2: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Killed\n",
-            "n2",
-        ),
+        (TWO_TASKS, "n2"),
         ("srun: error: n[1-2]: tasks 0-1: Killed\nloss=0.1\n", None),
         ("srun: error: n9: task 1: Killed\n", None),
         ("srun: error: n1: task 0: Killed\n" + report("n2.cluster.org", -9), "n2"),
@@ -96,34 +95,33 @@ def test_the_step_in_which_a_start_failed(tmp_path, monkeypatch):
     assert spare.steps_of(folder) == (30, 35)
 
 
-@pytest.mark.parametrize(
-    ("file", "saved"),
-    [
-        ("checkpoint.pt", True),
-        ("step_5/0.distcp", True),
-        ("old.pt", False),
-        ("owner", False),
-        ("checkpoint.pt.part", False),
-        (".step_5/0.distcp", False),
-        ("step_5/.metadata", False),
-        ("train.log", False),
-        ("events.out.tfevents.1", False),
-    ],
-)
-def test_what_counts_as_saved(file, saved, tmp_path):
+def job_shell(folder: Path, lines: str, requeues: int = 0):
+    """A job's shell that ends with status 5, in a folder with log/7 and aux."""
+    programs = {"squeue": f"echo RUNNING {requeues}", "scontrol": 'echo "$*" >>asked'}
+    path = f"{stand_ins(folder / 'bin', programs)}:{environment()['PATH']}"
+    if not (folder / "aux").exists():
+        (folder / "aux").symlink_to(REPOSITORY / "aux")
+        (folder / "log/7").mkdir(parents=True)
+    env = environment(PATH=path, SLURM_JOB_ID=7, SLURM_RESTART_COUNT=requeues)
+    return run("bash", "-euc", f"{lines}; exit 5", cwd=folder, env=env)
+
+
+SAVED = ("checkpoint.pt", "step_5/0.distcp")
+NOT_SAVED = ("old.pt", "owner", "checkpoint.pt.part", ".step_5/0.distcp", "step_5/.metadata")
+NOT_SAVED += ("train.log", "events.out.tfevents.1")
+
+
+@pytest.mark.parametrize("file", SAVED + NOT_SAVED)
+def test_what_counts_as_saved(file, tmp_path):
     """In a folder, or a link to it; and for the job that requeue_failed.sh requeues, or not. The
     launcher's status stays."""
+    saved = file in SAVED
     (tmp_path / "a folder" / file).parent.mkdir(parents=True)
     (tmp_path / "link").symlink_to("a folder")
-    (tmp_path / "aux").symlink_to(REPOSITORY / "aux")
-    (tmp_path / "log/7").mkdir(parents=True)
-    programs = {"squeue": "echo RUNNING 0", "scontrol": 'echo "$*" >>asked'}
-    path = f"{stand_ins(tmp_path / 'bin', programs)}:{environment()['PATH']}"
     lines = 'touch "a folder/old.pt"; sleep 0.02; source aux/requeue_failed.sh "a folder"'
     if file != "old.pt":
         lines += f'; sleep 0.02; touch "a folder/{file}"'
-    shell = ["bash", "-euc", f"{lines}; exit 5"]
-    done = run(*shell, cwd=tmp_path, env=environment(PATH=path, SLURM_JOB_ID=7))
+    done = job_shell(tmp_path, lines)
     said = "Failed with status 5, and requeued: it resumes by itself\n"
     assert done.stderr == (said if saved else "Not requeued: the run has saved nothing\n")
     assert done.returncode == 5
@@ -138,15 +136,8 @@ def test_what_counts_as_saved(file, saved, tmp_path):
 
 def test_three_requeues_without_a_save(tmp_path):
     """A job that has saved once is requeued four times."""
-    (tmp_path / "aux").symlink_to(REPOSITORY / "aux")
-    (tmp_path / "log/7").mkdir(parents=True)
-    programs = {"squeue": 'echo "RUNNING $SLURM_RESTART_COUNT"', "scontrol": "true"}
-    path = f"{stand_ins(tmp_path / 'bin', programs)}:{environment()['PATH']}"
-    lines = "source aux/requeue_failed.sh saves; sleep 0.02; [[ -e saves ]] || touch saves; exit 5"
-    said = []
-    for requeues in range(5):
-        env = environment(PATH=path, SLURM_JOB_ID=7, SLURM_RESTART_COUNT=requeues)
-        said.append(run("bash", "-euc", lines, cwd=tmp_path, env=env).stderr)
+    lines = "source aux/requeue_failed.sh saves; sleep 0.02; [[ -e saves ]] || touch saves"
+    said = [job_shell(tmp_path, lines, requeues).stderr for requeues in range(5)]
     assert all("status 5, and requeued" in line for line in said[:4]), said
     assert said[4] == "Not requeued: three requeues without a save\n"
 
@@ -172,11 +163,9 @@ def slurm_answers(monkeypatch, *answers):
 )
 def test_whether_the_job_still_runs(answers, running, monkeypatch):
     """This start of it. A Slurm that does not answer is asked five times."""
-    monkeypatch.setenv("SLURM_JOB_ID", "9")
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "204")
-    monkeypatch.setenv("JOB_RESTARTS", "2")
+    job = "SLURM_JOB_ID=9 SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=3 SLURM_RESTART_COUNT=204 "
+    for name, value in (word.split("=") for word in f"{job}JOB_RESTARTS=2".split()):
+        monkeypatch.setenv(name, value)
     asked = slurm_answers(monkeypatch, *answers)
     assert spare.is_running() == running
     assert len(asked) == len(answers) and "--jobs=7_3" in asked[0]
@@ -302,9 +291,8 @@ def test_the_same_step_accuses_the_script(tmp_path):
 
 def test_a_rank_is_not_to_blame_for_a_lost_node(tmp_path):
     """n2 fails in the second start because n1 is lost."""
-    done = Launched(
-        tmp_path, f"if ((start == 2)); then echo n1 >down; fi; if ((start < 3)); then {FAILS} fi"
-    )
+    loses = "if ((start == 2)); then echo n1 >down; fi"
+    done = Launched(tmp_path, f"{loses}; if ((start < 3)); then {FAILS} fi")
     assert done.status == 0, done.log
     assert [nodes for nodes, *_ in done.starts] == ["n1,n2", "n1,n2", "n2,n3"]
     assert f"Left out: n1, {spare.NO_STEP}\n" in done.log and " n2 " not in done.bad
@@ -351,7 +339,7 @@ def cluster():
 class Run:
     """A job on three of the cluster's nodes, one of them spare, in a folder of its own."""
 
-    def __init__(self, cluster, folder: Path, data: Path, *train: str, edits=(), sbatch=()):
+    def __init__(self, cluster, folder: Path, data: Path, *train: str, edit=("", ""), sbatch=()):
         folder.mkdir(exist_ok=True)
         for name in ("env.sh", "torchrun.sh", LAUNCHER):
             copy_file(name, folder)
@@ -359,10 +347,8 @@ class Run:
             (folder / name).symlink_to(REPOSITORY / name)
         launcher = folder / LAUNCHER
         text = launcher.read_text().replace("HEARTBEAT_LIMIT=600", "HEARTBEAT_LIMIT=15")
-        for old, new in edits:
-            assert old in text
-            text = text.replace(old, new)
-        launcher.write_text(text)
+        assert edit[0] in text
+        launcher.write_text(text.replace(*edit) if edit[0] else text)
         self.cluster, self.folder = cluster, folder
         command = [*SIZE, "--exclude=node-1", *sbatch, "--output=log.out", LAUNCHER]
         command += train or [*TRAIN.split(), "--data-dir", data]
@@ -406,36 +392,25 @@ class Run:
         return job
 
 
-def processes_of(cluster, node: str) -> list[int]:
-    """All that run on a node, its slurmd included."""
-    state = Path(f"/run/slurm-cluster-{cluster.environment['CLUSTER']}")
-    init = int((state / f"{node}.pid").read_text())
-    space = os.readlink(f"/proc/{init}/ns/pid_for_children")
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.readlink(process / "ns/pid") == space:
-                found.append(int(process.name))
-        except OSError:
-            continue
-    return found
-
-
-def crash(run, node: str):
+def init_of(run, node: str) -> int:
     state = Path(f"/run/slurm-cluster-{run.cluster.environment['CLUSTER']}")
-    os.kill(int((state / f"{node}.pid").read_text()), signal.SIGKILL)
+    return int((state / f"{node}.pid").read_text())
 
 
 def freeze(run, node: str):
-    for process in processes_of(run.cluster, node):
-        os.kill(process, signal.SIGSTOP)
+    """All that runs on a node, its slurmd included."""
+    space = os.readlink(f"/proc/{init_of(run, node)}/ns/pid_for_children")
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(process / "ns/pid") == space:
+                os.kill(int(process.name), signal.SIGSTOP)
 
 
 FAULTS = {
     "torchrun killed": lambda run, node: os.kill(run.torchrun(node), signal.SIGKILL),
     "rank killed": lambda run, node: os.kill(run.rank(node), signal.SIGKILL),
     "rank frozen": lambda run, node: os.kill(run.rank(node), signal.SIGSTOP),
-    "node crashed": crash,
+    "node crashed": lambda run, node: os.kill(init_of(run, node), signal.SIGKILL),
     "node frozen": freeze,
 }
 
@@ -503,11 +478,10 @@ def test_a_failed_job_is_requeued_if_it_has_saved(cluster, tiny, tmp_path):
 @pytest.mark.matrix
 def test_check_ranks_is_a_probe(cluster, tiny, tmp_path):
     """Of each node by itself, with the line that the launcher names."""
-    [named] = re.findall(
-        r"^# or (\(env .*check_ranks\.py\))$", (REPOSITORY / LAUNCHER).read_text(), re.M
-    )
-    edits = [("probe=(true)", f"probe={named}")]
-    run = Run(cluster, tmp_path / "run", tiny, "tests/scripts/variables.py", edits=edits)
+    text = (REPOSITORY / LAUNCHER).read_text()
+    [named] = re.findall(r"^# or (\(env .*check_ranks\.py\))$", text, re.M)
+    probe = ("probe=(true)", f"probe={named}")
+    run = Run(cluster, tmp_path / "run", tiny, "tests/scripts/variables.py", edit=probe)
     job = run.ends("COMPLETED", "none", 0)
     assert "Left out" not in job.log and job.log.count("VARIABLES") == 2, job.log
 
