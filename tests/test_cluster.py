@@ -15,6 +15,8 @@ import pytest
 from conftest import LAUNCHERS, NAMESPACES, Cluster, environment, run, wait_for
 from test_launchers import VARIABLES, assert_five_variables
 
+DOWN = ["scontrol", "update", "NodeName=node-2", "State=DOWN", "Reason=test"]
+
 
 @pytest.fixture(scope="module")
 def small():
@@ -63,8 +65,7 @@ def test_what_never_fits_is_refused_at_once(small, tmp_path):
         refused = small.exec("sbatch", *command, timeout=10)
         said = "sbatch: error: Batch job submission failed: "
         assert refused.returncode != 0 and said in refused.stderr, refused
-    down = ["scontrol", "update", "NodeName=node-2", "State=DOWN", "Reason=test"]
-    assert small.exec(*down).returncode == 0
+    assert small.exec(*DOWN).returncode == 0
     job = small.submit("--nodes=2", "--gpus-per-node=1", f"--output={tmp_path}/log", "--wrap=true")
     assert small.exec("scontrol", "update", "NodeName=node-2", "State=RESUME").returncode == 0
     assert small.wait(job, 60).state == "COMPLETED"
@@ -98,8 +99,7 @@ def test_exec_in_a_job_of_another_cluster(small):
 
 def test_a_node_that_was_down_comes_back(small):
     """With its slurmd, whatever took it down."""
-    down = ["scontrol", "update", "NodeName=node-2", "State=DOWN", "Reason=test"]
-    assert small.exec(*down).returncode == 0
+    assert small.exec(*DOWN).returncode == 0
     again = 'kill "$(pgrep --full "^slurmd -D -N node-2")"; exec slurmd -N node-2'
     assert small.exec("bash", "-c", again, node="node-2").returncode == 0
     state = ["sinfo", "--noheader", "--nodes=node-2", "--format=%T"]

@@ -47,9 +47,9 @@ for part in work_list.parts(range(2000), sys.argv[1], size=10, patience=float(sy
 """
 
 
-def start(folder: Path, patience: float = 0.5, code: str = WORKER, **variables):
+def start(folder: Path, patience: float = 0.5, **variables):
     env = environment(PYTHONPATH=REPOSITORY / "distributed", **variables)
-    command = [sys.executable, "-c", code, str(folder), str(patience)]
+    command = [sys.executable, "-c", WORKER, str(folder), str(patience)]
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
 
