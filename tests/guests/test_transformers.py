@@ -4,6 +4,7 @@ that transformers reads, chat template and all."""
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +16,9 @@ FLAGS = "--batch-size 8 --context 128 --learning-rate 0.003 --warmup-steps 5 --l
 FLAGS += " --eval-windows 8 --device cpu --weight-decay 0"
 
 
-def python(packages, *command: object, ranks: int = 1) -> str:
-    start = [] if ranks == 1 else ["distributed/spawn_ranks.py"]
+def python(packages: dict, *command: object, ranks: int = 0) -> str:
+    """What a command prints, of so many ranks, or, with 0, without the variables of a rank."""
+    start = ["distributed/spawn_ranks.py"] if ranks else []
     env = environment(**packages, NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1)
     done = run(sys.executable, *start, *command, env=env, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -116,6 +118,15 @@ config = Qwen3Config(vocab_size=320, hidden_size=64, intermediate_size=128, num_
     tie_word_embeddings=True)
 Qwen3ForCausalLM(config).bfloat16().save_pretrained(sys.argv[1])
 """
+
+
+@pytest.fixture(scope="module")
+def qwen(packages, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen")
+    python(packages, "-c", MAKE, folder)
+    return folder
+
+
 # The loss over all windows of val.bin, what counts in them, and an answer to a question
 CHAT = """
 import sys; sys.path.insert(0, "distributed")
@@ -138,10 +149,9 @@ print(repr(known.decode(written[prompt["input_ids"].size(1) :])))
 ANSWER = "<think></think>It is a number.<|im_end|>\n"
 
 
-def test_fine_tuned_on_conversations(packages, tmp_path):
+def test_fine_tuned_on_conversations(packages, qwen, tmp_path):
     """On two ranks, from bfloat16 and back. Only answers are learnt, each as the
     chat template shows it when it is the last."""
-    python(packages, "-c", MAKE, tmp_path / "qwen")
     lines = []
     for number in range(500):
         messages = []
@@ -151,15 +161,13 @@ def test_fine_tuned_on_conversations(packages, tmp_path):
         lines.append(json.dumps({"messages": messages}))
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     command = ["aux/prepare_data.py", "chat", "--input", tmp_path / "chats.jsonl", "--context", 128]
-    command += ["--tokenizer", tmp_path / "qwen", "--data-dir", tmp_path / "data"]
+    command += ["--tokenizer", qwen, "--data-dir", tmp_path / "data"]
     assert "259 different ones: chats.jsonl" in python(packages, *command)
 
-    loss, learnt, _ = python(
-        packages, "-c", CHAT, tmp_path / "qwen", tmp_path / "data"
-    ).splitlines()
+    loss, learnt, _ = python(packages, "-c", CHAT, qwen, tmp_path / "data").splitlines()
     assert eval(learnt).startswith(2 * ANSWER) and not eval(learnt).replace(ANSWER, "")
     flags = [*FLAGS.split(), "--data-dir", tmp_path / "data", "--steps", 80]
-    flags += ["--init-from", tmp_path / "qwen", "--checkpoint-dir", tmp_path / "run"]
+    flags += ["--init-from", qwen, "--checkpoint-dir", tmp_path / "run"]
     log = python(packages, "distributed/train_fsdp.py", *flags, ranks=2)
     first, last = map(float, re.findall(r"^step=\d+/\d+ val_loss=(\S+)$", log, re.M))
     assert first == pytest.approx(float(loss), abs=2e-5)
