@@ -300,6 +300,11 @@ class Cluster:
         seconds = [int(x) for x in re.split("[-:]", shown["RunTime"])]
         return Job(job, shown["JobState"], status or signal, text, seconds[-1] + 60 * seconds[-2])
 
+    def start_again(self, job: int, timeout: float = 90):
+        """Waits until it is back in the queue, and starts it at once."""
+        wait_for(lambda: self.show(job)["JobState"] == "PENDING", timeout)
+        self.exec("scontrol", "update", f"JobId={job}", "StartTime=now")
+
     def sbatch(self, *command: object, timeout: float = 120, **options) -> Job:
         """submit, and wait."""
         return self.wait(self.submit(*command, **options), timeout)

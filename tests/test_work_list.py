@@ -251,8 +251,7 @@ def test_prompts_on_the_cluster(clone, model, cluster, tmp_path):  # noqa: F811
     assert count < len(answers(folder)) < len(prompts) * 2, "there is something to continue"
     for begun in folder.glob(".*.begun"):
         begun.unlink()
-    wait_for(lambda: cluster.show(stopped)["JobState"] == "PENDING", 60)
-    cluster.exec("scontrol", "update", f"JobId={stopped}", "StartTime=now")
+    cluster.start_again(stopped, 60)
     job = cluster.wait(stopped, timeout=240)
     assert job.state == "COMPLETED" and job.log.count("Requeued: it resumes by itself") == 1
     found = answers(folder)
