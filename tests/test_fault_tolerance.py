@@ -15,6 +15,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,11 +47,7 @@ LANGUAGE_MODEL = shlex.split(
     "--steps 45 --log-every 1 --eval-every 20 --eval-windows 8"
 )
 STEPS = 45
-SCRIPTS = {
-    PREEMPTIBLE: MNIST,
-    "train_fsdp.py": LANGUAGE_MODEL,
-    "train_tp.py": LANGUAGE_MODEL,
-}
+SCRIPTS = {PREEMPTIBLE: MNIST, "train_fsdp.py": LANGUAGE_MODEL, "train_tp.py": LANGUAGE_MODEL}
 # Of jobs on two nodes. On two ranks of a node train_tp.py splits its layers.
 RANKS = {PREEMPTIBLE: 2, "train_fsdp.py": 4, "train_tp.py": 4}
 IN_ALL_WAYS = [(way, PREEMPTIBLE) for way in LAUNCHERS]
@@ -252,9 +249,16 @@ class Trial:
         assert job.state == "COMPLETED" and self.restarts == 1, job.log
         assert re.search(r"^Resumed after step [1-9]", job.log, re.M), job.log
 
-    def is_equal_after_a_restart(self, reference: Path):
+    def is_equal_after_a_restart(self, uninterrupted: Callable):
         self.resumes()
-        self.is_equal(reference)
+        self.is_equal(uninterrupted(self.script))
+
+    def survives(self, uninterrupted: Callable, name: str = "TERM", within: float = 15) -> float:
+        """A signal. Returns the seconds until the job was requeued."""
+        self.signal(f"--signal={name}")
+        seconds = self.wait_for(REQUEUED, within)
+        self.is_equal_after_a_restart(uninterrupted)
+        return seconds
 
 
 @contextlib.contextmanager
@@ -314,9 +318,7 @@ def test_term(cluster, data, uninterrupted, tmp_path):
     def scenario(way, script, name, *options):
         trial = Trial(cluster, way, script, data, tmp_path / way, *options)
         trial.train_a_little()
-        trial.signal(f"--signal={name}")
-        assert trial.wait_for(REQUEUED) < 15
-        trial.is_equal_after_a_restart(uninterrupted(script))
+        trial.survives(uninterrupted, name)
 
     at_once(scenario, [(*TORCHRUN, "TERM", "--save-every", 2), (*SPAWN, "USR1")])
 
@@ -328,9 +330,7 @@ def test_term_before_the_ranks_listen(cluster, data, uninterrupted, tmp_path):
     def scenario(way, script):
         trial = Trial(cluster, way, script, data, tmp_path / way, LATE=5)
         trial.wait_for(r"(?s)(^Listening$.*)" f"{{{RANKS[script]}}}")
-        trial.signal("--signal=TERM")
-        trial.wait_for(REQUEUED, 60)
-        trial.is_equal_after_a_restart(uninterrupted(script))
+        trial.survives(uninterrupted, within=60)
 
     at_once(scenario, IN_ALL_WAYS)
 
@@ -351,9 +351,7 @@ def test_term_while_a_spawner_imports_torch(cluster, data, uninterrupted, tmp_pa
         return len(spawners) == 2 and all(map(handles_term, spawners))
 
     wait_for(both_listen)
-    trial.signal("--signal=TERM")
-    trial.wait_for(REQUEUED, 60)
-    trial.is_equal_after_a_restart(uninterrupted(PREEMPTIBLE))
+    trial.survives(uninterrupted, within=60)
 
 
 @pytest.mark.matrix
@@ -372,9 +370,8 @@ def test_requeued_by_slurm(cluster, data, uninterrupted, tmp_path):
             assert cluster.wait(other).state == "COMPLETED"
         else:
             assert cluster.exec("scontrol", "requeue", trial.job).returncode == 0
-        trial.wait_for("^Resumed after step [1-9]")
+        trial.is_equal_after_a_restart(uninterrupted)
         assert trial.stopped() and "Not requeued" not in trial.log, trial.log
-        trial.is_equal_after_a_restart(uninterrupted(script))
 
     at_once(scenario, [(*SRUN, True), (*TORCHRUN, False)])
 
@@ -387,7 +384,7 @@ def test_time_limit(cluster, data, uninterrupted, tmp_path):
     def scenario(way, script, slow, *limit):
         trial = Trial(cluster, way, script, data, tmp_path / way, sbatch=limit, slow=slow)
         trial.wait_for(REQUEUED, 180)
-        trial.is_equal_after_a_restart(uninterrupted(script))
+        trial.is_equal_after_a_restart(uninterrupted)
 
     # 45 steps: 90 or 135 s.
     ahead = ("torchrun", PREEMPTIBLE, 3, "--time=3", "--signal=TERM@60")
@@ -400,9 +397,7 @@ def test_save_that_takes_40_seconds(cluster, data, uninterrupted, tmp_path):
     ten minutes."""
     trial = Trial(cluster, "torchrun", PREEMPTIBLE, data, tmp_path, SLOW_SAVE=40)
     trial.train_a_little()
-    trial.signal("--signal=TERM")
-    assert trial.wait_for(REQUEUED, 90) > 40
-    trial.is_equal_after_a_restart(uninterrupted(PREEMPTIBLE))
+    assert trial.survives(uninterrupted, within=90) > 40
 
 
 @pytest.mark.matrix
@@ -483,8 +478,8 @@ def test_node_crash(cluster, data, uninterrupted, tmp_path):
         trial = Trial(cluster, way, script, data, tmp_path / way, *often, **options)
         node = trial.train_a_little()[index]
         os.kill(int((state / f"{node}.pid").read_text()), signal.SIGKILL)
-        assert trial.wait_for("^Resumed after step [1-9]", 60) < 60
-        trial.is_equal_after_a_restart(uninterrupted(script))
+        trial.wait_for("^Resumed after step [1-9]", 60)
+        trial.is_equal_after_a_restart(uninterrupted)
 
     # On nodes of its own, each with one to spare.
     at_once(scenario, [(*TORCHRUN, 1, "node-[10-12]"), (*SRUN, 0, "node-[7-9]")])
@@ -520,7 +515,7 @@ def test_cut_link(cluster, data, uninterrupted, tmp_path):
         trial.wait_for("^Resumed after step [1-9]", 240)
     finally:
         cluster.exec("ip", "link", "set", "eth0", "up", node=node)
-    trial.is_equal_after_a_restart(uninterrupted("train_tp.py"))
+    trial.is_equal_after_a_restart(uninterrupted)
 
 
 # --- disks and files ---

@@ -160,7 +160,7 @@ def test_stopped_and_resumed(asked, cluster, data, uninterrupted, tmp_path):  # 
             trial.signal("--signal=TERM")
         trial.wait_for(REQUEUED, 400)
         cluster.exec("scontrol", "update", f"JobId={trial.job}", "TimeLimit=UNLIMITED")
-        trial.is_equal_after_a_restart(uninterrupted(script))
+        trial.is_equal_after_a_restart(uninterrupted)
 
     at_once(scenario, ASKED[asked])
 
@@ -313,4 +313,4 @@ def test_power_cut(cluster, state, data, uninterrupted, tmp_path):  # noqa: F811
     node = trial.train_a_little()[1]
     os.kill(int((state / f"{node}.pid").read_text()), signal.SIGKILL)
     trial.wait_for("^Resumed after step [1-9]")
-    trial.is_equal_after_a_restart(uninterrupted(PREEMPTIBLE))
+    trial.is_equal_after_a_restart(uninterrupted)
