@@ -9,6 +9,7 @@ so that it is of use if the time is over.
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import signal
@@ -130,11 +131,15 @@ class Report:
         self.size = TINY if self.cpu else SMALL
 
     def prepare(self):
-        """GPT-2's tokens as nanoGPT stores them, at random, and MNIST's digits, drawn here."""
+        """Random tokens, and MNIST's digits, drawn here."""
         (self.folder / "tokens").mkdir()
         for split, count in (("train", 2_000_000), ("val", 200_000)):
             tokens = torch.randint(VOCABULARY, (count,), dtype=torch.int32).to(torch.uint16)
             tokens.numpy().tofile(self.folder / "tokens" / f"{split}.bin")
+        described = {"tokenizer": {"name": "tokenizer.json", "size": VOCABULARY}, "dtype": "uint16"}
+        described |= {"source": "random tokens", "id": "", "train_tokens": 2_000_000}
+        described |= {"val_tokens": 200_000}
+        (self.folder / "tokens/vocabulary.json").write_text(json.dumps(described))
         raw = self.folder / "mnist/MNIST/raw"
         raw.mkdir(parents=True)
         for name, content in draw_mnist(6000, 1000).items():
