@@ -123,8 +123,8 @@ class Nodes(Cluster):
     def __init__(self, clone: Path, variables: dict):
         self.clone, self.environment, self.jobs = clone, environment(**variables), []
 
-    def compose(self, *command: object, tool: tuple = (), **variables):
-        options = {"cwd": self.clone, "env": self.environment | variables, "timeout": 300}
+    def compose(self, *command: object, tool: tuple = ()):
+        options = {"cwd": self.clone, "env": self.environment, "timeout": 300}
         succeed(*(tool or COMPOSES[0]), *command, **options)
 
     def docker(self, *command: object, **options):
@@ -234,11 +234,3 @@ def test_three_nodes(nodes):
     assert sorted(shown.split()) == ["node-1", "node-2", "node-3"]
     succeed("make", "docker-cluster-down", **make)
     assert nodes.left() == []
-
-
-def test_nodes_with_one_cpu(nodes):
-    """So that two tasks do not fit on one, as docker-compose.yml says."""
-    nodes.compose("up", "--detach", CPUS="1")
-    assert nodes.states() == ["node-1 1 idle", "node-2 1 idle"]
-    job = nodes.sbatch("--ntasks=2", "--output=%j.out", "--wrap=srun hostname")
-    assert sorted(job.log.split()) == ["node-1", "node-2"]

@@ -417,14 +417,6 @@ def test_a_script_that_is_no_job_has_no_findings(lint):
     assert len(lint(script + "echo $SLURM_JOB_ID")) == 2
 
 
-def test_annotations_for_github(tmp_path, capsys):
-    script = tmp_path / "50%,a:b.sh"
-    script.write_text("#SBATCH --output=%j/%x.out\n")
-    assert lint_sbatch.main(["--format=github", str(script)]) == 1
-    [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"::error file={tmp_path}/50%25%2Ca%3Ab.sh,line=1::no folder %25j for")
-
-
 def test_the_hook_of_pre_commit_runs(tmp_path):
     """Without a Python of its own, so the file has to be executable."""
     hook = (REPOSITORY / ".pre-commit-hooks.yaml").read_text()
