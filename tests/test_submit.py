@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, cells, environment, ranks, run, stand_ins
+from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, environment, ranks, run, stand_ins
 from submission import jobs, remote, slurmfile
 from test_launchers import NASTY
 from test_readme import CHAPTERS, HOME, assert_shown, copy_of_repository, steps
@@ -418,46 +418,28 @@ def test_a_job_of_hours(started, monkeypatch):
 # --- tasks ---
 
 
-HELLO = """
-import sys
-
-sys.path.insert(0, "aux")
-from slurm_task import task
-
-
-@task(time="00:10:00", nodes=2, ntasks_per_node=2)
-def hello(job=None):
-    return {"where": job.torch_distributed_env() if job else "here"}
+@pytest.fixture(scope="module")
+def own(laptop) -> str:
+    """A task in a folder of its own."""
+    (laptop.clone / "mine/deep").mkdir(parents=True)
+    shutil.copy(REPOSITORY / "tests/scripts/context.py", laptop.clone / "mine/deep/own.py")
+    return "mine/deep/own.py"
 
 
-print(hello())
-"""
-
-
-def test_a_task_of_ones_own(laptop):
-    """In a folder of its own: here, and as a job."""
-    script = laptop.clone / "mine/deep/hello.py"
-    script.parent.mkdir(parents=True)
-    script.write_text(HELLO)
-    here = laptop.run("python", "mine/deep/hello.py")
-    assert here.returncode == 0 and "here" in here.stdout, here.stderr
-    elsewhere = "cd mine/deep && PYTHONPATH=../../aux python hello.py --submit --env plain"
+def test_a_task_that_is_no_job(laptop, own):
+    here = laptop.run("python", own)
+    assert here.returncode == 0 and here.stdout == "returned None\n", here.stderr
+    elsewhere = "cd mine/deep && python own.py --submit --env plain"
     one_sentence(laptop.run("bash", "-c", elsewhere), "no env.sh in ", "/mine/deep: cd to the repo")
-    job = laptop.complete("python", "mine/deep/hello.py", "--submit", "--env", "plain")
-    five = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "node-1"}
-    assert laptop.result(job)["where"].items() >= five.items()
 
 
 WITHOUT_GPUS = ["--nodes=1", "--ntasks-per-node=3", "--gpus-per-node=0"]
 
 
-@pytest.mark.parametrize(
-    ("options", "nodes", "size"), cells([([], 2, 4), (WITHOUT_GPUS, 1, 3)], ([], 2, 4))
-)
-def test_context_of_a_task(laptop, options, nodes, size):
+@pytest.mark.parametrize(("options", "nodes", "size"), [([], 2, 4), (WITHOUT_GPUS, 1, 3)])
+def test_context_of_a_task(laptop, own, options, nodes, size):
     """Under both launchers a task can get, with its resources and with others."""
-    command = ["python", "tests/scripts/context.py", "--submit", "--env=plain", *options, *NASTY]
-    job = laptop.complete(*command)
+    job = laptop.complete("python", own, "--submit", "--env=plain", *options, *NASTY)
     places = [json.loads(line) for line in re.findall(r"^CONTEXT (.*)$", laptop.log(job), re.M)]
     places.sort(key=lambda place: place["rank"])
     assert [place["rank"] for place in places] == list(range(size))
