@@ -1,12 +1,11 @@
 """What the tests share: a real Slurm cluster in network namespaces, jobs on it, small data in
 MNIST's own format."""
 
-import atexit
 import contextlib
 import fcntl
-import functools
 import getpass
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -16,7 +15,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -26,6 +24,7 @@ from pathlib import Path
 
 import pytest
 
+import forks
 import job_processes
 import record
 
@@ -149,51 +148,51 @@ def wait_for(condition: Callable[[], object], seconds: float = 90):
         time.sleep(0.1)
 
 
-FORKS = threading.Lock()  # tests have threads
-
-
-@functools.cache
-def forks() -> str:
-    """The socket of tests/forks.py, which is started once and ends with this process."""
-    folder = tempfile.mkdtemp(prefix="forks-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    path = f"{folder}/socket"
-    command = [sys.executable, REPOSITORY / "tests/forks.py", path, str(os.getpid())]
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "start_new_session": True}
-    server = subprocess.Popen(command, env=environment(OMP_NUM_THREADS=1), **quiet)
-    wait_for(lambda: os.path.exists(path) or server.poll() is not None, 120)
-    assert server.poll() is None, "tests/forks.py has ended"
-    return path
+# Its server starts, and imports torch, with the first process.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(forks.MODULES.split())
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def ranks(
     count: int, *command: object, cwd: Path = REPOSITORY, timeout: float = 120, **variables: object
 ) -> subprocess.CompletedProcess:
     """A Python script on so many ranks of this machine, or, with 0, without the variables of a
-    rank; one thread each."""
+    rank; one thread each. If one fails, the others have three seconds for their last words."""
     env = environment(OMP_NUM_THREADS=1, **variables)
     if count:
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         env |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)] or [{}]
-    words = [str(part) for part in command]
-    asked = {"command": words, "cwd": str(cwd), "environments": [env | place for place in places]}
-    asked["timeout"] = timeout
-    with FORKS:
-        path = forks()
+    words, started, failed = [str(part) for part in command], [], None
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("out", "err"):
-            asked[name] = f"{folder}/{name}"
-            Path(asked[name]).touch()
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(timeout + 30)
-            connection.connect(path)
-            connection.sendall(json.dumps(asked).encode() + b"\n")
-            status = connection.makefile().readline()
-        out, err = (Path(asked[name]).read_text() for name in ("out", "err"))
-    if not status:
+        files = [f"{folder}/out", f"{folder}/err"]
+        for file in files:
+            Path(file).touch()
+        try:
+            for place in places:
+                arguments = (words, str(cwd), env | place, *files)
+                started.append(FORKS.Process(target=forks.become, args=arguments))
+                started[-1].start()
+            deadline = time.monotonic() + timeout
+            while None in [process.exitcode for process in started]:
+                if failed is None and (codes := [x.exitcode for x in started if x.exitcode]):
+                    failed, deadline = codes[0], min(deadline, time.monotonic() + 3)
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
+            statuses = [process.exitcode for process in started]
+        finally:
+            for process in started:  # also the workers of those that have ended
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()  # it may have no group yet
+                process.join()
+        out, err = (Path(file).read_text() for file in files)
+    if failed is None and None in statuses:
         raise subprocess.TimeoutExpired(words, timeout, out, err)
-    return subprocess.CompletedProcess(words, int(status), out, err)
+    status = failed or next((status for status in statuses if status), 0)
+    return subprocess.CompletedProcess(words, status, out, err)
 
 
 MATRIX: list[tuple] = []
