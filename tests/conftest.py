@@ -195,35 +195,6 @@ def ranks(
     return subprocess.CompletedProcess(words, status, out, err)
 
 
-MATRIX: list[tuple] = []
-
-
-def note(way: str, script: str, state: str, status: int, restarts: object, seconds: float):
-    """A row of the table at the end: the fault is the running test."""
-    fault = os.environ["PYTEST_CURRENT_TEST"].split("::test_")[1].rpartition(" (")[0]
-    MATRIX.append(
-        (fault.replace("_", " "), way, script, state, status, restarts, f"{seconds:.0f} s")
-    )
-
-
-def pytest_sessionfinish(session):
-    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist's: the first one prints
-        session.config.workeroutput["matrix"] = MATRIX
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node, error):
-    MATRIX.extend(node.workeroutput["matrix"] if not error else ())
-
-
-def pytest_terminal_summary(terminalreporter):
-    if MATRIX:
-        terminalreporter.section("failure matrix")
-        heads = ("fault", "launcher", "script", "state", "status", "restarts", "fault to end")
-        for row in (heads, ("---",) * len(heads), *MATRIX):
-            terminalreporter.write_line("| " + " | ".join(str(cell) for cell in row) + " |")
-
-
 @dataclass
 class Job:
     """A job that has ended: Slurm's state, the exit status, the log, and the seconds from its

@@ -34,7 +34,6 @@ from conftest import (
     at_once,
     environment,
     mounted_in_memory,
-    note,
     one_rank_a_node,
     ranks,
     wait_for,
@@ -229,8 +228,8 @@ class Trial:
         """Its end, with no process left 30 s later."""
         job = self.cluster.wait(self.job, timeout)
         wait_for(lambda: not self.cluster.left_over(self.job), 30)
-        seconds = time.monotonic() - self.fault_at
-        note(self.way, self.script, job.state, job.exit_code, self.restarts, seconds)
+        ended = f"{job.state}, status {job.exit_code}, {self.restarts} restarts"
+        print(f"{self.way} {self.script}: {ended}, {time.monotonic() - self.fault_at:.0f} s")
         return job
 
     def fails(self, timeout: float = 60) -> Job:

@@ -21,7 +21,6 @@ from conftest import (
     Cluster,
     at_once,
     environment,
-    note,
     run,
     stand_ins,
     wait_for,
@@ -386,8 +385,8 @@ class Run:
         before, resumed, after = job.log.partition("\nResumed after step ")
         epoch, step = (re.findall(r"^epoch=(\d) step=(\d+)/15", before, re.M) or [(1, 0)])[-1]
         lost = 15 * (int(epoch) - 1) + int(step) - int(after.partition("\n")[0]) if resumed else 0
-        fault += f", {lost} steps lost"
-        note("spare", fault, job.state, job.exit_code, restarts, seconds)
+        ended = f"{job.state}, status {job.exit_code}, {restarts} restarts"
+        print(f"{fault}: {ended}, {lost} steps lost, {seconds:.0f} s")
         assert job.state == state, job.log
         return job
 
@@ -469,7 +468,7 @@ def test_a_failed_job_is_requeued_if_it_has_saved(cluster, tiny, tmp_path):
     fault_at = time.monotonic()
     os.kill(max(job_processes.python(job, "slowly.py")), signal.SIGKILL)
     wait_for(lambda: re.search(r"(?s)^Resumed after .*^epoch", log.read_text(), re.M), 120)
-    note("torchrun", "rank killed, requeued", "", 0, 1, time.monotonic() - fault_at)
+    print(f"rank killed, requeued: {time.monotonic() - fault_at:.0f} s")
     ended = cluster.wait(job, 240)
     assert ended.state == "COMPLETED" and "\nResumed after step 5\n" in ended.log, ended.log
     assert ended.log.count("and requeued: it resumes by itself\n") == 1, ended.log
