@@ -51,8 +51,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
-    """Two that take minutes first: as the last ones they would leave the other process without
-    work."""
+    """Two that take minutes first, so that both processes end at the same time."""
     items.sort(key=lambda item: item.path.name not in ("test_submit.py", "test_spare.py"))
 
 
@@ -95,8 +94,7 @@ def one_rank_a_node(way: str) -> list[str]:
 
 
 def environment(**values: object) -> dict[str, str]:
-    """This process's environment without what would lead a launcher astray, the virtual
-    environment first in PATH."""
+    """This process's environment, less what would lead a launcher astray; .venv first in PATH."""
     stray = ("SLURM", "SBATCH", "MASTER_", "NPROC", "NNODES", "OMP_", "RANK", "WORLD", "LOCAL_")
     stray += ("TRAIN_", "VIRTUAL_ENV", "ARGS", "MAKE")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(stray)}
@@ -114,8 +112,7 @@ def stand_ins(folder: Path, programs: dict[str, str]) -> Path:
 
 
 def run(*command: object, timeout: float = 120, **options) -> subprocess.CompletedProcess:
-    """A command in the repository, its output as text; ended with everything it started when the
-    time is up."""
+    """A command in the repository; ended with everything it started when the time is up."""
     name, value = "STARTED_BY_RUN", str(uuid.uuid4())
     env = options.pop("env", None) or environment(OMP_NUM_THREADS=1)
     options = {"cwd": REPOSITORY, "stdin": subprocess.DEVNULL, "text": True} | options
@@ -197,8 +194,7 @@ def ranks(
 
 @dataclass
 class Job:
-    """A job that has ended: Slurm's state, the exit status, the log, and the seconds from its
-    start to its end."""
+    """A job that has ended: Slurm's state, the exit status, the log, and how long it ran."""
 
     id: int
     state: str
@@ -293,8 +289,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def mounted_in_memory(folder: Path, size: str):
-    """A file system that all nodes of clusters see that start later. Its files are gone in a
-    moment."""
+    """A file system, which clusters that start later see on all nodes."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
     try:
         yield folder

@@ -176,8 +176,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("cpus", "threads", "gres"), SHAPES)
 def test_a_node_of_a_known_site(cpus, threads, gres, tmp_path, monkeypatch):
-    """Its lines, and those for a site that counts cores, where sbatch refuses a CPU for each
-    thread."""
+    """Its lines, also where sbatch refuses a CPU for each thread, because it counts cores."""
     gpus = int(re.search(r":(\d)(\(|$)", gres)[1])
     node = f"NodeName=n1 Arch=x86_64 CPUEfctv={cpus} CPUTot={cpus} Gres={gres} NodeAddr=10.5.1.3 "
     node += f"RealMemory=460000 State=IDLE+DYNAMIC_NORM ThreadsPerCore={threads} "
@@ -375,8 +374,7 @@ def test_site_sh_has_what_this_shell_has(variables, expected, tmp_path, monkeypa
 
 
 def test_every_line_of_site_sh_can_be_used(tmp_path, monkeypatch):
-    """As env.sh sources it, also the commented lines, and even if a site's profile reads a variable
-    that is not set."""
+    """Also the commented ones, and though a profile reads a variable that is not set."""
     (tmp_path / "profile").write_text('module() { echo "$@"; }\nfalse\necho $UNSET >/dev/null\n')
     for modules in ("", "gcc/12"):
         monkeypatch.setenv("LOADEDMODULES", modules)

@@ -20,8 +20,7 @@ DOWN = ["scontrol", "update", "NodeName=node-2", "State=DOWN", "Reason=test"]
 
 @pytest.fixture(scope="module")
 def small():
-    """Two nodes with two CPUs each, so that Slurm can bind tasks to them, and one GPU. The last
-    test crashes it."""
+    """Nodes with two CPUs, to which Slurm can bind tasks, and a GPU. The last test crashes it."""
     cluster = Cluster(f"small-{os.getpid()}", nodes=2, cpus=2, gpus=1)
     yield cluster
     cluster.down()
@@ -117,8 +116,7 @@ def test_requeue_is_asked_for(small):
 
 
 def test_signals_reach_the_direct_children_of_slurmstepd_alone(small, tmp_path):
-    """As on a real site, with proctrack/cgroup: a shell between srun and a rank keeps a signal
-    from it."""
+    """As on a real site: a shell between srun and a rank keeps a signal from it."""
     assert "proctrack/cgroup" in small.exec("scontrol", "show", "config").stdout
     child = "import signal, time; signal.signal(signal.SIGUSR1, lambda *_: print('child')); "
     child += "open('started', 'w').close(); time.sleep(9)"

@@ -62,8 +62,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(memory):
-    """The image has this machine's Python; torch is mounted from this virtual environment, whose
-    Python has to be of the same version."""
+    """This machine's Python is in the image, and the virtual environment's torch is mounted."""
     machine = run("/usr/bin/python3", "-c", "import sys; print(sys.version_info.minor)").stdout
     assert int(machine) == sys.version_info.minor, "the virtual environment is not of python3"
     folder = memory / "site"
@@ -77,8 +76,7 @@ def site(memory):
 
 
 def small_debian(root: Path) -> Path:
-    """The root file system of a Debian with Python: these packages of this machine, and what
-    they depend on."""
+    """A root file system with these packages of this machine, and what they depend on."""
     root.mkdir()
     # /bin is a link to /usr/bin, and packages know of both.
     pack = f"""
@@ -97,8 +95,7 @@ def small_debian(root: Path) -> Path:
 
 
 def make_image(root: Path, image: Path, name: str):
-    """As `enroot import` makes them: variables in /etc/environment, an /etc/rc that runs the
-    command."""
+    """As `enroot import` does: with /etc/environment, and an /etc/rc that runs the command."""
     files = {
         "etc/which-image": name,
         "etc/environment": r"PYTORCH_VERSION=2.4.0\nPATH=/usr/local/bin:/usr/bin:/bin\n",
@@ -117,8 +114,7 @@ def submit(cluster: Cluster, site: Site, clone: Path, *command: object, **env) -
 
 
 def test_a_strangers_script(cluster, site):
-    """Ten lines of torch that read RANK, LOCAL_RANK and the like run in the container as under
-    the other launchers."""
+    """Ten lines of torch that read RANK, LOCAL_RANK and the like."""
     clone = site.clone("stranger", MOUNTS=site.torch)
     job = cluster.wait(submit(cluster, site, clone, "tests/scripts/stranger.py"))
     found = re.findall(r"^rank (\d) of 2, local rank 0: the sum is 1$", job.log, re.M)
@@ -161,8 +157,7 @@ def test_what_is_inside(cluster, site):
 
 @pytest.mark.matrix
 def test_chapter_has_the_losses_of_torchrun(cluster, site, tiny, tmp_path):
-    """The page's commands: import the default image, train in it, with a line in the log for every
-    step."""
+    """The page's commands, with a line in the log for every step."""
     [(language, commands, shown)] = steps(REPOSITORY / "docs/containers.md")
     assert commands.count("train_ddp.py --epochs 1") == 1
     commands = commands.replace("train_ddp.py --epochs 1", "train_ddp.py --epochs 1 --log-every 1")
@@ -178,8 +173,7 @@ def test_chapter_has_the_losses_of_torchrun(cluster, site, tiny, tmp_path):
 
 
 def test_stopped_and_requeued(cluster, site, tiny):
-    """SIGTERM reaches the ranks in their containers, and the shell outside requeues the job, which
-    takes each of 30 steps once."""
+    """SIGTERM reaches the ranks, and the shell outside requeues the job: each step once."""
     clone = site.clone("requeued", MOUNTS=f"{site.torch},{tiny}:/tiny")
     train = ["distributed/train_preemptible.py", "--data-dir", "/tiny", "--epochs", 2]
     train += ["--batch-size", 20, "--log-every", 1]

@@ -30,8 +30,7 @@ COMPOSES = [
 
 @pytest.fixture(scope="module")
 def engine():
-    """The environment in which `docker` reaches an engine. One that is running already is used,
-    and left running."""
+    """The environment in which `docker` reaches an engine: one that runs already, or our own."""
     if run("docker", "info").returncode == 0:
         yield {}
         return
@@ -71,8 +70,7 @@ def succeed(*command: object, **options):
 
 
 def mend(wheel: Path):
-    """torchvision's wheel as `make` mends the installed package, for an index that has torch for
-    the CPU and torchvision for CUDA."""
+    """torchvision's wheel, as `make` mends it for a torch without CUDA."""
     with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(f"{wheel}.new", "w") as target:
         for name in source.namelist():
             added = DECLARATIONS if name == "torchvision/extension.py" else ""
@@ -82,8 +80,7 @@ def mend(wheel: Path):
 
 @pytest.fixture(scope="module")
 def base_image(engine, debian, tmp_path_factory):
-    """debian:bookworm-slim as far as it matters, made here: no registry is needed, and apt and
-    pip have the packages that this machine has."""
+    """debian:bookworm-slim, with this machine's packages: no registry is needed."""
     name = f"tests-{os.getpid()}-base"
     root = tmp_path_factory.mktemp("base") / "root"
     succeed("cp", "--archive", debian, root)
@@ -108,8 +105,7 @@ def base_image(engine, debian, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory, tiny) -> Path:
-    """A clone that belongs to an ordinary user, with a few images, so that the container does not
-    look for a server that has MNIST."""
+    """It belongs to an ordinary user, and has images, so that nobody looks for MNIST's server."""
     folder = copy_of_repository(tmp_path_factory.mktemp("clone"))
     shutil.copytree(tiny, folder / "data/mnist")
     run("chown", "--recursive", f"{OWNER}:{OWNER}", folder)
@@ -117,8 +113,7 @@ def clone(tmp_path_factory, tiny) -> Path:
 
 
 class Nodes(Cluster):
-    """The containers of one Compose project; commands run in node-1, as whoever `docker exec` is
-    there."""
+    """The containers of a Compose project; commands run in node-1, as `docker exec` does."""
 
     def __init__(self, clone: Path, variables: dict):
         self.clone, self.environment, self.jobs = clone, environment(**variables), []
@@ -176,8 +171,7 @@ def test_readme(project):
 
 @pytest.mark.parametrize("tool", COMPOSES, ids=" ".join)
 def test_compose(tool, project):
-    """The commands as docker-compose.yml has them. `up` returns when the nodes are idle, no port is
-    open, and `down` keeps the volumes."""
+    """`up` returns when the nodes are idle, no port is open, and `down` keeps the volumes."""
     project.compose("build", tool=tool)
     project.compose("up", "-d", tool=tool)
     assert project.states() == ["node-1 16 idle", "node-2 16 idle"]

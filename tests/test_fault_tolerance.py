@@ -84,8 +84,7 @@ def data(tiny, text) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(data, tmp_path_factory):
-    """The folder of an uninterrupted run of a script, made once, with the checkpoints of all
-    its steps."""
+    """The folder of an uninterrupted run of a script, with the checkpoints of all its steps."""
     folders, lock = {}, threading.Lock()
 
     def folder(script: str, count: int = 0) -> Path:
@@ -114,8 +113,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def losses(log: str) -> dict[int, float]:
-    """Those of train_preemptible.py by step of the run. Steps that were taken again, since a crash
-    had lost them, have the same loss again."""
+    """Those of train_preemptible.py by step. Steps that were taken again have the same again."""
     found: dict[int, float] = {}
     for epoch, step, loss in re.findall(r"^epoch=(\d) step=(\d+)/15 loss=(\S+) ", log, re.M):
         number = 15 * (int(epoch) - 1) + int(step)
@@ -125,8 +123,7 @@ def losses(log: str) -> dict[int, float]:
 
 
 def tracebacks(log: str) -> list[str]:
-    """Their lines in our own scripts. torchrun reports every failure with tracebacks of itself, and
-    those of two nodes may mix."""
+    """Their lines in our own scripts, because torchrun reports every failure with its own."""
     ours = r"^(?:\[rank\d+\]: )?  File \"(?!<frozen|\S*(?:/bin/torchrun|/lib/python)).*"
     return re.findall(ours, log, re.M)
 
@@ -140,8 +137,7 @@ def assert_same_losses(log: str, reference: Path, steps: int = STEPS):
 
 
 def values(log: str, name: str) -> dict[str, str]:
-    """Those of train_fsdp.py and train_tp.py by step. Steps that were taken again have the same
-    again."""
+    """Those of train_fsdp.py and train_tp.py. Steps that were taken again have the same again."""
     found: dict[str, str] = {}
     for step, value in re.findall(rf"^step=(\d+)/\d+ (?:.* )?{name}=(\S+)", log, re.M):
         assert found.setdefault(step, value) == value, f"step {step}: {name}"
@@ -149,8 +145,7 @@ def values(log: str, name: str) -> dict[str, str]:
 
 
 def assert_same_run(log: str, out: Path, reference: Path, steps: int = STEPS, unseen=()):
-    """Weights after so many steps, the newest ones, bit for bit; and every step in the log, but for
-    those `unseen`, with the same losses."""
+    """Weights after so many steps bit for bit; and all losses, but for those of steps `unseen`."""
     assert checkpoint.steps(out)[0] == steps
     ours, theirs = (weights(path / f"step_{steps}") for path in (out, reference))
     assert ours.keys() == theirs.keys()
@@ -262,8 +257,7 @@ class Trial:
 
 @contextlib.contextmanager
 def started(*command: object, **env):
-    """A command, its output to be read line by line; in a PID namespace, so that all that it has
-    started ends with the with block, and two minutes later at the latest."""
+    """A command, whose output is to be read; all that it starts ends with the with block."""
     command = ["unshare", "--fork", "--pid", "--kill-child", *command]
     options = {"cwd": REPOSITORY, "env": environment(OMP_NUM_THREADS=1, **env), "text": True}
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
@@ -284,8 +278,7 @@ REQUEUED = "^Requeued: it resumes by itself$"
 
 
 def test_stopped_requeued_and_cancelled(cluster, data, uninterrupted, tmp_path):
-    """SIGTERM, as Slurm sends it to what srun has started: the ranks save, and rank 0 requeues
-    the job. scancel: they save as well, and the job stays cancelled."""
+    """SIGTERM: saved and requeued. scancel: saved, and it stays cancelled."""
 
     def scenario(way, script):
         trial = Trial(cluster, way, script, data, tmp_path / way, ALWAYS=1)
@@ -311,8 +304,7 @@ def test_stopped_requeued_and_cancelled(cluster, data, uninterrupted, tmp_path):
 
 @pytest.mark.matrix
 def test_term(cluster, data, uninterrupted, tmp_path):
-    """The other scripts, to their end. SIGUSR1 does the same, but under torchrun, whose run here
-    saves every two steps in the background."""
+    """The other scripts. SIGUSR1 does the same, but not under torchrun, which saves meanwhile."""
 
     def scenario(way, script, name, *options):
         trial = Trial(cluster, way, script, data, tmp_path / way, *options)
@@ -355,8 +347,7 @@ def test_term_while_a_spawner_imports_torch(cluster, data, uninterrupted, tmp_pa
 
 @pytest.mark.matrix
 def test_requeued_by_slurm(cluster, data, uninterrupted, tmp_path):
-    """`scontrol requeue`, and a job in a partition of higher priority: Slurm sends SIGTERM, and
-    SIGKILL later. The ranks have that long to save."""
+    """By hand, and for a job of higher priority: the ranks have until SIGKILL to save."""
     urgent = ["PartitionName=urgent", "Nodes=ALL", "PriorityTier=2", "State=UP"]
     assert cluster.exec("scontrol", "create", *urgent).returncode == 0
 
@@ -377,8 +368,7 @@ def test_requeued_by_slurm(cluster, data, uninterrupted, tmp_path):
 
 @pytest.mark.matrix
 def test_time_limit(cluster, data, uninterrupted, tmp_path):
-    """Without --signal SIGTERM comes at the limit, and KillWait is the time to save. With it, up
-    to 60 s too early."""
+    """SIGTERM comes at the limit, before KillWait. With --signal up to 60 s too early."""
 
     def scenario(way, script, slow, *limit):
         trial = Trial(cluster, way, script, data, tmp_path / way, sbatch=limit, slow=slow)
@@ -392,8 +382,7 @@ def test_time_limit(cluster, data, uninterrupted, tmp_path):
 
 @pytest.mark.matrix
 def test_save_that_takes_40_seconds(cluster, data, uninterrupted, tmp_path):
-    """torchrun's own patience with ranks that were told to stop is 30 s: torchrun.sh gives them
-    ten minutes."""
+    """torchrun.sh gives ranks ten minutes, and torchrun by itself 30 s."""
     trial = Trial(cluster, "torchrun", PREEMPTIBLE, data, tmp_path, SLOW_SAVE=40)
     trial.train_a_little()
     assert trial.survives(uninterrupted, within=90) > 40
@@ -467,8 +456,7 @@ def test_stopped_rank(cluster, data, tmp_path):
 
 @pytest.mark.matrix
 def test_node_crash(cluster, data, uninterrupted, tmp_path):
-    """Slurm requeues the job on other nodes: from crash to training again within 60 s. Node 0
-    has the batch shell."""
+    """It trains again on other nodes within 60 s. Node 0 has the batch shell."""
     state = Path(f"/run/slurm-cluster-{cluster.environment['CLUSTER']}")
 
     def scenario(way, script, index, nodes):
@@ -486,8 +474,7 @@ def test_node_crash(cluster, data, uninterrupted, tmp_path):
 
 @pytest.mark.matrix
 def test_split_brain(cluster, data, uninterrupted, tmp_path):
-    """slurmd dies, all ranks live on: the job starts again elsewhere, and the old ranks are gone
-    soon after. They may save until then, but what they print is lost, as slurmd's pipe is."""
+    """slurmd dies, and the ranks live on: they end when the job has started elsewhere."""
     one = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--exclude=node-[1-6]"]
     often = ["--save-every", 5]
     trial = Trial(cluster, *FSDP, data, tmp_path, *often, sbatch=one, slow=2.0)
@@ -522,8 +509,7 @@ def test_cut_link(cluster, data, uninterrupted, tmp_path):
 
 @pytest.mark.matrix
 def test_killed_while_a_checkpoint_is_written_asynchronously(data, uninterrupted, tmp_path):
-    """The steps go on meanwhile, and it is published later; of one that is not whole nothing is
-    left after a resume."""
+    """The steps go on meanwhile, and nothing is left of one that is not whole."""
     out, held, names = tmp_path / "out", tmp_path / "hold", {}
     held.mkdir()
     for step in (10, 20):
@@ -554,8 +540,7 @@ def remount(disk: Path, option: str):
 
 @pytest.mark.matrix
 def test_full_disk(cluster, disk, data, uninterrupted, tmp_path):
-    """Old checkpoints are kept, the run continues, and only an end that cannot be saved is a
-    failure."""
+    """The run continues, and only an end that cannot be saved is a failure."""
     way, script = TORCHRUN
     out, reference = disk / script, uninterrupted(script)
     size = sum(file.stat().st_size for file in (reference / "step_45").rglob("*"))

@@ -25,8 +25,7 @@ WATCH = REPOSITORY / "aux/watch_job.py"
 
 
 def test_a_rank_that_hangs_is_named(cluster, tmp_path):
-    """In a model with BatchNorm, whose buffers DDP broadcasts from rank 0: there rank 0 waits for
-    the others outside torch.distributed."""
+    """Rank 0 waits outside torch.distributed: DDP broadcasts BatchNorm's buffers from it."""
     number = submit(cluster, "srun", tmp_path, STUCK="1", AFTER="8")
     log = tmp_path / "log.out"
     said = (
@@ -89,8 +88,7 @@ def test_who_speaks_of_whom(rank, of, seconds, waits, says, tmp_path, monkeypatc
 
 
 def test_how_often_a_heart_beats(monkeypatch):
-    """All ranks together write 30 times a second at most. A run that ends after 30 seconds without
-    a step knows by then who is late."""
+    """All ranks write 30 times a second at most. Who is late is known before a run ends."""
     assert [heartbeat.Heart(60, 0, n).interval for n in (1, 60, 4096)] == [2, 2, 4096 / 30]
     monkeypatch.setenv("HEARTBEAT_LIMIT", "30")
     assert heartbeat.Heart(60, 0, 2).after == 30
@@ -158,8 +156,7 @@ def test_when_slurm_started_the_job(monkeypatch, tmp_path):
 
 @pytest.fixture
 def heart(monkeypatch, tmp_path):
-    """A heart that beats, in a job so large that a rank rarely writes. What it writes and reports
-    is in its lists, as seconds from its start."""
+    """It beats in a job so large that it rarely writes. Its lists have seconds from its start."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(heartbeat, "step", 1)
     monkeypatch.setattr(heartbeat, "expected", (0.0, None))

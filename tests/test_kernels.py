@@ -179,8 +179,7 @@ def test_a_rank_that_hangs_is_named(cluster, data, tmp_path):  # noqa: F811
 
 
 def test_a_server_that_hangs(cluster, state, data, uninterrupted, tmp_path):  # noqa: F811
-    """For 40 seconds nobody reaches it, and later it does not answer for as long. The run waits,
-    and goes on."""
+    """For 40 seconds nobody reaches it; later it does not answer. The run waits, and goes on."""
     trial = training(cluster, "torchrun", data, tmp_path, slow=2)
     trial.train_a_little()
     on_server(cluster, "link", "set", "eth0", "down")
@@ -211,8 +210,7 @@ def test_a_node_without_the_server(cluster, data, uninterrupted, tmp_path):  # n
 
 
 def test_a_full_server(cluster, disk, data, uninterrupted, tmp_path):  # noqa: F811
-    """The run continues without the saves that fail, the checkpoint before stays whole, and only an
-    end that cannot be saved is a failure. With room the run resumes."""
+    """The run continues, and only an end that cannot be saved is a failure."""
     reference, out = uninterrupted(PREEMPTIBLE), ["--checkpoint-dir", disk / "out"]
     checkpoint = sum(path.stat().st_size for path in (reference / "step_45").iterdir())
     remount(disk, f"size={checkpoint * 3 // 2}")

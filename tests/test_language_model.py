@@ -53,8 +53,7 @@ def values(log: str, name: str = "loss") -> dict[int, float]:
 
 @pytest.fixture(scope="session")
 def chat(text, tmp_path_factory) -> Path:
-    """The text as if it were conversations: the model is to write some of it, and much less in some
-    windows than in others."""
+    """Text as if it were conversations: of some windows more is to be learnt than of others."""
     folder = Path(shutil.copytree(text, tmp_path_factory.mktemp("chat") / "data"))
     said = json.loads((folder / "vocabulary.json").read_text()) | {"packed": CONTEXT}
     for split in ("train", "val"):
@@ -66,8 +65,7 @@ def chat(text, tmp_path_factory) -> Path:
 
 
 def train_dense(folder: Path, rate: float = 1e-3) -> tuple[list[float], list[float], dict]:
-    """Losses, gradient norms and final weights of a plain loop: one process, no split, unfused
-    AdamW."""
+    """Losses, norms and weights of a plain loop: one process, no split, unfused AdamW."""
     data = np.fromfile(folder / "train.bin", np.uint8)
     mask = np.ones_like(data)
     if (folder / "train.mask").exists():
@@ -107,8 +105,7 @@ def dense(text) -> list[float]:
 
 @pytest.fixture(scope="session", params=["few", pytest.param("all", marks=pytest.mark.matrix)])
 def splits(request, chat, tmp_path_factory) -> dict:
-    """What tests/scripts/language_model.py finds of every split, on two and on four ranks, and
-    of the dense loop."""
+    """What tests/scripts/language_model.py finds of every split, and of the dense loop."""
     folder = tmp_path_factory.mktemp("splits")
     losses, norms, weights = train_dense(chat)
     torch.save(weights, folder / "dense.pt")
@@ -135,8 +132,7 @@ def test_split_equals_dense(splits):
 
 
 def test_a_slightly_different_run_is_seen(dense, text):
-    """With a learning rate 1 % higher the losses are off a thousand times as much as with any
-    split."""
+    """A learning rate 1 % higher is a thousand times as far off as any split."""
     others = train_dense(text, rate=1.01e-3)[0]
     assert max(abs(a - b) for a, b in zip(dense, others, strict=True)) > 1e-3
 
@@ -152,8 +148,7 @@ def test_tensor_parallel_by_hand():
 
 
 def test_bfloat16_is_near(splits):
-    """Autocast and FSDP's policy round other things; between the blocks all have bfloat16, and
-    FSDP sums gradients in float32."""
+    """Between the blocks all have bfloat16, and FSDP sums gradients in float32."""
     for split, found in splits.items():
         if "bf16" in split:
             assert found["losses"] == pytest.approx(splits["dense"]["losses"], abs=0.01), split
@@ -163,8 +158,7 @@ def test_bfloat16_is_near(splits):
 
 
 def test_memory_falls_with_the_ranks(splits):
-    """Each rank has its part of everything; tensor parallelism leaves norms whole:
-    (2 L + 1) C + 2 L D."""
+    """Tensor parallelism leaves norms whole: (2 L + 1) C + 2 L D."""
     width, layers, size = SHAPE["hidden_size"], SHAPE["num_hidden_layers"], SHAPE["head_dim"]
     everything = sum(part["parameters"] for part in splits["fsdp 2"]["held"])
     replicated = 4 * ((2 * layers + 1) * width + 2 * layers * size)
@@ -407,8 +401,7 @@ def test_what_the_log_says(dense, text, tmp_path, script, rows):
 
 
 def test_a_long_run_whose_last_save_fails(trained, text, tmp_path):
-    """Garbage is collected every thousand steps, at the same one on all ranks. And the memory is so
-    small that activations are recomputed."""
+    """Garbage is collected at step 1000, and activations recomputed for lack of memory."""
     copied(trained, "fsdp 2", tmp_path / "out", step=998)
     flags = ["--steps", 1002, "--eval-windows", 5, "--resume"]
     done = watched(tmp_path, 2, "train_fsdp.py", text, *flags, LOST=1, ROOM=1000)

@@ -40,8 +40,7 @@ STRAY |= dict(f"SLURM_{word}".split("=") for word in OUTER.split())
 
 
 def assert_five_variables(ranks: list[dict], sizes: list[int]):
-    """Ranks 0..n-1, each node's local ranks in order from 0, one world size, env.sh's address
-    and port for all."""
+    """Ranks 0..n-1, local ranks from 0 on each node, and one size, address and port for all."""
     count = sum(sizes)
     assert [rank["rank"] for rank in ranks] == list(range(count))
     assert {rank["world_size"] for rank in ranks} == {count}
@@ -60,8 +59,7 @@ def assert_five_variables(ranks: list[dict], sizes: list[int]):
 def in_all_ways(
     cluster, tmp_path, *script: object, size: tuple | list = (), **options
 ) -> dict[str, Job]:
-    """A job by every launcher, all at once, of two nodes x two ranks unless `size` has other
-    options of sbatch."""
+    """A job by every launcher, all at once, of two nodes x two ranks or of another `size`."""
     submitted = {}
     for way, launcher in LAUNCHERS.items():
         command = [f"--output={tmp_path}/{way}-%j", *size, launcher, *script]
@@ -73,8 +71,7 @@ def in_all_ways(
 
 
 def test_a_job_gets_what_its_header_asks_for(cluster, tmp_path):
-    """And its ranks hostile arguments as they are, from an environment that is full of an outer
-    job's."""
+    """And hostile arguments as they are, in spite of an outer job's environment."""
     here = {"size": [f"--chdir={REPOSITORY}"], "cwd": tmp_path}
     for way, job in in_all_ways(cluster, tmp_path, VARIABLES, *NASTY, env=STRAY, **here).items():
         shown, tasks = cluster.show(job.id), 2 if way == "srun" else 1
@@ -201,8 +198,7 @@ JOBS = [
 
 @pytest.mark.parametrize(("record", "expected"), JOBS)
 def test_a_job_that_another_one_has_submitted(record, expected, cluster, tmp_path):
-    """It is an array's task, or was requeued, only if Slurm says so. The variables are left from
-    the other job; those of a task Slurm sets anew."""
+    """Is an array's task, or was requeued, only if Slurm says so."""
     left = {"SLURM_ARRAY_JOB_ID": 3, "SLURM_ARRAY_TASK_ID": 5, "SLURM_RESTART_COUNT": 1}
     shown = '"${SLURM_ARRAY_TASK_ID-no}" "${SLURM_RESTART_COUNT-no}"'
     options = {"shown": shown, "squeue": 'echo "$RECORD"'}
@@ -233,8 +229,7 @@ def test_limits(cluster, tmp_path):
 
 
 def test_the_code_of_each_start(cluster, tmp_path):
-    """log/JOB/code-N has it, in git or not, and a start whose code differs from the one before
-    says so."""
+    """Is in log/JOB/code-N, in git or not, and a start says whether it has changed."""
     for name in ("env.sh", "train.py", "more/model.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / "env.sh", tmp_path / name)
@@ -291,8 +286,7 @@ STARTS = {
 
 @pytest.mark.parametrize("launcher", STARTS)
 def test_what_srun_is_asked_for(launcher, tmp_path):
-    """On two nodes of four GPUs and 48 CPUs, which no machine of the tests has. The launcher
-    outlives a SIGTERM, as Slurm sends it, and without arguments it trains with train_ddp.py."""
+    """On two nodes of four GPUs and 48 CPUs. The launcher outlives a SIGTERM."""
     programs = {"scontrol": "if [[ $2 == hostnames ]]; then printf 'n1\\nn2\\n'; fi"}
     programs["srun"] = 'kill -TERM "$PPID"; printf "%s\\n" "$*"'
     stand_ins(tmp_path, programs | {"getent": "true", "squeue": f"echo 7 {NOTHING}"})
@@ -309,8 +303,7 @@ def test_what_srun_is_asked_for(launcher, tmp_path):
 
 
 def test_what_torchrun_is_asked_for(tmp_path):
-    """A requeued job's rendezvous has another id. SIGTERM is ignored until torchrun handles it,
-    because a job that it ends is not requeued."""
+    """SIGTERM is ignored until torchrun handles it, because a job that it ends is lost."""
     says = '"$*" "$$" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"'
     stand_ins(tmp_path, {"python3": f"kill -TERM $$; printf '%s\\n' {says}"})
     given = {"NNODES": 2, "NPROC_PER_NODE": 4, "MASTER_ADDR": "n1", "MASTER_PORT": 61007}
@@ -378,9 +371,7 @@ def test_a_launcher_that_sbatch_has_not_started(job):
 
 @pytest.mark.parametrize("fault", ["true", "false", "echo $UNSET"])
 def test_site_sh(fault, cluster, tmp_path):
-    """Its lines may change all settings, and a command that fails, or a variable that is not set,
-    as in many a site's /etc/profile, does not end the job. The name of the first node is looked up
-    after it."""
+    """Its lines may change all settings, and one that fails does not end the job."""
     copy_file("env.sh", tmp_path)
     site = f"{fault}\nexport NCCL_DEBUG=INFO OMP_NUM_THREADS=3\n"
     (tmp_path / "site.sh").write_text(site)
@@ -412,8 +403,7 @@ def copy_file(name: str, folder: Path):
 
 
 def test_three_files_and_a_strangers_script(cluster, tmp_path):
-    """In an empty folder they train as a job on two nodes: all ranks end with the same weights,
-    whoever has started them."""
+    """All ranks end with the same weights, whoever has started them."""
     submitted, weights = {}, set()
     for way, files in THREE_FILES.items():
         for name in files:

@@ -344,8 +344,7 @@ PART = "GPU 0 is in MIG mode: a rank gets a part of it"
     ],
 )
 def test_what_the_vendors_commands_say(command, text, bad, notes, tmp_path, monkeypatch):
-    """A fault that AMD's or Intel's finds is a warning if the GPU may be another job's. Anybody may
-    run nvidia-smi, and the others can need rights."""
+    """AMD's and Intel's can need rights, and tell of GPUs that are another job's."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
     stand_ins(tmp_path, {command: f"cat <<'END'\n{text}\nEND"})
@@ -613,8 +612,7 @@ def test_a_bare_srun_whose_task_0_is_on_the_second_node(cluster, tmp_path):
 
 
 def test_watch_job_shows_the_latest_start(tmp_path):
-    """By time: a start by hand is named after a port, and ranks-10 is not older than ranks-2. And a
-    rank that writes rarely is not silent."""
+    """By time, not by name. And a rank that writes rarely is not silent."""
     for start, age in (("ranks-10", 1), ("ranks-2", 5), ("ranks-9", 30)):
         folder = tmp_path / "log/local" / start
         folder.mkdir(parents=True)
@@ -645,8 +643,7 @@ def test_ledger_counts_starts(tmp_path):
 
 
 def test_watch_job_finds_the_ranks_of_a_bare_srun(monkeypatch):
-    """With the numbers that scripts take. A Python of the batch shell is no rank, though it has
-    SLURM_PROCID, nor is a loader worker, nor what watch_job.py has started."""
+    """No batch shell, no loader worker, and nothing that watch_job.py has started."""
     job = os.getpid()
     batch = environment(SLURM_JOB_ID=job, SLURM_PROCID=0, SLURM_NTASKS=2)
     task = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": 3, "SLURM_STEP_NUM_TASKS": 2}

@@ -270,8 +270,7 @@ class FullDisk(io.FileIO):
 def test_a_disk_that_is_full_leaves_no_half_file(
     name, step, file, tmp_path, monkeypatch, few_digits
 ):
-    """Whichever of the five files it is, also if the start ends before that one gets its place. The
-    next start prepares the data again."""
+    """Of the five; nor does an end before one gets its place. The next start is whole."""
     real, written = getattr(Path, step), []
 
     def in_turn(path, *arguments, **options):
@@ -294,8 +293,7 @@ def test_a_disk_that_is_full_leaves_no_half_file(
 
 
 def test_images_are_drawn_as_a_whole(tmp_path, monkeypatch, capsys):
-    """ImageFolder reads them. A disk that is full leaves nothing, and a second start changes
-    nothing."""
+    """A disk that is full leaves nothing, and a second start changes nothing."""
     draw = functools.partial(prepare_data.draw_images, train=40, test=20)
     monkeypatch.setattr(prepare_data, "draw_images", draw)
     command = ["images", "--data-dir", tmp_path / "pets"]

@@ -76,8 +76,7 @@ def test_whether_a_node_is_left_out(failed, why):
 
 
 def test_the_step_in_which_a_start_failed(tmp_path, monkeypatch):
-    """A heartbeat is up to two seconds old, which are five steps here. No step was seen of rank 2,
-    and rank 3 was just writing."""
+    """A heartbeat is up to two seconds, here five steps, old. Two ranks show none."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     folder = Path("log/7/ranks-0")
@@ -112,8 +111,7 @@ NOT_SAVED += ("train.log", "events.out.tfevents.1")
 
 @pytest.mark.parametrize("file", SAVED + NOT_SAVED)
 def test_what_counts_as_saved(file, tmp_path):
-    """In a folder, or a link to it; and for the job that requeue_failed.sh requeues, or not. The
-    launcher's status stays."""
+    """In a folder or a link to it, and for requeue_failed.sh, which keeps the status."""
     saved = file in SAVED
     (tmp_path / "a folder" / file).parent.mkdir(parents=True)
     (tmp_path / "link").symlink_to("a folder")
@@ -238,8 +236,7 @@ class Launched:
 
 
 def test_a_run_that_saves_starts_as_often_as_it_fails(tmp_path):
-    """Each start on the nodes that are left, with a port and a number of its own. The node that
-    failed twice is left out, now and by later jobs."""
+    """On the nodes that are left, now and in later jobs, with a port of its own."""
     done = Launched(tmp_path, f"{SAVES} if ((start < 6)); then {FAILS} fi")
     assert done.status == 0, done.log
     nodes, addresses, ports, numbers, requeues = zip(*done.starts, strict=True)
@@ -515,6 +512,5 @@ def test_goes_on(place, cluster, tiny, tmp_path):
 
 @pytest.mark.matrix
 def test_goes_on_without_a_frozen_node(cluster, tiny, tmp_path):
-    """By itself, because Slurm waits a minute for its answers, and asks no other node meanwhile.
-    Not the first one: Slurm requeues its job after minutes only."""
+    """By itself: Slurm waits for its answers. The first one is requeued after minutes only."""
     goes_on("node frozen", 1, cluster, tiny, tmp_path)

@@ -49,10 +49,7 @@ environment = ["ALLOWED"]
 
 @dataclass
 class Laptop:
-    """A home folder, a clone of the repository, and a PATH without Slurm's commands.
-
-    `base` is job_base_dir, which the test sees because cluster and laptop are one machine.
-    """
+    """Without Slurm. `base` is job_base_dir: cluster and laptop are one machine here."""
 
     cluster: object
     home: Path
@@ -186,8 +183,7 @@ def written(path: Path, text: str):
 
 
 def one_sentence(done: subprocess.CompletedProcess, *parts: str, status: int = 1) -> str:
-    """The last line on stderr, which must have these parts; there is no traceback, and nothing
-    was submitted."""
+    """The last line on stderr, which must have these parts. Nothing was submitted."""
     assert done.returncode == status, done.stdout + done.stderr
     assert "Traceback" not in done.stderr and "Submitted" not in done.stdout
     last = done.stderr.splitlines()[-1]
@@ -235,8 +231,7 @@ print("ARRIVED", json.dumps(given))
 
 
 def test_what_arrives(laptop):
-    """Arguments, paths, options and named variables, unchanged; new files; nothing else. Only
-    what the job has written comes back."""
+    """All that was named, unchanged; nothing else. What the job has written comes back."""
     script = laptop.clone / "a b; touch pwned/it's $HOME.py"
     script.parent.mkdir()
     script.write_text(ARRIVED)
@@ -341,8 +336,7 @@ def test_what_cannot_be_submitted_leaves_nothing(laptop):
 
 
 def test_fetch_of_a_job_that_still_runs(tmp_path, monkeypatch):
-    """Its log grows while tar reads it, and two names of one file are two files. What tar cannot
-    read is an error."""
+    """Its log grows while tar reads it. What tar cannot read is an error."""
     folder = tmp_path / "job"
     folder.mkdir()
     (folder / ".submission").touch()

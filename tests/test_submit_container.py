@@ -48,8 +48,7 @@ def packed(tmp_path):
 
 
 def test_what_is_pushed_and_what_is_copied(packed):
-    """An image with a registry in its name is pushed, unless the Slurmfile says otherwise; one of
-    Docker Hub is copied."""
+    """Pushed if the name has a registry, or the Slurmfile says so."""
     submit, _ = packed
     dry = [*SUBMIT, "--dry-run", "run_script.sh"]
     for image in ("registry.example.org/me/torch:1", "10.0.0.1:5000/torch"):
@@ -191,8 +190,7 @@ def test_built_copied_and_run(laptop, boxed):  # noqa: F811
 
 @pytest.mark.matrix
 def test_built_by_hand(laptop, boxed, base_image, tiny):  # noqa: F811
-    """`docker build -f Dockerfile -t test .` takes the code, and nothing of what git ignores. A
-    training in it has the torch of the tests."""
+    """`docker build` takes the code, and nothing that git ignores; a training runs in it."""
     clone, image = laptop.clone, f"{base_image}:ours"
     ignored = [".venv/x", "log/x", "checkpoints/7/x", "slurm-jobs/x", "a.out", "a.sqsh"]
     for path in [clone / name for name in [*ignored, "aux/__pycache__/x"]]:

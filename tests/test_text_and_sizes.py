@@ -172,8 +172,7 @@ def test_a_token_that_the_vocabulary_lacks(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_each_window_once_an_epoch(ranks, tmp_path):
-    """On any number of ranks, where an epoch ends within a batch; the next one has other windows,
-    in another order."""
+    """On any number of ranks; the next epoch has other windows, in another order."""
     text = token_files.Text(write_numbers(tmp_path / "text", 1000), 9, batch_size=8, seed=1)
     assert text.per_epoch == 110 and "; an epoch is 13.8 steps" in str(text)
     found = []

@@ -42,8 +42,7 @@ def start(cluster, node: str, arguments: str):
 
 
 def restart(cluster, *changes: str, slurmd: dict[str, str] | None = None):
-    """Slurm's daemons with a changed configuration: expressions of sed, and for each node the
-    arguments of slurmd, in the order in which the nodes are to register."""
+    """Slurm's daemons with changes, by sed, and slurmd's arguments by node, in that order."""
     if changes:
         bash(cluster, CHANGE, *(part for change in changes for part in ("-e", change)))
     for node in NODES:
@@ -76,8 +75,7 @@ def test_gpus_bound_to_sockets(cluster, tmp_path):
 
 
 def test_nodes_that_register_in_another_order(cluster, tmp_path):
-    """Dynamic nodes, of which the second by name was there first: rank 0 is where the batch script
-    runs."""
+    """Dynamic nodes: rank 0 is where the batch script runs."""
     size = '--conf "CPUs=16 RealMemory=64000 Gres=gpu:2"'
     order = {node: f"-Z {size} -N {node}" for node in reversed(NODES)}
     restart(cluster, "s/^NodeName=.*/MaxNodeCount=4/", slurmd=order)
@@ -136,8 +134,7 @@ def test_nodes_that_differ(cluster, tmp_path):
 
 
 def test_order_of_tasks_by_topology(cluster, tmp_path):
-    """A topology plugin of Slurm 26.05 numbers the tasks by blocks, so SLURM_PROCID 0 is not on the
-    first node by name. Our launchers, and a bare srun of check_ranks.py, do not mind."""
+    """Blocks number the tasks, so SLURM_PROCID 0 is not on the first node by name."""
     version = re.search(r" (\d+\.\d+)", cluster.exec("slurmd", "-V").stdout)[1]
     if float(version) < 26:
         pytest.skip(f"Slurm {version} numbers the tasks by the names of the nodes")

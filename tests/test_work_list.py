@@ -66,8 +66,7 @@ def answers(folder: Path) -> list:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_twenty_kills(seed, tmp_path):
-    """At any moment, and each time another process begins beside those that are left, or they are
-    all killed. What is there at the end is the list, in its order."""
+    """At any moment, among others that begin. At the end the list is there, in its order."""
     draw, folder = random.Random(seed), tmp_path / "answers"
     processes = [start(folder, MEAN=0.004) for _ in range(4)]
     kills = 0
@@ -97,8 +96,7 @@ def test_a_slow_process_is_not_a_fault(tmp_path):
 
 
 def test_a_part_that_kills_its_process(tmp_path):
-    """Comes last, though it is early in the list: the second process dies of it when all else is
-    there. So does the third one, and nobody takes the list for complete."""
+    """Comes last, though it is early in the list; and the list is never complete."""
     for answered in (1, 199, 199):
         assert ended(start(tmp_path, 600, POISON=15))[0] == -signal.SIGKILL
         there = {path.name for path in tmp_path.glob("*.jsonl")}
@@ -174,8 +172,7 @@ def recipe(words: str) -> str:
 
 
 def test_the_recipe_that_loses_answers(tmp_path, monkeypatch):
-    """Rank 1 starts when rank 0 has done ten items, and both end well. A kill in the middle of a
-    line leaves a file that no start can read."""
+    """Rank 1 starts later. And a kill leaves half a line, which no start can read."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "answers").mkdir()
     code = compile(recipe('"a"'), PAGE.name, "exec")

@@ -25,8 +25,7 @@ with torch.no_grad():
 
 @pytest.mark.parametrize("lora", [[], ["--lora", 4]], ids=["full", "lora"])
 def test_tuned(lora, packages, qwen, tmp_path):  # noqa: F811
-    """Two ranks learn what one learns, a run goes on with another number of them, and
-    transformers has the model's loss."""
+    """Two ranks learn what one learns, and transformers has the loss of a resumed model."""
     (tmp_path / "text").write_text(TEXT)
     options = ["--model", qwen, "--text", tmp_path / "text", "--batch-size", 8, "--context", 32]
     options += ["--learning-rate", 0.01, "--save-every", 10, *lora]

@@ -85,8 +85,7 @@ print(json.dumps({name: compare(x, Path(sys.argv[1], name)) for name, x in famil
 
 
 def test_equal_to_transformers(packages, tmp_path):
-    """Logits, gradients, a step of AdamW, greedy text with a cache; and the logits of a folder that
-    was in and out again, bit for bit."""
+    """The logits of a folder that was in and out again bit for bit, all else nearly."""
     families = json.loads(python(packages, "-c", COMPARE, tmp_path).splitlines()[-1])
     assert len(families) == 5
     for name, found in families.items():
@@ -150,8 +149,7 @@ ANSWER = "<think></think>It is a number.<|im_end|>\n"
 
 
 def test_fine_tuned_on_conversations(packages, qwen, tmp_path):
-    """On two ranks, from bfloat16 and back. Only answers are learnt, each as the
-    chat template shows it when it is the last."""
+    """Only answers are learnt, each as the chat template shows it when it is the last."""
     lines = []
     for number in range(500):
         messages = []
