@@ -443,18 +443,6 @@ def test_killed_while_it_trains(cluster, data, tmp_path):
 
 
 @pytest.mark.matrix
-def test_stopped_rank(cluster, data, tmp_path):
-    """A rank that makes no progress is named after a minute."""
-    trial = Trial(cluster, *FSDP, data, tmp_path)
-    node = trial.train_a_little()[1]
-    os.kill(trial.rank(node), signal.SIGSTOP)
-    said = rf"^\[Rank 0 on \S+\] no step for 6\d s. First to look at: rank \d on {node} "
-    trial.wait_for(said + r"\(step \d+\), which sends no heartbeat, last seen in$", 90)
-    trial.signal("--signal=KILL")
-    trial.ends()
-
-
-@pytest.mark.matrix
 def test_node_crash(cluster, data, uninterrupted, tmp_path):
     """It trains again on other nodes within 60 s. Node 0 has the batch shell."""
     state = Path(f"/run/slurm-cluster-{cluster.environment['CLUSTER']}")

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-import job_processes
 import work_list
 from conftest import (
     LAUNCHERS,
@@ -214,9 +213,8 @@ def model(clone, tmp_path) -> Path:  # noqa: F811
 
 @pytest.mark.matrix
 def test_prompts_on_the_cluster(clone, model, cluster, tmp_path):  # noqa: F811
-    """The page's block, by torchrun. Then the list twice in one, by spawn and by srun: one job is
-    killed, the other one stopped, requeued and continued. Every answer is there once, in the order
-    of the list, and depends on the line only."""
+    """The page's block, by torchrun. Then the list twice in one, by srun: stopped, requeued and
+    continued. Every answer is there once, in the order of the list."""
     [block] = [text for language, text, _ in steps(PAGE) if "answer_prompts.py" in text]
     counted = bash(block, clone, (NAMESPACES, "exec"), **cluster.environment)
     prompts = (clone / "prompts.txt").read_text().splitlines()
@@ -228,28 +226,17 @@ def test_prompts_on_the_cluster(clone, model, cluster, tmp_path):  # noqa: F811
 
     (tmp_path / "prompts").write_text("\n".join(prompts + prompts) + "\n")
     folder = tmp_path / "answers"
-    script = ["distributed/answer_prompts.py", model, tmp_path / "prompts", folder]
-    script += ["--part", 1, "--length", 20]
-
-    def submit(way: str, *options: object) -> int:
-        options = [f"--output={tmp_path}/{way}", f"--chdir={clone}", *options]
-        options += one_rank_a_node(way)
-        return cluster.submit(*options, LAUNCHERS[way], *script, cwd=clone)
-
-    killed = submit("spawn", "--nodes=1")
-    wait_for(lambda: answers(folder), 120)
-    os.kill([*job_processes.python(killed, "spawn")][-1], signal.SIGKILL)
-    assert cluster.wait(killed).state == "FAILED"
-    count = len(answers(folder))
-    stopped = submit("srun")
-    wait_for(lambda: len(answers(folder)) > count + 10, 120)
-    cluster.exec("scancel", "--signal=TERM", stopped)
-    wait_for(lambda: cluster.show(stopped)["Restarts"] == "1", 60)
-    assert count < len(answers(folder)) < len(prompts) * 2, "there is something to continue"
+    command = [f"--output={tmp_path}/log", f"--chdir={clone}", *one_rank_a_node("srun")]
+    command += [LAUNCHERS["srun"], "distributed/answer_prompts.py", model, tmp_path / "prompts"]
+    number = cluster.submit(*command, folder, "--part", 1, "--length", 20, cwd=clone)
+    wait_for(lambda: len(answers(folder)) > 10, 120)
+    cluster.exec("scancel", "--signal=TERM", number)
+    wait_for(lambda: cluster.show(number)["Restarts"] == "1", 60)
+    assert len(answers(folder)) < len(prompts) * 2, "there is something to continue"
     for begun in folder.glob(".*.begun"):
         begun.unlink()
-    cluster.start_again(stopped, 60)
-    job = cluster.wait(stopped, timeout=240)
+    cluster.start_again(number, 60)
+    job = cluster.wait(number, timeout=240)
     assert job.state == "COMPLETED" and job.log.count("Requeued: it resumes by itself") == 1
     found = answers(folder)
     assert found[: len(prompts)] == expected
