@@ -79,15 +79,6 @@ def test_told_to_stop(cluster, clone):
     assert len(losses(job.log)) == 45
 
 
-def test_time_limit(cluster, clone):
-    number, _ = submit(
-        cluster, clone, "--time=1", "run_script.sh", *SLOWLY[:1], "2", *TRAIN, "--epochs=3"
-    )
-    job = cluster.wait(number, 300)
-    assert job.state == "COMPLETED" and int(cluster.show(number)["Restarts"]) >= 1, job.log
-    assert re.search(r"^Resumed after step [1-9]", job.log, re.M), job.log
-
-
 def test_cancelled(cluster, clone):
     number, log = submit(cluster, clone, "run_script.sh", *SLOWLY, "--epochs=100")
     trains(log)

@@ -225,16 +225,6 @@ def test_a_full_server(cluster, disk, data, uninterrupted, tmp_path):  # noqa: F
     assert_same_losses(first.log + job.log, reference)
 
 
-def test_two_jobs_in_one_folder(cluster, data, tmp_path):  # noqa: F811
-    """The second one is refused, on its own nodes, and the first one does not notice."""
-    first = training(cluster, "srun", data, tmp_path / "first", slow=1)
-    first.wait_for("^epoch=1 step=7/")
-    out = ["--checkpoint-dir", first.out]
-    second = training(cluster, "torchrun", data, tmp_path / "second", *out, slow=0).fails(200)
-    assert "has checkpoints: pass --resume" in second.log, second.log
-    assert first.ends(300).state == "COMPLETED", first.log
-
-
 # --- cgroup v2 ---
 
 GROWS = """

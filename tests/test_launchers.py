@@ -464,19 +464,6 @@ def test_in_salloc(cluster):
     assert ", CPUs 4\n" in done.stdout
 
 
-def test_twice_in_an_allocation(cluster, tiny, tmp_path):
-    """Each run has a folder of its own for its checkpoint."""
-    for name in (*THREE_FILES["srun"], *PLAIN_SCRIPT):
-        copy_file(name, tmp_path)
-    train = f"./{LAUNCHERS['srun']} distributed/train_ddp.py --data-dir {tiny} --epochs 1"
-    size = ["--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1"]
-    done = cluster.exec("salloc", *size, "bash", "-c", f"{train} && {train}", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    [job] = re.findall(r"^salloc: Granted job allocation (\d+)$", done.stderr, re.M)
-    saved = [path.parent.name for path in tmp_path.glob("checkpoints/*/checkpoint.pt")]
-    assert len(saved) == 2 and all(re.match(rf"{job}_\d\d-\d\d-\d\d$", name) for name in saved)
-
-
 def test_sbatch_export(cluster, tmp_path):
     """sbatch's --export is for the batch shell. The ranks get what that one has."""
     job = cluster.sbatch("--export=NONE", f"--output={tmp_path}/log", LAUNCHERS["srun"], VARIABLES)

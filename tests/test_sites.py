@@ -53,19 +53,6 @@ def test_ranks_and_cpus_by_every_option(without_sizes, cluster, tmp_path):
     at_once(scenario, [(index, *case) for index, case in enumerate(SIZES)])
 
 
-def test_exclusive_node_whose_gpus_nobody_asked_for(without_sizes, cluster, tmp_path):
-    """The batch shell counts all eight GPUs. The step gets them, too."""
-
-    def scenario(way):
-        size = ["--nodes=1", "--exclusive", f"--output={tmp_path}/{way}"]
-        job = cluster.sbatch(*size, LAUNCHERS[way], VARIABLES, cwd=without_sizes)
-        assert job.state == "COMPLETED", job.log
-        assert len(job.ranks()) == 8, job.log
-        assert {rank["cuda"] for rank in job.ranks()} == {"0,1,2,3,4,5,6,7"}
-
-    at_once(scenario, [("srun",), ("torchrun",)])
-
-
 def test_a_launcher_in_a_step(cluster):
     """In `srun bash` a launcher shares its resources."""
     commands = f"./{LAUNCHERS['srun']} {VARIABLES}"
