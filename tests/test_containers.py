@@ -123,8 +123,7 @@ def test_a_strangers_script(cluster, site):
 
 def test_what_is_inside(cluster, site):
     """The container's files and not the host's, env.sh's sizes, what is named, every argument."""
-    python = f"{STAND_INS}/python3:/usr/local/bin/python3"
-    clone = site.clone("inside", ENV="OWN,OWN_TOO", MOUNTS=python)
+    clone = site.clone("inside", ENV="OWN,OWN_TOO", MOUNTS=site.torch)
     # run_script.sh's settings are its own. The folder is a login node's, which the node lacks.
     stray = {f"CONTAINER_{name}": "stray" for name in ("NAME", "IMAGE", "MOUNTS", "FOLDER", "ENV")}
     stray |= {"XDG_RUNTIME_DIR": "/proc/user/0", "LEAK": "leak"}
