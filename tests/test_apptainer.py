@@ -37,8 +37,8 @@ def clone(memory, tiny) -> Path:
     options += ["-e", "/usr/bin/scontrol"]
     made = run("mksquashfs", *system, folder / "image.sqsh", *options)
     assert made.returncode == 0, made.stderr
-    site = Site(folder, folder, folder / "image.sqsh", "")
-    clone = documented("apptainer exec", site.clone("clone", MOUNTS=f"{VENV},{sys.base_prefix}"))
+    site = Site(folder, folder / "image.sqsh", f"{VENV},{sys.base_prefix}")
+    clone = documented("apptainer exec", site.clone("clone"))
     shutil.copytree(tiny, clone / "data/mnist")
     return clone
 

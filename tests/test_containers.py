@@ -36,10 +36,9 @@ PACKAGES = "base-files bash coreutils dash libstdc++6 python3"
 
 @dataclass
 class Site:
-    """A folder for stand-ins and images, and what containers are made of."""
+    """A folder for images, one of them, and what is mounted: a Python with torch."""
 
     folder: Path
-    root: Path
     image: Path
     torch: str
 
@@ -52,7 +51,7 @@ class Site:
         """A copy of the repository with the settings edited in run_script.sh, as a user would."""
         clone = copy_of_repository(self.folder / name)
         text = (clone / "run_script.sh").read_text()
-        for setting, value in ({"IMAGE": self.image} | settings).items():
+        for setting, value in ({"IMAGE": self.image, "MOUNTS": self.torch} | settings).items():
             line = rf"^export CONTAINER_{setting}=\S*"
             text, count = re.subn(line, f"export CONTAINER_{setting}={value}", text, flags=re.M)
             assert count == 1
@@ -68,8 +67,8 @@ def site(memory):
     folder = memory / "site"
     (folder / "registry").mkdir(parents=True)
     torch = f"{sysconfig.get_path('purelib')}:{DIST_PACKAGES}"
-    site = Site(folder, small_debian(folder / "root"), folder / "image.sqsh", torch)
-    make_image(site.root, site.image, "first")
+    site = Site(folder, folder / "image.sqsh", torch)
+    make_image(small_debian(folder / "root"), site.image)
     # The default of import_image.sh.
     (folder / "registry/nvcr.io+nvidia+pytorch:26.09-py3").symlink_to(site.image)
     return site
@@ -94,10 +93,10 @@ def small_debian(root: Path) -> Path:
     return root
 
 
-def make_image(root: Path, image: Path, name: str):
+def make_image(root: Path, image: Path):
     """As `enroot import` does: with /etc/environment, and an /etc/rc that runs the command."""
     files = {
-        "etc/which-image": name,
+        "etc/which-image": "first",
         "etc/environment": r"PYTORCH_VERSION=2.4.0\nPATH=/usr/local/bin:/usr/bin:/bin\n",
         "etc/rc": r'cd /var && exec "$@"\n',
     }
@@ -115,7 +114,7 @@ def submit(cluster: Cluster, site: Site, clone: Path, *command: object, **env) -
 
 def test_a_strangers_script(cluster, site):
     """Ten lines of torch that read RANK, LOCAL_RANK and the like."""
-    clone = site.clone("stranger", MOUNTS=site.torch)
+    clone = site.clone("stranger")
     job = cluster.wait(submit(cluster, site, clone, "tests/scripts/stranger.py"))
     found = re.findall(r"^rank (\d) of 2, local rank 0: the sum is 1$", job.log, re.M)
     assert job.state == "COMPLETED" and sorted(found) == ["0", "1"], job.log
@@ -123,7 +122,7 @@ def test_a_strangers_script(cluster, site):
 
 def test_what_is_inside(cluster, site):
     """The container's files and not the host's, env.sh's sizes, what is named, every argument."""
-    clone = site.clone("inside", ENV="OWN,OWN_TOO", MOUNTS=site.torch)
+    clone = site.clone("inside", ENV="OWN,OWN_TOO")
     # run_script.sh's settings are its own. The folder is a login node's, which the node lacks.
     stray = {f"CONTAINER_{name}": "stray" for name in ("NAME", "IMAGE", "MOUNTS", "FOLDER", "ENV")}
     stray |= {"XDG_RUNTIME_DIR": "/proc/user/0", "LEAK": "leak"}
@@ -160,7 +159,7 @@ def test_chapter_has_the_losses_of_torchrun(cluster, site, tiny, tmp_path):
     [(language, commands, shown)] = steps(REPOSITORY / "docs/containers.md")
     assert commands.count("train_ddp.py --epochs 1") == 1
     commands = commands.replace("train_ddp.py --epochs 1", "train_ddp.py --epochs 1 --log-every 1")
-    clone = site.clone("documented", IMAGE="$PWD/pytorch.sqsh", MOUNTS=site.torch)
+    clone = site.clone("documented", IMAGE="$PWD/pytorch.sqsh")
     shutil.copytree(tiny, clone / "data/mnist")
     train = ["distributed/train_ddp.py", "--epochs", 1, "--log-every", 1]
     other = cluster.submit(f"--output={tmp_path}/log", LAUNCHERS["torchrun"], *train, cwd=clone)
