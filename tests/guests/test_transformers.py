@@ -176,26 +176,14 @@ def test_fine_tuned_on_conversations(packages, qwen, tmp_path):
     assert eval(answer).startswith(ANSWER.removesuffix("\n")), answer
 
 
-def test_a_hugging_face_tokenizer(packages, tmp_path):
-    """Made for this text: shorter than its characters. sample.py needs it, and says so."""
-    lines = "".join(f"{i} is less than {i + 1}.\n" for i in range(2000))
-    (tmp_path / "input.txt").write_text(lines)
-    make = f"""
-from tokenizers import Tokenizer, models, pre_tokenizers, decoders, trainers
-made = Tokenizer(models.BPE())
-made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-made.decoder = decoders.ByteLevel()
-trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"],
-    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-made.train(["{tmp_path}/input.txt"], trainer)
-made.save("{tmp_path}/tokenizer.json")
-"""
-    python(packages, "-c", make)
-    file, data = tmp_path / "tokenizer.json", ["--data-dir", tmp_path / "data"]
+def test_a_hugging_face_tokenizer(packages, qwen, tmp_path):
+    """sample.py needs it, and says so."""
+    (tmp_path / "input.txt").write_text(
+        "".join(f"{i} is less than {i + 1}.\n" for i in range(2000))
+    )
+    file, data = qwen / "tokenizer.json", ["--data-dir", tmp_path / "data"]
     command = ["aux/prepare_data.py", "text", *data, "--input", tmp_path / "input.txt"]
-    said = python(packages, *command, "--tokenizer", file)
-    assert int(said.split()[0].replace(",", "")) < len(lines) / 2
-
+    python(packages, *command, "--tokenizer", file)
     flags = [*FLAGS.split(), *data, "--steps", 3, "--checkpoint-dir", tmp_path / "run"]
     python(packages, "distributed/train_fsdp.py", *flags)
     sample = ["distributed/sample.py", tmp_path / "run"]
