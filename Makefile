@@ -48,7 +48,7 @@ docker-cluster-down:  ## stop that cluster and leave nothing behind but the imag
 test: .venv/tests slurm docker sshd  ## install what the tests need (root: Slurm, Docker, sshd), and run them
 	.venv/bin/python -m pytest tests --numprocesses 2 $(ARGS)
 
-test-all: .venv/tests .venv-guests/ready slurm docker sshd podman accounting  ## what make test leaves out, such as the whole failure matrix, and the oldest and the newest torch: an hour
+test-all: .venv/tests .venv-guests/ready slurm docker sshd accounting  ## what make test leaves out, such as the whole failure matrix, and the oldest and the newest torch: an hour
 	.venv/bin/python -m pytest tests -m matrix --numprocesses 2 $(ARGS)
 	.venv/bin/python -m pytest tests/test_gpu.py -m gpu --device cpu --numprocesses 2 --dist load
 	$(MAKE) test-torch TORCH="$(sort $(firstword $(TORCH)) $(lastword $(TORCH)))"
@@ -103,7 +103,7 @@ gpu-report: $(VENV:=/ready)  ## a quarter of an hour on one GPU ends in one page
 lint: .venv/tests  ## ruff and shellcheck
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	shellcheck --external-sources $$(git ls-files '*.sh' tests/stand-ins ':!tests/stand-ins/python3') .ci/run
+	shellcheck --external-sources $$(git ls-files '*.sh' tests/stand-ins) .ci/run
 
 docs: .venv-docs/ready  ## README and docs/ as a site to read offline: open site/index.html
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --site-dir $(abspath $(SITE))
@@ -152,7 +152,7 @@ install = missing=; for tool in $(1); do \
 	    PATH=$$PATH:/usr/sbin:/usr/local/sbin type -P $${tool%%:*} >/dev/null || missing+=" $${tool\#\#*:}"; done; \
 	[[ -z $$missing ]] || ./dev/install.sh $$missing
 
-.PHONY: slurm docker sshd podman accounting kernels
+.PHONY: slurm docker sshd accounting kernels
 slurm:
 	@$(call install,slurmctld:slurm-wlm munged:munge ip:iproute2 shellcheck:shellcheck pgrep:procps mksquashfs:squashfs-tools)
 # Only for the tests: `make cluster` must not leave an engine or an SSH server on somebody's machine.
@@ -160,8 +160,6 @@ docker:
 	@$(call install,dockerd:docker.io docker-compose:docker-compose debootstrap:debootstrap iptables-save:iptables)
 sshd:
 	@$(call install,sshd:openssh-server curl:curl)
-podman:
-	@$(call install,podman:podman)
 kernels:
 	@$(call install,linux.uml:user-mode-linux ganesha.nfsd:nfs-ganesha-vfs mount.nfs4:nfs-common \
 	    modprobe:kmod sshd:openssh-server ssh:openssh-client)

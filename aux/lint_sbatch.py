@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Find the mistakes in job scripts that cost a night: python aux/lint_sbatch.py my_job.sh
 
-Each finding is a line, `FILE:LINE: mistake, reason: fix`, or with --format=github an annotation for
-GitHub Actions. The exit status is 1 if there are any, 0 if there are none, and 2 if a file cannot
-be read. Run it where you run sbatch, because it also looks for the log's folder, and for Slurm's
-version by `sbatch --version`, the only command that it runs. A file that mentions neither #SBATCH
-nor srun nor Slurm's variables is not a job script, and has no findings.
+Each finding is a line, `FILE:LINE: mistake, reason: fix`. The exit status is 1 if there are any, 0
+if there are none, and 2 if a file cannot be read. Run it where you run sbatch, because it also
+looks for the log's folder, and for Slurm's version by `sbatch --version`, the only command that it
+runs. A file that mentions neither #SBATCH nor srun nor Slurm's variables is not a job script, and
+has no findings.
 """
 
 import argparse
@@ -576,18 +576,10 @@ CHECKS += [order_of_tasks, restarts, devices]
 CHECKS += [cpus_for_gpus, addresses, exit_status, srun_options, traps, signals, shell_in_between]
 
 
-def github(path: str, line: int, sentence: str) -> str:
-    """GitHub Actions turns such a line into an annotation beside the script's line."""
-    escapes = {"%": "%25", "\r": "%0D", "\n": "%0A"}
-    file = path.translate(str.maketrans(escapes | {":": "%3A", ",": "%2C"}))
-    return f"::error file={file},line={line}::{sentence.translate(str.maketrans(escapes))}"
-
-
 def main(arguments: list[str] | None = None) -> int:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("files", nargs="+", metavar="FILE")
-    parser.add_argument("--format", choices=["text", "github"], default="text")
     args = parser.parse_args(arguments)
     status = 0
     for path in args.files:
@@ -600,8 +592,7 @@ def main(arguments: list[str] | None = None) -> int:
         checks = CHECKS if script.is_job else []
         findings = {each for check in checks for each in check(script)}
         for line, sentence in sorted(findings):
-            text = f"{path}:{line}: {sentence}"
-            print(text if args.format == "text" else github(path, line, sentence))
+            print(f"{path}:{line}: {sentence}")
             status = status or 1
     return status
 

@@ -1,12 +1,11 @@
 """What the tests share: a real Slurm cluster in network namespaces, jobs on it, small data in
 MNIST's own format."""
 
-import atexit
 import contextlib
 import fcntl
-import functools
 import getpass
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -16,7 +15,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -26,7 +24,8 @@ from pathlib import Path
 
 import pytest
 
-import chaos
+import forks
+import job_processes
 import record
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -41,6 +40,7 @@ LAUNCHERS = {
     "torchrun": "launch_slurm_with_torchrun.sh",
     "spawn": "launch_slurm_with_mp.sh",
 }
+ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED", "OUT_OF_MEMORY", "PREEMPTED")
 sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux", "dev")]
 
 
@@ -51,8 +51,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
-    """Two that take minutes first: as the last ones they would leave the other process without
-    work."""
+    """Two that take minutes first, so that both processes end at the same time."""
     items.sort(key=lambda item: item.path.name not in ("test_submit.py", "test_spare.py"))
 
 
@@ -95,8 +94,7 @@ def one_rank_a_node(way: str) -> list[str]:
 
 
 def environment(**values: object) -> dict[str, str]:
-    """This process's environment without what would lead a launcher astray, the virtual
-    environment first in PATH."""
+    """This process's environment, less what would lead a launcher astray; .venv first in PATH."""
     stray = ("SLURM", "SBATCH", "MASTER_", "NPROC", "NNODES", "OMP_", "RANK", "WORLD", "LOCAL_")
     stray += ("TRAIN_", "VIRTUAL_ENV", "ARGS", "MAKE")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(stray)}
@@ -114,8 +112,7 @@ def stand_ins(folder: Path, programs: dict[str, str]) -> Path:
 
 
 def run(*command: object, timeout: float = 120, **options) -> subprocess.CompletedProcess:
-    """A command in the repository, its output as text; ended with everything it started when the
-    time is up."""
+    """A command in the repository; ended with everything it started when the time is up."""
     name, value = "STARTED_BY_RUN", str(uuid.uuid4())
     env = options.pop("env", None) or environment(OMP_NUM_THREADS=1)
     options = {"cwd": REPOSITORY, "stdin": subprocess.DEVNULL, "text": True} | options
@@ -133,7 +130,7 @@ def run(*command: object, timeout: float = 120, **options) -> subprocess.Complet
 
 def kill(mark: str) -> bool:
     """Kills all processes that have this variable. Returns whether there were any."""
-    found = [process for process, _ in chaos.processes_with(mark)]
+    found = [process for process, _ in job_processes.having(mark)]
     for process in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
@@ -148,86 +145,56 @@ def wait_for(condition: Callable[[], object], seconds: float = 90):
         time.sleep(0.1)
 
 
-FORKS = threading.Lock()  # tests have threads
-
-
-@functools.cache
-def forks() -> str:
-    """The socket of tests/forks.py, which is started once and ends with this process."""
-    folder = tempfile.mkdtemp(prefix="forks-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    path = f"{folder}/socket"
-    command = [sys.executable, REPOSITORY / "tests/forks.py", path, str(os.getpid())]
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "start_new_session": True}
-    server = subprocess.Popen(command, env=environment(OMP_NUM_THREADS=1), **quiet)
-    wait_for(lambda: os.path.exists(path) or server.poll() is not None, 120)
-    assert server.poll() is None, "tests/forks.py has ended"
-    return path
+# Its server starts, and imports torch, with the first process.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(forks.MODULES.split())
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def ranks(
     count: int, *command: object, cwd: Path = REPOSITORY, timeout: float = 120, **variables: object
 ) -> subprocess.CompletedProcess:
     """A Python script on so many ranks of this machine, or, with 0, without the variables of a
-    rank; one thread each."""
+    rank; one thread each. If one fails, the others have three seconds for their last words."""
     env = environment(OMP_NUM_THREADS=1, **variables)
     if count:
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         env |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)] or [{}]
-    words = [str(part) for part in command]
-    asked = {"command": words, "cwd": str(cwd), "environments": [env | place for place in places]}
-    asked["timeout"] = timeout
-    with FORKS:
-        path = forks()
+    words, started, failed = [str(part) for part in command], [], None
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("out", "err"):
-            asked[name] = f"{folder}/{name}"
-            Path(asked[name]).touch()
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(timeout + 30)
-            connection.connect(path)
-            connection.sendall(json.dumps(asked).encode() + b"\n")
-            status = connection.makefile().readline()
-        out, err = (Path(asked[name]).read_text() for name in ("out", "err"))
-    if not status:
+        files = [f"{folder}/out", f"{folder}/err"]
+        for file in files:
+            Path(file).touch()
+        try:
+            for place in places:
+                arguments = (words, str(cwd), env | place, *files)
+                started.append(FORKS.Process(target=forks.become, args=arguments))
+                started[-1].start()
+            deadline = time.monotonic() + timeout
+            while None in [process.exitcode for process in started]:
+                if failed is None and (codes := [x.exitcode for x in started if x.exitcode]):
+                    failed, deadline = codes[0], min(deadline, time.monotonic() + 3)
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
+            statuses = [process.exitcode for process in started]
+        finally:
+            for process in started:  # also the workers of those that have ended
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()  # it may have no group yet
+                process.join()
+        out, err = (Path(file).read_text() for file in files)
+    if failed is None and None in statuses:
         raise subprocess.TimeoutExpired(words, timeout, out, err)
-    return subprocess.CompletedProcess(words, int(status), out, err)
-
-
-MATRIX: list[tuple] = []
-
-
-def note(way: str, script: str, state: str, status: int, restarts: object, seconds: float):
-    """A row of the table at the end: the fault is the running test."""
-    fault = os.environ["PYTEST_CURRENT_TEST"].split("::test_")[1].rpartition(" (")[0]
-    MATRIX.append(
-        (fault.replace("_", " "), way, script, state, status, restarts, f"{seconds:.0f} s")
-    )
-
-
-def pytest_sessionfinish(session):
-    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist's: the first one prints
-        session.config.workeroutput["matrix"] = MATRIX
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node, error):
-    MATRIX.extend(node.workeroutput["matrix"] if not error else ())
-
-
-def pytest_terminal_summary(terminalreporter):
-    if MATRIX:
-        terminalreporter.section("failure matrix")
-        heads = ("fault", "launcher", "script", "state", "status", "restarts", "fault to end")
-        for row in (heads, ("---",) * len(heads), *MATRIX):
-            terminalreporter.write_line("| " + " | ".join(str(cell) for cell in row) + " |")
+    status = failed or next((status for status in statuses if status), 0)
+    return subprocess.CompletedProcess(words, status, out, err)
 
 
 @dataclass
 class Job:
-    """A job that has ended: Slurm's state, the exit status, the log, and the seconds from its
-    start to its end."""
+    """A job that has ended: Slurm's state, the exit status, the log, and how long it ran."""
 
     id: int
     state: str
@@ -289,7 +256,7 @@ class Cluster:
             shown = self.show(job)
             log = Path(shown["StdOut"])
             text = log.read_text() if log.exists() else ""
-            if shown["JobState"] in chaos.ENDED:
+            if shown["JobState"] in ENDED:
                 break
             if time.monotonic() > deadline:
                 self.exec("scancel", job)
@@ -298,6 +265,11 @@ class Cluster:
         status, signal = map(int, shown["ExitCode"].split(":"))
         seconds = [int(x) for x in re.split("[-:]", shown["RunTime"])]
         return Job(job, shown["JobState"], status or signal, text, seconds[-1] + 60 * seconds[-2])
+
+    def start_again(self, job: int, timeout: float = 90):
+        """Waits until it is back in the queue, and starts it at once."""
+        wait_for(lambda: self.show(job)["JobState"] == "PENDING", timeout)
+        self.exec("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def sbatch(self, *command: object, timeout: float = 120, **options) -> Job:
         """submit, and wait."""
@@ -312,13 +284,12 @@ class Cluster:
             nodes = self.exec("sinfo", "--noheader", "--Node", "--format=%N").stdout.split()
             found = [self.exec("bash", "-c", look, node=node).stdout for node in nodes]
             return "".join(found).split()
-        return [f"{process} {command}" for process, command in chaos.all_processes(job)]
+        return [f"{process} {command}" for process, command in job_processes.of(job)]
 
 
 @contextlib.contextmanager
 def mounted_in_memory(folder: Path, size: str):
-    """A file system that all nodes of clusters see that start later. Its files are gone in a
-    moment."""
+    """A file system, which clusters that start later see on all nodes."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
     try:
         yield folder

@@ -37,8 +37,8 @@ def clone(memory, tiny) -> Path:
     options += ["-e", "/usr/bin/scontrol"]
     made = run("mksquashfs", *system, folder / "image.sqsh", *options)
     assert made.returncode == 0, made.stderr
-    site = Site(folder, folder, folder / "image.sqsh", "")
-    clone = documented("Apptainer", site.clone("clone", mounts=f"{VENV},{sys.base_prefix}"))
+    site = Site(folder, folder / "image.sqsh", f"{VENV},{sys.base_prefix}")
+    clone = documented("apptainer exec", site.clone("clone"))
     shutil.copytree(tiny, clone / "data/mnist")
     return clone
 
@@ -77,15 +77,6 @@ def test_told_to_stop(cluster, clone):
     [step] = re.findall(r"^Stopped after step (\d+), saved$", job.log, re.M)
     assert f"Resumed after step {step}\n" in job.log
     assert len(losses(job.log)) == 45
-
-
-def test_time_limit(cluster, clone):
-    number, _ = submit(
-        cluster, clone, "--time=1", "run_script.sh", *SLOWLY[:1], "2", *TRAIN, "--epochs=3"
-    )
-    job = cluster.wait(number, 300)
-    assert job.state == "COMPLETED" and int(cluster.show(number)["Restarts"]) >= 1, job.log
-    assert re.search(r"^Resumed after step [1-9]", job.log, re.M), job.log
 
 
 def test_cancelled(cluster, clone):

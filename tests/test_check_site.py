@@ -17,10 +17,8 @@ from test_python_versions import violations
 CHECK = "aux/check_site.py"
 CONFIG = """Configuration data as of 2026-11-27T00:00:00
 AccountingStorageType   = accounting_storage/slurmdbd
-AuthInfo                = (null)
 ClusterName             = campus
 DefMemPerCPU            = 2000
-DefMemPerNode           = UNLIMITED
 JobRequeue              = 0
 JobSubmitPlugins        = lua
 KillWait                = 30 sec
@@ -57,8 +55,7 @@ def site_of(*partitions: str, config: str = CONFIG, nodes: str = NODES, accounts
 
 
 def test_a_campus_cluster(capsys, monkeypatch):
-    for name in ("SLURM_CONF", "SBATCH_ACCOUNT"):
-        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "x")
     site = site_of(CPU, GPU, DEBUG, PRIVATE, CLOSED)
     check_site.print_partitions(site)
     rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
@@ -81,40 +78,29 @@ def test_a_campus_cluster(capsys, monkeypatch):
     one = {"gpus-per-node": "1", "cpus-per-task": "12", "mem": "125000M"}
     assert site.options(gpu, False, True) == site.options(gpu, False, False) == whole | one
     assert site.options(site.choose("debug"), True, False)["time"] == "00:20:00"
-    cpu = site.options(site.choose("cpu"), True, False)
-    assert cpu["gpus-per-node"] == "0" and cpu["ntasks-per-node"] == "16"
-    assert cpu["cpus-per-task"] == "2" and "partition" not in cpu
-
-    said = {source: sentence for sentence, source in check_site.facts(site, gpu)}
-    assert said["MaxTime"] == "a job may run for 2-00:00:00"
-    assert said["DefaultTime"] == "without --time it gets 01:00:00"
-    assert "depends on its QOS: sacctmgr show qos" in said["PreemptType"]
-    assert said["cred_expire in AuthInfo"] == "a requeued job waits for 120 s"
-    assert "only requeued with" in said["JobRequeue"] and "mine" in said["sacctmgr"]
-    default = [s for s, source in check_site.facts(site, gpu) if source == "DefMemPerCPU"]
-    assert default[0] == "without --mem a job gets 2000 MB for each CPU", default
-    own = site.choose("gpu") | {"DefMemPerNode": "64000"}
-    memory = [s for s, source in check_site.facts(site, own) if source.startswith("DefMem")]
-    assert memory == ["without --mem a job gets 64000 MB for each node",
-                      "with all CPUs of a node that is 8000 MB for each GPU, and a rank can need "
-                      "16000: use --mem"]  # fmt: skip
-    strange = dict(check_site.unusual(site, gpu))
-    assert {what.split(" (")[0] for what in strange} == {
-        "different nodes in one partition",
-        "MpiDefault=pmix",
-        "JobSubmitPlugins=lua",
-        "TopologyPlugin=topology/tree",
-        "in this shell: SBATCH_ACCOUNT",
-        "the name a1 is unknown here",
-    }
+    cpu = {"gpus-per-node": "0", "ntasks-per-node": "16", "cpus-per-task": "2", "mem": "0"}
+    assert site.options(site.choose("cpu"), True, False) == cpu
+    strange = {what.split(" (")[0] for what, _ in check_site.unusual(site, gpu)}
+    assert strange == {"different nodes in one partition", "MpiDefault=pmix",
+                       "JobSubmitPlugins=lua", "TopologyPlugin=topology/tree",
+                       "in this shell: SBATCH_ACCOUNT", "the name a1 is unknown here"}  # fmt: skip
 
 
 PRIORITY = "preempt/qos>preempt/partition_prio"
 CANCEL = f"{PRIORITY} PreemptMode=REQUEUE>PreemptMode=CANCEL"
 OTHER = "gpu:a100:4>tesla:4 gpu:h100:8>tesla:4"
+NO_MEMORY = "with all CPUs of a node that is 8000 MB for each GPU, and a rank can need 16000"
 # What is different from the cluster above, and what a line then says, or with ! does not say
 CHANGES = [
-    ("", "PreemptType: whether and how a job is preempted depends on its QOS"),
+    ("", "MaxTime: a job may run for 2-00:00:00"),
+    ("", "DefaultTime: without --time it gets 01:00:00"),
+    ("", "cred_expire in AuthInfo: a requeued job waits for 120 s"),
+    ("", "only requeued with"),
+    ("", "your accounts: mine"),
+    ("", "DefMemPerCPU: without --mem a job gets 2000 MB for each CPU"),
+    ("DefMemPerNode=UNLIMITED>DefMemPerNode=64000", "a job gets 64000 MB for each node"),
+    ("DefMemPerNode=UNLIMITED>DefMemPerNode=64000", NO_MEMORY),
+    ("", "PreemptType: whether and how a job is preempted depends on its QOS: sacctmgr show qos"),
     (PRIORITY, "PreemptMode=REQUEUE: a preempted job has 30 sec for its checkpoint"),
     (f"{PRIORITY} GraceTime=0>GraceTime=60", "a preempted job has 60 s for its checkpoint"),
     # Whatever the header's --requeue says
@@ -167,39 +153,35 @@ def test_the_torch_for_a_driver(driver):
 
 # --- known sites ---
 
-# What Slurm says there, as far as check_site.py reads it: ClusterName, the file in sites/,
-# the partition, and of a node CPUs, threads of a core, GRES and MB. Only `soperator` is a recorded
-# node (of 2026-01-14, in a public report on Nebius' Slurm on Kubernetes, by a user). The others are
-# composed from the documents that sites/NAME.sh names. Some sizes of memory are placeholders.
-SITES = """
-soperator   None            main           128 2 gpu:nvidia_h100_80gb_hbm3:8(S:0-1) 1570840
-lumi        lumi.sh         small-g        112 2 gpu:mi250:8  491520
-frontier    frontier.sh     batch          112 2 gpu:8        512000
-perlmutter  perlmutter.sh   gpu_ss11       128 2 gpu:a100:4   256000
-clariden    alps.sh         normal         288 1 gpu:4        460000
-isambard-ai isambard.sh     workq          288 1 gpu:gh200:4  460000
-jupiter     jupiter.sh      booster        288 1 gpu:gh200:4  460000
-juwels      juwels.sh       booster         96 2 gpu:4        512000
-leonardo    leonardo.sh     boost_usr_prod  32 1 gpu:a100:4   494000
-mn5         marenostrum5.sh acc            160 2 gpu:4        512000
-snellius    snellius.sh     gpu_h100        64 1 gpu:h100:4   720000
-jean-zay    jean-zay.sh     gpu_p13         80 2 gpu:4        160000
-"""
-NODE = "NodeName=n1 Arch=x86_64 CPUAlloc=0 CPUEfctv={0} CPUTot={0} CPULoad=0.67 Gres={2} "
-NODE += "NodeAddr=10.5.170.103 NodeHostName=n1 Version=24.11.5 RealMemory={3} AllocMem=0 Sockets=2 "
-NODE += "State=IDLE+DYNAMIC_NORM ThreadsPerCore={1} Partitions={4},background "
-NODE += "CfgTRES=cpu={0},mem={3}M,billing={0},gres/gpu=8"
+# By ClusterName
+KNOWN = "lumi frontier perlmutter clariden:alps isambard-ai:isambard jupiter juwels leonardo "
+KNOWN += "mn5:marenostrum5 snellius jean-zay Clariden:alps campus: soperator:"
 
 
-@pytest.mark.parametrize("line", SITES.split("\n")[1:-1], ids=lambda line: line.split()[0])
-def test_a_known_site(line, tmp_path, monkeypatch):
-    """Its file by the cluster's name; its lines, and those for a site that counts cores, where
-    sbatch refuses a CPU for each thread."""
-    name, file, partition, *node = line.split()
-    cpus, threads, gpus = int(node[0]), int(node[1]), int(re.search(r":(\d)(\(|$)", node[2])[1])
-    known = check_site.known_site(name)
-    assert (known.name if known else "None") == file
-    site = site_of(GPU.replace("=gpu ", f"={partition} "), nodes=NODE.format(*node, partition))
+def test_the_file_of_a_known_site():
+    for name, file in (pair.split(":") if ":" in pair else (pair, pair) for pair in KNOWN.split()):
+        known = check_site.known_site(name)
+        assert (known.stem if known else "") == file
+
+
+# Of a node, as Slurm says it on Nebius' cluster, LUMI, Jupiter and JUWELS: CPUs, threads of a core
+# and GRES
+SHAPES = [
+    (128, 2, "gpu:nvidia_h100_80gb_hbm3:8(S:0-1)"),
+    (112, 2, "gpu:mi250:8"),
+    (288, 1, "gpu:gh200:4"),
+    (96, 2, "gpu:4"),
+]
+
+
+@pytest.mark.parametrize(("cpus", "threads", "gres"), SHAPES)
+def test_a_node_of_a_known_site(cpus, threads, gres, tmp_path, monkeypatch):
+    """Its lines, also where sbatch refuses a CPU for each thread, because it counts cores."""
+    gpus = int(re.search(r":(\d)(\(|$)", gres)[1])
+    node = f"NodeName=n1 Arch=x86_64 CPUEfctv={cpus} CPUTot={cpus} Gres={gres} NodeAddr=10.5.1.3 "
+    node += f"RealMemory=460000 State=IDLE+DYNAMIC_NORM ThreadsPerCore={threads} "
+    node += f"Partitions=gpu,background CfgTRES=cpu={cpus},mem=460000M,gres/gpu=8"
+    site = site_of(GPU, nodes=node)
     partition = site.choose(None)
     for limit in (cpus, cpus // threads):
         takes = f'[[ "$*" =~ cpus-per-task=([0-9]+) ]] && ((BASH_REMATCH[1] <= {limit}))'
@@ -266,13 +248,12 @@ def test_site_sh_of_a_known_site(tmp_path, monkeypatch):
     assert said.endswith("environment of this shell, and sites/alps.sh: look at it")
     written = (tmp_path / "site.sh").read_text()
     assert written.endswith((REPOSITORY / "sites/alps.sh").read_text()) and "ib0" not in written
-    assert check_site.known_site("campus") is None
 
 
-def test_two_types_in_a_node():
-    node = NODES.splitlines()[0].replace("gpu:a100:4", "gpu:a100:2,gpu:v100:2")
-    site = site_of(GPU, nodes=node)
-    assert site.shapes(site.choose(None))[0][0].named_gpus() == "2 a100, 2 v100"
+def first_shape(old: str, new: str):
+    """Of a cluster with one node: its shape, how many there are, and how many are up."""
+    site = site_of(GPU, nodes=NODES.splitlines()[0].replace(old, new))
+    return site.shapes(site.choose(None))[0]
 
 
 UNUSABLE = "DOWN DRAIN DRAINED DRAINING ERROR FAIL FAILING FUTURE INVALID_REG IDLE+MAINT IDLE* "
@@ -280,13 +261,11 @@ UNUSABLE += "IDLE+NOT_RESPONDING MIXED*+DRAIN UNKNOWN"
 USABLE = "IDLE MIXED ALLOCATED+COMPLETING IDLE+CLOUD+POWERED_DOWN"
 
 
-def test_states_of_nodes():
-    def usable(state: str) -> int:
-        site = site_of(GPU, nodes=NODES.splitlines()[0].replace("IDLE", state))
-        return site.shapes(site.choose(None))[0][2]
-
-    assert [state for state in UNUSABLE.split() if usable(state)] == []
-    assert [state for state in USABLE.split() if not usable(state)] == []
+def test_states_and_types():
+    assert [state for state in UNUSABLE.split() if first_shape("IDLE", state)[2]] == []
+    assert [state for state in USABLE.split() if not first_shape("IDLE", state)[2]] == []
+    two = first_shape("gpu:a100:4", "gpu:a100:2,gpu:v100:2")[0]
+    assert two.named_gpus() == "2 a100, 2 v100"
 
 
 def test_the_lines_are_for_nodes_that_are_up():
@@ -324,7 +303,8 @@ def test_file_systems(tmp_path, monkeypatch):
 def test_three_hundred_partitions(capsys):
     many = [GPU.replace("=gpu ", f"=gpu{number} ") for number in range(300)]
     names = ",".join(f"gpu{number}" for number in range(300))
-    check_site.print_partitions(site_of(*many, nodes=NODES.replace("=gpu,", f"={names},")))
+    nodes = NODES.replace("=gpu,", f"={names},")
+    check_site.print_partitions(site_of(*many, nodes=nodes))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 22 and lines[-1] == "... and 580 more rows"
 
@@ -394,8 +374,7 @@ def test_site_sh_has_what_this_shell_has(variables, expected, tmp_path, monkeypa
 
 
 def test_every_line_of_site_sh_can_be_used(tmp_path, monkeypatch):
-    """As env.sh sources it, also the commented lines, and even if a site's profile reads a variable
-    that is not set."""
+    """Also the commented ones, and though a profile reads a variable that is not set."""
     (tmp_path / "profile").write_text('module() { echo "$@"; }\nfalse\necho $UNSET >/dev/null\n')
     for modules in ("", "gcc/12"):
         monkeypatch.setenv("LOADEDMODULES", modules)

@@ -37,8 +37,7 @@ def whole(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_strangers_script(tmp_path):
-    """Five lines: stopped after step 4 and resumed, it has the weights and moments of one that was
-    not stopped, bit for bit."""
+    """Five lines: stopped after step 4 and resumed, it ends with the same bits."""
     script = GUEST
     for before, after in LINES.items():
         assert script.count(before) == 1

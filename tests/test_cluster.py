@@ -15,11 +15,12 @@ import pytest
 from conftest import LAUNCHERS, NAMESPACES, Cluster, environment, run, wait_for
 from test_launchers import VARIABLES, assert_five_variables
 
+DOWN = ["scontrol", "update", "NodeName=node-2", "State=DOWN", "Reason=test"]
+
 
 @pytest.fixture(scope="module")
 def small():
-    """Two nodes with two CPUs each, so that Slurm can bind tasks to them, and one GPU. The last
-    test crashes it."""
+    """Nodes with two CPUs, to which Slurm can bind tasks, and a GPU. The last test crashes it."""
     cluster = Cluster(f"small-{os.getpid()}", nodes=2, cpus=2, gpus=1)
     yield cluster
     cluster.down()
@@ -63,8 +64,7 @@ def test_what_never_fits_is_refused_at_once(small, tmp_path):
         refused = small.exec("sbatch", *command, timeout=10)
         said = "sbatch: error: Batch job submission failed: "
         assert refused.returncode != 0 and said in refused.stderr, refused
-    down = ["scontrol", "update", "NodeName=node-2", "State=DOWN", "Reason=test"]
-    assert small.exec(*down).returncode == 0
+    assert small.exec(*DOWN).returncode == 0
     job = small.submit("--nodes=2", "--gpus-per-node=1", f"--output={tmp_path}/log", "--wrap=true")
     assert small.exec("scontrol", "update", "NodeName=node-2", "State=RESUME").returncode == 0
     assert small.wait(job, 60).state == "COMPLETED"
@@ -98,8 +98,7 @@ def test_exec_in_a_job_of_another_cluster(small):
 
 def test_a_node_that_was_down_comes_back(small):
     """With its slurmd, whatever took it down."""
-    down = ["scontrol", "update", "NodeName=node-2", "State=DOWN", "Reason=test"]
-    assert small.exec(*down).returncode == 0
+    assert small.exec(*DOWN).returncode == 0
     again = 'kill "$(pgrep --full "^slurmd -D -N node-2")"; exec slurmd -N node-2'
     assert small.exec("bash", "-c", again, node="node-2").returncode == 0
     state = ["sinfo", "--noheader", "--nodes=node-2", "--format=%T"]
@@ -117,8 +116,7 @@ def test_requeue_is_asked_for(small):
 
 
 def test_signals_reach_the_direct_children_of_slurmstepd_alone(small, tmp_path):
-    """As on a real site, with proctrack/cgroup: a shell between srun and a rank keeps a signal
-    from it."""
+    """As on a real site: a shell between srun and a rank keeps a signal from it."""
     assert "proctrack/cgroup" in small.exec("scontrol", "show", "config").stdout
     child = "import signal, time; signal.signal(signal.SIGUSR1, lambda *_: print('child')); "
     child += "open('started', 'w').close(); time.sleep(9)"

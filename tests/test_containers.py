@@ -1,5 +1,5 @@
-"""run_script.sh on the real cluster; the stand-ins for Enroot and Pyxis really enter a Debian
-image. test_apptainer.py has Apptainer."""
+"""run_script.sh on the real cluster; the stand-in for Enroot really enters a Debian image.
+test_apptainer.py has Apptainer."""
 
 import json
 import os
@@ -21,7 +21,6 @@ from conftest import (
     NAMESPACES,
     REPOSITORY,
     Cluster,
-    Job,
     environment,
     run,
     stand_ins,
@@ -37,10 +36,9 @@ PACKAGES = "base-files bash coreutils dash libstdc++6 python3"
 
 @dataclass
 class Site:
-    """A folder for stand-ins and images, and what containers are made of."""
+    """A folder for images, one of them, and what is mounted: a Python with torch."""
 
     folder: Path
-    root: Path
     image: Path
     torch: str
 
@@ -49,24 +47,11 @@ class Site:
         path = f"{STAND_INS / 'bin'}:{environment()['PATH']}"
         return {"PATH": path, "ENROOT_STAND_IN": str(self.folder)}
 
-    @property
-    def without_torch(self) -> str:
-        return f"{STAND_INS}/python3:/usr/local/bin/python3"
-
-    def clone(
-        self,
-        name: str,
-        image: object = None,
-        mounts: str | None = None,
-        container: str = "",
-        env="",
-    ) -> Path:
+    def clone(self, name: str, **settings: object) -> Path:
         """A copy of the repository with the settings edited in run_script.sh, as a user would."""
         clone = copy_of_repository(self.folder / name)
-        settings = {"IMAGE": image or self.image, "NAME": container, "ENV": env}
-        settings["MOUNTS"] = self.without_torch if mounts is None else mounts
         text = (clone / "run_script.sh").read_text()
-        for setting, value in settings.items():
+        for setting, value in ({"IMAGE": self.image, "MOUNTS": self.torch} | settings).items():
             line = rf"^export CONTAINER_{setting}=\S*"
             text, count = re.subn(line, f"export CONTAINER_{setting}={value}", text, flags=re.M)
             assert count == 1
@@ -76,23 +61,21 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(memory):
-    """The image has this machine's Python; torch is mounted from this virtual environment, whose
-    Python has to be of the same version."""
+    """This machine's Python is in the image, and the virtual environment's torch is mounted."""
     machine = run("/usr/bin/python3", "-c", "import sys; print(sys.version_info.minor)").stdout
     assert int(machine) == sys.version_info.minor, "the virtual environment is not of python3"
     folder = memory / "site"
     (folder / "registry").mkdir(parents=True)
     torch = f"{sysconfig.get_path('purelib')}:{DIST_PACKAGES}"
-    site = Site(folder, small_debian(folder / "root"), folder / "image.sqsh", torch)
-    make_image(site.root, site.image, "first")
+    site = Site(folder, folder / "image.sqsh", torch)
+    make_image(small_debian(folder / "root"), site.image)
     # The default of import_image.sh.
     (folder / "registry/nvcr.io+nvidia+pytorch:26.09-py3").symlink_to(site.image)
     return site
 
 
 def small_debian(root: Path) -> Path:
-    """The root file system of a Debian with Python: these packages of this machine, and what
-    they depend on."""
+    """A root file system with these packages of this machine, and what they depend on."""
     root.mkdir()
     # /bin is a link to /usr/bin, and packages know of both.
     pack = f"""
@@ -110,11 +93,10 @@ def small_debian(root: Path) -> Path:
     return root
 
 
-def make_image(root: Path, image: Path, name: str):
-    """As `enroot import` makes them: variables in /etc/environment, an /etc/rc that runs the
-    command."""
+def make_image(root: Path, image: Path):
+    """As `enroot import` does: with /etc/environment, and an /etc/rc that runs the command."""
     files = {
-        "etc/which-image": name,
+        "etc/which-image": "first",
         "etc/environment": r"PYTORCH_VERSION=2.4.0\nPATH=/usr/local/bin:/usr/bin:/bin\n",
         "etc/rc": r'cd /var && exec "$@"\n',
     }
@@ -125,37 +107,22 @@ def make_image(root: Path, image: Path, name: str):
     assert made.returncode == 0, made.stderr
 
 
-def submit(
-    cluster: Cluster, site: Site, clone: Path, *command: object, nodes: str = "node-[1-2]", **env
-) -> int:
-    size = [f"--nodelist={nodes}", f"--nodes={2 if '[' in nodes else 1}", "--gpus-per-node=1"]
+def submit(cluster: Cluster, site: Site, clone: Path, *command: object, **env) -> int:
+    size = ["--nodelist=node-[1-2]", "--nodes=2", "--gpus-per-node=1"]
     return cluster.submit(*size, "run_script.sh", *command, cwd=clone, env=site.environment | env)
 
 
-def sbatch(cluster: Cluster, *args, **kwargs) -> Job:
-    return cluster.wait(submit(cluster, *args, **kwargs))
-
-
-def seen(job: Job) -> list[dict]:
-    """What inside.py has printed, by rank."""
-    found = [
-        json.loads(Path(path).read_text()) for path in re.findall(r"^SEEN (.*)$", job.log, re.M)
-    ]
-    return sorted(found, key=lambda one: one["variables"][0])
-
-
 def test_a_strangers_script(cluster, site):
-    """Ten lines of torch that read RANK, LOCAL_RANK and the like run in the container as under
-    the other launchers."""
-    clone = site.clone("stranger", mounts=site.torch)
-    job = sbatch(cluster, site, clone, "tests/scripts/stranger.py")
+    """Ten lines of torch that read RANK, LOCAL_RANK and the like."""
+    clone = site.clone("stranger")
+    job = cluster.wait(submit(cluster, site, clone, "tests/scripts/stranger.py"))
     found = re.findall(r"^rank (\d) of 2, local rank 0: the sum is 1$", job.log, re.M)
     assert job.state == "COMPLETED" and sorted(found) == ["0", "1"], job.log
 
 
 def test_what_is_inside(cluster, site):
     """The container's files and not the host's, env.sh's sizes, what is named, every argument."""
-    clone = site.clone("inside", env="OWN,OWN_TOO")
+    clone = site.clone("inside", ENV="OWN,OWN_TOO")
     # run_script.sh's settings are its own. The folder is a login node's, which the node lacks.
     stray = {f"CONTAINER_{name}": "stray" for name in ("NAME", "IMAGE", "MOUNTS", "FOLDER", "ENV")}
     stray |= {"XDG_RUNTIME_DIR": "/proc/user/0", "LEAK": "leak"}
@@ -170,7 +137,8 @@ def test_what_is_inside(cluster, site):
     sizes = {"NNODES": "2", "NPROC_PER_NODE": "1", "CPUS_PER_NODE": "16", "OMP_NUM_THREADS": "1"}
     sizes |= {"MASTER_ADDR": "node-1", "MASTER_PORT": str(61000 + job.id % 4536)}
     sizes |= {"CUDA_VISIBLE_DEVICES": "0", "PYTHONUNBUFFERED": "1", "SLURM_JOB_ID": str(job.id)}
-    ranks = seen(job)
+    seen = re.findall(r"^SEEN (.*)$", job.log, re.M)
+    ranks = sorted((json.loads(Path(x).read_text()) for x in seen), key=lambda x: x["variables"])
     assert len(ranks) == 2, job.log
     for index, rank in enumerate(ranks):
         assert rank["variables"] == [index, 0, 2] and rank["host"] == f"node-{index + 1}"
@@ -187,33 +155,24 @@ def test_what_is_inside(cluster, site):
 
 @pytest.mark.matrix
 def test_chapter_has_the_losses_of_torchrun(cluster, site, tiny, tmp_path):
-    """The page's commands: import the default image, train in it, with a line in the log for every
-    step."""
+    """The page's commands, with a line in the log for every step."""
     [(language, commands, shown)] = steps(REPOSITORY / "docs/containers.md")
-    commands, count = re.subn(
-        r"(distributed/train_ddp.py --epochs 1)", r"\1 --log-every 1", commands
-    )
-    assert count == 1
-    clone = site.clone("documented", image="$PWD/pytorch.sqsh", mounts=site.torch)
+    assert commands.count("train_ddp.py --epochs 1") == 1
+    commands = commands.replace("train_ddp.py --epochs 1", "train_ddp.py --epochs 1 --log-every 1")
+    clone = site.clone("documented", IMAGE="$PWD/pytorch.sqsh")
     shutil.copytree(tiny, clone / "data/mnist")
     train = ["distributed/train_ddp.py", "--epochs", 1, "--log-every", 1]
     other = cluster.submit(f"--output={tmp_path}/log", LAUNCHERS["torchrun"], *train, cwd=clone)
-    prefix = (NAMESPACES, "exec")
-    printed = try_block(
-        language, commands, shown, clone, prefix, **cluster.environment, **site.environment
-    )
+    variables = cluster.environment | site.environment
+    printed = try_block(language, commands, shown, clone, (NAMESPACES, "exec"), **variables)
     logs = [printed, cluster.wait(other).log]
     losses = [re.findall(r"^epoch=1 step=\d+/\d+ loss=(\S+)", log, re.M) for log in logs]
     assert len(losses[0]) >= 4 and losses[0] == losses[1]
 
 
-STEP = r"^epoch=(\d) step=(\d+)/15 loss="
-
-
 def test_stopped_and_requeued(cluster, site, tiny):
-    """SIGTERM reaches the ranks in their containers, and the shell outside requeues the job, which
-    takes each of 30 steps once."""
-    clone = site.clone("requeued", mounts=f"{site.torch},{tiny}:/tiny")
+    """SIGTERM reaches the ranks, and the shell outside requeues the job: each step once."""
+    clone = site.clone("requeued", MOUNTS=f"{site.torch},{tiny}:/tiny")
     train = ["distributed/train_preemptible.py", "--data-dir", "/tiny", "--epochs", 2]
     train += ["--batch-size", 20, "--log-every", 1]
     number = submit(cluster, site, clone, "tests/scripts/slowly.py", 0.3, *train)
@@ -223,22 +182,33 @@ def test_stopped_and_requeued(cluster, site, tiny):
     job = cluster.wait(number, 180)
     assert job.state == "COMPLETED" and cluster.show(number)["Restarts"] == "1", job.log
     assert "\nRequeued: it resumes by itself\n" in job.log and "\nResumed after step" in job.log
-    steps = [15 * int(epoch) - 15 + int(step) for epoch, step in re.findall(STEP, job.log, re.M)]
-    assert steps == list(range(1, 31))
+    steps = re.findall(r"^epoch=(\d) step=(\d+)/15 loss=", job.log, re.M)
+    assert steps == [(epoch, str(step)) for epoch in "12" for step in range(1, 16)]
 
 
-def test_not_requeued(tmp_path):
-    """The shell outside the container says what to type, and fails. It needs no cluster."""
-    for name in ("run_script.sh", "env.sh", "distributed/preemption.py"):
+@pytest.fixture
+def in_a_job(tmp_path):
+    """Runs run_script.sh in a folder of its own, as a job of one node, with stand-ins for Slurm."""
+    for name in ("run_script.sh", "env.sh", "distributed/preemption.py", "docs/containers.md"):
         copy_file(name, tmp_path)
-    programs = {"srun": "mkdir --parents log/7 && echo train.py --resume >log/7/requeue"}
-    refuses = "if [[ $1 == requeue ]]; then echo no requeue is allowed >&2; exit 1; fi; "
-    programs["scontrol"] = f"{refuses} echo JobId=7 JobState=RUNNING Restarts=0 Command=/run.sh"
-    stand_ins(tmp_path, programs | {"getent": "true", "squeue": f"echo $SLURM_JOB_ID {NOTHING}"})
-    slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "n", "SLURM_JOB_NUM_NODES": 1}
-    slurm |= {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_CPUS_PER_NODE": "2"}
-    env = environment(PATH=f"{tmp_path}:{environment()['PATH']}", **slurm)
-    done = run("./run_script.sh", "train.py", cwd=tmp_path, env=env)
+
+    def start(*arguments: object, **programs: str) -> subprocess.CompletedProcess:
+        programs |= {"getent": "true", "squeue": f"echo $SLURM_JOB_ID {NOTHING}"}
+        path = f"{stand_ins(tmp_path, programs)}:{environment()['PATH']}"
+        slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "n", "SLURM_JOB_NUM_NODES": 1}
+        slurm |= {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_CPUS_PER_NODE": "2", "PATH": path}
+        return run("./run_script.sh", *arguments, cwd=tmp_path, env=environment(**slurm))
+
+    start.folder = tmp_path
+    return start
+
+
+def test_not_requeued(in_a_job):
+    """The shell outside the container says what to type, and fails."""
+    slurm = "if [[ $1 == requeue ]]; then echo no requeue is allowed >&2; exit 1; fi; "
+    slurm += "echo JobId=7 JobState=RUNNING Restarts=0 Command=/run.sh"
+    srun = "mkdir --parents log/7 && echo train.py --resume >log/7/requeue"
+    done = in_a_job("train.py", srun=srun, scontrol=slurm)
     *_, said, typed = done.stdout.splitlines()
     assert said.startswith("Not requeued: no requeue is allowed. To resume it"), done.stderr
     assert typed == "    sbatch /run.sh train.py --resume" and done.returncode == 1
@@ -246,36 +216,25 @@ def test_not_requeued(tmp_path):
 
 def documented(runtime: str, clone: Path) -> Path:
     """The clone, its run_script.sh edited as docs/containers.md says."""
+    page = (clone / "docs/containers.md").read_text()
+    [lines] = re.findall(rf"^```\n((?:    .*\n)*?.*{runtime}(?:.*\n)*?)```$", page, re.M)
     script = (clone / "run_script.sh").read_text()
-    blocks = re.findall(
-        r"^```\n(    .*?)^```$", (clone / "docs/containers.md").read_text(), re.M | re.S
-    )
-    name = {"Pyxis": "--container-image", "Apptainer": "apptainer exec"}[runtime]
-    (lines,) = [text for text in blocks if name in text]
-    script, count = re.subn(r"^    .*\./aux/enroot\.sh .*\n", lambda _: lines, script, flags=re.M)
+    line = r"^    .*\./aux/enroot\.sh .*\n"
+    script, count = re.subn(line, lambda _: lines, script, flags=re.M)
     assert count == 1
     (clone / "run_script.sh").write_text(script)
     return clone
 
 
-def test_pyxis(cluster, site):
-    """The documented lines, as they are, in the place of the one they name. The stand-in knows no
-    other options. It imports the image of a registry itself. The nodes have no Python, only the
-    container has one."""
-    programs = site.folder / "programs"
-    programs.mkdir()
-    for folder in ("/usr/sbin", "/usr/bin"):
-        for program in Path(folder).iterdir():
-            if not program.name.startswith("py") and not (programs / program.name).exists():
-                (programs / program.name).symlink_to(program)
-    clone = documented("Pyxis", site.clone("pyxis", image="nvcr.io#nvidia/pytorch:26.09-py3"))
-    path = f"{STAND_INS}/pyxis:{programs}"
-    job = sbatch(cluster, site, clone, INSIDE, *NASTY, nodes="node-[13-14]", PATH=path)
-    assert job.state == "COMPLETED", job.log
-    ranks = seen(job)
-    assert [rank["variables"] for rank in ranks] == [[0, 0, 2], [1, 0, 2]]
-    assert all(rank["image"] == "first" and rank["folder"] == "/workspace/mnt" for rank in ranks)
-    assert all(rank["arguments"] == NASTY for rank in ranks)
+def test_pyxis(in_a_job):
+    """The documented lines, as they are, in the place of the one they name."""
+    folder = documented("--container-image", in_a_job.folder)
+    done = in_a_job(*NASTY, srun="""printf '%s\\0' "$@" >given""", scontrol="echo n1")
+    assert done.returncode == 0, done.stderr
+    given = (folder / "given").read_text().split("\0")
+    expected = [f"--container-image={folder}/pytorch.sqsh", "--container-workdir=/workspace/mnt"]
+    expected += [f"--container-mounts={folder}:/workspace/mnt", "./torchrun.sh", *NASTY, ""]
+    assert given[-len(expected) :] == expected
 
 
 def test_import_image(site, tmp_path):

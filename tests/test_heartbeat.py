@@ -25,8 +25,7 @@ WATCH = REPOSITORY / "aux/watch_job.py"
 
 
 def test_a_rank_that_hangs_is_named(cluster, tmp_path):
-    """In a model with BatchNorm, whose buffers DDP broadcasts from rank 0: there rank 0 waits for
-    the others outside torch.distributed."""
+    """Rank 0 waits outside torch.distributed: DDP broadcasts BatchNorm's buffers from it."""
     number = submit(cluster, "srun", tmp_path, STUCK="1", AFTER="8")
     log = tmp_path / "log.out"
     said = (
@@ -52,92 +51,44 @@ def test_a_rank_that_hangs_is_named(cluster, tmp_path):
         assert watched.stderr == f"watch_job.py: job {ended} has ended, its log says how\n", watched
 
 
-@pytest.mark.matrix
-def test_the_lab_s_endless_loop(tmp_path):
-    """All have done 49 steps, and only one of them is to blame."""
-    script = REPOSITORY / "tests/failures/endless_loop.py"
-    env = environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, PYTHONPATH=REPOSITORY / "distributed")
-    command = [REPOSITORY / "torchrun.sh", script]
-    watch = (sys.executable, WATCH, "local", "--after", 5)
-    with subprocess.Popen(command, env=env, cwd=tmp_path) as ranks:
-        try:
-            said = " rank 1 keeps the others waiting\n"
-            wait_for(lambda: said in run(*watch, cwd=tmp_path).stdout)
-            watched = run(*watch, cwd=tmp_path).stdout
-        finally:
-            ranks.terminate()
-    row = r"^   (\d)  \S+ +49 +\d s  <module> \(\S+endless_loop\.py:(\d+)\)$"
-    lines = dict(re.findall(row, watched, re.M))
-    assert list(lines) == ["0", "1"], watched
-    assert script.read_text().splitlines()[int(lines["0"]) - 1] == "    loss.backward()"
+LOOK = "no step for 65 s. First to look at: rank 0 on n0 (step 5), "
+SILENT = "which sends no heartbeat"
 
 
-@pytest.fixture
-def beats(monkeypatch, tmp_path):
-    """Writes the heartbeats of ranks that are in step 5 for so many seconds, two on each node."""
+@pytest.mark.parametrize(
+    ("rank", "of", "seconds", "waits", "says"),
+    [
+        # By hand, and on a node of its own. Otherwise rank 0 speaks.
+        (1, 2, [65, 65], True, ""),
+        (1, 2, [20, 65], True, LOOK + SILENT),
+        # A node with two ranks is frozen: the first one that is not speaks.
+        (3, 4, [20, 20, 65, 65], True, ""),
+        (2, 4, [20, 20, 65, 65], True, f"{LOOK}rank 1 on n0 (step 5), {SILENT}"),
+        # With NCCL they wait in a line of their own, such as `loss.item()`.
+        (0, 2, [65, 65], False, "no step for 65 s: all ranks are in main (train.py:7)\n"),
+        # An earlier run in this allocation had four ranks.
+        (0, 2, [65, 65, 20, 20], False, "all ranks are in main (train.py:7)\n"),
+        (0, 3, [65, None, 65], True, "1 of 3 ranks have sent no heartbeat, the first is rank 1\n"),
+    ],
+)
+def test_who_speaks_of_whom(rank, of, seconds, waits, says, tmp_path, monkeypatch, capsys):
+    """Of ranks that are in step 5 for so many seconds, two on each node."""
     monkeypatch.setenv("MASTER_PORT", "61000")
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "log/local/ranks-61000"
     folder.mkdir(parents=True)
-
-    def write(*seconds: int, waits: bool = True):
+    for other, its in enumerate(seconds):
         beat = {"step": 5, "waits": waits, "frame": "main (train.py:7)", "stack": ["f"]}
-        for rank, its in enumerate(seconds):
-            beat |= {"rank": rank, "host": f"n{rank // 2}", "seconds_in_step": its}
-            (folder / str(rank)).write_text(json.dumps(beat))
-
-    return write
-
-
-def test_rank_1_speaks_of_a_silent_rank_0(beats, capsys):
-    """By hand, and on a node of its own. Otherwise rank 0 speaks."""
-    said = []
-    for seconds in (65, 20):
-        beats(seconds, 65)
-        heartbeat.Heart(60, rank=1, world_size=2).report(65)
-        said.append(capsys.readouterr().err)
-    sentence = r"\[Rank 1 on \S+\] no step for 65 s. First to look at: rank 0 on n0 \(step 5\), "
-    assert said[0] == "" and re.match(sentence + "which sends no heartbeat", said[1]), said
-
-
-def test_the_first_rank_that_is_not_silent_speaks(beats, capsys):
-    """A node with two ranks is frozen."""
-    beats(20, 20, 65, 65)
-    heartbeat.Heart(60, rank=3, world_size=4).report(65)
-    assert capsys.readouterr().err == ""
-    heartbeat.Heart(60, rank=2, world_size=4).report(65)
-    said = (
-        "First to look at: rank 0 on n0 (step 5), rank 1 on n0 (step 5), which sends no heartbeat"
-    )
-    assert said in capsys.readouterr().err
-
-
-def test_all_ranks_are_at_one_line(beats, capsys):
-    """With NCCL they wait in one of their own, such as `loss.item()`."""
-    beats(65, 65, waits=False)
-    heartbeat.Heart(60, rank=0, world_size=2).report(65)
+        beat |= {"rank": other, "host": f"n{other // 2}", "seconds_in_step": its}
+        if its:
+            (folder / str(other)).write_text(json.dumps(beat))
+    heartbeat.Heart(60, rank, world_size=of).report(65)
     said = capsys.readouterr().err
-    assert said.endswith("] no step for 65 s: all ranks are in main (train.py:7)\n"), said
-
-
-def test_ranks_of_a_larger_run(beats, capsys):
-    """An earlier run in this allocation had four ranks."""
-    beats(65, 65, 20, 20)
-    heartbeat.Heart(60, rank=0, world_size=2).report(65)
-    assert "all ranks are in main" in capsys.readouterr().err
-
-
-def test_a_rank_without_a_heartbeat(beats, capsys, tmp_path):
-    beats(65, 65, 65)
-    (tmp_path / "log/local/ranks-61000/1").unlink()
-    heartbeat.Heart(60, rank=0, world_size=3).report(65)
-    said = "1 of 3 ranks have sent no heartbeat, the first is rank 1\n"
-    assert capsys.readouterr().err.endswith(said)
+    assert says in said and bool(said) == bool(says), said
 
 
 def test_how_often_a_heart_beats(monkeypatch):
-    """All ranks together write 30 times a second at most. A run that ends after 30 seconds without
-    a step knows by then who is late."""
+    """All ranks write 30 times a second at most. Who is late is known before a run ends."""
     assert [heartbeat.Heart(60, 0, n).interval for n in (1, 60, 4096)] == [2, 2, 4096 / 30]
     monkeypatch.setenv("HEARTBEAT_LIMIT", "30")
     assert heartbeat.Heart(60, 0, 2).after == 30
@@ -205,8 +156,7 @@ def test_when_slurm_started_the_job(monkeypatch, tmp_path):
 
 @pytest.fixture
 def heart(monkeypatch, tmp_path):
-    """A heart that beats, in a job so large that a rank rarely writes. What it writes and reports
-    is in its lists, as seconds from its start."""
+    """It beats in a job so large that it rarely writes. Its lists have seconds from its start."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(heartbeat, "step", 1)
     monkeypatch.setattr(heartbeat, "expected", (0.0, None))

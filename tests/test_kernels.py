@@ -4,7 +4,6 @@ make test-kernels runs it on local/cluster/kernels.sh."""
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,7 +17,6 @@ from conftest import (
     SHARED,
     Cluster,
     at_once,
-    environment,
     mounted_in_memory,
     one_rank_a_node,
     wait_for,
@@ -30,12 +28,12 @@ from test_fault_tolerance import (
     Trial,
     assert_same_losses,
     data,  # noqa: F401
+    remount,
     uninterrupted,  # noqa: F401
 )
 
 pytestmark = pytest.mark.kernels
 FSDP = "train_fsdp.py"
-VENV = Path(sys.prefix).resolve()
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +46,9 @@ def disk(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(disk):
     assert BACKEND == KERNELS, "make test-kernels runs these tests"
-    shared = (*SHARED, VENV, disk)
-    cluster = Cluster(f"nfs-{os.getpid()}", nodes=4, cpus=16, gpus=2, shared=shared)
-    try:
-        # Each node would read it first, for a minute. One test is about that.
-        for number in range(1, 5):
-            assert cluster.exec("umount", VENV, node=f"node-{number}").returncode == 0
-        yield cluster
-    finally:
-        cluster.down()
+    cluster = Cluster(f"nfs-{os.getpid()}", nodes=4, cpus=16, gpus=2, shared=(*SHARED, disk))
+    yield cluster
+    cluster.down()
 
 
 @pytest.fixture(scope="module")
@@ -64,107 +56,21 @@ def state(cluster) -> Path:
     return Path(f"/run/slurm-kernels-{cluster.environment['CLUSTER']}")
 
 
-def python(cluster, node: str, code: str, *arguments: object, **options):
-    """Starts Python on a node. Its output is to be read."""
-    command = [KERNELS, "exec", "--node", node, sys.executable, "-uc", code, *arguments]
-    env = environment(**cluster.environment, PYTHONPATH=SHARED[0] / "distributed")
-    options = {"env": env, "cwd": SHARED[0], "text": True, "stdout": subprocess.PIPE} | options
-    return subprocess.Popen([str(part) for part in command], **options)
-
-
-def on(cluster, node: str, code: str, *arguments: object, timeout: float = 120) -> str:
-    """Runs Python on a node. Its output."""
-    with python(cluster, node, code, *arguments) as process:
-        out, _ = process.communicate(timeout=timeout)
-    assert process.returncode == 0, out
-    return out.strip()
-
-
-def log_of(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
-
-
 # --- what it is ---
 
 
 def test_nodes_as_sites_have_them(cluster):
     """A kernel of their own, cgroup v2, the repository on NFS 4.2."""
-    look = (
-        "uname --release; cat /proc/self/cgroup; findmnt --noheadings --output=FSTYPE,OPTIONS -T ."
-    )
+    look = "uname --release; cat /proc/self/cgroup; "
+    look += "findmnt --noheadings --output=FSTYPE,OPTIONS -T ."
     shown = cluster.exec("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", look).stdout
     scope = r"0::/system\.slice/(node-[12]_)?slurmstepd\.scope/[^/]+/step_0/user/task_[01]"
     assert len(re.findall(rf"^{scope}$", shown, re.M)) == 2, shown
     assert len(re.findall(r"^nfs4 .*\bvers=4\.2\b", shown, re.M)) == 2, shown
     assert os.uname().release not in shown
-    print(shown)
 
 
 # --- NFS ---
-
-COUNT = """
-import re, subprocess, sys
-def requests():
-    [line] = re.findall(r"^proc4 .*", open("/proc/net/rpc/nfs").read(), re.M)
-    return sum(map(int, line.split()[2:]))
-for _ in range(2):
-    before = requests()
-    subprocess.run([sys.argv[1] + "/bin/python", "-c", "import torch"], check=True)
-    print(requests() - before)
-"""
-
-
-def test_requests_of_import_torch(cluster):
-    """From a virtual environment on NFS, of which this node has seen nothing yet."""
-    mount = ("mount", "-t", "nfs4", "-o", "vers=4.2", f"server:{VENV}", VENV)
-    assert cluster.exec(*mount, node="node-2").returncode == 0
-    first, second = map(int, on(cluster, "node-2", COUNT, VENV, timeout=500).split())
-    assert cluster.exec("umount", "--lazy", VENV, node="node-2").returncode == 0
-    print(f"import torch from NFS: {first} requests, and {second} the second time")
-    assert 2000 < second < first < 20000
-
-
-WAITS = """
-import os, sys, time
-path, start = sys.argv[1], time.time()
-def content():
-    try:
-        return open(path).read()
-    except FileNotFoundError:
-        return None
-print(content(), flush=True)
-before = content()
-if len(sys.argv) > 2:
-    time.sleep(float(sys.argv[2]))
-while (after := content()) == before:
-    time.sleep(0.2)
-print(time.time() - float(after), flush=True)
-"""
-RENAMES = """
-import os, sys, time
-os.makedirs(os.path.dirname(sys.argv[1]), exist_ok=True)
-with open(sys.argv[1] + ".part", "w") as file:
-    file.write(str(time.time()))
-    file.flush()
-    os.fsync(file.fileno())
-os.replace(sys.argv[1] + ".part", sys.argv[1])
-"""
-
-
-def test_a_file_renamed_on_one_node_is_seen_on_the_other(cluster, tmp_path):
-    """At once if it replaces another one. If the other node has looked for it in vain, its cache
-    says for up to a minute that it is not there."""
-    seconds = {}
-    for case, path in {"new": tmp_path / "folder/file", "replaced": tmp_path / "old"}.items():
-        if case == "replaced":
-            path.write_text("0")
-        with python(cluster, "node-2", WAITS, path) as reader:
-            assert reader.stdout.readline()
-            on(cluster, "node-1", RENAMES, path)
-            seconds[case] = float(reader.communicate(timeout=120)[0])
-    print(seconds)
-    assert seconds["replaced"] < 5 and seconds["new"] < 65
-
 
 LOOKS_FIRST = """
 import os, runpy, shutil, sys, time
@@ -212,70 +118,6 @@ def test_a_checkpoint_that_a_node_has_just_looked_for(
     at_once(scenario, [("folder",), ("nothing",)])
 
 
-WRITES = """
-import json, os, select, sys, time
-folder = sys.argv[1]
-file = os.open(folder + "/0", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DSYNC, 0o666)
-number = 0
-while not select.select([sys.stdin], [], [], 0)[0]:
-    number += 1
-    text = json.dumps({"rank": 0, "time": time.time(), "stack": ["x" * (number % 3000)]})
-    os.pwrite(file, text.encode().ljust(4096), 0)
-print(number)
-"""
-READS = """
-import sys, time
-from pathlib import Path
-from heartbeat import read_beats
-reads = torn = 0
-age, end = 0, time.time() + 10
-while time.time() < end:
-    beats = read_beats(Path(sys.argv[1]))
-    reads += 1
-    torn += not beats
-    if beats:
-        age = max(age, time.time() - beats[0]["time"])
-print(reads, torn, age)
-"""
-
-
-def test_a_heartbeat_is_read_while_it_is_written(cluster, tmp_path):
-    """On another node: never half of it twice in a row, and never an old one."""
-    with python(cluster, "node-1", WRITES, tmp_path, stdin=subprocess.PIPE) as writer:
-        wait_for(lambda: list(tmp_path.iterdir()), 60)
-        reads, torn, age = map(float, on(cluster, "node-2", READS, tmp_path).split())
-        writes = writer.communicate("\n")[0].strip()
-    print(f"{writes} writes, {reads:.0f} reads, {torn:.0f} torn, at most {age:.1f} s old")
-    assert reads > 20 and torn < reads / 10 and age < 5
-
-
-LOCKS = """
-import fcntl, sys, time
-with open(sys.argv[1], "a") as file:
-    start = time.time()
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        print("at once", flush=True)
-    except BlockingIOError:
-        print("held", flush=True)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        print(f"after {time.time() - start:.0f} s", flush=True)
-    if len(sys.argv) > 2:
-        input()
-"""
-
-
-def test_flock(cluster, tmp_path):
-    """It holds over nodes."""
-    path = tmp_path / "lock"
-    with python(cluster, "node-1", LOCKS, path, "stay", stdin=subprocess.PIPE) as holder:
-        assert holder.stdout.readline() == "at once\n"
-        with python(cluster, "node-2", LOCKS, path) as waits:
-            assert waits.stdout.readline() == "held\n"
-            holder.communicate("\n")
-            assert waits.stdout.readline().startswith("after ")
-
-
 # --- a training and its server ---
 
 
@@ -284,9 +126,9 @@ def training(cluster, way: str, data, folder: Path, *options, **more) -> Trial: 
     return Trial(cluster, way, PREEMPTIBLE, data, folder, "--save-every", 5, *options, **more)
 
 
-def completes(trial: Trial, reference: Path, restarts: int = 0):
+def completes(trial: Trial, reference: Path):
     job = trial.ends(400)
-    assert job.state == "COMPLETED" and trial.restarts == restarts, job.log
+    assert job.state == "COMPLETED" and trial.restarts == 0, job.log
     assert_same_losses(job.log, reference)
 
 
@@ -295,37 +137,32 @@ def on_server(cluster, *command: str):
     assert done.returncode == 0, done.stderr
 
 
-ASKED = [("TERM", list(LAUNCHERS)), ("time limit", ["torchrun"])]
+ASKED = {
+    "TERM": [(way, PREEMPTIBLE) for way in LAUNCHERS],
+    "time limit": [("torchrun", PREEMPTIBLE)],
+    # Each rank saves its own.
+    "TERM, parts": [("torchrun", FSDP)],
+}
 
 
-@pytest.mark.parametrize(("asked", "ways"), ASKED)
-def test_stopped_and_resumed(asked, ways, cluster, data, uninterrupted, tmp_path):  # noqa: F811
-    """Saved on NFS, requeued and resumed, with equal losses."""
+@pytest.mark.parametrize("asked", ASKED)
+def test_stopped_and_resumed(asked, cluster, data, uninterrupted, tmp_path):  # noqa: F811
+    """Saved on NFS, requeued and resumed, with equal losses; a model in parts bit for bit."""
 
-    def scenario(way):
-        # So that it trains for longer than the limit.
-        slow = 1 if asked == "TERM" else 2
-        trial = training(cluster, way, data, tmp_path / way, slow=slow)
+    def scenario(way, script):
+        # Two seconds a step, so that it trains for longer than the limit.
+        slow = 2 if asked == "time limit" else 1
+        trial = Trial(cluster, way, script, data, tmp_path / way, slow=slow)
         trial.train_a_little()
-        if asked == "TERM":
-            trial.signal("--signal=TERM")
-        else:
+        if asked == "time limit":
             cluster.exec("scontrol", "update", f"JobId={trial.job}", "TimeLimit=1")
+        else:
+            trial.signal("--signal=TERM")
         trial.wait_for(REQUEUED, 400)
         cluster.exec("scontrol", "update", f"JobId={trial.job}", "TimeLimit=UNLIMITED")
-        completes(trial, uninterrupted(PREEMPTIBLE), restarts=1)
+        trial.is_equal_after_a_restart(uninterrupted)
 
-    at_once(scenario, [(way,) for way in ways])
-
-
-def test_a_model_in_parts(cluster, data, uninterrupted, tmp_path):  # noqa: F811
-    """Each rank saves its own on NFS. The run that resumes has the weights of one that was not
-    stopped, bit for bit."""
-    trial = Trial(cluster, "torchrun", FSDP, data, tmp_path, slow=1)
-    trial.train_a_little()
-    trial.signal("--signal=TERM")
-    trial.wait_for(REQUEUED, 400)
-    trial.is_equal_after_a_restart(uninterrupted(FSDP))
+    at_once(scenario, ASKED[asked])
 
 
 def test_a_rank_that_hangs_is_named(cluster, data, tmp_path):  # noqa: F811
@@ -342,8 +179,7 @@ def test_a_rank_that_hangs_is_named(cluster, data, tmp_path):  # noqa: F811
 
 
 def test_a_server_that_hangs(cluster, state, data, uninterrupted, tmp_path):  # noqa: F811
-    """For 40 seconds nobody reaches it, and later it does not answer for as long. The run waits,
-    and goes on."""
+    """For 40 seconds nobody reaches it; later it does not answer. The run waits, and goes on."""
     trial = training(cluster, "torchrun", data, tmp_path, slow=2)
     trial.train_a_little()
     on_server(cluster, "link", "set", "eth0", "down")
@@ -374,32 +210,19 @@ def test_a_node_without_the_server(cluster, data, uninterrupted, tmp_path):  # n
 
 
 def test_a_full_server(cluster, disk, data, uninterrupted, tmp_path):  # noqa: F811
-    """The run continues without the saves that fail, the checkpoint before stays whole, and only an
-    end that cannot be saved is a failure. With room the run resumes."""
+    """The run continues, and only an end that cannot be saved is a failure."""
     reference, out = uninterrupted(PREEMPTIBLE), ["--checkpoint-dir", disk / "out"]
-    size = ["mount", "-o", "remount,size=" + "{}", disk]
     checkpoint = sum(path.stat().st_size for path in (reference / "step_45").iterdir())
-    subprocess.run([str(x).format(checkpoint * 3 // 2) for x in size], check=True)
+    remount(disk, f"size={checkpoint * 3 // 2}")
     first = training(cluster, "torchrun", data, tmp_path / "first", *out, slow=0).fails(200)
-    print(first.log)
     assert "\nwarning: step 10 is not saved, older ones stay, " in first.log, first.log
     assert "\nThe last steps are not saved\n" in first.log, first.log
     assert not [name for name in os.listdir(disk / "out") if name.startswith(".nfs")]
-    subprocess.run([str(x).format("64m") for x in size], check=True)
+    remount(disk, "size=64m")
     again = training(cluster, "srun", data, tmp_path / "again", *out, "--resume", slow=0)
     job = again.ends(200)
     assert job.state == "COMPLETED" and "Resumed after step 5\n" in job.log, job.log
     assert_same_losses(first.log + job.log, reference)
-
-
-def test_two_jobs_in_one_folder(cluster, data, tmp_path):  # noqa: F811
-    """The second one is refused, on its own nodes, and the first one does not notice."""
-    first = training(cluster, "srun", data, tmp_path / "first", slow=1)
-    first.wait_for("^epoch=1 step=7/")
-    out = ["--checkpoint-dir", first.out]
-    second = training(cluster, "torchrun", data, tmp_path / "second", *out, slow=0).fails(200)
-    assert "has checkpoints: pass --resume" in second.log, second.log
-    assert first.ends(300).state == "COMPLETED", first.log
 
 
 # --- cgroup v2 ---
@@ -422,7 +245,6 @@ def test_a_rank_that_needs_more_memory(cluster, tmp_path):
     def scenario(way):
         size = ["--nodes=2", *one_rank_a_node(way), "--mem=900M", f"--output={tmp_path}/{way}"]
         job = cluster.sbatch(*size, LAUNCHERS[way], tmp_path / "grows.py", timeout=200)
-        print(job.state, job.log)
         assert job.state in ("FAILED", "OUT_OF_MEMORY"), job.log
         said = r"^srun: error: node-\d: task 1: Out Of Memory$"
         assert re.search(said, job.log, re.M) and re.search("oom.kill event", job.log), job.log
@@ -474,16 +296,9 @@ def test_whom_a_signal_reaches(children, cluster, state, tmp_path):
 
 
 def test_power_cut(cluster, state, data, uninterrupted, tmp_path):  # noqa: F811
-    """A kernel ends without a word. Its job starts again on other nodes, and its lock is free
-    after the lease of 90 s."""
+    """A kernel ends without a word. Its job starts again on other nodes."""
     trial = training(cluster, "srun", data, tmp_path, sbatch=["--exclude=node-1"], slow=1)
     node = trial.train_a_little()[1]
-    with python(cluster, node, LOCKS, tmp_path / "lock", "stay", stdin=subprocess.PIPE) as holder:
-        assert holder.stdout.readline() == "at once\n"
-        os.kill(int((state / f"{node}.pid").read_text()), signal.SIGKILL)
-        said = on(cluster, "node-1", LOCKS, tmp_path / "lock", timeout=200).splitlines()
-        holder.kill()
-    print(said)
-    assert said[0] == "held" and said[1].startswith("after ")
+    os.kill(int((state / f"{node}.pid").read_text()), signal.SIGKILL)
     trial.wait_for("^Resumed after step [1-9]")
-    completes(trial, uninterrupted(PREEMPTIBLE), restarts=1)
+    trial.is_equal_after_a_restart(uninterrupted)

@@ -363,11 +363,7 @@ def test_whom_a_signal_reaches(asked, then, says, lint):
         ("-n 8", "", "asks for 8 tasks: srun python"),
         ("--nodes=2", "", "asks for 2 nodes: srun python"),
         ("--ntasks-per-node=4", "", "asks for 4 tasks: srun python"),
-        (
-            "--nodes=2",
-            "torchrun --rdzv-id=1",
-            "asks for 2 nodes: srun --ntasks-per-node=1 torchrun",
-        ),
+        ("--nodes=2", "torchrun --rdzv-id=1", "2 nodes: srun --ntasks-per-node=1 torchrun"),
         ("--ntasks=1", "", ""),
     ],
 )
@@ -376,37 +372,33 @@ def test_what_a_header_asks_for_is_counted(asked, command, says, lint):
     assert len(found) == bool(says) and all(says in text for text in found), found
 
 
+HOSTS = "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST)\n"
+QUOTED = f'{HOSTS}srun -K bash -c "RANK=$SLURM_PROCID exec python a.py"'
+
+
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("script", "says"),
     [
         # In double quotes it is 0 in all tasks, so their order does not matter.
-        ('MASTER_ADDR=$(scontrol show hostnames $A)\nsrun -K bash -c "RANK=$SLURM_PROCID exec '
-         'python a.py"', "expanded in the batch shell"),
-        ("srun -K torchrun --standalone --max-restarts=3 a.py", "--standalone on 2 nodes"),
+        (HEADER + QUOTED, "8: SLURM_PROCID expanded in the batch shell"),
+        (f"{HEADER}srun -K torchrun --standalone --max-restarts=3 a.py", "--standalone on 2 nodes"),
+        # A file that srun starts has no directives, and its own line is the mistake.
+        (f"{HOSTS}export RANK=$SLURM_PROCID\nexec python train.py", "2: RANK is SLURM_PROCID"),
     ],
-)  # fmt: skip
-def test_a_mistake_has_one_finding(body, says, lint):
-    [found] = lint(HEADER + body)
+)
+def test_a_mistake_has_one_finding(script, says, lint):
+    [found] = lint(script)
     assert says in found
 
 
-def test_the_version_of_slurm(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("says", "version"),
+    [("slurm-wlm 22.05.8", (22, 5)), ("slurm 24.11.0", (24, 11)), ("", (26, 5))],
+)
+def test_the_version_of_slurm(says, version, tmp_path, monkeypatch):
     """Without its configuration sbatch does not say it."""
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    for says, version in (
-        ("slurm-wlm 22.05.8", (22, 5)),
-        ("slurm 24.11.0", (24, 11)),
-        ("", (26, 5)),
-    ):
-        stand_ins(tmp_path, {"sbatch": f"echo {says}"})
-        assert lint_sbatch.slurm_version.__wrapped__() == version
-
-
-def test_a_file_that_srun_starts_is_looked_at_by_itself(lint):
-    """It has no directives, and its own line is the mistake."""
-    hosts = 'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-    found = lint(f"{hosts}\nexport RANK=$SLURM_PROCID\nexec python train.py")
-    assert found[0].startswith("2: RANK is SLURM_PROCID")
+    monkeypatch.setenv("PATH", f"{stand_ins(tmp_path, {'sbatch': f'echo {says}'})}:/usr/bin:/bin")
+    assert lint_sbatch.slurm_version.__wrapped__() == version
 
 
 def test_folders_and_files_that_are_not_here(lint, tmp_path):
@@ -423,14 +415,6 @@ def test_a_script_that_is_no_job_has_no_findings(lint):
     script = "export CUDA_VISIBLE_DEVICES=0\ntorchrun train.py | tee log\n"
     assert lint(script) == []
     assert len(lint(script + "echo $SLURM_JOB_ID")) == 2
-
-
-def test_annotations_for_github(tmp_path, capsys):
-    script = tmp_path / "50%,a:b.sh"
-    script.write_text("#SBATCH --output=%j/%x.out\n")
-    assert lint_sbatch.main(["--format=github", str(script)]) == 1
-    [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"::error file={tmp_path}/50%25%2Ca%3Ab.sh,line=1::no folder %25j for")
 
 
 def test_the_hook_of_pre_commit_runs(tmp_path):

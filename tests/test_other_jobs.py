@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import chaos
+import job_processes
 from conftest import NAMESPACES, REPOSITORY, at_once, stand_ins, wait_for
 from test_readme import bash, clone, steps, try_block  # noqa: F401  a fixture
 
@@ -79,7 +79,11 @@ ENDS = {
     "TERM": ("COMPLETED", 1, "Saved\n"),
     "requeue": ("COMPLETED", 1, "Start 1 with a server on node-"),
     "scancel": ("CANCELLED", 0, "Start 0"),
+    "one node": ("FAILED", 0, "TRAINER needs 0 nodes"),
 }
+KILLS = {"server killed": "completions.py", "trainer killed": "trainer.py"}
+ASKS = {"TERM": "scancel --signal=TERM", "requeue": "scontrol requeue", "scancel": "scancel"}
+VARIABLES = {"server broken": {"BROKEN": "1"}, "nothing": {"QUICK": "1"}}
 
 
 @pytest.mark.matrix
@@ -87,35 +91,23 @@ def test_ends(clone, cluster, vllm, tmp_path):  # noqa: F811
     """Whatever ends, all end, with the right state, and hold no node."""
     (clone / "trainer.py").write_text(TRAINER)
     script = script_of_the_page("both.sh")
-    for old, new in {
-        "./torchrun.sh distributed/train_ddp.py --epochs 1": "python trainer.py",
-        "aux/programs.sh": "aux/programs.sh\nLAST_WORDS=5",
-    }.items():
-        assert old in script
-        script = script.replace(old, new)
-    (clone / "ends.sh").write_text(script)
+    trains = "./torchrun.sh distributed/train_ddp.py --epochs 1"
+    assert trains in script and "aux/programs.sh" in script
+    script = script.replace("aux/programs.sh", "aux/programs.sh\nLAST_WORDS=5")
+    (clone / "ends.sh").write_text(script.replace(trains, "python trainer.py"))
 
     def scenario(fault: str, state: str, restarts: int, words: str):
         log = tmp_path / fault.replace(" ", "-")
-        env = dict(vllm)
-        if fault == "server broken":
-            env["BROKEN"] = "1"
-        if fault == "nothing":
-            env["QUICK"] = "1"
         options = [f"--output={log}", f"--chdir={clone}"]
+        options += ["--nodes=1"] if fault == "one node" else []
+        env = vllm | VARIABLES.get(fault, {})
         job = cluster.submit(*options, clone / "ends.sh", env=env, cwd=clone)
-        if fault != "server broken":
+        if fault not in ("server broken", "one node"):
             wait_for(lambda: log.exists() and "Start 0" in log.read_text())
-        name = {"server killed": "completions.py", "trainer killed": "trainer.py"}.get(fault)
-        command = {
-            "TERM": ("scancel", "--signal=TERM"),
-            "requeue": ("scontrol", "requeue"),
-            "scancel": ("scancel",),
-        }.get(fault)
-        if name:
-            os.kill(next(chaos.processes(job, name)), signal.SIGKILL)
-        if command:
-            cluster.exec(*command, job)
+        if fault in KILLS:
+            os.kill(next(job_processes.python(job, KILLS[fault])), signal.SIGKILL)
+        if fault in ASKS:
+            cluster.exec(*ASKS[fault].split(), job)
         if restarts:
             wait_for(lambda: cluster.show(job)["Restarts"] == "1")
             wait_for(lambda: cluster.show(job)["JobState"] == "PENDING")
@@ -127,15 +119,6 @@ def test_ends(clone, cluster, vllm, tmp_path):  # noqa: F811
         wait_for(lambda: not cluster.left_over(job), 40)
 
     at_once(scenario, [(fault, *end) for fault, end in ENDS.items()])
-
-
-@pytest.mark.matrix
-def test_too_few_nodes(clone, cluster, vllm, tmp_path):  # noqa: F811
-    (clone / "few.sh").write_text(script_of_the_page("both.sh"))
-    options = ["--nodes=1", f"--output={tmp_path}/log", f"--chdir={clone}"]
-    job = cluster.sbatch(*options, clone / "few.sh", env=vllm, cwd=clone)
-    assert job.state == "FAILED"
-    assert "TRAINER needs 0 nodes" in job.log, job.log
 
 
 def test_an_evaluation(clone, cluster):  # noqa: F811
@@ -169,9 +152,8 @@ def test_ray(clone, cluster, ray):  # noqa: F811
 @pytest.mark.matrix
 def test_the_end_of_ray(clone, cluster, ray, tmp_path):  # noqa: F811
     """The command is killed, or all get SIGTERM. No process is left on any node."""
-    (clone / "waits.py").write_text(
-        script_of_the_page("where.py").replace("sleep(2)", "sleep(600)")
-    )
+    waits = script_of_the_page("where.py").replace("sleep(2)", "sleep(600)")
+    (clone / "waits.py").write_text(waits)
     script = script_of_the_page("ray.sh").replace("where.py", "waits.py")
     (clone / "waits.sh").write_text(script)
 
@@ -181,7 +163,7 @@ def test_the_end_of_ray(clone, cluster, ray, tmp_path):  # noqa: F811
         job = cluster.submit(*options, clone / "waits.sh", env=ray, cwd=clone)
         wait_for(lambda: log.exists() and "4 GPUs" in log.read_text(), 120)
         if fault == "killed":
-            os.kill(next(chaos.processes(job, "waits.py")), signal.SIGKILL)
+            os.kill(next(job_processes.python(job, "waits.py")), signal.SIGKILL)
         else:
             cluster.exec("scancel", "--signal=TERM", job)
         ended = cluster.wait(job, timeout=120)

@@ -1,5 +1,4 @@
-"""aux/prepare_data.py: data from a web server on this machine, synthetic, and brought by hand.
-And the help of the two shell scripts that prepare something."""
+"""aux/prepare_data.py: data from a web server on this machine, synthetic, and brought by hand."""
 
 import functools
 import gzip
@@ -264,53 +263,37 @@ class FullDisk(io.FileIO):
         raise OSError(28, "No space left on device", str(self.name))
 
 
-@pytest.mark.parametrize("name", ["mnist", "shakespeare"])
-def test_a_disk_that_is_full_leaves_no_half_file(name, tmp_path, monkeypatch, few_digits):
-    """Whichever of the five files it is, the next start prepares the data again."""
-    path_open = Path.open
-    for full in range(5):
-        written = []
+@pytest.mark.parametrize(
+    ("name", "step"), [("mnist", "open"), ("shakespeare", "open"), ("mnist", "replace")]
+)
+@pytest.mark.parametrize("file", range(5))
+def test_a_disk_that_is_full_leaves_no_half_file(
+    name, step, file, tmp_path, monkeypatch, few_digits
+):
+    """Of the five; nor does an end before one gets its place. The next start is whole."""
+    real, written = getattr(Path, step), []
 
-        def open_in_turn(path, mode="r", *arguments, written=written, full=full, **options):
-            if "w" in mode:
-                written.append(path)
-                if len(written) == full + 1:
-                    return FullDisk(path, mode)
-            return path_open(path, mode, *arguments, **options)
-
-        command = [name, "--synthetic", "--data-dir", tmp_path / str(full)]
-        with monkeypatch.context() as patched:
-            patched.setattr(Path, "open", open_in_turn)
-            with pytest.raises(SystemExit, match=r"cannot read or write .*: No space left on"):
-                prepare(patched, *command)
-        assert not [*(tmp_path / str(full)).rglob(written[full].name)], "the half of a file"
-        prepare(monkeypatch, *command)
-        assert len([path for path in (tmp_path / str(full)).rglob("*") if path.is_file()]) == 5
-
-
-def test_digits_are_drawn_again_after_an_end_between_two_files(tmp_path, monkeypatch, few_digits):
-    """Whichever file is the first that does not get its place."""
-    path_replace = Path.replace
-    for end in range(5):
-        command = ["mnist", "--synthetic", "--data-dir", tmp_path / str(end)]
-        left = iter(range(end))
-
-        def replace_in_turn(path, target, left=left):
-            if next(left, None) is None:
+    def in_turn(path, *arguments, **options):
+        if step == "replace" or "w" in (*arguments, *options.values(), "")[0]:
+            written.append(path)
+            if len(written) == file + 1:
+                if step == "open":
+                    return FullDisk(path, "wb")
                 raise OSError("ended")
-            return path_replace(path, target)
+        return real(path, *arguments, **options)
 
-        with monkeypatch.context() as patched:
-            patched.setattr(Path, "replace", replace_in_turn)
-            with pytest.raises(SystemExit, match="cannot read or write"):
-                prepare(patched, *command)
-        prepare(monkeypatch, *command)
-        assert len([path for path in (tmp_path / str(end)).rglob("*") if path.is_file()]) == 5
+    command = [name, "--synthetic", "--data-dir", tmp_path]
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, step, in_turn)
+        with pytest.raises(SystemExit, match="cannot read or write"):
+            prepare(patched, *command)
+    assert not [*tmp_path.rglob(written[file].name)], "the half of a file"
+    prepare(monkeypatch, *command)
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 5
 
 
 def test_images_are_drawn_as_a_whole(tmp_path, monkeypatch, capsys):
-    """ImageFolder reads them. A disk that is full leaves nothing, and a second start changes
-    nothing."""
+    """A disk that is full leaves nothing, and a second start changes nothing."""
     draw = functools.partial(prepare_data.draw_images, train=40, test=20)
     monkeypatch.setattr(prepare_data, "draw_images", draw)
     command = ["images", "--data-dir", tmp_path / "pets"]
@@ -325,9 +308,8 @@ def test_images_are_drawn_as_a_whole(tmp_path, monkeypatch, capsys):
     assert not [*tmp_path.iterdir()]
 
     prepare(monkeypatch, *command)
-    assert f"SYNTHETIC photographs in ten classes: digits in colour, in {tmp_path}/pets" in (
-        capsys.readouterr().out
-    )
+    said = f"SYNTHETIC photographs in ten classes: digits in colour, in {tmp_path}/pets"
+    assert said in capsys.readouterr().out
     for split, count in (("train", 40), ("test", 20)):
         read = torchvision.datasets.ImageFolder(tmp_path / "pets" / split)
         assert len(read.classes) == 10 and len(read) == count
@@ -354,31 +336,13 @@ def test_large_files_have_their_whole_checksums(tmp_path):
     assert damaged(tmp_path) == ""
 
 
-def test_synthetic_test_images_are_no_training_images():
-    files = prepare_data.draw_mnist(20, 20)
-    sets = {name[:5]: content[16:] for name, content in files.items() if "images" in name}
-    assert {name: len(images) for name, images in sets.items()} == {"train": 15680, "t10k-": 15680}
-    train, test = ({*map(bytes, zip(*[iter(its)] * 784, strict=True))} for its in sets.values())
-    assert len(train) == len(test) == 20 and train.isdisjoint(test)
-
-
-def test_synthetic_digits_have_the_shape_of_mnist(mnist_full):
+def test_synthetic_digits_are_like_mnist(mnist_full):
+    """No two are alike: each has its own handwriting, and no test image is a training image."""
     train, test = (torchvision.datasets.MNIST(mnist_full, train=train) for train in (True, False))
     assert (len(train), len(test)) == (60_000, 10_000)
     assert train.targets[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
-    # No two are alike: each has its own handwriting.
-    assert len({image.numpy().tobytes() for image in train.data[:1000]}) == 1000
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [(b"\xff" * 2000, "is not UTF-8 text"), (b"short", "at least 1,000 are needed")],
-)
-def test_text_that_cannot_be_used(tmp_path, monkeypatch, content, sentence):
-    (tmp_path / "text").write_bytes(content)
-    with pytest.raises(SystemExit, match=sentence):
-        prepare(monkeypatch, "text", "--input", tmp_path / "text", "--data-dir", tmp_path)
-    assert not (tmp_path / "vocabulary.json").exists()
+    images = [image.numpy().tobytes() for its in (train, test) for image in its.data[:1000]]
+    assert len(set(images)) == 2000
 
 
 @pytest.mark.parametrize(
@@ -389,16 +353,20 @@ def test_text_that_cannot_be_used(tmp_path, monkeypatch, content, sentence):
         (["text"], "your own text takes both: text --input FILE"),
         (["--tokenizer", "bytes"], "--tokenizer is for your own text"),
         (["text", "--input", "none"], "cannot read or write"),
+        (["text", "--input", "latin", "--data-dir", "."], "is not UTF-8 text"),
+        (["text", "--input", "file", "--data-dir", "."], "at least 1,000 are needed"),
         (["chat", "--input", "none"], "conversations take --tokenizer FOLDER"),
         (["shakespeare", "--synthetic", "--data-dir", "file"], "cannot read or write"),
     ],
 )
-def test_bad_command_line_and_folder(arguments, sentence, tmp_path, monkeypatch, capsys):
+def test_bad_command_line_folder_and_text(arguments, sentence, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("short")
+    (tmp_path / "latin").write_bytes(b"\xff" * 2000)
     with pytest.raises(SystemExit) as ended:
         prepare(monkeypatch, *arguments)
     assert sentence in f"{ended.value.code}{capsys.readouterr().err}"
+    assert not (tmp_path / "vocabulary.json").exists()
 
 
 def test_help_is_the_comment_at_the_top():

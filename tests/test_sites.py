@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from conftest import LAUNCHERS, REPOSITORY, at_once, environment, run, stand_ins
+from conftest import LAUNCHERS, REPOSITORY, at_once
 from test_launchers import VARIABLES
 
 
@@ -53,19 +53,6 @@ def test_ranks_and_cpus_by_every_option(without_sizes, cluster, tmp_path):
     at_once(scenario, [(index, *case) for index, case in enumerate(SIZES)])
 
 
-def test_exclusive_node_whose_gpus_nobody_asked_for(without_sizes, cluster, tmp_path):
-    """The batch shell counts all eight GPUs. The step gets them, too."""
-
-    def scenario(way):
-        size = ["--nodes=1", "--exclusive", f"--output={tmp_path}/{way}"]
-        job = cluster.sbatch(*size, LAUNCHERS[way], VARIABLES, cwd=without_sizes)
-        assert job.state == "COMPLETED", job.log
-        assert len(job.ranks()) == 8, job.log
-        assert {rank["cuda"] for rank in job.ranks()} == {"0,1,2,3,4,5,6,7"}
-
-    at_once(scenario, [("srun",), ("torchrun",)])
-
-
 def test_a_launcher_in_a_step(cluster):
     """In `srun bash` a launcher shares its resources."""
     commands = f"./{LAUNCHERS['srun']} {VARIABLES}"
@@ -81,12 +68,3 @@ def test_an_mpi_plugin_that_does_not_load(cluster, tmp_path):
     size = ["--nodes=1", "--gpus-per-node=1", f"--output={tmp_path}/log"]
     job = cluster.sbatch("--export=ALL,SLURM_MPI_TYPE=absent", *size, LAUNCHERS["srun"], VARIABLES)
     assert job.state == "COMPLETED", job.log
-
-
-def test_torchrun_waits_for_ranks_that_save(tmp_path):
-    """Longer than 30 seconds, which it does by itself."""
-    stand_ins(tmp_path, {"python3": "echo $TORCH_ELASTIC_SHUTDOWN_TIMEOUT"})
-    job = {"NNODES": 2, "NPROC_PER_NODE": 1, "MASTER_ADDR": "n1", "MASTER_PORT": 61007}
-    job |= {"SLURM_NODEID": 0, "SLURM_JOB_ID": 7, "PATH": f"{tmp_path}:/usr/bin:/bin"}
-    done = run("./torchrun.sh", "a.py", env=environment() | {k: str(v) for k, v in job.items()})
-    assert int(done.stdout) >= 300, done

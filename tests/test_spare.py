@@ -1,6 +1,7 @@
 """launch_slurm_with_spare.sh: a run goes on within its job when a rank or a node fails, and ends
 when it makes no progress. What aux/spare.py decides is tested without a cluster."""
 
+import contextlib
 import json
 import os
 import re
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import chaos
 import heartbeat
+import job_processes
 import spare
 from conftest import (
     LAUNCHERS,
@@ -20,7 +21,6 @@ from conftest import (
     Cluster,
     at_once,
     environment,
-    note,
     run,
     stand_ins,
     wait_for,
@@ -28,6 +28,7 @@ from conftest import (
 from test_launchers import copy_file
 
 LAUNCHER = "launch_slurm_with_spare.sh"
+TWO_TASKS = "srun: error: n2: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Killed\n"
 
 # --- what it decides, as tables ---
 
@@ -43,10 +44,7 @@ def report(host: str, exitcode: int) -> str:
 @pytest.mark.parametrize(
     ("said", "node"),
     [
-        (
-            "srun: error: n2: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Killed\n",
-            "n2",
-        ),
+        (TWO_TASKS, "n2"),
         ("srun: error: n[1-2]: tasks 0-1: Killed\nloss=0.1\n", None),
         ("srun: error: n9: task 1: Killed\n", None),
         ("srun: error: n1: task 0: Killed\n" + report("n2.cluster.org", -9), "n2"),
@@ -78,8 +76,7 @@ def test_whether_a_node_is_left_out(failed, why):
 
 
 def test_the_step_in_which_a_start_failed(tmp_path, monkeypatch):
-    """A heartbeat is up to two seconds old, which are five steps here. No step was seen of rank 2,
-    and rank 3 was just writing."""
+    """A heartbeat is up to two seconds, here five steps, old. Two ranks show none."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     folder = Path("log/7/ranks-0")
@@ -96,34 +93,32 @@ def test_the_step_in_which_a_start_failed(tmp_path, monkeypatch):
     assert spare.steps_of(folder) == (30, 35)
 
 
-@pytest.mark.parametrize(
-    ("file", "saved"),
-    [
-        ("checkpoint.pt", True),
-        ("step_5/0.distcp", True),
-        ("old.pt", False),
-        ("owner", False),
-        ("checkpoint.pt.part", False),
-        (".step_5/0.distcp", False),
-        ("step_5/.metadata", False),
-        ("train.log", False),
-        ("events.out.tfevents.1", False),
-    ],
-)
-def test_what_counts_as_saved(file, saved, tmp_path):
-    """In a folder, or a link to it; and for the job that requeue_failed.sh requeues, or not. The
-    launcher's status stays."""
+def job_shell(folder: Path, lines: str, requeues: int = 0):
+    """A job's shell that ends with status 5, in a folder with log/7 and aux."""
+    programs = {"squeue": f"echo RUNNING {requeues}", "scontrol": 'echo "$*" >>asked'}
+    path = f"{stand_ins(folder / 'bin', programs)}:{environment()['PATH']}"
+    if not (folder / "aux").exists():
+        (folder / "aux").symlink_to(REPOSITORY / "aux")
+        (folder / "log/7").mkdir(parents=True)
+    env = environment(PATH=path, SLURM_JOB_ID=7, SLURM_RESTART_COUNT=requeues)
+    return run("bash", "-euc", f"{lines}; exit 5", cwd=folder, env=env)
+
+
+SAVED = ("checkpoint.pt", "step_5/0.distcp")
+NOT_SAVED = ("old.pt", "owner", "checkpoint.pt.part", ".step_5/0.distcp", "step_5/.metadata")
+NOT_SAVED += ("train.log", "events.out.tfevents.1")
+
+
+@pytest.mark.parametrize("file", SAVED + NOT_SAVED)
+def test_what_counts_as_saved(file, tmp_path):
+    """In a folder or a link to it, and for requeue_failed.sh, which keeps the status."""
+    saved = file in SAVED
     (tmp_path / "a folder" / file).parent.mkdir(parents=True)
     (tmp_path / "link").symlink_to("a folder")
-    (tmp_path / "aux").symlink_to(REPOSITORY / "aux")
-    (tmp_path / "log/7").mkdir(parents=True)
-    programs = {"squeue": "echo RUNNING 0", "scontrol": 'echo "$*" >>asked'}
-    path = f"{stand_ins(tmp_path / 'bin', programs)}:{environment()['PATH']}"
     lines = 'touch "a folder/old.pt"; sleep 0.02; source aux/requeue_failed.sh "a folder"'
     if file != "old.pt":
         lines += f'; sleep 0.02; touch "a folder/{file}"'
-    shell = ["bash", "-euc", f"{lines}; exit 5"]
-    done = run(*shell, cwd=tmp_path, env=environment(PATH=path, SLURM_JOB_ID=7))
+    done = job_shell(tmp_path, lines)
     said = "Failed with status 5, and requeued: it resumes by itself\n"
     assert done.stderr == (said if saved else "Not requeued: the run has saved nothing\n")
     assert done.returncode == 5
@@ -138,15 +133,8 @@ def test_what_counts_as_saved(file, saved, tmp_path):
 
 def test_three_requeues_without_a_save(tmp_path):
     """A job that has saved once is requeued four times."""
-    (tmp_path / "aux").symlink_to(REPOSITORY / "aux")
-    (tmp_path / "log/7").mkdir(parents=True)
-    programs = {"squeue": 'echo "RUNNING $SLURM_RESTART_COUNT"', "scontrol": "true"}
-    path = f"{stand_ins(tmp_path / 'bin', programs)}:{environment()['PATH']}"
-    lines = "source aux/requeue_failed.sh saves; sleep 0.02; [[ -e saves ]] || touch saves; exit 5"
-    said = []
-    for requeues in range(5):
-        env = environment(PATH=path, SLURM_JOB_ID=7, SLURM_RESTART_COUNT=requeues)
-        said.append(run("bash", "-euc", lines, cwd=tmp_path, env=env).stderr)
+    lines = "source aux/requeue_failed.sh saves; sleep 0.02; [[ -e saves ]] || touch saves"
+    said = [job_shell(tmp_path, lines, requeues).stderr for requeues in range(5)]
     assert all("status 5, and requeued" in line for line in said[:4]), said
     assert said[4] == "Not requeued: three requeues without a save\n"
 
@@ -172,11 +160,9 @@ def slurm_answers(monkeypatch, *answers):
 )
 def test_whether_the_job_still_runs(answers, running, monkeypatch):
     """This start of it. A Slurm that does not answer is asked five times."""
-    monkeypatch.setenv("SLURM_JOB_ID", "9")
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "204")
-    monkeypatch.setenv("JOB_RESTARTS", "2")
+    job = "SLURM_JOB_ID=9 SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=3 SLURM_RESTART_COUNT=204 "
+    for name, value in (word.split("=") for word in f"{job}JOB_RESTARTS=2".split()):
+        monkeypatch.setenv(name, value)
     asked = slurm_answers(monkeypatch, *answers)
     assert spare.is_running() == running
     assert len(asked) == len(answers) and "--jobs=7_3" in asked[0]
@@ -250,8 +236,7 @@ class Launched:
 
 
 def test_a_run_that_saves_starts_as_often_as_it_fails(tmp_path):
-    """Each start on the nodes that are left, with a port and a number of its own. The node that
-    failed twice is left out, now and by later jobs."""
+    """On the nodes that are left, now and in later jobs, with a port of its own."""
     done = Launched(tmp_path, f"{SAVES} if ((start < 6)); then {FAILS} fi")
     assert done.status == 0, done.log
     nodes, addresses, ports, numbers, requeues = zip(*done.starts, strict=True)
@@ -302,9 +287,8 @@ def test_the_same_step_accuses_the_script(tmp_path):
 
 def test_a_rank_is_not_to_blame_for_a_lost_node(tmp_path):
     """n2 fails in the second start because n1 is lost."""
-    done = Launched(
-        tmp_path, f"if ((start == 2)); then echo n1 >down; fi; if ((start < 3)); then {FAILS} fi"
-    )
+    loses = "if ((start == 2)); then echo n1 >down; fi"
+    done = Launched(tmp_path, f"{loses}; if ((start < 3)); then {FAILS} fi")
     assert done.status == 0, done.log
     assert [nodes for nodes, *_ in done.starts] == ["n1,n2", "n1,n2", "n2,n3"]
     assert f"Left out: n1, {spare.NO_STEP}\n" in done.log and " n2 " not in done.bad
@@ -351,7 +335,7 @@ def cluster():
 class Run:
     """A job on three of the cluster's nodes, one of them spare, in a folder of its own."""
 
-    def __init__(self, cluster, folder: Path, data: Path, *train: str, edits=(), sbatch=()):
+    def __init__(self, cluster, folder: Path, data: Path, *train: str, edit=("", ""), sbatch=()):
         folder.mkdir(exist_ok=True)
         for name in ("env.sh", "torchrun.sh", LAUNCHER):
             copy_file(name, folder)
@@ -359,10 +343,8 @@ class Run:
             (folder / name).symlink_to(REPOSITORY / name)
         launcher = folder / LAUNCHER
         text = launcher.read_text().replace("HEARTBEAT_LIMIT=600", "HEARTBEAT_LIMIT=15")
-        for old, new in edits:
-            assert old in text
-            text = text.replace(old, new)
-        launcher.write_text(text)
+        assert edit[0] in text
+        launcher.write_text(text.replace(*edit) if edit[0] else text)
         self.cluster, self.folder = cluster, folder
         command = [*SIZE, "--exclude=node-1", *sbatch, "--output=log.out", LAUNCHER]
         command += train or [*TRAIN.split(), "--data-dir", data]
@@ -381,11 +363,11 @@ class Run:
 
     def rank(self, node: str) -> int:
         """The process of its rank, whose parent is torchrun."""
-        [rank] = {*chaos.processes(self.job, "slowly.py", node)} - {self.torchrun(node)}
+        [rank] = {*job_processes.python(self.job, "slowly.py", node)} - {self.torchrun(node)}
         return rank
 
     def torchrun(self, node: str) -> int:
-        [torchrun] = chaos.processes(self.job, "torch.distributed.run", node)
+        [torchrun] = job_processes.python(self.job, "torch.distributed.run", node)
         return torchrun
 
     def steps_after(self, fault_at: float, start: int) -> float:
@@ -400,42 +382,31 @@ class Run:
         before, resumed, after = job.log.partition("\nResumed after step ")
         epoch, step = (re.findall(r"^epoch=(\d) step=(\d+)/15", before, re.M) or [(1, 0)])[-1]
         lost = 15 * (int(epoch) - 1) + int(step) - int(after.partition("\n")[0]) if resumed else 0
-        fault += f", {lost} steps lost"
-        note("spare", fault, job.state, job.exit_code, restarts, seconds)
+        ended = f"{job.state}, status {job.exit_code}, {restarts} restarts"
+        print(f"{fault}: {ended}, {lost} steps lost, {seconds:.0f} s")
         assert job.state == state, job.log
         return job
 
 
-def processes_of(cluster, node: str) -> list[int]:
-    """All that run on a node, its slurmd included."""
-    state = Path(f"/run/slurm-cluster-{cluster.environment['CLUSTER']}")
-    init = int((state / f"{node}.pid").read_text())
-    space = os.readlink(f"/proc/{init}/ns/pid_for_children")
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.readlink(process / "ns/pid") == space:
-                found.append(int(process.name))
-        except OSError:
-            continue
-    return found
-
-
-def crash(run, node: str):
+def init_of(run, node: str) -> int:
     state = Path(f"/run/slurm-cluster-{run.cluster.environment['CLUSTER']}")
-    os.kill(int((state / f"{node}.pid").read_text()), signal.SIGKILL)
+    return int((state / f"{node}.pid").read_text())
 
 
 def freeze(run, node: str):
-    for process in processes_of(run.cluster, node):
-        os.kill(process, signal.SIGSTOP)
+    """All that runs on a node, its slurmd included."""
+    space = os.readlink(f"/proc/{init_of(run, node)}/ns/pid_for_children")
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(process / "ns/pid") == space:
+                os.kill(int(process.name), signal.SIGSTOP)
 
 
 FAULTS = {
     "torchrun killed": lambda run, node: os.kill(run.torchrun(node), signal.SIGKILL),
     "rank killed": lambda run, node: os.kill(run.rank(node), signal.SIGKILL),
     "rank frozen": lambda run, node: os.kill(run.rank(node), signal.SIGSTOP),
-    "node crashed": crash,
+    "node crashed": lambda run, node: os.kill(init_of(run, node), signal.SIGKILL),
     "node frozen": freeze,
 }
 
@@ -492,9 +463,9 @@ def test_a_failed_job_is_requeued_if_it_has_saved(cluster, tiny, tmp_path):
     job, log = cluster.submit(*command, cwd=tmp_path, env={"ALWAYS": 1}), tmp_path / "log.out"
     wait_for(lambda: log.exists() and "epoch=1 step=7/" in log.read_text(), 120)
     fault_at = time.monotonic()
-    os.kill(max(chaos.processes(job, "slowly.py")), signal.SIGKILL)
+    os.kill(max(job_processes.python(job, "slowly.py")), signal.SIGKILL)
     wait_for(lambda: re.search(r"(?s)^Resumed after .*^epoch", log.read_text(), re.M), 120)
-    note("torchrun", "rank killed, requeued", "", 0, 1, time.monotonic() - fault_at)
+    print(f"rank killed, requeued: {time.monotonic() - fault_at:.0f} s")
     ended = cluster.wait(job, 240)
     assert ended.state == "COMPLETED" and "\nResumed after step 5\n" in ended.log, ended.log
     assert ended.log.count("and requeued: it resumes by itself\n") == 1, ended.log
@@ -503,11 +474,10 @@ def test_a_failed_job_is_requeued_if_it_has_saved(cluster, tiny, tmp_path):
 @pytest.mark.matrix
 def test_check_ranks_is_a_probe(cluster, tiny, tmp_path):
     """Of each node by itself, with the line that the launcher names."""
-    [named] = re.findall(
-        r"^# or (\(env .*check_ranks\.py\))$", (REPOSITORY / LAUNCHER).read_text(), re.M
-    )
-    edits = [("probe=(true)", f"probe={named}")]
-    run = Run(cluster, tmp_path / "run", tiny, "tests/scripts/variables.py", edits=edits)
+    text = (REPOSITORY / LAUNCHER).read_text()
+    [named] = re.findall(r"^# or (\(env .*check_ranks\.py\))$", text, re.M)
+    probe = ("probe=(true)", f"probe={named}")
+    run = Run(cluster, tmp_path / "run", tiny, "tests/scripts/variables.py", edit=probe)
     job = run.ends("COMPLETED", "none", 0)
     assert "Left out" not in job.log and job.log.count("VARIABLES") == 2, job.log
 
@@ -542,6 +512,5 @@ def test_goes_on(place, cluster, tiny, tmp_path):
 
 @pytest.mark.matrix
 def test_goes_on_without_a_frozen_node(cluster, tiny, tmp_path):
-    """By itself, because Slurm waits a minute for its answers, and asks no other node meanwhile.
-    Not the first one: Slurm requeues its job after minutes only."""
+    """By itself: Slurm waits for its answers. The first one is requeued after minutes only."""
     goes_on("node frozen", 1, cluster, tiny, tmp_path)

@@ -70,8 +70,7 @@ def test_a_signal_is_passed_on_once(tmp_path):
 
 
 def test_its_status_is_that_of_the_first_rank_to_fail(tmp_path):
-    """As a shell counts a signal, too. One line names the rank and the host, and its peers are
-    ended."""
+    """Also of a signal. One line names the rank and the host, and its peers are ended."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys, time\n"

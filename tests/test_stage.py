@@ -17,8 +17,7 @@ SOURCE = f"set -euo pipefail; source {REPOSITORY}/aux/stage.sh"
 
 @pytest.fixture
 def job(tmp_path) -> dict[str, str]:
-    """The environment of a job of one node, whose srun runs its command. PATH has a tar that
-    counts how often it unpacks, and waits for a file to be gone."""
+    """Of one node, where tar counts how often it unpacks, and waits for a file to be gone."""
     srun = 'while [[ "$1" == --* ]]; do shift; done; exec "$@"'
     tar = f"""if [[ "$1" == --extract ]]; then echo x >>{tmp_path}/unpacked; fi
 while [[ -e {tmp_path}/wait ]]; do sleep 0.05; done

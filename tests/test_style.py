@@ -23,8 +23,7 @@ def blocks(path: str) -> dict[str, str]:
 
 
 def grown() -> list[tuple[str, str, list[str]]]:
-    """(script, parent, names of the blocks that differ) for every docstring that says from what
-    a script has grown."""
+    """(script, parent, the blocks that differ) of each docstring that says how a script grew."""
     found = []
     for path in TRACKED:
         if path.startswith(("distributed/", "local/")) and path.endswith(".py"):
@@ -42,8 +41,7 @@ def test_exactly_the_named_blocks_differ(script, parent, said):
 
 
 def test_launchers_differ_in_their_srun_alone():
-    """Between the header and the one srun, a launcher is like the others, and a container's has
-    only more lines."""
+    """Between the header and srun; and a container's has only more lines."""
     texts = [(REPOSITORY / name).read_text() for name in [*LAUNCHERS.values(), "run_script.sh"]]
     between = [
         text[text.index("set -euo pipefail\n") : text.index("\nsrun ")].splitlines()
@@ -54,8 +52,7 @@ def test_launchers_differ_in_their_srun_alone():
 
 
 def test_docker_ignores_what_git_ignores():
-    """In the words of each: what has no slash in front is ignored in every folder by git, and
-    with **/ by Docker."""
+    """git does so in every folder, and Docker with **/."""
     git, docker = (
         re.findall(r"^[^#\n]+", (REPOSITORY / name).read_text(), re.M)
         for name in (".gitignore", ".dockerignore")
@@ -66,8 +63,7 @@ def test_docker_ignores_what_git_ignores():
 
 
 def test_in_the_background():
-    """`make test &`: a shell without job control starts it with SIGINT ignored, which a cluster
-    would inherit."""
+    """`make test &` starts it with SIGINT ignored, which a cluster would inherit."""
     handler = "signal.getsignal(signal.SIGINT) is signal.default_int_handler"
     command = ["bash", "-c", 'trap "" INT; exec "$0" -c "$1"', sys.executable]
     done = run(*command, f"import conftest, signal; assert {handler}", cwd=REPOSITORY / "tests")

@@ -1,5 +1,5 @@
 """Packaging as a container: what is built for whom; the Dockerfile on a small Debian, and
-run_script.sh inside it."""
+run_script.sh in it."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import sysconfig
 import pytest
 
 from conftest import DIST_PACKAGES, REPOSITORY, environment, run, stand_ins
-from test_docker import engine  # noqa: F401  a fixture
+from test_docker import engine, succeed  # noqa: F401  the first is a fixture
 from test_readme import copy_of_repository
 from test_submit import laptop, one_sentence  # noqa: F401  the first is a fixture
 
@@ -48,8 +48,7 @@ def packed(tmp_path):
 
 
 def test_what_is_pushed_and_what_is_copied(packed):
-    """An image with a registry in its name is pushed, unless the Slurmfile says otherwise; one of
-    Docker Hub is copied."""
+    """Pushed if the name has a registry, or the Slurmfile says so."""
     submit, _ = packed
     dry = [*SUBMIT, "--dry-run", "run_script.sh"]
     for image in ("registry.example.org/me/torch:1", "10.0.0.1:5000/torch"):
@@ -122,11 +121,6 @@ build_args = ["BASE={image}"]
 BOXED = ["--env", "boxed", "--nodes=1", "--gpus-per-node=1", "--follow"]
 
 
-def succeed(*command: object, **options):
-    done = run(*command, **options)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-
-
 @pytest.fixture(scope="module")
 def base_image(engine, debian, tmp_path_factory):  # noqa: F811
     """Debian with Python, pip and uv, and a package that uv finds without a network."""
@@ -163,13 +157,8 @@ def boxed(laptop, engine, base_image, tmp_path_factory):  # noqa: F811
     (clone / "inside.py").write_text(INSIDE)
     (site / "torch.pth").write_text("/opt/torch\n")
     tools = stand_ins(site / "tools", {"python": 'exec python3 "$@"'})
-    mounts = ",".join(
-        [
-            f"{sysconfig.get_path('purelib')}:/opt/torch",
-            f"{site}/torch.pth:{DIST_PACKAGES}/torch.pth",
-            f"{tools}/python:/usr/local/bin/python",
-        ]
-    )
+    mounts = f"{sysconfig.get_path('purelib')}:/opt/torch,"
+    mounts += f"{site}/torch.pth:{DIST_PACKAGES}/torch.pth,{tools}/python:/usr/local/bin/python"
     text = (clone / "run_script.sh").read_text()
     text, count = re.subn(r"^export CONTAINER_MOUNTS=", rf"\g<0>{mounts}", text, flags=re.M)
     assert count == 1
@@ -199,63 +188,26 @@ def test_built_copied_and_run(laptop, boxed):  # noqa: F811
     assert places and all(place["world_size"] == len(places) for place in places), done.stdout
 
 
-def build_and_train(engine: str, laptop, variables, base_image, tiny):  # noqa: F811
-    """`docker build -f Dockerfile -t test .`, or the same with podman, on a small base; then a
-    training in it, with the torch of the tests."""
-    image = f"{base_image}:ours"
-    build = ["build", f"--build-arg=BASE={base_image}", "-f", "Dockerfile", "-t", image, "."]
-    built = laptop.run(engine, *build, timeout=300, **variables)
-    assert built.returncode == 0, built.stderr[-3000:]
-    options = [
-        "--rm",
-        "--network=none",
-        "--env=PYTHONPATH=/opt/torch",
-        f"--volume={sysconfig.get_path('purelib')}:/opt/torch:ro",
-        f"--volume={tiny}:/workspace/data/mnist:ro",
-    ]
-    command = ["python3", "local/train_single.py", "--epochs", 1, "--device", "cpu"]
-    trained = laptop.run(engine, "run", *options, image, *command, **variables)
-    assert trained.returncode == 0, trained.stdout + trained.stderr
-    assert "Finished: epoch=1" in trained.stdout
-
-
 @pytest.mark.matrix
 def test_built_by_hand(laptop, boxed, base_image, tiny):  # noqa: F811
-    """`docker build .` takes the code, and nothing of what git ignores."""
+    """`docker build` takes the code, and nothing that git ignores; a training runs in it."""
     clone, image = laptop.clone, f"{base_image}:ours"
     ignored = [".venv/x", "log/x", "checkpoints/7/x", "slurm-jobs/x", "a.out", "a.sqsh"]
     for path in [clone / name for name in [*ignored, "aux/__pycache__/x"]]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
-    build_and_train("docker", laptop, boxed, base_image, tiny)
+    build = ["build", f"--build-arg=BASE={base_image}", "-f", "Dockerfile", "-t", image, "."]
+    built = laptop.run("docker", *build, timeout=300, **boxed)
+    assert built.returncode == 0, built.stderr[-3000:]
+    volumes = [f"{sysconfig.get_path('purelib')}:/opt/torch", f"{tiny}:/workspace/data/mnist"]
+    options = ["--rm", "--network=none", "--env=PYTHONPATH=/opt/torch"]
+    options += [f"--volume={volume}:ro" for volume in volumes]
+    train = ["python3", "local/train_single.py", "--epochs", 1, "--device", "cpu"]
+    trained = laptop.run("docker", "run", *options, image, *train, **boxed)
+    assert "Finished: epoch=1" in trained.stdout, trained
     find = ["find", "/workspace", "-printf", "%P\\n"]
     listed = laptop.run("docker", "run", "--rm", image, *find, **boxed)
     files = set(listed.stdout.split("\n"))
     assert {"env.sh", "distributed/train_ddp.py", "requirements.txt"} < files, listed.stderr
     folders = r"^(\.git|\.venv|data|log|checkpoints|slurm-jobs)\b"
     assert not [x for x in files if re.search(rf"{folders}|\.(out|sqsh)$|cache", x)]
-
-
-@pytest.mark.matrix
-def test_podman(laptop, boxed, base_image, tiny, tmp_path):  # noqa: F811
-    """By hand."""
-    (tmp_path / "storage.conf").write_text(
-        "[storage]\n"
-        'driver = "overlay"\n'
-        f'graphroot = "{tmp_path}/images"\n'
-        f'runroot = "{tmp_path}/run"\n'
-    )
-    # Docker's, whatever control groups this machine has, with no higher limits.
-    (tmp_path / "containers.conf").write_text(
-        "[containers]\n"
-        'default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]\n'
-        "[engine]\n"
-        'runtime = "runc"\n'
-        'cgroup_manager = "cgroupfs"\n'
-    )
-    names = {"CONTAINERS_STORAGE_CONF": "storage.conf", "CONTAINERS_CONF": "containers.conf"}
-    variables = boxed | {variable: tmp_path / name for variable, name in names.items()}
-    load = f"docker save {base_image} | podman load"
-    loaded = laptop.run("bash", "-o", "pipefail", "-c", load, **variables)
-    assert loaded.returncode == 0, loaded.stderr
-    build_and_train("podman", laptop, variables, base_image, tiny)

@@ -42,8 +42,7 @@ def start(cluster, node: str, arguments: str):
 
 
 def restart(cluster, *changes: str, slurmd: dict[str, str] | None = None):
-    """Slurm's daemons with a changed configuration: expressions of sed, and for each node the
-    arguments of slurmd, in the order in which the nodes are to register."""
+    """Slurm's daemons with changes, by sed, and slurmd's arguments by node, in that order."""
     if changes:
         bash(cluster, CHANGE, *(part for change in changes for part in ("-e", change)))
     for node in NODES:
@@ -66,26 +65,17 @@ def assert_all_ways(cluster, tmp_path, *options: str):
     at_once(scenario, [(way,) for way in LAUNCHERS])
 
 
-def assert_resumed(trial: Trial):
-    job = trial.ends()
-    assert job.state == "COMPLETED" and trial.restarts == 1, job.log
-    assert re.search(r"^Resumed after step [1-9]", job.log, re.M), job.log
-
-
 def test_gpus_bound_to_sockets(cluster, tmp_path):
     """A step keeps both of a node's GPUs, although each belongs to a socket of its own."""
     sockets = "s/Sockets=1 CoresPerSocket=16/Sockets=2 CoresPerSocket=8/"
-    first, second = (
-        rf"s/^(Name=gpu .*gpu{gpu})$/\1 Cores={cores}/" for gpu, cores in enumerate(("0-7", "8-15"))
-    )
-    restart(cluster, sockets, first, second)
+    cores = [rf"s/^(Name=gpu .*gpu{gpu})$/\1 Cores={8 * gpu}-{8 * gpu + 7}/" for gpu in (0, 1)]
+    restart(cluster, sockets, *cores)
     assert "gpu:2(S:0-1)" in cluster.exec("scontrol", "show", "node", "node-1").stdout
     assert_all_ways(cluster, tmp_path)
 
 
 def test_nodes_that_register_in_another_order(cluster, tmp_path):
-    """Dynamic nodes, of which the second by name was there first: rank 0 is where the batch script
-    runs."""
+    """Dynamic nodes: rank 0 is where the batch script runs."""
     size = '--conf "CPUs=16 RealMemory=64000 Gres=gpu:2"'
     order = {node: f"-Z {size} -N {node}" for node in reversed(NODES)}
     restart(cluster, "s/^NodeName=.*/MaxNodeCount=4/", slurmd=order)
@@ -120,7 +110,7 @@ def test_signals_to_all_processes_of_a_step(cluster, tiny, tmp_path):
         trial = Trial(cluster, way, PREEMPTIBLE, {PREEMPTIBLE: tiny}, tmp_path / way)
         trial.train_a_little()
         trial.signal("--signal=TERM")
-        assert_resumed(trial)
+        trial.resumes()
 
 
 def test_nodes_that_differ(cluster, tmp_path):
@@ -144,8 +134,7 @@ def test_nodes_that_differ(cluster, tmp_path):
 
 
 def test_order_of_tasks_by_topology(cluster, tmp_path):
-    """A topology plugin of Slurm 26.05 numbers the tasks by blocks, so SLURM_PROCID 0 is not on the
-    first node by name. Our launchers, and a bare srun of check_ranks.py, do not mind."""
+    """Blocks number the tasks, so SLURM_PROCID 0 is not on the first node by name."""
     version = re.search(r" (\d+\.\d+)", cluster.exec("slurmd", "-V").stdout)[1]
     if float(version) < 26:
         pytest.skip(f"Slurm {version} numbers the tasks by the names of the nodes")
@@ -172,12 +161,8 @@ def with_accounting(cluster, *changes: str):
 def test_accounting(cluster, tiny, tmp_path):
     """README's command with --account as it stands, sacct, and a preemption by QOS."""
     with_accounting(cluster)
-    check = [
-        "--partition=train",
-        f"--output={tmp_path}/check",
-        LAUNCHERS["srun"],
-        "aux/check_ranks.py",
-    ]
+    check = ["--partition=train", f"--output={tmp_path}/check", LAUNCHERS["srun"]]
+    check += ["aux/check_ranks.py"]
     refused = cluster.exec("sbatch", "--account=B", *check)
     assert refused.returncode == 1 and "Invalid account" in refused.stderr
     job = cluster.sbatch("--account=A", *check)
@@ -194,9 +179,17 @@ def test_accounting(cluster, tiny, tmp_path):
     preempted.train_a_little()
     urgent = ["--account=A", "--qos=urgent", "--exclusive", "--output=/dev/null", "--wrap=true"]
     assert cluster.sbatch(*urgent).state == "COMPLETED"
-    assert_resumed(preempted)
+    preempted.resumes()
 
 
+LIMITS = [
+    ("account a set GrpTRES", 2, "AssocGrpGRES", "your account's", r"UserName= GrpTRES=\S*2\(2"),
+    ("account a set GrpTRESMins", 99, "AssocGrpGRESMinutes", "your account's", r"Mins=\S*99\("),
+    ("account a set GrpTRESRunMins", 99, "AssocGrpGRESRunMinutes", "your account's", r"99\(60"),
+    ("qos normal set GrpTRES", 2, "QOSGrpGRES", "everybody's", r"GrpTRES=\S*2\(2\)"),
+    ("qos normal set MaxTRESPerUser", 2, "QOSMaxGRESPerUser", "yours", r"PU=\S*2\(2\)"),
+    ("qos normal set MaxTRES", 1, "QOSMaxGRESPerJob", "this job's", r"PJ=\S*1"),
+]
 # As sites have it that give hours to accounts.
 HOURS = r"s/^(AccountingStorageEnforce=.*)/\1,safe\nPriorityType=priority\/multifactor/"
 
@@ -206,20 +199,18 @@ def test_whose_limit_it_is(cluster):
     commands show the limit and how full it is. Those of recipes.md show the hours, and those of
     AGENTS.md what a program asks for."""
     with_accounting(cluster, HOURS)
-    page, recipes = (
-        (REPOSITORY / f"docs/{name}.md").read_text() for name in ("troubleshooting", "recipes")
-    )
+    pages = [
+        REPOSITORY / f"{name}.md" for name in ("docs/troubleshooting", "docs/recipes", "AGENTS")
+    ]
+    page, recipes, agents = (path.read_text() for path in pages)
     [shown] = re.findall(r"^```sh\n(squeue --me --start.*?)^```$", page, re.M | re.S)
     shown = shown.replace("accounts=A", "accounts=a").replace("qos=Q", "qos=normal")
     rows = re.findall(r"^\| (`\(.*?) \| (.*?) \|", page, re.M)
 
     def whose(reason: str) -> str:
-        [owner] = [
-            owner
-            for said, owner in rows
-            for part in re.findall("`(.+?)`", said)
-            if re.fullmatch(".*".join(map(re.escape, part.split("..."))), f"({reason})")
-        ]
+        pairs = [(part, owner) for said, owner in rows for part in re.findall("`(.+?)`", said)]
+        patterns = [(".*".join(map(re.escape, x.split("..."))), owner) for x, owner in pairs]
+        [owner] = [owner for x, owner in patterns if re.fullmatch(x, f"({reason})")]
         return owner
 
     job = ["--account=A", "--partition=train", "--gpus-per-node=2", "--time=30"]
@@ -227,22 +218,8 @@ def test_whose_limit_it_is(cluster):
     running, waiting = cluster.submit(*job), cluster.submit("--hold", *job)
     wait_for(lambda: cluster.show(running)["JobState"] == "RUNNING", 30)
     lift = f"scontrol release {waiting}"
-    for limited, limit, value, reason, owner, usage in (
-        ("account a", "GrpTRES", 2, "AssocGrpGRES", "your account's", r"UserName= GrpTRES=\S*2\(2"),
-        (
-            "account a",
-            "GrpTRESMins",
-            99,
-            "AssocGrpGRESMinutes",
-            "your account's",
-            r"TRESMins=\S*99\(",
-        ),
-        ("account a", "GrpTRESRunMins", 99, "AssocGrpGRESRunMinutes", "your account's", r"99\(60"),
-        ("qos normal", "GrpTRES", 2, "QOSGrpGRES", "everybody's", r"GrpTRES=\S*2\(2\)"),
-        ("qos normal", "MaxTRESPerUser", 2, "QOSMaxGRESPerUser", "yours", r"PU=\S*2\(2\)"),
-        ("qos normal", "MaxTRES", 1, "QOSMaxGRESPerJob", "this job's", r"PJ=\S*1"),
-    ):
-        change = f"sacctmgr --immediate modify {limited} set {limit}=gres/gpu="
+    for limit, value, reason, owner, usage in LIMITS:
+        change = f"sacctmgr --immediate modify {limit}=gres/gpu="
         bash(cluster, f"{change}{value}; {lift}")
         lift = f"{change}-1"
         wait_for(lambda reason=reason: cluster.show(waiting)["Reason"] == reason, 60)
@@ -263,8 +240,7 @@ def test_whose_limit_it_is(cluster):
     ):
         assert re.search(part, printed), (part, printed)
 
-    page = (REPOSITORY / "AGENTS.md").read_text()
-    may, why, used = re.findall(r"^\| (?:may|why|what did) .*?\? \| `(.+?)`", page, re.M)
+    may, why, used = re.findall(r"^\| (?:may|why|what did) .*?\? \| `(.+?)`", agents, re.M)
     launcher = f"--account=A --partition=train {LAUNCHERS['torchrun']}"
     bash(cluster, may.replace("LAUNCHER", launcher).replace("SCRIPT", VARIABLES))
     assert bash(cluster, why.replace("JOB", str(running))) == "RUNNING None\n"

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-import chaos
 import work_list
 from conftest import (
     LAUNCHERS,
@@ -47,9 +46,9 @@ for part in work_list.parts(range(2000), sys.argv[1], size=10, patience=float(sy
 """
 
 
-def start(folder: Path, patience: float = 0.5, code: str = WORKER, **variables):
+def start(folder: Path, patience: float = 0.5, **variables):
     env = environment(PYTHONPATH=REPOSITORY / "distributed", **variables)
-    command = [sys.executable, "-c", code, str(folder), str(patience)]
+    command = [sys.executable, "-c", WORKER, str(folder), str(patience)]
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
 
@@ -66,8 +65,7 @@ def answers(folder: Path) -> list:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_twenty_kills(seed, tmp_path):
-    """At any moment, and each time another process begins beside those that are left, or they are
-    all killed. What is there at the end is the list, in its order."""
+    """At any moment, among others that begin. At the end the list is there, in its order."""
     draw, folder = random.Random(seed), tmp_path / "answers"
     processes = [start(folder, MEAN=0.004) for _ in range(4)]
     kills = 0
@@ -97,8 +95,7 @@ def test_a_slow_process_is_not_a_fault(tmp_path):
 
 
 def test_a_part_that_kills_its_process(tmp_path):
-    """Comes last, though it is early in the list: the second process dies of it when all else is
-    there. So does the third one, and nobody takes the list for complete."""
+    """Comes last, though it is early in the list; and the list is never complete."""
     for answered in (1, 199, 199):
         assert ended(start(tmp_path, 600, POISON=15))[0] == -signal.SIGKILL
         there = {path.name for path in tmp_path.glob("*.jsonl")}
@@ -178,8 +175,7 @@ with open(f"answers/{rank}.jsonl", "a") as file:
 
 
 def test_the_recipe_that_loses_answers(tmp_path, monkeypatch):
-    """Rank 1 starts when rank 0 has done ten items, and both end well. A kill in the middle of a
-    line leaves a file that no start can read."""
+    """Rank 1 starts later. And a kill leaves half a line, which no start can read."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "answers").mkdir()
     code = compile(RECIPE, "recipe", "exec")
@@ -221,9 +217,8 @@ def model(clone, tmp_path) -> Path:  # noqa: F811
 
 @pytest.mark.matrix
 def test_prompts_on_the_cluster(clone, model, cluster, tmp_path):  # noqa: F811
-    """The page's block, by torchrun. Then the list twice in one, by spawn and by srun: one job is
-    killed, the other one stopped, requeued and continued. Every answer is there once, in the order
-    of the list, and depends on the line only."""
+    """The page's block, by torchrun. Then the list twice in one, by srun: stopped, requeued and
+    continued. Every answer is there once, in the order of the list."""
     [block] = [text for language, text, _ in steps(PAGE) if "answer_prompts.py" in text]
     counted = bash(block, clone, (NAMESPACES, "exec"), **cluster.environment)
     prompts = (clone / "prompts.txt").read_text().splitlines()
@@ -235,29 +230,17 @@ def test_prompts_on_the_cluster(clone, model, cluster, tmp_path):  # noqa: F811
 
     (tmp_path / "prompts").write_text("\n".join(prompts + prompts) + "\n")
     folder = tmp_path / "answers"
-    script = ["distributed/answer_prompts.py", model, tmp_path / "prompts", folder]
-    script += ["--part", 1, "--length", 20]
-
-    def submit(way: str, *options: object) -> int:
-        options = [f"--output={tmp_path}/{way}", f"--chdir={clone}", *options]
-        options += one_rank_a_node(way)
-        return cluster.submit(*options, LAUNCHERS[way], *script, cwd=clone)
-
-    killed = submit("spawn", "--nodes=1")
-    wait_for(lambda: answers(folder), 120)
-    os.kill([*chaos.processes(killed, "spawn")][-1], signal.SIGKILL)
-    assert cluster.wait(killed).state == "FAILED"
-    count = len(answers(folder))
-    stopped = submit("srun")
-    wait_for(lambda: len(answers(folder)) > count + 10, 120)
-    cluster.exec("scancel", "--signal=TERM", stopped)
-    wait_for(lambda: cluster.show(stopped)["Restarts"] == "1", 60)
-    assert count < len(answers(folder)) < len(prompts) * 2, "there is something to continue"
+    command = [f"--output={tmp_path}/log", f"--chdir={clone}", *one_rank_a_node("srun")]
+    command += [LAUNCHERS["srun"], "distributed/answer_prompts.py", model, tmp_path / "prompts"]
+    number = cluster.submit(*command, folder, "--part", 1, "--length", 20, cwd=clone)
+    wait_for(lambda: len(answers(folder)) > 10, 120)
+    cluster.exec("scancel", "--signal=TERM", number)
+    wait_for(lambda: cluster.show(number)["Restarts"] == "1", 60)
+    assert len(answers(folder)) < len(prompts) * 2, "there is something to continue"
     for begun in folder.glob(".*.begun"):
         begun.unlink()
-    wait_for(lambda: cluster.show(stopped)["JobState"] == "PENDING", 60)
-    cluster.exec("scontrol", "update", f"JobId={stopped}", "StartTime=now")
-    job = cluster.wait(stopped, timeout=240)
+    cluster.start_again(number, 60)
+    job = cluster.wait(number, timeout=240)
     assert job.state == "COMPLETED" and job.log.count("Requeued: it resumes by itself") == 1
     found = answers(folder)
     assert found[: len(prompts)] == expected

@@ -73,8 +73,7 @@ def test_requeued(guest, packages, cluster, tmp_path):
     job = cluster.submit(*command, env=packages)
     wait_for(lambda: list(tmp_path.glob(f"saved/{saved}")), 180)
     assert cluster.exec("scontrol", "requeue", job).returncode == 0
-    wait_for(lambda: cluster.show(job)["JobState"] == "PENDING", 180)
-    cluster.exec("scontrol", "update", f"JobId={job}", "StartTime=now")
+    cluster.start_again(job, 180)
     wait_for(lambda: words in (tmp_path / "log").read_text(), 180)
     cluster.exec("scancel", job)
     assert cluster.wait(job).state == "CANCELLED"
@@ -92,9 +91,8 @@ def test_lightning_requeues_itself(packages, cluster, tmp_path):
     job = cluster.submit(*command, env=packages)
     wait_for(lambda: list(tmp_path.glob("saved/*.ckpt")), 180)
     cluster.exec("scancel", "--signal=USR1", job)
-    wait_for(lambda: cluster.show(job)["JobState"] == "PENDING", 180)
+    cluster.start_again(job, 180)
     assert (tmp_path / "saved/hpc_ckpt_1.ckpt").exists()
-    cluster.exec("scontrol", "update", f"JobId={job}", "StartTime=now")
     wait_for(lambda: RESUMED["lightning"][1] in (tmp_path / "log").read_text(), 180)
     cluster.exec("scancel", job)
     assert cluster.wait(job).state == "CANCELLED"

@@ -25,8 +25,7 @@ def python(packages: dict, *command: object, **variables: object) -> list[int]:
 
 
 def test_stream(packages, tmp_path):
-    """Two ranks read each sample once; the rest of an epoch is what it would have been; the next
-    epoch has another order."""
+    """Each sample once, the same rest of an epoch after a stop, another order in the next."""
     variables = packages | {"HF_HOME": tmp_path}
     python(variables, "-c", SHARDS, tmp_path)
     command = ["tests/guests/stream.py", tmp_path]

@@ -4,6 +4,7 @@ that transformers reads, chat template and all."""
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +16,9 @@ FLAGS = "--batch-size 8 --context 128 --learning-rate 0.003 --warmup-steps 5 --l
 FLAGS += " --eval-windows 8 --device cpu --weight-decay 0"
 
 
-def python(packages, *command: object, ranks: int = 1) -> str:
-    start = [] if ranks == 1 else ["distributed/spawn_ranks.py"]
+def python(packages: dict, *command: object, ranks: int = 0) -> str:
+    """What a command prints, of so many ranks, or, with 0, without the variables of a rank."""
+    start = ["distributed/spawn_ranks.py"] if ranks else []
     env = environment(**packages, NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1)
     done = run(sys.executable, *start, *command, env=env, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -83,8 +85,7 @@ print(json.dumps({name: compare(x, Path(sys.argv[1], name)) for name, x in famil
 
 
 def test_equal_to_transformers(packages, tmp_path):
-    """Logits, gradients, a step of AdamW, greedy text with a cache; and the logits of a folder that
-    was in and out again, bit for bit."""
+    """The logits of a folder that was in and out again bit for bit, all else nearly."""
     families = json.loads(python(packages, "-c", COMPARE, tmp_path).splitlines()[-1])
     assert len(families) == 5
     for name, found in families.items():
@@ -116,6 +117,15 @@ config = Qwen3Config(vocab_size=320, hidden_size=64, intermediate_size=128, num_
     tie_word_embeddings=True)
 Qwen3ForCausalLM(config).bfloat16().save_pretrained(sys.argv[1])
 """
+
+
+@pytest.fixture(scope="module")
+def qwen(packages, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen")
+    python(packages, "-c", MAKE, folder)
+    return folder
+
+
 # The loss over all windows of val.bin, what counts in them, and an answer to a question
 CHAT = """
 import sys; sys.path.insert(0, "distributed")
@@ -138,10 +148,8 @@ print(repr(known.decode(written[prompt["input_ids"].size(1) :])))
 ANSWER = "<think></think>It is a number.<|im_end|>\n"
 
 
-def test_fine_tuned_on_conversations(packages, tmp_path):
-    """On two ranks, from bfloat16 and back. Only answers are learnt, each as the
-    chat template shows it when it is the last."""
-    python(packages, "-c", MAKE, tmp_path / "qwen")
+def test_fine_tuned_on_conversations(packages, qwen, tmp_path):
+    """Only answers are learnt, each as the chat template shows it when it is the last."""
     lines = []
     for number in range(500):
         messages = []
@@ -151,15 +159,13 @@ def test_fine_tuned_on_conversations(packages, tmp_path):
         lines.append(json.dumps({"messages": messages}))
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     command = ["aux/prepare_data.py", "chat", "--input", tmp_path / "chats.jsonl", "--context", 128]
-    command += ["--tokenizer", tmp_path / "qwen", "--data-dir", tmp_path / "data"]
+    command += ["--tokenizer", qwen, "--data-dir", tmp_path / "data"]
     assert "259 different ones: chats.jsonl" in python(packages, *command)
 
-    loss, learnt, _ = python(
-        packages, "-c", CHAT, tmp_path / "qwen", tmp_path / "data"
-    ).splitlines()
+    loss, learnt, _ = python(packages, "-c", CHAT, qwen, tmp_path / "data").splitlines()
     assert eval(learnt).startswith(2 * ANSWER) and not eval(learnt).replace(ANSWER, "")
     flags = [*FLAGS.split(), "--data-dir", tmp_path / "data", "--steps", 80]
-    flags += ["--init-from", tmp_path / "qwen", "--checkpoint-dir", tmp_path / "run"]
+    flags += ["--init-from", qwen, "--checkpoint-dir", tmp_path / "run"]
     log = python(packages, "distributed/train_fsdp.py", *flags, ranks=2)
     first, last = map(float, re.findall(r"^step=\d+/\d+ val_loss=(\S+)$", log, re.M))
     assert first == pytest.approx(float(loss), abs=2e-5)
@@ -170,30 +176,18 @@ def test_fine_tuned_on_conversations(packages, tmp_path):
     assert eval(answer).startswith(ANSWER.removesuffix("\n")), answer
 
 
-def test_a_hugging_face_tokenizer(packages, tmp_path):
-    """Made for this text: shorter than its characters. sample.py needs it, and says so."""
-    lines = "".join(f"{i} is less than {i + 1}.\n" for i in range(2000))
-    (tmp_path / "input.txt").write_text(lines)
-    make = f"""
-from tokenizers import Tokenizer, models, pre_tokenizers, decoders, trainers
-made = Tokenizer(models.BPE())
-made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-made.decoder = decoders.ByteLevel()
-trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"],
-    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-made.train(["{tmp_path}/input.txt"], trainer)
-made.save("{tmp_path}/tokenizer.json")
-"""
-    python(packages, "-c", make)
-    file, data = tmp_path / "tokenizer.json", ["--data-dir", tmp_path / "data"]
+def test_a_hugging_face_tokenizer(packages, qwen, tmp_path):
+    """sample.py needs it, and says so."""
+    (tmp_path / "input.txt").write_text(
+        "".join(f"{i} is less than {i + 1}.\n" for i in range(2000))
+    )
+    file, data = qwen / "tokenizer.json", ["--data-dir", tmp_path / "data"]
     command = ["aux/prepare_data.py", "text", *data, "--input", tmp_path / "input.txt"]
-    said = python(packages, *command, "--tokenizer", file)
-    assert int(said.split()[0].replace(",", "")) < len(lines) / 2
-
+    python(packages, *command, "--tokenizer", file)
     flags = [*FLAGS.split(), *data, "--steps", 3, "--checkpoint-dir", tmp_path / "run"]
     python(packages, "distributed/train_fsdp.py", *flags)
     sample = ["distributed/sample.py", tmp_path / "run"]
-    more = ["--prompt", "7 is less", "--length", 3, "--tokenizer", file]
-    assert "7 is less" in python(packages, *sample, *more)
+    more = ["--prompt", "To be", "--length", 3, "--tokenizer", file]
+    assert "To be" in python(packages, *sample, *more)
     done = run(sys.executable, *sample, env=environment(**packages))
     assert done.returncode == 1 and "--tokenizer FILE" in done.stderr
