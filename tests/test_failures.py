@@ -98,7 +98,7 @@ def test_the_greps_find_the_first_error(tmp_path):
     first = "srun: error: node-1: task 0: Exited with exit code 1"
     errors = [line for line, name in LINES if name not in ("", "Connection closed by peer")]
     errors = [line for line in errors if re.search(r"Error: |error: |NCCL WARN", line)]
-    assert len(errors) > 70
+    assert len(errors) > 90
     for line in errors:
         (tmp_path / "log").write_text(f"{lost}\n{line}\n{lost}\n{first}\n")
         shown = run("bash", "-c", commands).stdout.splitlines()
