@@ -555,7 +555,7 @@ def test_chapter_s_ten_lines(tmp_path):
     had killed it. A start that finds nothing left to do ends."""
     page = (REPOSITORY / "docs/07_it_is_stopped.md").read_text()
     diff = re.search(r"^```diff\n(--- many_gpus\.py\n.*?)^```$", page, re.M | re.S)[1]
-    script = Path(shutil.copy(REPOSITORY / "tests/scripts/many_gpus.py", tmp_path))
+    script = small_project("many_gpus.py", tmp_path)
     script.write_text(with_hunks(script.read_text(), diff))
 
     def train(*command: object, fails: bool = False, **variables: object) -> list[str]:
