@@ -129,19 +129,20 @@ FAULTS = {
 # It names the first collective of which the flight recorders' dumps differ. Only NCCL leaves them.
 RECORDER = f"-m torch.distributed.flight_recorder.fr_trace --prefix nccl_rank_ {folder}"
 
-# Copies of scripts with changes, as if their only rank were one of several, with torchao's matmuls,
-# and with less patience. Then those of FAULTS.
+# Copies of scripts with changes: as if their only rank were one of several, with torchao's matmuls,
+# and for FAULTS with less patience.
 FLOAT8 = "from torchao.float8 import convert_to_float8_training as convert\n"
 FLOAT8 += "convert(model, module_filter_fn=lambda _, name: name != 'lm_head')\n"
 COPIES = {
     "one_rank": ("train_fsdp", {"shard > 1": "True", "shard == 1": "False"}),
     "float8": ("train_fsdp", {"layers = model.model": f"{FLOAT8}layers = model.model"}),
-    "heartbeat": ("heartbeat", {"later(300,": "later(20,", "float = 60)": "float = 8)"}),
+    "impatient": ("heartbeat", {"later(300,": "later(20,", "float = 60)": "float = 8)"}),
 }
 for name, (place, does, _) in FAULTS.items():
     indent = " " * (len(place) - len(place.lstrip()))
     lines = f"{indent}if rank == world_size - 1:\n{indent}    {does}\n{place}"
     patience = {"device_id=bound)": "device_id=bound, timeout=timedelta(seconds=20))"}
+    patience["import heartbeat"] = "import impatient as heartbeat"
     COPIES[name] = ("train_ddp", {place: lines} | patience)
 
 
