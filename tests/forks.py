@@ -3,19 +3,31 @@ multiprocessing's fork server has imported it. Jobs, and what has a launcher, st
 reader does."""
 
 import atexit
+import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 MODULES = "torch torchvision torch.distributed.checkpoint torch.distributed.fsdp "
 MODULES += "torch.distributed.tensor.parallel torch.distributed.checkpoint.state_dict"
 
 
+def end_with(process: int):
+    """However that one ends."""
+    while Path(f"/proc/{process}").exists():
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
 def become(command: list[str], cwd: str, env: dict[str, str], out: str, err: str):
     """`python COMMAND`, in a process group of its own."""
     os.setsid()
+    tests = multiprocessing.parent_process().pid
+    threading.Thread(target=end_with, args=[tests], daemon=True).start()
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     os.chdir(cwd)
