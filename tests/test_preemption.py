@@ -90,8 +90,10 @@ def test_saved_within_an_epoch(mnist, tmp_path):
     killed = ranks(2, *HOOKED, *train, KILL="SIGKILL")
     assert killed.returncode != 0 and len(losses(killed.stdout)) == 15
     resumed = ranks(2, PREEMPTIBLE, *train, "--resume")
-    assert resumed.returncode == 0 and "\nResumed after step 15\n" in resumed.stdout
-    assert len(evaluations(resumed.stdout)) == 2 and len(losses(resumed.stdout)) == 15
+    assert resumed.returncode == 0, resumed
+    # The save of step 15 was written while it evaluated, so it may have been cut off.
+    [step] = map(int, re.findall(r"^Resumed after step (8|15)$", resumed.stdout, re.M))
+    assert len(evaluations(resumed.stdout)) == 2 and len(losses(resumed.stdout)) == 30 - step
 
 
 def test_a_signal_in_the_last_evaluation(tiny, tmp_path):
