@@ -189,6 +189,13 @@ def nodes(project) -> Nodes:
     return project
 
 
+@pytest.mark.parametrize("way", ["torchrun", "spawn"])
+def test_the_other_ways(way, nodes):
+    job = nodes.sbatch(LAUNCHERS[way], "aux/check_ranks.py")
+    assert f"VERDICT: all well, 2 ranks started by {way}" in job.log, job.log
+    assert re.findall(r"^\d +\d +(node-\d)  ", job.log, re.M) == ["node-1", "node-2"]
+
+
 def test_jobs_are_an_ordinary_users_and_their_files_the_owners(nodes):
     script = "srun id --user; sudo --non-interactive id"
     job = nodes.sbatch("--nodes=2", "--ntasks=2", "--output=whoami.out", f"--wrap={script}")
