@@ -522,7 +522,7 @@ def main():
         shares.append((False, "One GPU"))
     for whole, what in shares:
         print(f"\n{what} in the partition {name}:")
-        for by_rank, launcher in ((False, "torchrun, mp"), (True, "launch_slurm_to_torch.sh")):
+        for by_rank, launcher in ((False, "torchrun, spawn"), (True, "launch_slurm_to_torch.sh")):
             options, refused = tried(site, partition, whole, by_rank)
             words = [f"--{option}={value}" for option, value in options.items()]
             print(f"  {launcher:24}  {' '.join(words)}{refused}")

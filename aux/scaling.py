@@ -67,7 +67,8 @@ def run(args: argparse.Namespace, size: str, log: Path) -> tuple[float, str]:
     """Runs a job of this size. Returns its throughput and its last loss."""
     nodes, per_node = size.split("x")
     gpus = 0 if args.cpu else per_node
-    sbatch = ["sbatch", "--wait", "--parsable", f"--output={log}", f"--nodes={nodes}"]
+    sbatch = ["sbatch", "--wait", "--parsable", "--no-requeue", f"--output={log}"]
+    sbatch += [f"--nodes={nodes}"]
     sbatch += [f"--ntasks-per-node={per_node}", f"--gpus-per-node={gpus}"]
     sbatch += [f"--cpus-per-task={args.cpus_per_rank}", args.launcher, *args.script]
     log.unlink(missing_ok=True)

@@ -6,7 +6,7 @@
 
 Reads the heartbeats of the job's latest start in log/JOB (distributed/heartbeat.py). If the script
 sends none, it starts py-spy on the job's nodes, which reads the Python stack of each rank, and asks
-NCCL which collective has not been joined. `pip install py-spy` once, where the job's Python is.
+NCCL which collective has not been joined. `pip install py-spy` once, where all nodes see it.
 
 The status is 0 if all ranks are alive, and 1 if the job has ended, or if one is silent, keeps the
 others waiting, or has not begun. By py-spy it is 1 if ranks are at different places, which may be

@@ -22,7 +22,8 @@ NETWORK, SIZE = "resnet18", 64  # for a GPU "resnet50", 224
 EPOCHS, BATCH = 3, 64
 # 1. The ranks meet.
 device = torch.device("cpu")
-if torch.accelerator.is_available():  # CUDA, ROCm or XPU
+# CUDA, ROCm or XPU, but not Apple's MPS, which has no collectives.
+if torch.accelerator.is_available() and sys.platform != "darwin":
     number = int(os.environ["LOCAL_RANK"]) if torch.accelerator.device_count() > 1 else 0
     torch.accelerator.set_device_index(number)
     device = torch.device(torch.accelerator.current_accelerator().type, number)
@@ -63,11 +64,11 @@ ddp = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(train_loader))
 
-# A requeued job keeps its RUN, and so its file. Another run resumes from that in its argument.
+# A requeued job keeps its RUN, and so its file. An argument names another one, if it is there.
 path = f"last_{run}.pt"
 resume = "SLURM_RESTART_COUNT" in os.environ and os.path.exists(path)
 if len(sys.argv) > 1:
-    path, resume = sys.argv[1], True
+    path, resume = sys.argv[1], os.path.exists(sys.argv[1])
 steps_done, best = 0, -1.0
 if resume:
     # On the CPU, because the GPU has no room for the weights twice.
