@@ -3,7 +3,7 @@
     sbatch launch_slurm_with_torchrun.sh aux/cluster_report.py                 # fifteen minutes
     sbatch launch_slurm_with_torchrun.sh aux/cluster_report.py losses stop     # these parts only
     python aux/cluster_report.py                                               # on one GPU
-    python aux/cluster_report.py checks 0.6b 8b                                # two of its rows
+    python aux/cluster_report.py checks 0.6b 8b                                # three of its rows
 
 --help names the parts, and the tables below have their commands. It needs no data, and without a
 GPU it rehearses with tiny models. The log ends with the page, in Markdown, without names of hosts
@@ -486,10 +486,10 @@ def copy_scripts():
     for name, (script, changes) in COPIES.items():
         text = Path(f"distributed/{script}.py").read_text()
         for old, new in changes.items():
-            if old in text:
-                text = text.replace(old, new)
-            else:
+            if old not in text:
                 text = f"\nimport sys\nsys.exit({f'{script}.py has no {old} to change'!r})"
+                break
+            text = text.replace(old, new)
         text = text.replace("\nimport ", f"\n{path}\nimport ", 1)
         (folder / f"copies/{name}.py").write_text(text)
 

@@ -60,10 +60,12 @@ class Shards(IterableDataset):
                         yield change(image), int(entry.name.partition("-")[0])
 
 
-if not folder.exists():
-    folder.mkdir(parents=True)
-    for shard in range(16):
-        write_shard(folder / f"{shard:03}.tar")
+folder.mkdir(parents=True, exist_ok=True)
+for shard in range(16):
+    path = folder / f"{shard:03}.tar"
+    if not path.exists():
+        write_shard(path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = "tf32" in changes
 layout = torch.channels_last if "channels_last" in changes else torch.contiguous_format
 model = torchvision.models.resnet50().to(device, memory_format=layout)
@@ -96,11 +98,13 @@ for _ in range(5 if on_gpu else 1):
     train(1)
 line = f"images_per_second={train(steps):.1f}"
 with profile() as seen:
-    rate = train(4)
+    start = time.perf_counter()
+    train(4)
+    seconds = time.perf_counter() - start
 if on_gpu:
     events = [event for event in seen.events() if not event.is_user_annotation]
     kernels = [event for event in events if str(event.device_type).endswith("CUDA")]
-    busy = sum(event.time_range.elapsed_us() for event in kernels) / 1e6 * rate / 4 / batch_size
+    busy = sum(event.time_range.elapsed_us() for event in kernels) / 1e6 / seconds
     line += f" gpu_busy={busy:.3f}"
     line += f" peak_memory_gib={torch.cuda.max_memory_allocated() / 2**30:.1f}"
 seen.export_chrome_trace(str(folder / f"{'-'.join(['trace', *changes])}.json.gz"))

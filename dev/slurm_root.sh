@@ -19,7 +19,7 @@ if [[ ! -e "$root/ready" ]]; then
     rm -rf "$root"
     mkdir -p "$root"
     # What namespaces.sh and the tests call.
-    packages=slurm-wlm,munge,iproute2,procps,make,git,openssh-client,patch,squashfs-tools
+    packages=slurm-wlm,munge,iproute2,procps,make,git,openssh-client,squashfs-tools
     # Only sid has Apptainer, which mounts images with squashfuse.
     if [[ "$release" == sid ]]; then packages+=,apptainer,squashfuse,fuse3; fi
     options=(--variant=minbase --include="$packages")

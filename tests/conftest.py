@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -151,6 +152,9 @@ FORKS.set_forkserver_preload(forks.MODULES.split())
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
+STARTS = threading.Lock()  # tests have threads, and each start looks after all processes
+
+
 def ranks(
     count: int, *command: object, cwd: Path = REPOSITORY, timeout: float = 120, **variables: object
 ) -> subprocess.CompletedProcess:
@@ -170,15 +174,21 @@ def ranks(
             for place in places:
                 arguments = (words, str(cwd), env | place, *files)
                 started.append(FORKS.Process(target=forks.become, args=arguments))
-                started[-1].start()
+                with STARTS:
+                    started[-1].start()
             deadline = time.monotonic() + timeout
-            while None in [process.exitcode for process in started]:
-                if failed is None and (codes := [x.exitcode for x in started if x.exitcode]):
-                    failed, deadline = codes[0], min(deadline, time.monotonic() + 3)
+            while True:
+                with STARTS:
+                    codes = [process.exitcode for process in started]
+                if None not in codes:
+                    break
+                if failed is None and any(codes):
+                    failed = next(filter(None, codes))
+                    deadline = min(deadline, time.monotonic() + 3)
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.02)
-            statuses = [process.exitcode for process in started]
+            statuses = codes
         finally:
             for process in started:  # also the workers of those that have ended
                 with contextlib.suppress(ProcessLookupError):

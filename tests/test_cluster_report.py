@@ -142,7 +142,9 @@ def test_the_changes_fit_the_scripts(tmp_path, monkeypatch):
     for name, text in made.items():
         compile(text, name, "exec")
         assert not re.search(r"^sys\.exit", text, re.M)
-    monkeypatch.setitem(cluster_report.COPIES, "loops", ("train_ddp", {"no such line": ""}))
+    monkeypatch.setitem(
+        cluster_report.COPIES, "loops", ("train_ddp", {"no such line": "", "nor this": ""})
+    )
     shutil.rmtree(tmp_path / "copies")
     cluster_report.copy_scripts()
     with pytest.raises(SystemExit, match=r"^train_ddp[.]py has no no such line to change$"):

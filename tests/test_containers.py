@@ -45,7 +45,8 @@ class Site:
     @property
     def environment(self) -> dict[str, str]:
         path = f"{STAND_INS / 'bin'}:{environment()['PATH']}"
-        return {"PATH": path, "ENROOT_STAND_IN": str(self.folder)}
+        containers = str(self.folder / "containers")
+        return {"PATH": path, "ENROOT_STAND_IN": str(self.folder), "ENROOT_DATA_PATH": containers}
 
     def clone(self, name: str, **settings: object) -> Path:
         """A copy of the repository with the settings edited in run_script.sh, as a user would."""

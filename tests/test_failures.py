@@ -224,11 +224,14 @@ def test_the_grader_of_a_hang(cluster):
     """The answer in the job's log is right, that with another node is not."""
     hang = ("python3", FOLDER / "tasks.py", "hang")
     job = cluster.exec(*hang).stdout.split()[-1]
+    cluster.jobs.append(int(job))
     log = REPOSITORY / f"launch_slurm_with_torchrun.sh_{job}.out"
     found = re.compile(r"First to look at: rank (\d) on (\S+) ")
-    wait_for(lambda: log.exists() and found.search(log.read_text()), 180)
-    rank, node = found.search(log.read_text()).groups()
-    log.unlink()
-    assert cluster.exec(*hang, job, rank, node).stdout == "PASSED\n"
-    other = {"node-1": "node-2", "node-2": "node-1"}[node]
-    assert cluster.exec(*hang, job, rank, other).stdout.startswith("FAILED: ")
+    try:
+        wait_for(lambda: log.exists() and found.search(log.read_text()), 180)
+        rank, node = found.search(log.read_text()).groups()
+        assert cluster.exec(*hang, job, rank, node).stdout == "PASSED\n"
+        assert cluster.exec(*hang, job, rank, f"{node}0").stdout.startswith("FAILED: ")
+    finally:
+        cluster.exec("scancel", job)
+        log.unlink(missing_ok=True)

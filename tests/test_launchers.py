@@ -393,8 +393,6 @@ THREE_FILES = {
     "torchrun": ["env.sh", LAUNCHERS["torchrun"], "torchrun.sh"],
     "spawn": ["env.sh", LAUNCHERS["spawn"], "distributed/spawn_ranks.py"],
 }
-# What train_ddp.py imports.
-PLAIN_SCRIPT = [f"distributed/{name}.py" for name in ("train_ddp", "heartbeat", "mnist")]
 
 
 def copy_file(name: str, folder: Path):

@@ -181,7 +181,7 @@ def test_every_block_is_run():
     """Here, but five pages: containers.md in test_containers.py, the appendix on laptops in
     test_submit.py, docker.md in test_docker.py, recipes.md in test_recipes.py, other_jobs.md in
     test_work_list.py and test_other_jobs.py."""
-    tried = (1, 3, 4, 7, 8, 9, 10, 11, "launchers")  # by try_chapter
+    tried = (1, 3, 7, 8, 9, 10, 11, "launchers")  # by try_chapter
     chapters = [CHAPTERS[chapter] for chapter in tried]
     others = [path for path in DOCUMENTS if path not in chapters]
     counts = {
@@ -207,10 +207,9 @@ def test_make_train(clone):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("chapter", [4, 9])
-def test_chapter_on_one_machine(chapter, clone):
+def test_chapter_on_one_machine(clone):
     """Without Slurm."""
-    assert try_chapter(chapter, clone)
+    assert try_chapter(9, clone)
 
 
 def follow_two_jobs(printed: str, clone: Path, prefix: tuple, variables: dict):
@@ -331,7 +330,7 @@ def test_files_of_a_copy(clone):
 def test_diffs_are_fresh(path):
     """`python dev/write_diffs.py README.md docs/*.md` writes them anew."""
     text = path.read_text()
-    # One that begins with a file's name is a patch, and test_plain_scripts.py applies it.
+    # One that begins with a file's name is a patch, which another test applies.
     commands = re.findall(r"^```diff\n(?!---)", text, re.M)
     assert len(DIFF.findall(text)) == len(commands), "a diff without its command above it"
     assert with_diffs(text) == text

@@ -260,6 +260,20 @@ def test_what_arrives(laptop):
     assert names == [f"launch_slurm_to_torch.sh_{job}.out", "log"]
 
 
+def test_from_this_machine(laptop):
+    """The repository's own Slurmfile.toml as it is, on a login node; a secret stays here."""
+    (laptop.clone / "environment.sh").write_text("#!/bin/bash\nenv; pwd; git --version\n")
+    shutil.copy(REPOSITORY / "Slurmfile.toml", laptop.clone / "own.toml")
+    variables = {"SLURMFILE": laptop.clone / "own.toml", "WANDB_API_KEY": "hunter2"}
+    variables = laptop.environment(**variables, PATH=environment()["PATH"])
+    command = [*SUBMIT, "--env", "local", "--nodes=1", "environment.sh"]
+    done = laptop.cluster.exec(*command, cwd=laptop.clone, env=variables)
+    assert done.returncode == 0, done.stderr
+    job = laptop.cluster.wait(job_of(done.stdout))
+    assert job.state == "COMPLETED", job.log
+    assert f"{laptop.clone}/slurm-jobs/environment-" in job.log and "hunter2" not in job.log
+
+
 def test_failed_cancelled_and_refused(laptop):
     """The status of a job is that of --follow or --wait."""
     (laptop.clone / "fail.sh").write_text("#!/bin/bash\necho no luck\nexit 3\n")
@@ -306,6 +320,16 @@ def test_a_connection_that_breaks(laptop):
     assert laptop.submit("logs", job).stdout == lines
     fetched = laptop.clone / f"slurm-jobs/plain-{job}"
     assert [path.read_text() for path in fetched.iterdir()] == [lines]
+
+
+def test_a_changed_host_key_is_refused(laptop):
+    known, before = laptop.clone.parent / "sshd/known_hosts", laptop.job_folders()
+    other = known.with_name("user_key.pub").read_text().split()[1]
+    with written(known, changed := known.read_text().replace(known.read_text().split()[2], other)):
+        refused = laptop.submit("--env", "plain", "sleep.sh")
+        one_sentence(refused, "no connection to the cluster")
+        assert "Host key verification failed" in refused.stderr and known.read_text() == changed
+    assert laptop.job_folders() == before
 
 
 def test_what_cannot_be_submitted_leaves_nothing(laptop):

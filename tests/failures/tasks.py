@@ -79,9 +79,14 @@ def hang(answer: list[str]) -> int:
     if not answer:
         print("job", slurm("sbatch", "--parsable", *HANG).split(";")[0].strip())
         return 0
+    if len(answer) != 3:
+        sys.exit("the answer is JOB RANK NODE")
     job, rank, node = answer
     shown = slurm("scontrol", "show", "job", job)
-    nodes = slurm("scontrol", "show", "hostnames", re.search(r" NodeList=(\S+)", shown)[1]).split()
+    found = re.search(r" NodeList=(\S+)", shown)
+    if not found:
+        sys.exit(f"job {job} has no nodes yet")
+    nodes = slurm("scontrol", "show", "hostnames", found[1]).split()
     slurm("scancel", job)
     stuck = int(job) % 4
     right = (rank, node) == (str(stuck), nodes[stuck // 2])

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FOLDERS = tuple(str(REPOSITORY / name) for name in ("distributed", "local", "aux"))
+FOLDERS = (str(REPOSITORY / "distributed"),)
 
 
 class AsSeveral(SourceFileLoader):
