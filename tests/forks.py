@@ -26,6 +26,8 @@ def end_with(process: int):
 def become(command: list[str], cwd: str, env: dict[str, str], out: str, err: str):
     """`python COMMAND`, in a process group of its own."""
     os.setsid()
+    # What the script starts is started as in any Python, and not by a fork server.
+    multiprocessing.set_start_method(None, force=True)
     tests = multiprocessing.parent_process().pid
     threading.Thread(target=end_with, args=[tests], daemon=True).start()
     for number, path in ((1, out), (2, err)):
