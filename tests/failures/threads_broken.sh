@@ -1,10 +1,4 @@
 #!/bin/bash
-#SBATCH --nodes=1
-#SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=4
-#SBATCH --time=00:05:00
-#SBATCH --output=%x.out
-# torchrun gives each rank one thread, whatever the job asked for.
-srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-    torchrun --standalone --nproc-per-node=2 --no-python \
+# torchrun gives each rank one thread, however many CPUs there are.
+torchrun --standalone --nproc-per-node=2 --no-python \
     python -c 'import torch; print("threads of a rank:", torch.get_num_threads())'
