@@ -277,9 +277,10 @@ class Cluster:
         return Job(job, shown["JobState"], status or signal, text, seconds[-1] + 60 * seconds[-2])
 
     def start_again(self, job: int, timeout: float = 90):
-        """Waits until it is back in the queue, and starts it at once."""
+        """Waits until it is in the queue again, and starts it soon: in the second in which slurmd
+        has killed a job, it starts none of that number ("Job credential revoked")."""
         wait_for(lambda: self.show(job)["JobState"] == "PENDING", timeout)
-        self.exec("scontrol", "update", f"JobId={job}", "StartTime=now")
+        self.exec("scontrol", "update", f"JobId={job}", "StartTime=now+2")
 
     def sbatch(self, *command: object, timeout: float = 120, **options) -> Job:
         """submit, and wait."""

@@ -241,7 +241,8 @@ def test_prompts_on_the_cluster(clone, model, cluster, tmp_path):  # noqa: F811
         begun.unlink()
     cluster.start_again(number, 60)
     job = cluster.wait(number, timeout=240)
-    assert job.state == "COMPLETED" and job.log.count("Requeued: it resumes by itself") == 1
+    assert job.state == "COMPLETED", job
+    assert job.log.count("Requeued: it resumes by itself") == 1
     found = answers(folder)
     assert found[: len(prompts)] == expected
     assert [answer["prompt"] for answer in found] == prompts + prompts
