@@ -112,7 +112,7 @@ print("INSIDE", json.dumps(facts))
 ENVIRONMENT = """
 [boxed.cluster]
 job_base_dir = "{boxes}"
-environment = ["PATH", "ENROOT_STAND_IN"]
+environment = ["ENROOT_STAND_IN", "ENROOT_DATA_PATH"]
 [boxed.packaging]
 type = "container"
 image = "{image}:ours"
@@ -163,8 +163,11 @@ def boxed(laptop, engine, base_image, tmp_path_factory):  # noqa: F811
     text, count = re.subn(r"^export CONTAINER_MOUNTS=", rf"\g<0>{mounts}", text, flags=re.M)
     assert count == 1
     (clone / "run_script.sh").write_text(text)
-    path = f"{REPOSITORY / 'tests/stand-ins/bin'}:{laptop.path}"
-    return engine | {"ENROOT_STAND_IN": site, "PATH": path}
+    # The cluster has Enroot, and the laptop no Slurm.
+    bashrc = clone.parent / "there/.bashrc"
+    path = f"export PATH={REPOSITORY / 'tests/stand-ins/bin'}:$PATH\n"
+    bashrc.write_text(path + bashrc.read_text())
+    return engine | {"ENROOT_STAND_IN": site, "ENROOT_DATA_PATH": site / "containers"}
 
 
 def facts_of(done: subprocess.CompletedProcess) -> dict:
