@@ -1,7 +1,7 @@
 #!/bin/bash
 # A machine with one GPU in ten minutes: as nodes that share it, and then by itself.
 #
-# Usage: MIRROR=URL ./dev/nccl_report.sh prepare noble     here: Slurm's packages for there, in .nccl
+# Usage: MIRROR=URL ./dev/nccl_report.sh prepare noble     here: Slurm's packages, in .nccl
 #        OUT=FOLDER ./dev/nccl_report.sh run ROW ...       there, as root: rows of cluster_report.py
 #
 # NCCL refuses two ranks on one GPU of one host, and a host is what NCCL_HOSTID says. So the nodes
