@@ -9,17 +9,15 @@ import runpy
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 MODULES = "torch torchvision torch.distributed.checkpoint torch.distributed.fsdp "
 MODULES += "torch.distributed.tensor.parallel torch.distributed.checkpoint.state_dict"
 
 
-def end_with(process: int):
-    """However that one ends."""
-    while Path(f"/proc/{process}").exists():
-        time.sleep(1)
+def end_with_the_tests():
+    """However they end."""
+    multiprocessing.parent_process().join()
     os.killpg(0, signal.SIGKILL)
 
 
@@ -28,8 +26,7 @@ def become(command: list[str], cwd: str, env: dict[str, str], out: str, err: str
     os.setsid()
     # What the script starts is started as in any Python, and not by a fork server.
     multiprocessing.set_start_method(None, force=True)
-    tests = multiprocessing.parent_process().pid
-    threading.Thread(target=end_with, args=[tests], daemon=True).start()
+    threading.Thread(target=end_with_the_tests, daemon=True).start()
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     os.chdir(cwd)
