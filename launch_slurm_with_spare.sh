@@ -14,7 +14,7 @@
 # the same job, from its last checkpoint. A node that cannot run a step is left out, and so is one
 # on which a rank has failed twice. Both are written into bad_nodes.txt, whose nodes this launcher
 # does not use: delete a line if you disagree. A run that fails three times without a save ends.
-# aux/spare.py decides, and says why in the log.
+# aux/spare.py decides, and says why in the log. It needs python3 3.10 or newer on the first node.
 #
 # Your script resumes if SLURM_RESTART_COUNT is not 0, as after a requeue.
 #
@@ -22,12 +22,13 @@
 #        sbatch --nodes=5 --gpus-per-node=8 --cpus-per-task=96 \
 #            launch_slurm_with_spare.sh distributed/train_preemptible.py
 set -euo pipefail
-# EDIT: so many of the nodes are spare
+# EDIT: how many of the nodes are spare
 SPARE=1
 SLURM_JOB_NUM_NODES=$((${SLURM_JOB_NUM_NODES:-0} - SPARE))
 if ((SLURM_JOB_NUM_NODES < 1)); then echo "--nodes must be more than SPARE=$SPARE" && exit 1; fi
 unset SLURM_NTASKS
 source ./env.sh
+[[ -f /dev/stderr ]] || die "this launcher reads the job's log, so start it with sbatch"
 
 # EDIT: the folder or file in which the run saves, and nothing else. A newer file there is progress.
 saves=checkpoints/$RUN

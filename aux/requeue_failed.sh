@@ -3,7 +3,7 @@
 #
 # Usage, before srun: source aux/requeue_failed.sh FOLDER
 # FOLDER, or a file, is where the run saves. A job that has saved nothing there stays FAILED, and so
-# does one that has been requeued three times since its last save. The script resumes by itself.
+# does one after three requeues without a save. The script resumes by itself.
 # The job's python3 has to be 3.10 or newer.
 touch "log/$SLURM_JOB_ID/started" || true
 # shellcheck disable=SC2064

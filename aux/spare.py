@@ -1,6 +1,6 @@
-"""Which nodes a run gets, and whether it starts again: what launch_slurm_with_spare.sh asks.
+"""Decides for launch_slurm_with_spare.sh which nodes a run gets, and whether it starts again.
 
-    python3 aux/spare.py choose START PROBE...   # prints the nodes of this start, counted from 0
+    python3 aux/spare.py choose START PROBE...   # prints the nodes of start START (0 is the first)
     python3 aux/spare.py blame STATUS SAVES      # after its end: looks for a node to blame
     python3 aux/spare.py watch                   # requeues a job that has lost its first node
     python3 aux/spare.py requeue STATUS SAVES    # for aux/requeue_failed.sh, after a failure
@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import stat
 import subprocess
 import sys
 import time
@@ -88,7 +87,7 @@ def is_running() -> bool:
 
 
 def has_lost(first: str) -> bool:
-    """Whether Slurm has taken its first node from the job, and lets it run."""
+    """Whether the job has lost its first node, and still runs."""
     ask = ("squeue", "--noheader", f"--jobs={job_id()}")
     if slurm(*ask, "--Format=restartcnt:9") != requeues():
         return False
@@ -117,8 +116,8 @@ def able(nodes: list[str], probe: list[str]) -> list[str]:
 def has_saved(saves: Path, started: Path) -> bool:
     """Whether a checkpoint in the folder, or the file, is newer than the file `started`.
 
-    None are files that were only begun (part, .step_100), logs, and `owner`, in which checkpoint.py
-    notes at each start who may write.
+    Unfinished files (part, .step_100) and logs do not count, and neither does `owner`, in which
+    checkpoint.py notes at each start who may write.
     """
     if not started.exists():
         return False
@@ -130,7 +129,9 @@ def has_saved(saves: Path, started: Path) -> bool:
     for path in paths:
         if path.name == "owner" or path.name.endswith(("part", ".log")):
             continue
-        if path.name.startswith(".") or "tfevents" in path.name or path.is_symlink():
+        if path.name.startswith(".") or "tfevents" in path.name:
+            continue
+        if path != saves and path.is_symlink():
             continue
         with contextlib.suppress(OSError):  # gone meanwhile
             if path.stat().st_mtime_ns > since:
@@ -235,8 +236,6 @@ def choose(notes: Notes, nodes: list[str], fit: list[str], wanted: int) -> list[
 
 
 def command_choose(folder: Path, start: int, probe: list[str]):
-    if not stat.S_ISREG(os.stat(LOG).st_mode):
-        sys.exit("spare.py: it reads the job's log, so start the launcher with sbatch")
     nodes, notes = nodes_of_job(), Notes()
     if start > 0:
         notes = Notes(**json.loads((folder / "spare.json").read_text()))
@@ -248,15 +247,15 @@ def command_choose(folder: Path, start: int, probe: list[str]):
     fit = able([node for node in nodes if node not in notes.out], probe)
     if not is_running():
         sys.exit(1)
-    if not fit:
-        sys.exit("No node runs a step: the job ends")
+    if not fit and len(notes.out) < len(nodes):
+        sys.exit(f"No node runs a step with the probe, {' '.join(probe)}: the job ends")
     wanted = int(os.environ["NNODES"])
     used = choose(notes, nodes, fit, wanted)
     if len(used) < wanted:
-        sys.exit(
-            f"No spare node is left: the run needs {wanted}, and only {len(used)} can be used. "
-            f"Submit it again with --exclude={','.join(notes.out)}"
-        )
+        bad = [node for node, why in notes.out.items() if why != SAME_STEP]
+        advice = f". Submit it again with --exclude={','.join(bad)}" if bad else ""
+        what = f"the run needs {wanted}, and only {len(used)} can be used"
+        sys.exit(f"No spare node is left: {what}{advice}")
     notes.log_size = os.stat(LOG).st_size
     (folder / "spare.json").write_text(json.dumps(asdict(notes)))
     (folder / "started").touch()
@@ -279,8 +278,10 @@ def command_blame(folder: Path, status: int, saves: Path):
     notes.without_save += 1
     if has_saved(saves, folder / "started"):
         notes.without_save = 0
+    ended = f"status {status}, {node or 'no node'} first"
+    say(f"Start {len(notes.failed)} has failed: {ended}")
     with (folder / "ends").open("a") as file:
-        print(f"start {len(notes.failed)}: status {status}, {node or 'no node'} first", file=file)
+        print(f"start {len(notes.failed)}: {ended}", file=file)
     if notes.without_save == 3:
         # More likely the script's fault than that of the nodes on which it failed.
         acquit()

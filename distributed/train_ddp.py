@@ -118,25 +118,26 @@ folder = args.checkpoint_dir or Path("checkpoints", run)
 path, epochs_done = folder / "checkpoint.pt", 0
 if rank == 0:
     folder.mkdir(parents=True, exist_ok=True)
-    for part in folder.glob("*.part"):  # of a start that was killed while it saved
-        part.unlink()
 dist.barrier()
 # Listed, because on NFS a file that was missing a minute ago may seem to be missing still.
 if folder.is_dir() and path.name in os.listdir(folder):
     if not args.resume:
         sys.exit(f"{path} exists: pass --resume, or choose another --checkpoint-dir")
-    # mmap: the ranks of a node share one copy in its memory, and a GPU needs no second one.
+    # mmap: the ranks of a node share one copy in its memory, and no GPU holds the weights twice.
     checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
-    # The learning rate is in that state, but the command line's holds.
+    # The learning rate is in that state, but the command line's takes precedence.
     for group in optimizer.param_groups:
         group["lr"] = args.learning_rate
     epochs_done = checkpoint["epochs_done"]
     del checkpoint
     log(f"Resumed after epoch {epochs_done}")
 elif args.resume:
-    log(f"No checkpoint in {folder}: the run begins anew")
+    log(f"No checkpoint in {folder}: the run starts from scratch")
+if rank == 0:
+    for part in folder.glob(f"{path.name}.*.part"):  # of a start that was killed while it saved
+        part.unlink()
 # On nodes that do not share the folder, ranks find different checkpoints. The largest n and the
 # largest -n add up to 0 only if n is the same on all ranks.
 found = torch.tensor([epochs_done, -epochs_done], device=device)
@@ -196,11 +197,11 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     if not all(weight.isfinite().all() for weight in model.parameters()):
         what = f"the weights are not finite after epoch {epoch}"
         sys.exit(f"{what}: {path} stays as it was, try a lower --learning-rate")
-    heartbeat.alive(600)  # a large file may take ten minutes
+    heartbeat.alive(600)  # a large file may take ten minutes, for which NCCL waits as well
     if rank == 0:
         checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         # Written under another name and renamed, so a job that ends here leaves the old file whole.
-        part = folder / f"{os.getpid()}.part"
+        part = folder / f"{path.name}.{os.getpid()}.part"
         with open(part, "wb") as file:
             torch.save(checkpoint | {"epochs_done": epoch}, file)
             file.flush()

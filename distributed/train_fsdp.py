@@ -57,10 +57,11 @@ for name, value in sizes["cpu"].items():
     if kind is not bool:
         add(f"--{name.replace('_', '-')}", type=kind, help=by_size)
 add("--init-from", type=Path, metavar="FOLDER", help="fine-tune a Qwen3 or Llama of Hugging Face")
-add("--shard", type=at_least_1, metavar="RANKS", help="that hold a model (default: all; 1 is DDP)")
-add("--accumulation", type=at_least_1, default=1, help="a step in so many parts: less memory")
-recompute = "less memory, a third more work; default: if the GPU's would not do"
-add("--activation-checkpointing", action=argparse.BooleanOptionalAction, help=recompute)
+help = "how many share one copy of the model (default: all; 1 is DDP)"
+add("--shard", type=at_least_1, metavar="RANKS", help=help)
+add("--accumulation", type=at_least_1, default=1, help="split each step into so many parts")
+help = "less memory, a third more work; default: if the GPU's would not do"
+add("--activation-checkpointing", action=argparse.BooleanOptionalAction, help=help)
 add("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU with a C compiler")
 add("--precision", choices=["fp32", "bf16"], help="default: bf16 on a GPU, fp32 on a CPU")
 add("--deterministic", action="store_true", help="equal resumes on GPUs; slower")
@@ -143,9 +144,9 @@ if known > config["vocab_size"] or args.context > config["max_position_embedding
     limits = f"{config['vocab_size']} tokens, and --context {config['max_position_embeddings']}"
     sys.exit(f"{args.init_from} knows {limits} at most")
 bf16 = args.precision == "bf16" or (args.precision is None and on_gpu)
-split = (config, rows, args.context, shard)
-asked = args.activation_checkpointing
-recompute, line = transformer.plan_memory(device, asked, *split, bf16=bf16)
+recompute, line = transformer.plan_memory(
+    device, args.activation_checkpointing, config, rows, args.context, shard, bf16=bf16
+)
 log(line)
 with torch.device("meta"):  # without memory, because no rank is to hold it whole
     model = transformer.Transformer(config)  # EDIT: your model
@@ -216,6 +217,7 @@ about |= {"tokenizer": text.vocabulary["tokenizer"]}
 runs = checkpoint.Folder(folder, args.keep, about, resume=args.resume)
 first = runs.load(model, optimizer)
 [group] = optimizer.param_groups
+# The checkpoint has these as well, but the command line's take precedence.
 group |= {"betas": (0.9, args.beta2), "weight_decay": args.weight_decay}
 log(f"Data: {text}. Checkpoints: {runs.path}")
 log(f"Precision: {'bf16' if bf16 else 'fp32'}. Compiled: {compiled}")
@@ -239,7 +241,7 @@ def evaluate(step: int):
     model.train()
 
 
-# Of weights that others have trained, or that an earlier job had no time to evaluate.
+# The weights are others', or those of an earlier job that had no time for this.
 if (first or args.init_from) and (first % args.eval_every == 0 or first >= args.steps):
     evaluate(first)
 # A rank that collects garbage keeps the others waiting, so all of them do it in the same steps.
@@ -252,11 +254,11 @@ for step in range(first + 1, args.steps + 1):
     parts = zip(inputs.chunk(args.accumulation), targets.chunk(args.accumulation), strict=True)
     for number, (tokens, wanted) in enumerate(parts, start=1):
         # Copies of the model communicate only once per step.
-        last = number == args.accumulation
+        is_last = number == args.accumulation
         if shard > 1:
-            model.set_requires_all_reduce(last)
+            model.set_requires_all_reduce(is_last)
         elif world_size > 1:
-            forward.require_backward_grad_sync = last
+            forward.require_backward_grad_sync = is_last
         with autocast:
             loss = loss_of(forward(tokens), wanted) / count
         # FSDP and DDP take the mean over all ranks.

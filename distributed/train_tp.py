@@ -59,9 +59,9 @@ for name, value in sizes["cpu"].items():
 add("--init-from", type=Path, metavar="FOLDER", help="fine-tune a Qwen3 or Llama of Hugging Face")
 add("--tensor-parallel", type=at_least_1, metavar="RANKS", help="a group, of a node (default: 2)")
 add("--sequence-parallel", action="store_true", help="also split the tokens between the linears")
-add("--accumulation", type=at_least_1, default=1, help="a step in so many parts: less memory")
-recompute = "less memory, a third more work; default: if the GPU's would not do"
-add("--activation-checkpointing", action=argparse.BooleanOptionalAction, help=recompute)
+add("--accumulation", type=at_least_1, default=1, help="split each step into so many parts")
+help = "less memory, a third more work; default: if the GPU's would not do"
+add("--activation-checkpointing", action=argparse.BooleanOptionalAction, help=help)
 add("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU with a C compiler")
 add("--precision", choices=["fp32", "bf16"], help="default: bf16 on a GPU, fp32 on a CPU")
 add("--deterministic", action="store_true", help="equal resumes on GPUs; slower")
@@ -149,9 +149,9 @@ if known > config["vocab_size"] or args.context > config["max_position_embedding
     limits = f"{config['vocab_size']} tokens, and --context {config['max_position_embeddings']}"
     sys.exit(f"{args.init_from} knows {limits} at most")
 bf16 = args.precision == "bf16" or (args.precision is None and on_gpu)
-split = (config, rows, args.context, world_size, size)
-asked = args.activation_checkpointing
-recompute, line = transformer.plan_memory(device, asked, *split, bf16=bf16)
+recompute, line = transformer.plan_memory(
+    device, args.activation_checkpointing, config, rows, args.context, world_size, size, bf16=bf16
+)
 log(line)
 with torch.device("meta"):  # without memory, because no rank is to hold it whole
     model = transformer.Transformer(config)  # EDIT: your model
@@ -221,6 +221,7 @@ about |= {"tokenizer": text.vocabulary["tokenizer"]}
 runs = checkpoint.Folder(folder, args.keep, about, resume=args.resume)
 first = runs.load(model, optimizer)
 [group] = optimizer.param_groups
+# The checkpoint has these as well, but the command line's take precedence.
 group |= {"betas": (0.9, args.beta2), "weight_decay": args.weight_decay}
 log(f"Data: {text}. Checkpoints: {runs.path}")
 log(f"Precision: {'bf16' if bf16 else 'fp32'}. Compiled: {compiled}")
@@ -244,7 +245,7 @@ def evaluate(step: int):
     model.train()
 
 
-# Of weights that others have trained, or that an earlier job had no time to evaluate.
+# The weights are others', or those of an earlier job that had no time for this.
 if (first or args.init_from) and (first % args.eval_every == 0 or first >= args.steps):
     evaluate(first)
 # A rank that collects garbage keeps the others waiting, so all of them do it in the same steps.

@@ -102,7 +102,7 @@ if path.name in os.listdir(folder):
     del checkpoint
     log(f"Resumed after epoch {epochs_done}")
 elif args.resume:
-    log(f"No checkpoint in {folder}: the run begins anew")
+    log(f"No checkpoint in {folder}: the run starts from scratch")
 log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")  # EDIT
 
 # --- training ---

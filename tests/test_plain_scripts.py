@@ -145,7 +145,7 @@ def test_resume(script, tiny, tmp_path):
     again = train(2, "b")
     said = "checkpoint.pt exists: pass --resume"
     assert again.returncode == 1 and said in again.stderr, again.stderr
-    (tmp_path / "b/7.part").touch()  # of a start that was killed while it saved
+    (tmp_path / "b/checkpoint.pt.7.part").touch()  # of a start that was killed while it saved
     second = train(2, "b", SLURM_RESTART_COUNT=1)
     assert both.returncode == first.returncode == second.returncode == 0, second.stderr
     assert "Resumed after epoch 1\n" in second.stdout

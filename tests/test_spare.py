@@ -129,6 +129,8 @@ def test_what_counts_as_saved(file, tmp_path):
     assert spare.has_saved(tmp_path / "absent", started) is False
     if file in ("checkpoint.pt", "old.pt"):
         assert spare.has_saved(tmp_path / "a folder" / file, started) == saved
+        (tmp_path / "last.pt").symlink_to(f"a folder/{file}")
+        assert spare.has_saved(tmp_path / "last.pt", started) == saved
 
 
 def test_three_requeues_without_a_save(tmp_path):
@@ -273,6 +275,7 @@ def test_a_run_that_does_not_save_ends(tmp_path):
     assert (done.status, len(done.starts)) == (5, 3), done.log
     said = "The run has failed three times without a new file in checkpoints/7: it ends\n"
     assert done.log.endswith(said), done.log
+    assert "\nStart 2 has failed: status 5, n2 first\n" in done.log
     assert done.bad == "old n9 bad\n"
 
 
@@ -295,6 +298,8 @@ def test_a_rank_is_not_to_blame_for_a_lost_node(tmp_path):
 
 
 TOO_FEW = "No spare node is left: the run needs 2, and only 1 can be used. Submit it again with "
+NO_NODE = "No node runs a step with the probe"
+ALL_BAD = "".join(f"old n{number} bad\n" for number in (1, 2, 3, 4))
 OTHER_ADDRESS = "env.sh: MASTER_ADDR=10.0.0.1 does not have the name of the first node, n1, in it\n"
 
 
@@ -305,8 +310,9 @@ OTHER_ADDRESS = "env.sh: MASTER_ADDR=10.0.0.1 does not have the name of the firs
         ("touch ended", {}, "Slurm says COMPLETING, restart 1: no new start\n"),
         ("echo '[Rank 0]: Requeued: it resumes by itself'", {}, "by itself\n"),
         ("echo '0: Not requeued: Slurm is ending it'", {}, "Slurm is ending it\n"),
-        ("false", {"down": "n1 n2 n3 n4"}, "No node runs a step: the job ends\n"),
+        ("false", {"down": "n1 n2 n3 n4"}, f"{NO_NODE}, true: the job ends\n"),
         ("false", {"down": "n2 n3 n4"}, f"{TOO_FEW}--exclude=n2,n3,n4\n"),
+        ("false", {"bad": ALL_BAD}, TOO_FEW.replace("1", "0") + "--exclude=n1,n2,n3,n4\n"),
         ("false", {"address": "10.0.0.1"}, OTHER_ADDRESS),
     ],
 )
