@@ -1,6 +1,7 @@
-"""answers.py: a Hugging Face model over a list, on two ranks, one of which is killed."""
+"""A Hugging Face model over a list, on two ranks, one of which is killed, and lm_eval on four."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -29,3 +30,43 @@ def test_answers(packages, qwen, tmp_path):  # noqa: F811
     answers = [json.loads(line) for line in text.splitlines()]
     pairs = zip(answers, prompts, strict=True)
     assert all(answer.startswith(prompt) for answer, prompt in pairs), answers[:3]
+
+
+TASK = """task: sums
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {folder}/sums.jsonl
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_target: answer
+doc_to_choice: ["2", "3", "4"]
+metric_list:
+  - metric: acc
+"""
+
+
+def test_lm_eval(packages, qwen, cluster, tmp_path):  # noqa: F811
+    """By the page's command: on four ranks and on one each question counts once."""
+    questions = [{"question": f"{number} of", "answer": number % 3} for number in range(50)]
+    lines = "".join(f"{json.dumps(question)}\n" for question in questions)
+    (tmp_path / "sums.jsonl").write_text(lines)
+    (tmp_path / "sums.yaml").write_text(TASK.format(folder=tmp_path))
+    page = (REPOSITORY / "docs/other_jobs.md").read_text()
+    [command] = re.findall(r"^sbatch (\S+ -m lm_eval .*\\\n.* results)$", page, re.M)
+    for old, new in {
+        "\\\n": "",
+        "MODEL": qwen,
+        "hellaswag": f"sums --include_path {tmp_path}",
+    }.items():
+        command = command.replace(old, str(new))
+    found = []
+    for size in ("--nodes=2 --gpus-per-node=2", "--nodes=1 --gpus-per-node=1"):
+        ended = cluster.sbatch(
+            f"--output={tmp_path}/%j", *size.split(), *command.split()[:-1], tmp_path / "results",
+            env=packages | {"HF_HOME": tmp_path},
+        )  # fmt: skip
+        assert ended.state == "COMPLETED", ended.log
+        found.append(re.findall(r"^\|sums *\|.*\|acc *\|.*?\|(0\.\d+)", ended.log, re.M))
+    assert len(found[0]) == 1 and found[0] == found[1], found
