@@ -45,7 +45,7 @@ def test_endless_loop(clone, cluster):  # noqa: F811
 
 
 def test_kill_a_rank(clone, cluster):  # noqa: F811
-    """Chapter 7: the last rank of the second node, after five lines of steps."""
+    """Fault tolerance: the last rank of the second node, after five lines of steps."""
 
     def on_the_cluster(command: str) -> str:
         return bash(command, clone, (NAMESPACES, "exec"), **cluster.environment)
@@ -71,7 +71,8 @@ def test_kill_a_rank(clone, cluster):  # noqa: F811
     fresh = re.sub(r"^epoch=\d+ test_loss.*\n", "", fresh, flags=re.M)
     # Those of the end, which came after the look.
     assert_shown(
-        shown_by(7, "Start 1 on"), re.match(r"(?s).*^Resumed.*?\nepoch.*?\n", fresh, re.M)[0]
+        shown_by("fault_tolerance", "Start 1 on"),
+        re.match(r"(?s).*^Resumed.*?\nepoch.*?\n", fresh, re.M)[0],
     )
 
 
