@@ -121,14 +121,6 @@ def test_lint_finds_what_the_table_says(monkeypatch, capsys):
         assert found.count("\n") == bool(expected) and (expected or "") in found, path.name
 
 
-def test_lint_prints_what_the_chapter_shows(monkeypatch, capsys):
-    monkeypatch.chdir(REPOSITORY)
-    chapter = (REPOSITORY / "docs/08_ranks.md").read_text()
-    typed = r"^\$ python aux/lint_sbatch\.py (.+)\n((?:.+\n)+)```"
-    [(files, shown)] = re.findall(typed, chapter, re.M)
-    assert "".join(lint(Path(name), capsys) for name in files.split()) == shown
-
-
 def start(command: str, request, folder: Path) -> tuple[bool, str]:
     """Runs a command of the page, with a limit. Returns its success, and all that it says."""
     words = command.split()

@@ -18,6 +18,7 @@ from write_diffs import DIFF, with_diffs
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 # By number, and the appendices by name
 CHAPTERS = {int(path.name[:2]): path for path in DOCUMENTS if re.match(r"\d\d_", path.name)}
+CHAPTERS["fault_tolerance"] = REPOSITORY / "docs/fault_tolerance.md"
 CHAPTERS |= {path.stem[9:]: path for path in DOCUMENTS if path.name.startswith("appendix_")}
 TEXT = "\n".join(path.read_text() for path in DOCUMENTS)
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", TEXT, re.M | re.S)
@@ -189,7 +190,6 @@ def test_every_block_is_run():
     }
     assert {name: count for name, count in counts.items() if count} == {
         "README.md": 1,
-        "docs/02_your_own_script.md": 1,
         "docs/appendix_laptop.md": 2,
         "docs/containers.md": 1,
         "docs/docker.md": 1,
@@ -307,11 +307,12 @@ def test_chapter_of_surviving(clone, cluster):
 
 def test_files_of_a_copy(clone):
     """`cp` of the files that a project of one's own takes along: those that the table above it
-    names."""
+    names for torchrun, and a script."""
     bash(block("../my-project"), clone)
     project = clone.parent / "my-project"
     files = [path for path in project.rglob("*.*") if not path.is_symlink()]
-    rows = re.findall(r"^\| (\w+) \| (`env\.sh`, .+) \|$", CHAPTERS[2].read_text(), re.M)
+    row = r"^\| (\w+) \| .+ \| (`env\.sh`, .+) \|$"
+    rows = re.findall(row, CHAPTERS["launchers"].read_text(), re.M)
     named = {launcher: re.findall(r"`([^`]+)`", cell) for launcher, cell in rows}
     for launcher, names in named.items():
         text = (clone / LAUNCHERS[launcher]).read_text()
