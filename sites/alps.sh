@@ -8,7 +8,8 @@
 export NCCL_NET="AWS Libfabric"
 # GPUDirect RDMA, if GPU and adapter are on one NUMA node
 export NCCL_NET_GDR_LEVEL=PHB NCCL_CROSS_NIC=1
-# From NCCL 2.27 on LL128 is the default, and slower on Slingshot.
+# From NCCL 2.27 on LL128 is the default, and slower on Slingshot. On GH200 it has also corrupted
+# sums without an error (github.com/NVIDIA/nccl/issues/2001).
 export NCCL_PROTO=^LL128
 # Best on this network for a wide range of programs, says the site.
 export FI_CXI_DEFAULT_CQ_SIZE=131072 FI_CXI_DEFAULT_TX_SIZE=16384 FI_CXI_DISABLE_HOST_REGISTER=1

@@ -14,4 +14,6 @@ export MIOPEN_USER_DB=$MIOPEN_CUSTOM_CACHE_DIR/config MIOPEN_USER_DB_PATH=$MIOPE
 # Without it, the site's containers can hang in training (pull request 118).
 export FI_MR_CACHE_MONITOR=userfaultfd
 # Ask for --cpus-per-task=56: a node has 64 cores, and jobs get 56. In torchrun.sh add
-# --numa-binding=exclusive, because GPUs 0 and 1 belong to the cores 48 to 63.
+# --numa-binding=exclusive, because GPUs 0 and 1 belong to the cores 48 to 63. In the srun launcher
+# that is --cpu-bind=mask_cpu:..., with the masks of
+# docs.lumi-supercomputer.eu/runjobs/scheduled-jobs/distribution-binding.

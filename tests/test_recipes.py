@@ -92,14 +92,23 @@ def test_jobs_that_start_fast(cluster, local_disk, tiny, tmp_path):
 
 
 def test_a_profile(clone, text, tmp_path):  # noqa: F811
-    """The page's diff fits train_fsdp.py, and each rank writes a trace."""
-    [diff] = re.findall(r"^```diff\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
-    (tmp_path / "diff").write_text(diff)
-    patched = run("patch", "--strip=0", f"--input={tmp_path}/diff", cwd=clone)
-    assert patched.returncode == 0, patched.stdout + patched.stderr
-    options = ["--steps", 12, "--data-dir", text, "--checkpoint-dir", tmp_path / "checkpoints"]
+    """Chapter 4's lines in train_fsdp.py, with a folder for each rank."""
+    chapter = (REPOSITORY / "docs/04_faster.md").read_text()
+    [before, after] = re.findall(r"^```python\n(.*?)^\.\.\.\n(.*?)^```$", chapter, re.M | re.S)[0]
+    before = before.replace('"look"', 'f"look/{rank}"')
+    script = clone / "distributed/train_fsdp.py"
+    code = script.read_text()
+    for place, lines in (
+        (r"^for step in range\(first", before),
+        (r"^    heartbeat\.step = step$", after),
+    ):
+        code, times = re.subn(place, lambda found, lines=lines: lines + found[0], code, flags=re.M)
+        assert times == 1, place
+    script.write_text(code)
+    options = ["--steps", 12, "--batch-size", 4, "--context", 32, "--data-dir", text]
+    options += ["--checkpoint-dir", tmp_path / "checkpoints"]
     command = ["./torchrun.sh", "distributed/train_fsdp.py", *options]
     done = run(*command, cwd=clone, env=environment(), timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    traces = {path.parent.name for path in clone.glob("trace/rank_*/*.pt.trace.json")}
-    assert traces == {"rank_0", "rank_1"}
+    traces = {path.parent.name for path in clone.glob("look/*/*.pt.trace.json")}
+    assert traces == {"0", "1"}
