@@ -413,7 +413,8 @@ def resume(name: str, command: str, whole: Run, first: int):
 def stop():
     """On as many ranks as before, and train_fsdp.py also on twice as many."""
     for name, more in (("preemptible", ""), ("fsdp", " --deterministic")):
-        options = OPTIONS[name].replace("--log-every 10", "--log-every 5") + more
+        # A line for each step, because a run may stop after any of them.
+        options = OPTIONS[name].replace("--log-every 10", "--log-every 1") + more
         command = f"distributed/train_{name}.py {options} --checkpoint-dir {folder}/{name}"
         whole = Run(f"{command}-whole")
         resume(name, command, whole, SHARERS)

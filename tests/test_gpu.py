@@ -206,7 +206,7 @@ def test_asynchronous_checkpoints(device, train, on_cpu, tmp_path, ranks):
     assert losses(log) == pytest.approx(on_cpu(FSDP)[0][10:], rel=TOLERANCE["fp32"])
     command = ["distributed/sample.py", folder, "--length", 40, "--prompt", "The "]
     written = run(sys.executable, *command, "--device", device).stdout
-    assert re.search(rf"^Sample from .*_step_{STEPS}:\nThe ", written, re.M), written
+    assert re.search(rf"^Sample from .*/step_{STEPS}:\nThe ", written, re.M), written
 
 
 @pytest.mark.gpu
