@@ -23,7 +23,7 @@ PREEMPTIBLE, FSDP, TP = (f"distributed/train_{name}.py" for name in ("preemptibl
 STEPS = 15
 IMAGES = "--epochs 1 --batch-size 20 --log-every 1"  # 300 images
 TEXT = f"--num-hidden-layers 2 --hidden-size 64 --context 32 --batch-size 8 --steps {STEPS}"
-TEXT += " --learning-rate 0.01 --warmup-steps 5 --log-every 1 --eval-windows 20"
+TEXT += " --learning-rate 0.003 --warmup-steps 5 --log-every 1 --eval-windows 20"
 ARGUMENTS = {SINGLE: IMAGES, DDP: IMAGES, PREEMPTIBLE: IMAGES, FSDP: TEXT, TP: TEXT}
 ARGUMENTS |= {TASK: IMAGES}
 # Whose losses on the CPU are a script's own.
