@@ -100,8 +100,11 @@ def report(beats: list[dict], silent: list[dict], after: float) -> int | str:
         print(slow_rank(beat))
     steps = [beat["step"] for beat in beats if beat["step"] is not None]
     where = f"at step {max(steps)}." if steps else "before the first step."
-    since = f" No step for {seconds:.0f} s." if seconds > after else ""
-    print(f"All {len(beats)} ranks are alive, {where}{since}")
+    line = f"All {len(beats)} ranks are alive, {where}"
+    if seconds > after / 4:
+        line += f" No step for {seconds:.0f} s."
+        line += f" If one hangs, it is named after {after:.0f} s." if seconds <= after else ""
+    print(line)
     return 0
 
 
