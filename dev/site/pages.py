@@ -54,5 +54,19 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Renders Markdown inside a folded answer, as GitHub does by itself."""
+    """Renders Markdown inside a folded answer, as GitHub does by itself. A picture for dark pages
+    follows the site's own switch."""
+    picture = r'<picture><source [^>]*srcset="([^"]+)">!\[(.*?)\]\(([^)]+)\)</picture>'
+    markdown = re.sub(picture, r"![\2](\3#only-light)![\2](\1#only-dark)", markdown)
     return markdown.replace("<details>", '<details markdown="1">')
+
+
+def on_page_content(html, page, config, files):
+    """A line does not end within the dashes of an option."""
+
+    def keep(found: re.Match) -> str:
+        option = r'\1<span class="option">\2</span>'
+        return re.sub(r"(^|\s)(--?\w+)", option, found[0]) if found[1] is None else found[0]
+
+    # Without the attributes that a block of code has
+    return re.sub(r"(<pre.*?</pre>)|(?<=<code>)[^<]*", keep, html, flags=re.S)
