@@ -43,7 +43,8 @@ def clone(tmp_path_factory, tiny) -> Path:
 
 def bash(script: str, clone: Path, prefix: tuple = (), **variables):
     command = [*prefix, "bash", "-euo", "pipefail", "-c", script]
-    done = run(*command, cwd=clone, env=environment(**variables), timeout=900 if record.RECORDING else 300)
+    limit = 900 if record.RECORDING else 300
+    done = run(*command, cwd=clone, env=environment(**variables), timeout=limit)
     assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
     return done.stdout
 
