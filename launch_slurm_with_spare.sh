@@ -12,9 +12,9 @@
 #SBATCH --no-kill             # the loss of any other node does not end the job
 # As launch_slurm_with_torchrun.sh, with spare nodes: if a rank or a node fails, the run goes on in
 # the same job, from its last checkpoint. A node that cannot run a step is left out, and so is one
-# on which a rank has failed twice. Both are written into bad_nodes.txt, whose nodes this launcher
-# does not use: delete a line if you disagree. A run that fails three times without a save ends.
-# aux/spare.py decides, and says why in the log. It needs python3 3.10 or newer on the first node.
+# on which a rank has failed twice. bad_nodes.txt remembers both for later jobs, unless the rank
+# failed at one step twice: delete a line if you disagree. A run that fails three times without a
+# save ends. aux/spare.py decides, and says why in the log. It needs Python 3.10 on the first node.
 #
 # Your script resumes if SLURM_RESTART_COUNT is not 0, as after a requeue.
 #
