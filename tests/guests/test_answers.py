@@ -48,7 +48,8 @@ metric_list:
 
 
 def test_lm_eval(packages, qwen, cluster, tmp_path):  # noqa: F811
-    """By the page's command, on two ranks and on one. On CPUs each rank asks all questions."""
+    """The page's command runs, on two ranks as on one, and prints one table. On CPUs each rank asks
+    all questions, so how they are divided on GPUs is not seen here."""
     questions = [{"question": f"{number} of", "answer": number % 3} for number in range(50)]
     lines = "".join(f"{json.dumps(question)}\n" for question in questions)
     (tmp_path / "sums.jsonl").write_text(lines)
