@@ -320,8 +320,9 @@ def test_what_would_change_the_run_is_refused(trained, text, tmp_path, flags, se
     assert done.returncode == 1 and done.stderr.count(f"step_6 has {sentence}") == 1, done.stderr
 
 
-# A run as it is, and what it does in a line of its own. An evaluation takes four seconds. In the
-# one of step TERM rank 1 gets a signal. With LOST no checkpoint gets its name. ROOM is the memory.
+# A run as it is, and what it does in a line of its own. The evaluation of step 4 takes eight seconds.
+# In that of step TERM rank 1 gets a signal. With LOST no checkpoint gets its name. ROOM is the
+# memory.
 WATCHED = """
 import gc, os, runpy, signal, sys, time; sys.path.insert(0, "distributed")
 import torch, checkpoint, heartbeat, token_files, transformer
@@ -338,7 +339,7 @@ def seen_collect(*generation):
     return collect(*generation)
 def seen_batches(self, count, rows, rank, ranks):
     say(f"evaluated {rows} rows")
-    time.sleep(4)
+    time.sleep(8 if heartbeat.step == 4 else 0)
     if str(heartbeat.step) == os.environ.get("TERM") and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
     return fixed_batches(self, count, rows, rank, ranks)
@@ -391,7 +392,7 @@ def test_what_the_log_says(dense, text, tmp_path, script, rows):
     for step, rate in rates.items():
         flops = flops_per_token(model.config, CONTEXT) * rate
         assert mfu[step] == pytest.approx(flops / 2e9, abs=2e-3)
-    assert BATCH_SIZE * CONTEXT / rates[8] < 1, "the evaluation counts as training"
+    assert BATCH_SIZE * CONTEXT / rates[8] < 2, "the evaluation counts as training"
 
     assert checkpoint.steps(tmp_path / "out") == [10]
     weights = dict(model.named_parameters())
