@@ -320,7 +320,7 @@ def test_what_would_change_the_run_is_refused(trained, text, tmp_path, flags, se
     assert done.returncode == 1 and done.stderr.count(f"step_6 has {sentence}") == 1, done.stderr
 
 
-# A run as it is, and what it does in a line of its own. The evaluation of step 4 takes eight seconds.
+# A run as it is, and what it does in a line of its own. Step 4's evaluation takes eight seconds.
 # In that of step TERM rank 1 gets a signal. With LOST no checkpoint gets its name. ROOM is the
 # memory.
 WATCHED = """
