@@ -124,7 +124,11 @@ FAULTS = {
     "killed": (STEP, "if step == 21: os.kill(os.getpid(), 9)", r"ncclRemote.*|Connection .*"),
     "away": (MEETING, f"{JOIN}, time.sleep(60)", r'away.py", line \d+ in <module>'),
     "loops": (STEP, "while step == 21: pass", rf"First to look at: rank {SHARERS - 1} on .*"),
-    "broadcast": (STEP, "if step == 21: dist.broadcast(loss.detach(), 0)", r"Watchdog.*|Timed.*"),
+    "broadcast": (
+        STEP,
+        "if step == 21: dist.broadcast(loss.detach(), 0)",
+        r"Watchdog.*|Timed.*|Connection closed.*",
+    ),
 }
 # It names the first collective of which the flight recorders' dumps differ. Only NCCL leaves them.
 RECORDER = f"-m torch.distributed.flight_recorder.fr_trace --prefix nccl_rank_ {folder}"

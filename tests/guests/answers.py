@@ -18,7 +18,8 @@ if torch.accelerator.is_available():
     )
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], padding_side="left")
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto").to(device)
-prompts = Path(sys.argv[2]).read_text().splitlines()
+# Not splitlines(), which also splits at form feeds.
+prompts = Path(sys.argv[2]).read_text().removesuffix("\n").split("\n")
 
 for part in work_list.parts(prompts, sys.argv[3], size=64):
     inputs = tokenizer(part.items, return_tensors="pt", padding=True).to(device)
