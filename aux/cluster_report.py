@@ -339,13 +339,13 @@ def losses():
 
 def measure(name: str, command: str, pattern: str, ranks: int = 1, one: float = 0) -> float:
     """A row of what is timed. Returns its first figure; `one` is that of one rank."""
+    if not on_gpu:  # most CPUs take ten times as long in bfloat16
+        command = command.replace("--precision bf16", "--precision fp32").replace(" bf16", "")
     shown = re.sub(f" --data-dir [^ ]+| {ENDLESS}|{folder}/", "", command)
     if "jpeg" not in command:
         command += f" --checkpoint-dir {folder}/{name}"
     if pattern == TOKENS and not on_gpu:
         command += TINY
-    if not on_gpu:  # most CPUs take ten times as long in bfloat16
-        command = command.replace("--precision bf16", "--precision fp32")
     run = Run(command, 300, ranks, enough=pattern)
     found = re.search(pattern, run.text)
     if not found:

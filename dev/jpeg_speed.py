@@ -67,8 +67,6 @@ for shard in range(16):
         write_shard(path.with_suffix(".part"))
         path.with_suffix(".part").rename(path)
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = "tf32" in changes
-# A CPU only rehearses, and may take ten times as long in bfloat16.
-bf16 = on_gpu and "bf16" in changes
 layout = torch.channels_last if "channels_last" in changes else torch.contiguous_format
 model = torchvision.models.resnet50().to(device, memory_format=layout)
 optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused="fused" in changes)
@@ -86,7 +84,7 @@ def train(count: int) -> float:
     while done < count and time.perf_counter() < start + 8:
         pixels, labels = (part.to(device, non_blocking=True) for part in next(loader))
         pixels = ((pixels.float() - mean) / 58).to(memory_format=layout)
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        with torch.autocast(device.type, torch.bfloat16, enabled="bf16" in changes):
             loss = cross_entropy(forward(pixels).float(), labels)
         loss.backward()
         optimizer.step()

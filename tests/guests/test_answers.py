@@ -62,8 +62,8 @@ def test_lm_eval(packages, qwen, cluster, tmp_path):  # noqa: F811
     found = []
     for gpus in (2, 1):
         options = [f"--output={tmp_path}/%j", f"--gpus-per-node={gpus}", *command.split()]
-        environment = packages | {"HF_HOME": tmp_path}
-        ended = cluster.sbatch(*options, tmp_path / "results", env=environment, timeout=300)
+        env = packages | {"HF_HOME": tmp_path}
+        ended = cluster.sbatch(*options, tmp_path / "results", env=env, timeout=300)
         assert ended.state == "COMPLETED", ended.log
         found.append(re.findall(r"^\|sums .*\|acc .*\| +(0\.\d+)\|±", ended.log, re.M))
     assert len(found[0]) == 1 and found[0] == found[1], found
