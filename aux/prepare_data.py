@@ -177,10 +177,7 @@ def pieces(path: Path, characters: int = 1 << 22) -> Iterator[str]:
 
 
 def describe_tokenizer(name: str, files: list[Path]) -> tuple[dict, list[int]]:
-    """The tokenizer's entry in vocabulary.json, and the numbers that end a file.
-
-    Raises ValueError with a sentence.
-    """
+    """The tokenizer's entry in vocabulary.json, and the numbers that end a file."""
     if name == "bytes":
         return {"name": name, "size": 256}, []
     if name == "characters":
@@ -199,11 +196,8 @@ def dtype_of(size: int) -> str:
 
 def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, identity: str):
     """The token files of a text: its first 90 % in train.bin, the rest in val.bin."""
-    try:
-        described, end = describe_tokenizer(tokenizer, files)
-        encode, _ = text_functions(described, Path(tokenizer))
-    except ValueError as error:
-        sys.exit(str(error))
+    described, end = describe_tokenizer(tokenizer, files)
+    encode, _ = text_functions(described, Path(tokenizer))
     dtype = dtype_of(described["size"])
     itemsize = np.dtype(dtype).itemsize
     with written_whole(folder, "vocabulary.json") as new:

@@ -59,10 +59,7 @@ def load(folder: Path) -> Callable[[str, int], str]:
     model.to_empty(device=device)
     model.tie()
     checkpoint.read(path, dict(model.named_parameters()))
-    try:
-        encode, decode = token_files.text_functions(about["tokenizer"], args.tokenizer)
-    except ValueError as error:
-        sys.exit(str(error))
+    encode, decode = token_files.text_functions(about["tokenizer"], args.tokenizer)
 
     def answer(prompt: str, seed: int) -> str:
         torch.manual_seed(seed)

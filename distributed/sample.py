@@ -57,8 +57,8 @@ model.to_empty(device=device)
 model.tie()
 checkpoint.read(path, dict(model.named_parameters()))
 
+encode, decode = token_files.text_functions(about["tokenizer"], args.tokenizer)
 try:
-    encode, decode = token_files.text_functions(about["tokenizer"], args.tokenizer)
     prompt = torch.tensor([encode(args.prompt)], device=device)
 except ValueError as error:
     sys.exit(str(error))

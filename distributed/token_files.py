@@ -10,16 +10,12 @@ and attention sees all of a window.
 
 Conversations also have train.mask and val.mask, a byte per token: 1 if the model is to learn to
 write it. They are packed into the windows of one context, and none is cut that fits into one.
-
-A folder of nanoGPT's (github.com/karpathy/nanoGPT, data/) works as well: it holds uint16, and
-either meta.pkl with its characters or, without it, GPT-2's tokens.
 """
 
 import itertools
 import json
 import math
 import mmap
-import pickle
 import sys
 import warnings
 import zlib
@@ -31,38 +27,15 @@ import torch
 IGNORED = -100  # cross_entropy's ignore_index
 # torch can index int32 but not uint32, and no vocabulary needs the sign bit.
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "uint32": torch.int32}
-GPT2_SIZE = 50_257
-
-
-class NothingButData(pickle.Unpickler):
-    """For meta.pkl, which may be a stranger's: reads dicts, strings and numbers, but no code."""
-
-    def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and is not read")
 
 
 def read_vocabulary(folder: Path) -> dict:
     """The content of vocabulary.json: dtype, source, train_tokens, val_tokens, id (of the data),
     and under "tokenizer" its name ("characters", "bytes" or "tokenizer.json"), its size and, for
     "characters", these in order. Conversations have the context that they are packed for, under
-    "packed". Raises OSError, ValueError or KeyError.
+    "packed". Raises OSError or ValueError.
     """
-    folder = Path(folder)
-    described = folder / "vocabulary.json"
-    if described.exists() or not (folder / "train.bin").exists():
-        return json.loads(described.read_text())
-
-    tokenizer = {"name": "tokenizer.json", "size": GPT2_SIZE}
-    if (folder / "meta.pkl").exists():
-        with (folder / "meta.pkl").open("rb") as file:
-            meta = NothingButData(file).load()
-        letters = [meta["itos"][i] for i in range(meta["vocab_size"])]
-        tokenizer = {"name": "characters", "size": len(letters), "characters": letters}
-    sizes = {split: (folder / f"{split}.bin").stat().st_size for split in ("train", "val")}
-    counts = {f"{split}_tokens": size // 2 for split, size in sizes.items()}
-    source = "token files of nanoGPT"
-    described = {"tokenizer": tokenizer, "dtype": "uint16", "source": source, **counts}
-    return described | {"id": f"{counts['train_tokens']} + {counts['val_tokens']} tokens"}
+    return json.loads((Path(folder) / "vocabulary.json").read_text())
 
 
 def missing_data(folder: Path, context: int) -> str | None:
@@ -81,8 +54,8 @@ def missing_data(folder: Path, context: int) -> str | None:
                 return f"{what}; move the folder away and {remedy}"
     except OSError as error:
         return f"no prepared text at {error.filename} ({error.strerror}); {remedy}"
-    except (ValueError, LookupError, TypeError, EOFError, pickle.UnpicklingError) as error:
-        what = "vocabulary.json or meta.pkl is not one that aux/prepare_data.py or nanoGPT wrote"
+    except (ValueError, LookupError, TypeError) as error:
+        what = "vocabulary.json is not one that aux/prepare_data.py wrote"
         return f"{folder}: {what} ({error!r}); {remedy}"
 
     split = min(("train", "val"), key=lambda split: vocabulary[f"{split}_tokens"])
@@ -264,14 +237,14 @@ def text_functions(tokenizer: dict, file: Path | None) -> tuple[Callable, Callab
 
 
 def hugging_face_tokenizer(file: Path | None):
-    """A tokenizers.Tokenizer. Raises ValueError with a sentence."""
+    """A tokenizers.Tokenizer. Ends with a sentence if there is none."""
     if file is None:
-        raise ValueError("this needs the tokenizer.json that made the tokens: --tokenizer FILE")
+        sys.exit("this needs the tokenizer.json that made the tokens: --tokenizer FILE")
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise ValueError("this needs the package tokenizers: pip install tokenizers") from None
+        sys.exit("this needs the package tokenizers: pip install tokenizers")
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no narrower one
-        raise ValueError(f"{file} is not a Hugging Face tokenizer's file: {error}") from None
+        sys.exit(f"{file} is not a Hugging Face tokenizer's file: {error}")
