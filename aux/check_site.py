@@ -483,13 +483,10 @@ def print_partitions(site: Site):
             rows.append((-1 if shape.gpus else 0, [name, *cells, limit]))
     head = ["partition", "nodes", "GPUs", "CPUs", "MB", "for each GPU", "MaxTime"]
     rows = [head, *(cells for _, cells in sorted(rows, key=lambda row: row[0]))]
-    shown = rows[:21]
-    widths = [max(len(row[i]) for row in shown if len(row) > 2) for i in range(len(head))]
-    for row in shown:
+    widths = [max(len(row[i]) for row in rows if len(row) > 2) for i in range(len(head))]
+    for row in rows:
         cells = [*row, *[""] * (len(head) - len(row))]
         print("  ".join(map(str.ljust, cells, widths)).rstrip())
-    if rows[21:]:
-        print(f"... and {len(rows) - 21} more rows")
 
 
 def main():

@@ -12,12 +12,6 @@
 set -euo pipefail
 die() { echo "import_image.sh: $*" >&2; exit 1; }
 
-# The comment above is the help.
-if [[ "${1:-}" == "--help" || "${1:-}" == "-h" ]]; then
-    sed --quiet '2,/^[^#]/s/^# \?//p' "$0"
-    exit
-fi
-
 (($# <= 2)) || die "takes an image and a file, not $# arguments"
 image=${1:-docker://nvcr.io#nvidia/pytorch:26.09-py3}
 file=${2:-pytorch.sqsh}

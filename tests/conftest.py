@@ -31,6 +31,9 @@ import record
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NAMESPACES = REPOSITORY / "local/cluster/namespaces.sh"
+TRACKED = subprocess.run(
+    ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True
+).stdout.split()
 # For make test-kernels: a few nodes with a kernel each, which get both folders by NFS.
 KERNELS = REPOSITORY / "local/cluster/kernels.sh"
 BACKEND = KERNELS if os.environ.get("BACKEND") == "kernels" else NAMESPACES

@@ -12,7 +12,7 @@ import pytest
 import check_site
 from conftest import LAUNCHERS, REPOSITORY, cells, run, stand_ins
 from test_launchers import VARIABLES
-from test_python_versions import violations
+from test_style import violations
 
 CHECK = "aux/check_site.py"
 CONFIG = """Configuration data as of 2026-11-27T00:00:00
@@ -298,15 +298,6 @@ def test_file_systems(tmp_path, monkeypatch):
         f"your home is on tmpfs, {own}",
         f"$SCRATCH is on ext4, {own}",
     ]
-
-
-def test_three_hundred_partitions(capsys):
-    many = [GPU.replace("=gpu ", f"=gpu{number} ") for number in range(300)]
-    names = ",".join(f"gpu{number}" for number in range(300))
-    nodes = NODES.replace("=gpu,", f"={names},")
-    check_site.print_partitions(site_of(*many, nodes=nodes))
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 22 and lines[-1] == "... and 580 more rows"
 
 
 @pytest.mark.parametrize("way", cells([("srun",), ("torchrun",)], ("srun",)))

@@ -83,28 +83,6 @@ def test_cpus_are_bound(way, tasks, cpus, small, tmp_path):
     assert {rank["threads"] for rank in job.ranks()} == {str(cpus)}
 
 
-def test_too_much_memory_ends_the_job_that_takes_it(small, tmp_path):
-    command = f"{sys.executable} -c 'x = bytearray(b\"1\" * (600 << 20))'"
-    job = small.sbatch("--nodes=1", "--mem=200", f"--output={tmp_path}/log", f"--wrap={command}")
-    assert job.state == "OUT_OF_MEMORY", job
-
-
-def test_exec_in_a_job_of_another_cluster(small):
-    """Its variables are not this cluster's."""
-    other = {"SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "n1", "SLURM_NNODES": 1, "SLURM_NTASKS": 9}
-    done = small.exec("srun", "--nodes=1", "--ntasks=1", "hostname", env=other)
-    assert done.stdout.startswith("node-"), done.stderr
-
-
-def test_a_node_that_was_down_comes_back(small):
-    """With its slurmd, whatever took it down."""
-    assert small.exec(*DOWN).returncode == 0
-    again = 'kill "$(pgrep --full "^slurmd -D -N node-2")"; exec slurmd -N node-2'
-    assert small.exec("bash", "-c", again, node="node-2").returncode == 0
-    state = ["sinfo", "--noheader", "--nodes=node-2", "--format=%T"]
-    wait_for(lambda: small.exec(*state).stdout == "idle\n", 20)
-
-
 def test_requeue_is_asked_for(small):
     """By each header: at a site with JobRequeue=0 a preempted job would be gone."""
     change = 'sed -i s/JobRequeue=1/JobRequeue=0/ "$SLURM_CONF" && scontrol reconfigure'

@@ -113,14 +113,6 @@ def submit(cluster: Cluster, site: Site, clone: Path, *command: object, **env) -
     return cluster.submit(*size, "run_script.sh", *command, cwd=clone, env=site.environment | env)
 
 
-def test_a_strangers_script(cluster, site):
-    """Ten lines of torch that read RANK, LOCAL_RANK and the like."""
-    clone = site.clone("stranger")
-    job = cluster.wait(submit(cluster, site, clone, "tests/scripts/stranger.py"))
-    found = re.findall(r"^rank (\d) of 2, local rank 0: the sum is 1$", job.log, re.M)
-    assert job.state == "COMPLETED" and sorted(found) == ["0", "1"], job.log
-
-
 def test_what_is_inside(cluster, site):
     """The container's files and not the host's, env.sh's sizes, what is named, every argument."""
     clone = site.clone("inside", ENV="OWN,OWN_TOO")

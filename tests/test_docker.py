@@ -223,8 +223,5 @@ def test_three_nodes(nodes):
     assert nodes.states() == [f"node-{node} 16 idle" for node in (1, 2, 3)]
     job = nodes.sbatch("--nodes=3", "--ntasks-per-node=1", LAUNCHERS["srun"], "aux/check_ranks.py")
     assert "VERDICT: all well, 3 ranks started by srun" in job.log, job.log
-    # The nodes have one socket, which has their cores.
-    shown = nodes.exec("srun", "--nodes=3", "--cores-per-socket=16", "hostname").stdout
-    assert sorted(shown.split()) == ["node-1", "node-2", "node-3"]
     succeed("make", "docker-cluster-down", **make)
     assert nodes.left() == []

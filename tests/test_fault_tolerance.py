@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import threading
@@ -20,7 +19,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import checkpoint
 import job_processes
@@ -38,6 +36,7 @@ from conftest import (
     ranks,
     wait_for,
 )
+from test_language_model import saved_state
 
 PREEMPTIBLE = "train_preemptible.py"
 MNIST = shlex.split("--epochs 3 --batch-size 20 --log-every 1")  # 300 images: 45 steps
@@ -105,13 +104,6 @@ def uninterrupted(data, tmp_path_factory):
     return folder
 
 
-def weights(path: Path) -> dict[str, torch.Tensor]:
-    """Whole, by name."""
-    whole = path.with_name("whole.pt")
-    dcp_to_torch_save(path, whole)
-    return torch.load(whole, weights_only=False)["model"]
-
-
 def losses(log: str) -> dict[int, float]:
     """Those of train_preemptible.py by step. Steps that were taken again have the same again."""
     found: dict[int, float] = {}
@@ -147,7 +139,7 @@ def values(log: str, name: str) -> dict[str, str]:
 def assert_same_run(log: str, out: Path, reference: Path, steps: int = STEPS, unseen=()):
     """Weights after so many steps bit for bit; and all losses, but for those of steps `unseen`."""
     assert checkpoint.steps(out)[0] == steps
-    ours, theirs = (weights(path / f"step_{steps}") for path in (out, reference))
+    ours, theirs = (saved_state(path / f"step_{steps}", "model") for path in (out, reference))
     assert ours.keys() == theirs.keys()
     different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
     assert not different, different
@@ -524,33 +516,6 @@ def test_killed_while_a_checkpoint_is_written_asynchronously(data, uninterrupted
 
 def remount(disk: Path, option: str):
     subprocess.run(["mount", "-o", f"remount,{option}", disk], check=True)
-
-
-@pytest.mark.matrix
-def test_full_disk(cluster, disk, data, uninterrupted, tmp_path):
-    """The run continues, and only an end that cannot be saved is a failure."""
-    way, script = TORCHRUN
-    out, reference = disk / script, uninterrupted(script)
-    size = sum(file.stat().st_size for file in (reference / "step_45").rglob("*"))
-    remount(disk, f"size={size // 1024 + 200}k")
-    try:
-        often = ("--save-every", 10, "--keep", 4, "--checkpoint-dir", out)
-        job = Trial(cluster, way, script, data, tmp_path, *often, slow=0).fails(180)
-        assert job.log.count("The last steps are not saved") == 1, job.log
-        assert "No space left" in job.log and not tracebacks(job.log), job.log
-        assert re.search(r"^step=45/", job.log, re.M), job.log
-        assert checkpoint.steps(out) and not list(out.glob(".step*"))
-        first = job.log
-
-        remount(disk, "size=200m")
-        again = ("--resume", "--checkpoint-dir", out)
-        job = Trial(cluster, way, script, data, tmp_path, *again, slow=0).ends()
-        assert job.state == "COMPLETED", job.log
-        assert re.search("^Resumed after step [1-9]", job.log, re.M), job.log
-        assert_same_run(first + job.log, out, reference)
-    finally:
-        remount(disk, "size=200m")
-        shutil.rmtree(out)
 
 
 @pytest.mark.matrix

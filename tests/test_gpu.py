@@ -226,7 +226,9 @@ def test_resume_after_an_epoch(device, train, tmp_path):
 def test_memory(device, train, ranks):
     """A rank holds its part of weights, gradients and two moments, in float32; recomputing
     spares activations."""
-    layers, width, context, batch = (8, 1024, 256, 16) if device == "cuda" else (4, 128, 64, 8)
+    if device == "cpu":
+        pytest.skip("a CPU has no counter of the memory for tensors")
+    layers, width, context, batch = 8, 1024, 256, 16
     sizes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": 3 * width}
     flags = [x for name, size in sizes.items() for x in (f"--{name.replace('_', '-')}", size)]
     flags += ["--context", context, "--batch-size", batch]
@@ -235,11 +237,10 @@ def test_memory(device, train, ranks):
     weights = 4 * (layers * layer + outside) / ranks
     peaks = []
     for more in ([], ["--activation-checkpointing"]):
-        log = train(FSDP, device, *flags, *more, form="torchrun", ranks=ranks, COUNT=1)
+        log = train(FSDP, device, *flags, *more, form="torchrun", ranks=ranks)
         for said in devices(log, device, ranks):
             assert said["weights"] == pytest.approx(weights, rel=0.01)
-            # Besides there are the logits, on the CPU the text, and on a GPU the workspace of
-            # cuBLAS.
+            # Besides there are the logits and the workspace of cuBLAS.
             held = said["now"] / said["weights"]
             assert 4 <= held < 4.5, f"{held:.2f} times the weights"
         peaks.append(said["peak"] - said["now"])

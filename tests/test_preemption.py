@@ -82,20 +82,6 @@ def test_a_later_epoch(tiny, tmp_path):
     assert parts == pytest.approx(expected, rel=2e-4)
 
 
-@pytest.mark.matrix
-def test_saved_within_an_epoch(mnist, tmp_path):
-    """Killed in its evaluation, a run goes on after its last checkpoint, and evaluates."""
-    train = ["--data-dir", mnist, "--epochs", 2, "--log-every", 1, "--save-every", 8]
-    train += ["--checkpoint-dir", tmp_path]
-    killed = ranks(2, *HOOKED, *train, KILL="SIGKILL")
-    assert killed.returncode != 0 and len(losses(killed.stdout)) == 15
-    resumed = ranks(2, PREEMPTIBLE, *train, "--resume")
-    assert resumed.returncode == 0, resumed
-    # The save of step 15 was written while it evaluated, so it may have been cut off.
-    [step] = map(int, re.findall(r"^Resumed after step (8|15)$", resumed.stdout, re.M))
-    assert len(evaluations(resumed.stdout)) == 2 and len(losses(resumed.stdout)) == 30 - step
-
-
 def test_a_signal_in_the_last_evaluation(tiny, tmp_path):
     """All is saved, and torchrun will say that the ranks have failed: the job is requeued, and then
     it only evaluates."""

@@ -2,17 +2,13 @@
 
 import ast
 import re
-import subprocess
 from pathlib import Path
 
 import torch
 
-from conftest import LAUNCHERS, REPOSITORY, ranks
+from conftest import LAUNCHERS, REPOSITORY, TRACKED, ranks
 from test_launchers import in_all_ways
 
-TRACKED = subprocess.run(
-    ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True
-).stdout.split()
 SECRET = "canary-3f1d9c"  # no part of any other text
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from conftest import REPOSITORY, run
-from test_readme import copy_of_repository
 
 pytestmark = pytest.mark.matrix
 
@@ -34,16 +33,6 @@ def built(page: Path, site: Path) -> str:
     """A page keeps its place; README is the index of its folder."""
     name = "index" if page.stem == "README" else page.stem
     return (site / page.parent.relative_to(REPOSITORY) / f"{name}.html").read_text()
-
-
-def test_a_broken_link_is_found(site, tmp_path):
-    """By mkdocs, because mkdocs.yml is strict. The site itself is built, so it has none."""
-    clone = copy_of_repository(tmp_path / "clone")
-    (clone / ".venv-docs").symlink_to(REPOSITORY / ".venv-docs")
-    with (clone / "dev/tested.md").open("a") as page:
-        page.write("\n[a page](nowhere.md), [a heading](tested.md#nowhere)\n")
-    made = run("make", "docs", f"SITE={tmp_path}/site", cwd=clone)
-    assert made.returncode != 0 and made.stderr.count("WARNING") == 2, made.stderr
 
 
 def test_nothing_is_fetched(site):

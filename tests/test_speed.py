@@ -7,14 +7,6 @@ import pytest
 
 from conftest import LAUNCHERS, REPOSITORY, environment, run, stand_ins
 
-
-@pytest.mark.matrix
-def test_all_reduce_of_one_rank_is_one_sentence():
-    done = run(sys.executable, "aux/allreduce.py", env=environment(WORLD_SIZE=1))
-    assert done.returncode == 1
-    assert done.stderr.startswith("allreduce.py: one rank has nobody to reduce with")
-
-
 SMALL = ["--device", "cpu", "--largest", "1", "--rounds", "1", "--calls", "2"]
 
 
@@ -44,7 +36,8 @@ def test_scaling(cluster, tiny):
     losses = [float(loss) for _, loss in rows]
     assert losses == pytest.approx([losses[0]] * 3, abs=1e-3)
     assert {path.name for path in (REPOSITORY / "checkpoints").glob("*")} == before
-    failed = cluster.exec(*scaling, "--sizes", "1x2", "--", "tests/scripts/fail.py", timeout=200)
+    fails = ["--sizes", "1x2", "--", "tests/scripts/variables.py", "fail"]
+    failed = cluster.exec(*scaling, *fails, timeout=200)
     assert failed.returncode == 1 and "scaling.py: the job on 1x2 has failed" in failed.stderr
 
 

@@ -4,15 +4,21 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tomllib
 
-from conftest import LAUNCHERS, REPOSITORY, run
+from conftest import LAUNCHERS, REPOSITORY, TRACKED, run
 
-TRACKED = subprocess.run(
-    ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True
-).stdout.split()
+# Jobs run on Python 3.10, as Ubuntu 22.04 has it, and aux/submit.py on 3.11.
+ON_SUBMISSION = ["aux/submit.py", "aux/submission/"]
+IN_JOBS = [
+    path
+    for path in TRACKED
+    if re.match(r"(distributed|local|dev|aux)/.*\.py$", path)
+    and not path.startswith(tuple(ON_SUBMISSION))
+]
 
 
 def blocks(path: str) -> dict[str, str]:
@@ -105,14 +111,6 @@ def test_one_version():
     assert f'\nversion: "{version}"\ndate-released: {date}\n' in texts[3]
 
 
-def test_make_help_lists_every_target():
-    makefile = (REPOSITORY / "Makefile").read_text()
-    targets = re.findall(r"^([a-z-]+):[^=\n]*?## ", makefile, re.M)
-    shown = run("make", "help").stdout
-    assert {"train", "test", "cluster", "help"} <= set(targets)
-    assert all(f"make {target} " in shown for target in targets)
-
-
 @pytest.mark.parametrize("heading", ["What is promised", "Mistakes that the tests catch"])
 def test_the_tests_that_tested_md_lists(heading):
     """They exist, for each promise and for each mistake."""
@@ -125,3 +123,28 @@ def test_the_tests_that_tested_md_lists(heading):
             [path] = (REPOSITORY / "tests").rglob(f"test_{file}.py")
             assert f"def test_{name}(" in path.read_text(), name
     assert len(rows) >= 40
+
+
+# --- Python's versions ---
+
+
+def violations(version: str, *paths: object) -> str:
+    """What vermin finds that is newer than `version`; empty if nothing is."""
+    options = ["--no-tips", "--eval-annotations", "--violations", f"--target={version}-"]
+    done = run(Path(sys.executable).with_name("vermin"), *options, *paths)
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+def test_jobs_run_on_python_3_10():
+    assert len(IN_JOBS) > 20 and violations("3.10", *IN_JOBS) == ""
+
+
+def test_submission_runs_on_python_3_11():
+    assert violations("3.11", *ON_SUBMISSION) == ""
+    assert "tomllib" in violations("3.10", *ON_SUBMISSION), "the check can fail"
+
+
+def test_a_task_in_a_job_imports_nothing_of_the_submission():
+    script = "import sys, slurm_task; print({'tomllib', 'submit', 'submission'} & set(sys.modules))"
+    done = run(sys.executable, "-c", script, cwd=REPOSITORY / "aux")
+    assert done.stdout == "set()\n", done.stdout + done.stderr

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, environment, ranks, run, stand_ins
+from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, environment, run, stand_ins
 from submission import jobs, remote, slurmfile
 from test_launchers import NASTY
 from test_readme import CHAPTERS, HOME, assert_shown, copy_of_repository, steps
@@ -468,13 +468,6 @@ def test_tasks_without_a_launcher():
     one_sentence(run(sys.executable, TASK, env=four), "srun started 4 tasks, and each would")
 
 
-@pytest.mark.parametrize(("count", "size"), [(2, 63), (1, 1000)])
-def test_a_batch_that_the_ranks_cannot_share(count, size, tiny):
-    done = ranks(count, TASK, "--device=cpu", "--data-dir", tiny, "--batch-size", size)
-    said = f"--batch-size must be a multiple of {count} (ranks), up to 300"
-    assert done.returncode == 1 and said in done.stderr, done
-
-
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     """Without a cluster."""
@@ -551,7 +544,6 @@ HOST = 'hostname = "login"'
         ('backend = "ssh"', 'backend = "shh"', 'needs backend = "ssh" or "local"'),
         ('"{base}"', '"/jobs"\nenvironment = "X"', "environment must be a list of strings"),
         ("[default.cluster]", "[default", "is not TOML: Expected ']' at the end of a table"),
-        ("[default.cluster]", "[default", "(at line 1, "),
     ],
 )
 def test_faults_of_a_slurmfile(old, new, sentence, tmp_path):

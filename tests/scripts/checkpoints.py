@@ -198,25 +198,6 @@ def saved_twice():
     return {"again": (FOLDER / "twice/step_1").stat().st_ino != before, "folder": synced[-1:]}
 
 
-def time_for_a_save():
-    """Of the group that writes."""
-    given, new_group = {}, dist.new_group
-
-    def seen(**options):
-        given.update(options)
-        return new_group(**options)
-
-    checkpoint.dist.new_group = seen
-    checkpoint.Folder(FOLDER / "time")
-    checkpoint.dist.new_group = new_group
-    return {"minutes": given["timeout"].total_seconds() / 60}
-
-
-def not_to_resume():
-    saved("used", (1,))
-    return attempt(lambda: checkpoint.Folder(FOLDER / "used", resume=False))
-
-
 def copied_at_once():
     """What a step changes after save() has returned is not in the checkpoint."""
     runs, (model, optimizer) = checkpoint.Folder(FOLDER / "copied"), trained(1)
@@ -342,7 +323,7 @@ def ended(runs: checkpoint.Folder) -> dict:
 
 SCENARIOS = (whole, copied_at_once, truncated, missing_file, all_damaged, killed_while_it_saved)
 SCENARIOS += (whatever_else, without_what_it_asks_for, copies_of_what_all_hold, one_to_keep)
-SCENARIOS += (unseen_by_one, two_names, saved_twice, time_for_a_save, not_to_resume)
+SCENARIOS += (unseen_by_one, two_names, saved_twice)
 SCENARIOS += (full_disk, not_finite, other_values, not_shared, zombie, two_jobs)
 for scenario in SCENARIOS:
     found = scenario()

@@ -1,7 +1,6 @@
 """A script without torch: prints what this rank was given, as one line of JSON.
 
-After the word `wait` all ranks wait. After `fail` they do, too, but for rank 1, which ends with
-status 3.
+After the word `fail` all ranks wait but for rank 1, which ends with status 3.
 """
 
 import faulthandler
@@ -20,7 +19,6 @@ given = {
     "master_addr": env["MASTER_ADDR"],
     "master_port": env["MASTER_PORT"],
     "host": env["SLURMD_NODENAME"],
-    "process": os.getpid(),
     "job": env["SLURM_JOB_ID"],
     "run": env["RUN"],
     "local_world_size": int(env["LOCAL_WORLD_SIZE"]),
@@ -39,5 +37,5 @@ os.write(1, f"VARIABLES {json.dumps(given)}\n".encode())
 if sys.argv[1:] == ["fail"] and env["RANK"] == "1":
     print("these are my last words")
     os._exit(3)
-if sys.argv[1:] in (["wait"], ["fail"]):
+if sys.argv[1:] == ["fail"]:
     time.sleep(600)
