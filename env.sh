@@ -57,6 +57,7 @@ export NNODES NPROC_PER_NODE CPUS_PER_NODE MASTER_ADDR MASTER_PORT RUN
 # --- srun: without what is left from another job, with all variables, and torch needs no MPI ---
 unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER_@}" "${!SLURM_GPUS_PER_@}" SLURM_GPUS
 unset SLURM_CPUS_PER_GPU SLURM_NTASKS_PER_GPU SLURM_TRES_PER_TASK JOB_RESTARTS
+unset "${!TORCHELASTIC_@}" GROUP_RANK
 if ((gpus > 0)); then export SLURM_GPUS_PER_NODE=$gpus; fi
 export SLURM_EXPORT_ENV=ALL SLURM_MPI_TYPE=none OMP_NUM_THREADS=$CPUS_PER_RANK
 
@@ -76,8 +77,14 @@ export TORCH_FR_DUMP_TEMP_FILE=log/$SLURM_JOB_ID/nccl_rank_
 # --- settings: all files, sockets and pinned memory that Linux allows ---
 ulimit -S -n "$(ulimit -H -n)" && ulimit -S -l "$(ulimit -H -l)"
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}" PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
-# site.sh is yours: modules, and changes of the above, such as MASTER_ADDR=${MASTER_ADDR}i.
-if [[ -e site.sh ]]; then set +eu; source ./site.sh; set -eu; fi
+# site.sh is yours: modules, and changes of the above, such as MASTER_ADDR=${MASTER_ADDR}i. It does
+# not see the script and its arguments, which conda's activate would take for its own.
+if [[ -e site.sh ]]; then
+    arguments=("$@")
+    set +eu --
+    source ./site.sh
+    set -eu -- "${arguments[@]}"
+fi
 if [[ -d .venv ]]; then source .venv/bin/activate; fi
 getent ahosts "$MASTER_ADDR" >/dev/null || die "$MASTER_ADDR does not resolve: set it in site.sh"
 echo "$SLURM_JOB_NAME: $WORLD_SIZE ranks on $SLURM_JOB_NODELIST, rank 0 at" \

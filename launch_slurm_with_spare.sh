@@ -28,7 +28,9 @@ SLURM_JOB_NUM_NODES=$((${SLURM_JOB_NUM_NODES:-0} - SPARE))
 if ((SLURM_JOB_NUM_NODES < 1)); then echo "--nodes must be more than SPARE=$SPARE" && exit 1; fi
 unset SLURM_NTASKS
 source ./env.sh
-if [[ ! -f /dev/stderr ]]; then die "this launcher reads the job's log: start it with sbatch"; fi
+if [[ ! -f /dev/stderr || ! /dev/stdout -ef /dev/stderr ]]; then
+    die "this launcher reads the job's log: start it with sbatch, without --error"
+fi
 
 # EDIT: the folder or file in which the run saves, and nothing else. A newer file there is progress.
 saves=checkpoints/$RUN

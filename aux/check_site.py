@@ -226,7 +226,8 @@ def tried(site: Site, partition: dict, whole: bool, by_rank: bool) -> tuple[dict
 
 
 def write(path: Path, site: Site, partition: dict) -> str:
-    """Puts the options for whole nodes into a launcher's header. Returns the diff."""
+    """Puts the options for whole nodes into a launcher's header. Returns the diff, and why sbatch
+    refuses them, such as for want of an account."""
     try:
         old = new = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -236,7 +237,7 @@ def write(path: Path, site: Site, partition: dict) -> str:
         sys.exit(f"check_site.py: {path} {what}")
     # A number of tasks that is the user's to edit: srun starts each rank.
     by_rank = re.search(r"^#SBATCH --ntasks-per-node=\S+ +# EDIT", old, re.M) is not None
-    options, _ = tried(site, partition, True, by_rank)
+    options, refused = tried(site, partition, True, by_rank)
     for name, value in options.items():
         line = f"#SBATCH --{name}={value}"
         found = re.search(rf"^##?SBATCH --{name}=\S* *", new, re.M)
@@ -253,7 +254,8 @@ def write(path: Path, site: Site, partition: dict) -> str:
     except OSError as error:
         sys.exit(f"check_site.py: cannot write {path}: {error.strerror}")
     lines = old.splitlines(), new.splitlines()
-    return "\n".join(difflib.unified_diff(*lines, str(path), str(path), n=0, lineterm=""))
+    said = [*difflib.unified_diff(*lines, str(path), str(path), n=0, lineterm="")]
+    return "\n".join(said + ([f"A job with these options{refused}"] if refused else []))
 
 
 # Lines of site.sh that only the user can know.

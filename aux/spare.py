@@ -27,6 +27,9 @@ SAME_STEP = "a rank has failed there twice, now in a step as before: look at the
 BAD_NODES = Path("bad_nodes.txt")
 LOG = "/proc/self/fd/2"  # the shell's stderr is the job's log
 
+# srun's words if slurmctld, and not the node, has not answered
+BUSY = r"Unable to (?:confirm|create) .*(?:contact|timed out|connect|[Zz]ero [Bb]ytes|[Tt]ry again)"
+
 # The first and the last step in which a start may have failed, or None if nobody knows
 Steps = tuple[int, int] | None
 
@@ -98,16 +101,24 @@ def nodes_of_job() -> list[str]:
     return (slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]) or "").split()
 
 
-def able(nodes: list[str], probe: list[str]) -> list[str]:
-    """Those that can run a step with the probe now."""
+def able(nodes: list[str], probe: list[str], again: bool = True) -> list[str]:
+    """Those that can run a step with the probe now. If Slurm was busy, it is asked again."""
     step = ["--nodes=1", "--ntasks=1", f"--cpus-per-task={os.environ['CPUS_PER_NODE']}"]
     step += ["--overlap", "--kill-on-bad-exit=1", "--immediate=30", *probe]
-    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    probes = {}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    probes, fit, busy = {}, [], []
     for node in nodes:
         command = ["timeout", "--kill-after=9", "120", "srun", f"--nodelist={node}", *step]
-        probes[node] = subprocess.Popen(command, **quiet)
-    return [node for node, process in probes.items() if process.wait() == 0]
+        probes[node] = subprocess.Popen(command, text=True, errors="replace", **pipes)
+    for node, process in probes.items():
+        _, said = process.communicate()
+        if process.returncode == 0:
+            fit.append(node)
+        elif re.search(BUSY, said):
+            busy.append(node)
+    if busy and again and is_running():
+        fit += able(busy, probe, again=False)
+    return fit
 
 
 # --- what the run has left behind ---
@@ -314,9 +325,13 @@ def command_requeue(folder: Path, status: int, saves: Path):
     with contextlib.suppress(OSError):  # a full disk
         counted.write_text(f"{failures}\n")
     if failures > 3:
-        say("Not requeued: three requeues without a save")
-    elif slurm("scontrol", "requeue", job_id()) is not None:
-        say(f"Failed with status {status}, and requeued: it resumes by itself")
+        return say("Not requeued: three requeues without a save")
+    for pause in (0, 5, 10, 20):  # Slurm may be busy
+        time.sleep(pause)
+        if slurm("scontrol", "requeue", job_id()) is not None:
+            return say(f"Failed with status {status}, and requeued: it resumes by itself")
+        if not is_running():
+            return None
 
 
 def main():

@@ -12,7 +12,7 @@ LOCAL=/tmp/staged-$UID # EDIT: a local disk of the nodes, best one that is not e
 trap : TERM
 
 on_each_node() {
-    srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --overlap --mpi=none \
+    srun --export=ALL --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --overlap --mpi=none \
         --wait=0 --kill-on-bad-exit=1 "$@"
 }
 
@@ -39,7 +39,7 @@ mv "$folder.part" "$folder"
 
 stage() {
     # A new archive gets a new folder, because a job may still use the old one.
-    STAGED=$LOCAL/${1##*/}-$(stat --format=%s-%Y "$1") || exit 1
+    STAGED=$LOCAL/${1##*/}-$(stat --dereference --format=%s-%Y "$1") || exit 1
     unpack "$1" "$STAGED" || exit 1
 }
 

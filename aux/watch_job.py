@@ -64,10 +64,13 @@ def has_ended(job: str) -> bool:
     """Whether Slurm says so. The last heartbeats of a job may be a few seconds old."""
     if job == "local" or not shutil.which("squeue"):
         return False
-    command = ["squeue", "--noheader", f"--jobs={job}"]
+    # The id of an array's last task stands for the whole array, so other tasks may be shown.
+    command = ["squeue", "--noheader", "--format=%A", f"--jobs={job}"]
     done = subprocess.run(command, capture_output=True, text=True)
+    if job in done.stdout.split():
+        return False
     # Some minutes after its end Slurm does not know the number any more.
-    return not done.stdout and (done.returncode == 0 or "Invalid job id" in done.stderr)
+    return done.returncode == 0 or "Invalid job id" in done.stderr
 
 
 # --- heartbeats ---
@@ -153,8 +156,9 @@ def ask_the_nodes(job: str) -> list[dict]:
     if not shutil.which("srun"):
         sys.exit(no_heartbeats(job, "no Slurm here"))
     # It starts one task on each node, because the job's own number of tasks is for its ranks.
-    size = ["squeue", "--noheader", "--format=%D", "--states=RUNNING", f"--jobs={job}"]
-    nodes = subprocess.run(size, stdout=subprocess.PIPE, text=True).stdout.strip()
+    size = ["squeue", "--noheader", "--format=%A %D", "--states=RUNNING", f"--jobs={job}"]
+    shown = subprocess.run(size, stdout=subprocess.PIPE, text=True).stdout
+    nodes = dict(line.split() for line in shown.splitlines()).get(job)
     if not nodes:
         sys.exit(no_heartbeats(job, "no such job runs"))
     # Because a node may hang, srun ends 60 seconds after the first answer.

@@ -380,7 +380,7 @@ def test_every_line_of_site_sh_can_be_used(tmp_path, monkeypatch):
         assert done.stdout == f"{loaded}node-1i ib0 ib0 INFO\n" and done.returncode == 0, done
 
 
-def test_the_header_s_other_lines_stay(tmp_path):
+def test_the_header_s_other_lines_stay(tmp_path, monkeypatch):
     """Those to uncomment, such as --signal, and --mem where Slurm counts no memory."""
     launcher = tmp_path / "launch.sh"
     header = "#!/bin/bash\n#SBATCH --nodes=2             # EDIT\n#SBATCH --partition=old\n"
@@ -396,8 +396,10 @@ def test_the_header_s_other_lines_stay(tmp_path):
     assert first + rest == f"{expected}srun true\n"
     config = CONFIG.replace("CR_CORE_MEMORY", "CR_CORE")
     launcher.write_text(header)
-    check_site.write(launcher, site_of(GPU, config=config), site.choose(None))
+    monkeypatch.setattr(check_site, "sbatch_says", lambda options: "  <- refused: no account")
+    said = check_site.write(launcher, site_of(GPU, config=config), site.choose(None))
     assert "\n##SBATCH --mem=0              # EDIT\n" in launcher.read_text()
+    assert said.endswith("\nA job with these options  <- refused: no account")
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_run_does_not_begin_anew_unnoticed(found):
 def test_what_a_killed_start_has_left(found):
     for rank in found["killed_while_it_saved"]:
         assert rank["returns"] == 1 and rank["weights"] == [1]
-        assert rank["names"] == ["owner", "step_1"]
+        assert rank["names"] == ["owner", "step_1", "step_9.bad"]
 
 
 def test_a_save_that_fails(found):
@@ -158,6 +158,7 @@ def test_a_start_that_was_replaced_writes_nothing(found):
     assert first["writes"]["ends"] == 1
     assert re.search(r"belongs to another start now \(7 10 ", first["writes"]["says"])
     assert [name for name in first["names"] if name.startswith("step")] == ["step_1"]
+    assert first["parts"][0].startswith(".step_1.7.9."), "two starts may write the same step"
 
 
 def test_two_jobs_in_one_folder(found):

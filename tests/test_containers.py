@@ -207,6 +207,10 @@ def test_not_requeued(in_a_job):
     assert typed == "    sbatch /run.sh train.py --resume" and done.returncode == 1
 
 
+def test_its_status_is_that_of_srun(in_a_job):
+    assert in_a_job("train.py", srun="exit 3", scontrol="echo n1").returncode == 3
+
+
 def documented(runtime: str, clone: Path) -> Path:
     """The clone, its run_script.sh edited as docs/containers.md says."""
     page = (clone / "docs/containers.md").read_text()

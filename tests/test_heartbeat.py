@@ -1,5 +1,6 @@
 """heartbeat.py and watch_job.py: the rank that hangs is named, whoever wrote the script."""
 
+import fcntl
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,11 +82,33 @@ def test_who_speaks_of_whom(rank, of, seconds, waits, says, tmp_path, monkeypatc
     for other, its in enumerate(seconds):
         beat = {"step": 5, "waits": waits, "frame": "main (train.py:7)", "stack": ["f"]}
         beat |= {"rank": other, "host": f"n{other // 2}", "seconds_in_step": its}
-        if its:
-            (folder / str(other)).write_text(json.dumps(beat))
+        # Who is not late has not written since. One has begun to write.
+        beat["time"] = time.time() - (65 - (its or 0))
+        (folder / str(other)).write_text(json.dumps(beat) if its else "")
     heartbeat.Heart(60, rank, world_size=of).report(65)
     said = capsys.readouterr().err
     assert says in said and bool(said) == bool(says), said
+
+
+def test_a_rank_that_evaluates_alone_is_not_silent(tmp_path, monkeypatch, capsys):
+    """It counts its batches, and the other one waits."""
+    monkeypatch.setenv("MASTER_PORT", "61000")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "log/local/ranks-61000"
+    folder.mkdir(parents=True)
+    for rank, its in enumerate((0.1, 65)):
+        beat = {"rank": rank, "host": "n0", "step": 5, "seconds_in_step": its}
+        beat |= {"waits": rank == 1, "stack": [f"f{rank}"], "time": time.time()}
+        (folder / str(rank)).write_text(json.dumps(beat))
+    heartbeat.Heart(60, 1, world_size=2).report(65)
+    said = capsys.readouterr().err
+    assert "First to look at: rank 0 on n0 (step 5), which is in\n    f0" in said, said
+
+
+def test_the_others_wait_for_the_few(capsys):
+    """With NCCL nobody waits in torch: most ranks are at one place."""
+    beats = [{"step": 5, "waits": False, "stack": [name], "rank": name} for name in "ffg"]
+    assert [beat["rank"] for beat in heartbeat.holds_up(beats)] == ["g"]
 
 
 def test_how_often_a_heart_beats(monkeypatch):
@@ -172,6 +196,30 @@ def test_a_late_rank_writes_at_once(heart):
     """Otherwise rank 0 would take it for one that cannot write any more."""
     wait_for(lambda: heart.reports, 10)
     assert len(heart.writes) == 2 and heart.writes[1] <= heart.reports[0]
+    # An NFS client passes it on at once.
+    assert fcntl.fcntl(heart.file, fcntl.F_GETFL) & os.O_DSYNC
+
+
+def test_a_job_that_slurm_suspends(monkeypatch, heart):
+    """Goes on where it was: that time was no step."""
+    clock = SimpleNamespace(time=time.time, sleep=time.sleep)
+    clock.monotonic = lambda: time.monotonic() + 600
+    monkeypatch.setattr(heartbeat, "time", clock)
+    time.sleep(0.5)
+    assert not heart.reports
+    wait_for(lambda: heart.reports, 10)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_looks_for_slow_ones(rank, monkeypatch, tmp_path):
+    """For all: in a large job thousands of them would read the files of thousands."""
+    monkeypatch.chdir(tmp_path)
+    heart, looks = heartbeat.Heart(0.4, rank, world_size=2), []
+    monkeypatch.setattr(heart, "look", lambda: looks.append(rank) or ([], []))
+    threading.Thread(target=heart.beat, daemon=True).start()
+    for heartbeat.step in range(20):
+        time.sleep(0.05)
+    assert bool(looks) == (rank == 0)
 
 
 def test_a_long_save_is_no_hang(heart):
@@ -190,6 +238,9 @@ def test_what_counts_as_a_step(heart):
     """For the ledger: neither a save nor an evaluation. It has the time of the first one."""
     wait_for(lambda: heart.counts[1] > 0, 10)
     assert heart.first_step == 1 and heart.began <= heart.first_time <= time.time()
+    heartbeat.step, before = 2, heart.counts[1]
+    wait_for(lambda: heart.counts[1] > before + 2, 10)
+    assert heart.first_step == 1
     heartbeat.alive(100)
     time.sleep(0.3)
     before = list(heart.counts)
@@ -227,6 +278,21 @@ def test_a_short_heartbeat_replaces_a_long_one(monkeypatch, tmp_path):
         [beat] = heartbeat.read_beats(tmp_path)
         assert beat["stack"] == stack
     os.close(heart.file)
+    assert heartbeat.read_beats(tmp_path / "a server that is away") == []
+
+
+def test_watch_job_and_the_last_task_of_an_array(tmp_path):
+    """Its id stands for the array, so Slurm also shows other tasks."""
+    path = stand_ins(tmp_path / "bin", {"squeue": "echo 8 2; echo 7 3", "srun": "echo $* >asked"})
+    env = environment(PATH=f"{path}:/usr/bin:/bin")
+    run(sys.executable, WATCH, "7", cwd=tmp_path, env=env)
+    assert " --nodes=3 --ntasks=3 " in (tmp_path / "asked").read_text()
+    beat = {"rank": 0, "time": time.time(), "interval": 2}
+    (tmp_path / "log/7/ranks-0").mkdir(parents=True)
+    (tmp_path / "log/7/ranks-0/0").write_text(json.dumps(beat))
+    stand_ins(path, {"squeue": "echo 8"})
+    watched = run(sys.executable, WATCH, "7", cwd=tmp_path, env=env)
+    assert watched.stderr == "watch_job.py: job 7 has ended, its log says how\n", watched
 
 
 STUCK = [

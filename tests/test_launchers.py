@@ -200,7 +200,10 @@ JOBS = [
 def test_a_job_that_another_one_has_submitted(record, expected, cluster, tmp_path):
     """Is an array's task, or was requeued, only if Slurm says so."""
     left = {"SLURM_ARRAY_JOB_ID": 3, "SLURM_ARRAY_TASK_ID": 5, "SLURM_RESTART_COUNT": 1}
-    shown = '"${SLURM_ARRAY_TASK_ID-no}" "${SLURM_RESTART_COUNT-no}"'
+    # With the first of these no rank opens the store at which they meet.
+    left |= {"TORCHELASTIC_USE_AGENT_STORE": True, "GROUP_RANK": 1, "JOB_RESTARTS": 0}
+    shown = '"${SLURM_ARRAY_TASK_ID-no}" "${SLURM_RESTART_COUNT-no}" '
+    shown += '"${!TORCHELASTIC_@}${GROUP_RANK-}${JOB_RESTARTS-}"'
     options = {"shown": shown, "squeue": 'echo "$RECORD"'}
     assert source_env(cluster, tmp_path, record, **options, **left) == expected
 
@@ -209,6 +212,13 @@ BUSY = """echo >>"$(dirname "$0")/asked"
 if (($(wc --lines <"$(dirname "$0")/asked") < 3)); then echo "Zero Bytes" >&2; exit 1; fi
 echo "$SLURM_JOB_ID $RECORD"
 """
+
+
+def test_what_squeue_shows_a_user_by_default(cluster, tmp_path):
+    """Is for the user's own terminal."""
+    squeue = '[[ -z "${SQUEUE_STATES-}" ]] && echo "$SLURM_JOB_ID $RECORD"'
+    options = {"squeue": squeue, "shown": '"$NNODES"'}
+    assert source_env(cluster, tmp_path, SQUEUE_STATES="PD", **options) == "2"
 
 
 def test_slurmctld_is_busy(cluster, tmp_path):
@@ -384,6 +394,17 @@ def test_site_sh(fault, cluster, tmp_path):
     assert " 10.99.1.2:61089 " in source_env(cluster, tmp_path, cwd=tmp_path)
     (tmp_path / "site.sh").write_text("MASTER_ADDR=${MASTER_ADDR%1}2\n")
     assert source_env(cluster, tmp_path, cwd=tmp_path) == "2 2 4 node-2:61089 4 2 WARN"
+
+
+@pytest.mark.parametrize("site", ['seen="$*"', 'seen="$*"; set -- another script'])
+def test_site_sh_and_the_script(site, cluster, tmp_path):
+    """It neither sees the arguments, nor changes them; and an error still ends the shell."""
+    copy_file("env.sh", tmp_path)
+    (tmp_path / "site.sh").write_text(f"{site}\n")
+    arguments, shown = "set -- train.py 'a b'", '"$seen:$#:$1:$2:${-//[^eu]}"'
+    (tmp_path / "shell.sh").write_text(arguments)
+    found = source_env(cluster, tmp_path, cwd=tmp_path, shown=shown, BASH_ENV=tmp_path / "shell.sh")
+    assert found == ":2:train.py:a b:eu"
 
 
 # --- the files to copy ---

@@ -185,6 +185,8 @@ def test_another_order_of_the_data_is_refused(option, tiny, mnist, tmp_path):
     assert bad.returncode == 1 and "Traceback" not in bad.stderr, bad.stderr
     said = rf"{tmp_path}/step_4 has (batch_size 64|seed 0|samples 300), not \d+: resume it with its"
     assert re.search(said, bad.stderr), bad.stderr
+    new = ranks(*train, "--data-dir", tiny)
+    assert new.returncode == 1 and f"{tmp_path} has checkpoints: pass --resume" in new.stderr
 
 
 def test_twice_in_an_interactive_shell(tiny, tmp_path):

@@ -93,9 +93,9 @@ def test_the_step_in_which_a_start_failed(tmp_path, monkeypatch):
     assert spare.steps_of(folder) == (30, 35)
 
 
-def job_shell(folder: Path, lines: str, requeues: int = 0):
+def job_shell(folder: Path, lines: str, requeues: int = 0, state: str = "RUNNING"):
     """A job's shell that ends with status 5, in a folder with log/7 and aux."""
-    programs = {"squeue": f"echo RUNNING {requeues}", "scontrol": 'echo "$*" >>asked'}
+    programs = {"squeue": f"echo {state} {requeues}", "scontrol": 'echo "$*" >>asked'}
     path = f"{stand_ins(folder / 'bin', programs)}:{environment()['PATH']}"
     if not (folder / "aux").exists():
         (folder / "aux").symlink_to(REPOSITORY / "aux")
@@ -141,6 +141,15 @@ def test_three_requeues_without_a_save(tmp_path):
     assert said[4] == "Not requeued: three requeues without a save\n"
 
 
+@pytest.mark.parametrize(("ends", "state"), [("exit 0", "RUNNING"), ("exit 5", "COMPLETING")])
+def test_a_job_that_is_not_requeued(ends, state, tmp_path):
+    """One that has finished, and one that scancel ends."""
+    lines = f"source aux/requeue_failed.sh saves; sleep 0.02; touch saves; {ends}"
+    done = job_shell(tmp_path, lines, state=state)
+    assert f"exit {done.returncode}" == ends and done.stderr == ""
+    assert not (tmp_path / "asked").exists()
+
+
 def slurm_answers(monkeypatch, *answers):
     """Instead of Slurm, one answer after the other. Returns the commands."""
     asked, answers = [], iter(answers)
@@ -168,6 +177,42 @@ def test_whether_the_job_still_runs(answers, running, monkeypatch):
     asked = slurm_answers(monkeypatch, *answers)
     assert spare.is_running() == running
     assert len(asked) == len(answers) and "--jobs=7_3" in asked[0]
+
+
+def test_a_busy_slurm_is_asked_again_to_requeue(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (tmp_path / "started").touch()
+    time.sleep(0.02)
+    (tmp_path / "saved").touch()
+    asked = slurm_answers(monkeypatch, "RUNNING 0", None, "RUNNING 0", "")
+    spare.command_requeue(tmp_path, 5, tmp_path / "saved")
+    assert asked[1] == asked[3] == ("scontrol", "requeue", "7")
+    assert "status 5, and requeued" in capsys.readouterr().err
+
+
+def test_three_nodes_watch(monkeypatch):
+    """Of however many, because each of them asks slurmctld."""
+    monkeypatch.setattr(spare, "nodes_of_job", lambda: [f"n{number}" for number in range(9)])
+    called = []
+    monkeypatch.setattr(spare.os, "execvp", lambda program, words: called.extend(words))
+    spare.command_watch()
+    assert {"--nodelist=n1,n2,n3", "--nodes=3", "--ntasks=3"} < set(called)
+
+
+def test_the_node_that_heartbeat_names_is_found(tmp_path, monkeypatch, capsys):
+    """In the words with which a run ends that has hung: rank 0 waits for rank 1."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.setattr(heartbeat.os, "_exit", lambda status: None)
+    monkeypatch.setattr(heartbeat.time, "sleep", lambda seconds: None)
+    heart = heartbeat.Heart(60, 0, world_size=2)
+    heart.folder.mkdir(parents=True)
+    for rank in (0, 1):
+        beat = {"rank": rank, "host": f"n{rank + 1}", "step": 5, "seconds_in_step": 600}
+        beat |= {"time": time.time(), "waits": rank == 0, "stack": [f"f{rank}"]}
+        (heart.folder / str(rank)).write_text(json.dumps(beat))
+    heart.end(600)
+    assert spare.node_to_blame(capsys.readouterr().out, ["n1", "n2"]) == "n2"
 
 
 @pytest.mark.parametrize(
@@ -200,9 +245,15 @@ SLURM = {
     "squeue": "if [[ -e ended ]]; then echo COMPLETING 1; else echo RUNNING 1; fi",
     # A probe, the watch, or a start, which is written down before it does what the test says.
     "srun": """case "$*" in
-*--immediate=*) ! grep --quiet --word-regexp "${1#--nodelist=}" down ;;
+*--immediate=*)
+    if rm "busy-${1#--nodelist=}" 2>/dev/null; then
+        echo "srun: error: Unable to create step for job 7: Socket timed out on send/recv" >&2
+        exit 1
+    fi
+    ! grep --quiet --word-regexp "${1#--nodelist=}" down ;;
 *" watch "*) echo "$*" >watch ;;
 *) echo "${1#--nodelist=} $MASTER_ADDR $MASTER_PORT $SLURM_RESTART_COUNT $JOB_RESTARTS" >>starts
+    echo "$HEARTBEAT_LIMIT $*" >asked
     start=$(wc --lines <starts)
     if ((start > 9)); then touch ended; exit 9; fi
     log=log/7/ranks-$SLURM_RESTART_COUNT
@@ -211,6 +262,7 @@ esac""",
 }
 FAILS = "echo srun: error: n2: task 1: Killed >&2; exit 5; "
 SAVES = "sleep 0.02; mkdir --parents checkpoints/7; touch checkpoints/7/$start; "
+OLD = "old n9 bad\n\n"
 BEATS = """mkdir $log
 echo '{"step": 40, "first_step": 31, "interval": 2, "counts": [60, 50, 0]}' >$log/0; """
 
@@ -218,7 +270,7 @@ echo '{"step": 40, "first_step": 31, "interval": 2, "counts": [60, 50, 0]}' >$lo
 class Launched:
     """The launcher has run in `folder`: its starts, as rows of words, status and log."""
 
-    def __init__(self, folder: Path, does: str, address="", down="", bad="old n9 bad\n"):
+    def __init__(self, folder: Path, does: str, address="", down="", bad=OLD, log=">>log.out 2>&1"):
         copy_file(LAUNCHER, folder)
         launcher = folder / LAUNCHER
         launcher.write_text(launcher.read_text().replace("\nSPARE=1", "\nSPARE=2"))
@@ -228,7 +280,9 @@ class Launched:
         path = f"{stand_ins(folder / 'bin', SLURM)}:{environment()['PATH']}"
         slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES": 4, "SLURM_JOB_NODELIST": "n[1-4]"}
         slurm |= {"SLURM_RESTART_COUNT": 1, "PATH": path, "ADDRESS": address}
-        command = f"exec ./{LAUNCHER} train.py >log.out 2>&1"
+        # The log of the start that Slurm has requeued
+        (folder / "log.out").write_text("Requeued: it resumes by itself\n")
+        command = f"exec ./{LAUNCHER} train.py {log}"
         done = run("bash", "-c", command, cwd=folder, env=environment(**slurm))
         self.status, self.log = done.returncode, (folder / "log.out").read_text()
         self.bad = (folder / "bad_nodes.txt").read_text()
@@ -248,7 +302,10 @@ def test_a_run_that_saves_starts_as_often_as_it_fails(tmp_path):
     assert numbers == ("100", "101", "102", "103", "104", "105")
     assert done.log.count("Left out: ") == done.log.count(f"Left out: n2, {spare.TWICE}\n") == 1
     today, line = time.strftime("%F"), f"n2 {spare.TWICE} (job 7)"
-    assert done.bad == f"old n9 bad\n{today} {line}\n"
+    assert done.bad == f"{OLD}{today} {line}\n"
+    step = "--nodelist=n1,n3 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=2"
+    step += " --no-kill=off --overlap --wait=0 --kill-on-bad-exit=1 ./torchrun.sh train.py\n"
+    assert (tmp_path / "asked").read_text() == f"600 {step}"
     watch = "--nodelist=n2,n3,n4 --nodes=3 --ntasks=3 --cpus-per-task=1 --overlap --no-kill "
     watch += f"--kill-on-bad-exit=0 python3 {tmp_path}/aux/spare.py watch n1\n"
     assert (tmp_path / "watch").read_text() == watch
@@ -276,7 +333,7 @@ def test_a_run_that_does_not_save_ends(tmp_path):
     said = "The run has failed three times without a new file in checkpoints/7: it ends\n"
     assert done.log.endswith(said), done.log
     assert "\nStart 2 has failed: status 5, n2 first\n" in done.log
-    assert done.bad == "old n9 bad\n"
+    assert done.bad == OLD
 
 
 def test_the_same_step_accuses_the_script(tmp_path):
@@ -285,7 +342,16 @@ def test_the_same_step_accuses_the_script(tmp_path):
     assert done.status == 0, done.log
     assert [nodes for nodes, *_ in done.starts] == ["n1,n2", "n1,n2", "n1,n3"]
     assert f"Left out: n2, {spare.SAME_STEP}\n" in done.log
-    assert done.bad == "old n9 bad\n"
+    assert done.bad == OLD
+
+
+def test_a_busy_slurm_is_no_bad_node(tmp_path):
+    """srun's probes get no answer at first."""
+    for node in ("n1", "n3"):
+        (tmp_path / f"busy-{node}").touch()
+    done = Launched(tmp_path, "true")
+    assert (done.status, done.bad) == (0, OLD), done.log
+    assert [nodes for nodes, *_ in done.starts] == ["n1,n2"]
 
 
 def test_a_rank_is_not_to_blame_for_a_lost_node(tmp_path):
@@ -300,6 +366,7 @@ def test_a_rank_is_not_to_blame_for_a_lost_node(tmp_path):
 TOO_FEW = "No spare node is left: the run needs 2, and only 1 can be used. Submit it again with "
 NO_NODE = "No node runs a step with the probe"
 ALL_BAD = "".join(f"old n{number} bad\n" for number in (1, 2, 3, 4))
+OWN_LOG = "env.sh: this launcher reads the job's log: start it with sbatch, without --error\n"
 OTHER_ADDRESS = "env.sh: MASTER_ADDR=10.0.0.1 does not have the name of the first node, n1, in it\n"
 
 
@@ -314,6 +381,7 @@ OTHER_ADDRESS = "env.sh: MASTER_ADDR=10.0.0.1 does not have the name of the firs
         ("false", {"down": "n2 n3 n4"}, f"{TOO_FEW}--exclude=n2,n3,n4\n"),
         ("false", {"bad": ALL_BAD}, TOO_FEW.replace("1", "0") + "--exclude=n1,n2,n3,n4\n"),
         ("false", {"address": "10.0.0.1"}, OTHER_ADDRESS),
+        ("false", {"log": ">other.out 2>>log.out"}, OWN_LOG),
     ],
 )
 def test_no_other_start(does, variables, said, tmp_path):

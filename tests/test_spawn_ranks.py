@@ -76,10 +76,14 @@ def test_its_status_is_that_of_the_first_rank_to_fail(tmp_path):
         "import os, sys, time\n"
         "if os.environ['RANK'] == '1' and sys.argv[1] == 'exit':\n"
         "    sys.exit(3)\n"
+        "if os.environ['RANK'] == '1' and sys.argv[1] == 'raise':\n"
+        "    raise ValueError(7)\n"
         "if os.environ['RANK'] == '1':\n"
         "    os.kill(os.getpid(), int(sys.argv[1]))\n"
         "time.sleep(100)\n"
     )
+    done = in_a_job(script, "raise")
+    assert done.returncode == 1 and "ValueError: 7" in done.stderr, done.stderr
     for how, status, said in (("exit", 3, "exit code 3"), (9, 137, "signal SIGKILL")):
         done = in_a_job(script, how)
         assert done.returncode == status, done.stderr

@@ -61,6 +61,16 @@ def test_once_for_all_jobs(job, archive, tmp_path):
     assert run(*stage, env=job).returncode == 0 and unpacked(tmp_path) == 2
 
 
+def test_a_link_to_an_archive(job, archive, tmp_path):
+    """A new archive behind it is another folder as well. And the shell outlives a SIGTERM."""
+    (tmp_path / "link").symlink_to(archive)
+    stage = lines(tmp_path / "local", f"stage {tmp_path}/link", "kill -TERM $$", "echo $STAGED")
+    first = run(*stage, env=job).stdout
+    os.utime(archive, (1, 1))
+    second = run(*stage, env=job).stdout
+    assert first and second and first != second
+
+
 def test_killed_in_the_middle(job, archive, tmp_path):
     """The next job unpacks the whole again."""
     stage = lines(tmp_path / "local", f"stage {archive}", "ls $STAGED | wc --lines")

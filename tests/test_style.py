@@ -139,6 +139,12 @@ def test_jobs_run_on_python_3_10():
     assert len(IN_JOBS) > 20 and violations("3.10", *IN_JOBS) == ""
 
 
+def test_run_script_sh_requeues_with_python_3_6():
+    """The host's own, beside a container. These two are called in the container alone."""
+    found = re.findall(r"'(\S+)' ", violations("3.6", "distributed/preemption.py"))
+    assert found == ["os.register_at_fork", "shlex.join"]
+
+
 def test_submission_runs_on_python_3_11():
     assert violations("3.11", *ON_SUBMISSION) == ""
     assert "tomllib" in violations("3.10", *ON_SUBMISSION), "the check can fail"

@@ -83,8 +83,11 @@ def test_twenty_kills(seed, tmp_path):
     assert answers(folder) == [item * item for item in range(2000)]
 
 
-def test_a_slow_process_is_not_a_fault(tmp_path):
-    """It has the same part as the one that took it for dead, and writes last."""
+def test_a_slow_process_is_not_a_fault(tmp_path, monkeypatch):
+    """It has the same part as the one that took it for dead, and writes last. What is written is on
+    the disk before it gets its name."""
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(work_list.os, "fsync", lambda file: synced.append(fsync(file)))
     slow = next(work_list.parts("abc", tmp_path, 3))
     fast = next(work_list.parts("abc", tmp_path, 3, patience=0))
     for part in (fast, slow):
@@ -92,6 +95,15 @@ def test_a_slow_process_is_not_a_fault(tmp_path):
         part.write([1, 2, 3])
         assert answers(tmp_path) == [1, 2, 3]
     assert list(work_list.parts("abc", tmp_path, 3)) == []
+    assert len(synced) == 2
+
+
+def test_one_process_takes_a_dead_part(tmp_path):
+    """The others wait again, because it may kill whoever takes it."""
+    path = tmp_path / "000000000.jsonl"
+    assert work_list.begin(path, 600) and not work_list.begin(path, 600)
+    os.utime(tmp_path / ".000000000.begun", (0, 0))
+    assert work_list.begin(path, 600) and not work_list.begin(path, 600)
 
 
 def test_a_part_that_kills_its_process(tmp_path):

@@ -242,6 +242,8 @@ def all_damaged():
 def killed_while_it_saved():
     saved("killed", (1,))
     damage(FOLDER / "killed/step_1", lambda path: shutil.copytree(path, path.parent / ".step_2.x"))
+    # Somebody has moved a damaged one.
+    damage(FOLDER / "killed/step_1", lambda path: shutil.copytree(path, path.parent / "step_9.bad"))
     return loaded("killed") | {"names": names("killed")}
 
 
@@ -278,7 +280,8 @@ def not_shared():
     """Each rank has a folder of this name."""
     here = Path.cwd()
     for number in (0, 1):
-        (FOLDER / f"node-{number}").mkdir(exist_ok=True)
+        (FOLDER / f"node-{number}/runs").mkdir(parents=True, exist_ok=True)
+        (FOLDER / f"node-{number}/runs/owner").write_text("an earlier run's\n")
     os.chdir(FOLDER / f"node-{rank}")
     found = attempt(lambda: checkpoint.Folder("runs"))
     os.chdir(here)
@@ -288,12 +291,17 @@ def not_shared():
 def zombie():
     """Start 9 of job 7 still runs when Slurm has started the job for the 10th time."""
     job(7, 9)
+    writer, parts = checkpoint.dcp.FileSystemWriter, []
+    checkpoint.dcp.FileSystemWriter = lambda path, **options: (
+        parts.append(path.name) or writer(path, **options)
+    )
     old = saved("zombie", (1,))
+    checkpoint.dcp.FileSystemWriter = writer
     job(7, 10)
     checkpoint.Folder(FOLDER / "zombie")
     job(7, 9)
     again = attempt(lambda: checkpoint.Folder(FOLDER / "zombie"))
-    return {"again": again, "writes": ended(old), "names": names("zombie")}
+    return {"again": again, "writes": ended(old), "names": names("zombie"), "parts": parts}
 
 
 def two_jobs():

@@ -149,6 +149,7 @@ SPLITS = {
     2: {
         "ddp 2": "train_fsdp.py --shard 1",
         "ddp 2, accumulation 2": "train_fsdp.py --shard 1 --accumulation 2",
+        "ddp 2, bf16": "train_fsdp.py --shard 1 --precision bf16",
         "fsdp 2": "train_fsdp.py",
         "fsdp 2, accumulation 2": "train_fsdp.py --accumulation 2",
         "fsdp 2, recomputed": "train_fsdp.py --activation-checkpointing",
@@ -173,8 +174,8 @@ SPLITS = {
     },
 }
 # Each kind of split, and each thing that may be done with one, once.
-FEW = "ddp 2; ddp 2, accumulation 2; fsdp 2; fsdp 2, recomputed; fsdp 2, bf16; tp 2; "
-FEW += "tp 2, recomputed; tp 2, sequence; tp 2, sequence, accumulation 2; tp 2, bf16; "
+FEW = "ddp 2; ddp 2, accumulation 2; ddp 2, bf16; fsdp 2; fsdp 2, recomputed; fsdp 2, bf16; "
+FEW += "tp 2; tp 2, recomputed; tp 2, sequence; tp 2, sequence, accumulation 2; tp 2, bf16; "
 FEW += "hybrid 2x2; hybrid 2x2, accumulation 2; tp 2 x data 2"
 
 

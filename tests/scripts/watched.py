@@ -28,8 +28,8 @@ def say():
     os.write(1, f"WATCHED {json.dumps(facts)}\n".encode())
 
 
-def start_timer(*_, **__):
-    facts["timer"] = True
+def start_timer(seconds: float, exit: bool = False):
+    facts["timer"] = seconds == 300 and exit
 
 
 def cancel_timer():
