@@ -122,7 +122,7 @@ def test_a_run_does_not_begin_anew_unnoticed(found):
 def test_what_a_killed_start_has_left(found):
     for rank in found["killed_while_it_saved"]:
         assert rank["returns"] == 1 and rank["weights"] == [1]
-        assert rank["names"] == ["owner", "step_1", "step_9.bad"]
+        assert rank["names"] == ["owner", "step_1", "step_9.bad"] and rank["says"] == ""
 
 
 def test_a_save_that_fails(found):

@@ -204,6 +204,7 @@ def test_a_job_that_slurm_suspends(monkeypatch, heart):
     """Goes on where it was: that time was no step."""
     clock = SimpleNamespace(time=time.time, sleep=time.sleep)
     clock.monotonic = lambda: time.monotonic() + 600
+    wait_for(lambda: heart.counts[0] > 1, 10)
     monkeypatch.setattr(heartbeat, "time", clock)
     time.sleep(0.5)
     assert not heart.reports
@@ -283,7 +284,9 @@ def test_a_short_heartbeat_replaces_a_long_one(monkeypatch, tmp_path):
 
 def test_watch_job_and_the_last_task_of_an_array(tmp_path):
     """Its id stands for the array, so Slurm also shows other tasks."""
-    path = stand_ins(tmp_path / "bin", {"squeue": "echo 8 2; echo 7 3", "srun": "echo $* >asked"})
+    path = stand_ins(
+        tmp_path / "bin", {"squeue": "printf '8 2\\n7 3\\n9 2\\n'", "srun": "echo $* >asked"}
+    )
     env = environment(PATH=f"{path}:/usr/bin:/bin")
     run(sys.executable, WATCH, "7", cwd=tmp_path, env=env)
     assert " --nodes=3 --ntasks=3 " in (tmp_path / "asked").read_text()

@@ -150,7 +150,9 @@ ALONE = "import preemption; preemption.requeue = lambda _: False; print(1); pree
 
 
 def test_a_script_without_a_process_group_ends_as_well():
-    done = run(sys.executable, "-c", ALONE, env=environment(PYTHONPATH="distributed"))
+    """With the last words that it has printed, which Python would keep for its shutdown."""
+    env = environment(PYTHONPATH="distributed", PYTHONUNBUFFERED="")
+    done = run(sys.executable, "-c", ALONE, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (1, "1\n", ""), done
 
 
