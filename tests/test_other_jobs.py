@@ -105,6 +105,7 @@ def test_ends(clone, cluster, vllm, tmp_path):  # noqa: F811
         if fault not in ("server broken", "one node"):
             wait_for(lambda: log.exists() and "Start 0" in log.read_text())
         if fault in KILLS:
+            wait_for(lambda: [*job_processes.python(job, KILLS[fault])])
             os.kill(next(job_processes.python(job, KILLS[fault])), signal.SIGKILL)
         if fault in ASKS:
             cluster.exec(*ASKS[fault].split(), job)
