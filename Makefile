@@ -120,9 +120,12 @@ data: .venv/ready
 
 # The last line makes the stamp, so that an interrupted installation is repeated.
 new_venv = $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || ./dev/install.sh python3-venv; $(PYTHON) -m venv
+# A torch of your own in .venv, as chapter 1 installs it, stays.
 .venv/ready: requirements.txt dev/constraints.txt
 	$(new_venv) .venv
-	.venv/bin/python -m pip install --quiet --requirement requirements.txt --constraint dev/constraints.txt
+	constraint='--constraint dev/constraints.txt'; \
+	! .venv/bin/python -c 'import torch' 2>/dev/null || constraint=; \
+	.venv/bin/python -m pip install --quiet --requirement requirements.txt $$constraint
 	.venv/bin/python dev/mend_torchvision.py
 	touch .venv/ready
 

@@ -738,6 +738,8 @@ def main():
             os._exit(report(found, False))
     if args.also and local_rank == 0:
         mine["bad"] += own_test(args.also, args.timeout)
+    # A site's own test may use the GPUs of all ranks.
+    gather(store, "own test", mine, args.timeout)
     measure(device, mine)
     gather(store, "all-reduce", mine, args.timeout)
     if world_size > 1:

@@ -45,7 +45,9 @@ SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "panfs
 def ask(*command: str) -> str:
     """The output of one of Slurm's commands, or an empty text if the command fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        # Somebody's words on a node may be in any encoding.
+        options = {"capture_output": True, "text": True, "errors": "replace", "timeout": 60}
+        done = subprocess.run(command, **options)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

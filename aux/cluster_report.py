@@ -281,10 +281,14 @@ def clean(text: str) -> str:
     """Without paths, the names of hosts and the user, and addresses."""
     text = re.sub(r"(?<![\w.])(/[^\s/:'\"]+)+/", "", text)
     for host in sorted(HOSTS, key=len, reverse=True):
-        name = rf"\b{re.escape(host)}\b(\.[\w.-]*\w)?"
+        # Also as a network adapter's name: n1i, n1-hsn0.cluster.org
+        name = rf"\b{re.escape(host)}(?!\d)[\w.-]*"
         text = re.sub(name, f"node {HOSTS.index(host) + 1}", text)
     text = re.sub(rf"\b{re.escape(getpass.getuser())}\b", "USER", text)
-    return re.sub(r"\b\d+\.\d+\.\d+\.\d+\b", "ADDRESS", text)
+    # IPv6, with :: for zeros or whole; and IPv4
+    group = "[0-9a-f]{1,4}"
+    six = rf"(?:{group}:){{1,7}}(?::{group}){{1,6}}|(?:{group}:){{7}}{group}"
+    return re.sub(rf"(?<![\w:])(?:{six}|\d+\.\d+\.\d+\.\d+)\b", "ADDRESS", text)
 
 
 def row(part: str, fault: str, result: str, *runs: Run):

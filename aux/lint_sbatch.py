@@ -64,8 +64,9 @@ def read_bash(text: str) -> tuple[list[tuple[int, str]], list[Command]]:
     # What is no command becomes blanks, so that all other characters keep their places.
     text = HERE_DOCUMENT.sub(lambda found: found[1] + blanks(found[4]), text)
     code = COMMENT.sub(lambda found: blanks(found[0]) if found[1] else found[0], text)
-    lines = enumerate(zip(text.split("\n"), code.split("\n"), strict=True), 1)
-    comments = [(i, line) for i, (line, rest) in lines if line.strip() and not rest.strip()]
+    lines, rest = text.split("\n"), code.split("\n")
+    is_comment = [bool(line.strip()) and not rest[i].strip() for i, line in enumerate(lines)]
+    comments = [(i, line) for i, line in enumerate(lines, 1) if is_comment[i - 1]]
 
     flat = WHOLE.sub(lambda found: "_" * len(found[0]), code)
     commands, start = [], 0
@@ -110,7 +111,8 @@ def options(text: str) -> dict[str, str]:
     {"nodes": "2", "exclusive": ""}."""
     words = re.sub("[\"']", "", text).split(" #")[0].split()
     found = {}
-    for word, following in zip(words, [*words[1:], "-"], strict=False):
+    for place, word in enumerate(words, 1):
+        following = words[place] if place < len(words) else "-"
         value = "" if following.startswith("-") else following
         if match := re.fullmatch(r"--([a-z][a-z-]+)(?:=(.*))?", word, re.S):
             found[match[1]] = value if match[2] is None else match[2]

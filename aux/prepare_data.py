@@ -128,9 +128,9 @@ def download_mnist(folder: Path):
     """Leaves what is there: torchvision compares the archives with its own checksums."""
     try:
         datasets.MNIST(folder, download=True)
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         # With any other error the files are there, and mnist.load says what is wrong with them.
-        if str(error).startswith("Error downloading"):
+        if isinstance(error, TimeoutError) or str(error).startswith("Error downloading"):
             reason = str(error).strip().splitlines()[-1]
             hint = f"bring its four .gz files into {folder}/MNIST/raw by hand, or use --synthetic"
             raise DownloadError(f"cannot download MNIST ({reason}): {hint}") from None

@@ -27,6 +27,9 @@ start() {
     fi
     used=$((used + nodes))
     export "$name=${own[*]}"
+    # A site's proxy does not know the nodes.
+    no_proxy=${no_proxy:+$no_proxy,}$(IFS=, && echo "${own[*]}")
+    export no_proxy
     # site.sh may have changed the address of the first node.
     NNODES=$nodes MASTER_ADDR=${MASTER_ADDR/"${hosts[0]}"/${own[0]}} \
         srun --nodes="$nodes" --nodelist="$(IFS=, && echo "${own[*]}")" --ntasks="$nodes" \

@@ -255,6 +255,8 @@ def without_traceback(function: Callable[..., int], argument: object) -> int:
     except remote.RemoteFailed as error:
         if error.is_connection:
             fail("no connection to the cluster; a submitted job is not affected")
+        if not error.started:
+            fail("aux/submission/remote.sh did not start there: is the login shell csh?")
         return error.status
     except OSError as error:
         fail(str(error))

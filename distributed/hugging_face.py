@@ -33,12 +33,15 @@ KNOWN = {
     "attn_logit_softcapping": (None,),
     "query_pre_attn_scalar": (None,),
     "quantization_config": (None,),
+    "dtype": ("float32", "bfloat16", "float16", None),
+    "torch_dtype": ("float32", "bfloat16", "float16", None),
 }
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps")
 NEEDED += ("num_attention_heads", "max_position_embeddings")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 INDEX = "model.safetensors.index.json"
-TOKENIZER = ("*token*", "vocab.json", "merges.txt", "chat_template*", "generation_config.json")
+TOKENIZER = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_template*")
+TOKENIZER += ("generation_config.json",)
 FILE_SIZE = 4 << 30  # bytes of weights in a file that is written
 
 
@@ -78,7 +81,7 @@ def open_weights(folder: Path, model: torch.nn.Module) -> dict[str, torch.Tensor
         for file in files:
             found |= open_file(folder / file)
     except (OSError, ValueError, LookupError, TypeError) as error:
-        sys.exit(f"{folder} cannot be read: {error!r}")
+        sys.exit(f"{folder} cannot be read: {type(error).__name__}: {error}")
 
     weights = dict(model.named_parameters())
     for name in sorted(weights.keys() | found.keys()):
@@ -98,6 +101,8 @@ def open_file(path: Path) -> dict[str, torch.Tensor]:
     one's dtype, shape and place, and then the numbers."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError(f"{path.name} is no safetensors file, but perhaps git-lfs's pointer")
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)
     memory, found = mapped(path), {}
@@ -158,7 +163,7 @@ def write(
         (part / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for pattern in TOKENIZER if like else ():
-        for path in like.glob(pattern):
+        for path in filter(Path.is_file, like.glob(pattern)):
             shutil.copyfile(path, part / path.name)
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)

@@ -49,6 +49,8 @@ def value_of(name: str) -> torch.Tensor:
 
 
 if args.export:
+    if args.export.exists():
+        sys.exit(f"{args.export} exists: choose another folder")
     like = args.tokenizer.parent if args.tokenizer else None
     hugging_face.write(args.export, model, value_of, like)
     print(f"{path} is in {args.export}")

@@ -245,6 +245,10 @@ def hugging_face_tokenizer(file: Path | None):
     except ImportError:
         sys.exit("this needs the package tokenizers: pip install tokenizers")
     try:
-        return Tokenizer.from_file(str(file))
+        known = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no narrower one
         sys.exit(f"{file} is not a Hugging Face tokenizer's file: {error}")
+    # A fine-tuning may have left its own limits in the file, which would cut a corpus short.
+    known.no_truncation()
+    known.no_padding()
+    return known

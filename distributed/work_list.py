@@ -81,9 +81,13 @@ def parts(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # Hidden, because aux/requeue_failed.sh takes other new files for a save.
-    (folder / f".{len(items)} items by {size}").touch()
+    mark = folder / f".{len(items)} items by {size}"
+    is_new = not mark.exists()
+    mark.touch()
     lists = sorted(path.name[1:] for path in folder.glob(".* items by *"))
     if len(lists) > 1:
+        if is_new:  # the right list is to go on
+            mark.unlink()
         raise ValueError(f"{folder} has answers to another list: {', '.join(lists)}")
 
     since, said = time.monotonic(), False

@@ -209,6 +209,10 @@ DECIDED = [
     ("snellius", {}, "GLOO_SOCKET_IFNAME", "eno2np0"),
     ("snellius", {"SLURM_JOB_PARTITION": "gpu_a100"}, "NCCL_SOCKET_IFNAME", "eno1np0"),
     ("alps", {}, "MASTER_ADDR", "n1"),
+    # Without these, NCCL uses TCP, and on GH200 sums can be wrong.
+    ("alps", {}, "NCCL_PROTO", "^LL128"),
+    ("alps", {}, "NCCL_NET", "AWS Libfabric"),
+    ("isambard", {}, "NCCL_NET", "AWS Libfabric"),
 ]
 
 

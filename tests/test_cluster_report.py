@@ -91,6 +91,7 @@ def test_as_many_ranks_as_can_share_a_batch(count, share):
 
 DEAF = """
 import os, signal, sys, time
+assert "SLURM_JOB_ID" not in os.environ, "it would requeue the report's job"
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append("train_fsdp" in sys.argv[0]))
 for step in range(5, 26, 5):
@@ -104,7 +105,7 @@ for step in range(5, 26, 5):
 def test_a_stop_that_is_not_heard_and_one_that_does_not_resume(copy):
     for name in ("preemptible", "fsdp"):
         (copy / f"distributed/train_{name}.py").write_text(DEAF)
-    done = ranks(2, "aux/cluster_report.py", "stop", cwd=copy, timeout=100)
+    done = ranks(2, "aux/cluster_report.py", "stop", cwd=copy, timeout=100, SLURM_JOB_ID=7)
     found, what = rows(done.stdout), "stop and resume of `train_{}.py`"
     said = "**FAILED**: SIGTERM after step 5 did not stop it"
     assert found[what.format("preemptible")] == said, done
@@ -176,3 +177,18 @@ def test_faults(copy):
     ):
         pattern = pattern.replace("rank 0 ", "rank 1 ")  # of two ranks the last
         assert re.match(pattern, result) and re.search(r"ended after \d+ s$", result), result
+
+
+NAMES = [
+    ("gpu01:6 jwb0001i:61234 gpu010", "node 1:6 node 2:61234 gpu010"),
+    ("no route to gpu01-hsn0.site.example.de", "no route to node 1"),
+    ("[2001:db8::17]:61000 fe80::1 10.1.2.3", "[ADDRESS]:61000 ADDRESS ADDRESS"),
+    ("loss=1.5 at 12:30:05, /home/me/x.py", "loss=1.5 at 12:30:05, x.py"),
+]
+
+
+@pytest.mark.parametrize(("said", "shown"), NAMES)
+def test_what_the_page_does_not_tell(said, shown, monkeypatch):
+    """Names of nodes, of their network adapters, and addresses, because it is for an issue."""
+    monkeypatch.setattr(cluster_report, "HOSTS", ["gpu01", "jwb0001"])
+    assert cluster_report.clean(said) == shown

@@ -41,15 +41,16 @@ def test_out_and_in_again(files, dtype, tmp_path, monkeypatch):
     model = random_model(tmp_path / "out", torch_dtype=dtype)
     other = tmp_path / "other"
     other.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "config.json", "a.bin"):
+    copied = {"tokenizer.json", "tokenizer_config.json", "vocab.json", "generation_config.json"}
+    for name in (*copied, "config.json", "a.bin", "hf_token.txt"):
         (other / name).write_text("theirs")
+    (other / "tokenizers").mkdir()
     weights = dict(model.named_parameters())
     hugging_face.write(tmp_path / "out", model, weights.__getitem__, other)
     (tmp_path / "out/consolidated.safetensors").write_text("not read")
     found = {path.name for path in (tmp_path / "out").iterdir()} - {"consolidated.safetensors"}
     assert len([name for name in found if name.endswith(".safetensors")]) == files
-    assert {"tokenizer.json", "tokenizer_config.json", "vocab.json"} < found
-    assert "a.bin" not in found and len(found) == files + 4 + (files > 1)
+    assert copied < found and len(found) == files + 5 + (files > 1)
     again = read(tmp_path / "out")
     assert again.config == hugging_face.read_config(tmp_path / "out") and len(weights) == 25
     assert all(torch.equal(weights[name], x) for name, x in again.named_parameters())
@@ -65,6 +66,7 @@ REFUSED = [
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "knows no rope_type yarn"),
     ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "knows no rope_type linear"),
     ({"quantization_config": {"quant_method": "fp8"}}, "knows no quantization_config"),
+    ({"torch_dtype": "auto"}, "knows no torch_dtype auto, only float32"),
     ({"hidden_act": "gelu"}, "knows no hidden_act gelu, only silu"),
     ({"rms_norm_eps": None}, "its config.json has no rms_norm_eps"),
     ({"num_hidden_layers": 3}, "layers.2.input_layernorm.weight is none, not (128,)"),
@@ -88,7 +90,7 @@ def test_another_model_is_a_sentence(changed, sentence, tmp_path):
     assert sentence in ended.value.code and ended.value.code.startswith(str(tmp_path / "model"))
 
 
-@pytest.mark.parametrize("damage", ["cut", "away"])
+@pytest.mark.parametrize("damage", ["cut", "away", "pointer"])
 def test_a_damaged_folder_is_a_sentence(damage, tmp_path):
     random_model(tmp_path / "model")
     path = tmp_path / "model/model.safetensors"
@@ -96,6 +98,8 @@ def test_a_damaged_folder_is_a_sentence(damage, tmp_path):
     path.unlink()
     if damage == "cut":
         path.write_bytes(content[: len(content) // 2])
+    if damage == "pointer":
+        path.write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(SystemExit, match="model cannot be read: "):
         read(tmp_path / "model")
 
@@ -132,6 +136,8 @@ def test_fine_tuned(text, tmp_path):
         assert ranks(0, *command).returncode == 0
         written = (folder / "model/model.safetensors").read_bytes()
         assert written == (folder / "exported/model.safetensors").read_bytes()
+        again = ranks(0, *command)
+        assert again.returncode == 1 and "exported exists: choose another folder" in again.stderr
     assert list(found[0][1]) == [0, 6, 12] and found[0][1][12] < found[0][1][0]
     for one in found[1:]:
         assert one == [pytest.approx(values, rel=2e-6) for values in found[0]]

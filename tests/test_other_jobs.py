@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import job_processes
-from conftest import NAMESPACES, REPOSITORY, at_once, stand_ins, wait_for
+from conftest import NAMESPACES, REPOSITORY, at_once, environment, run, stand_ins, wait_for
 from test_readme import bash, clone, steps, try_block  # noqa: F401  a fixture
 
 PAGE = REPOSITORY / "docs/other_jobs.md"
@@ -120,6 +120,28 @@ def test_ends(clone, cluster, vllm, tmp_path):  # noqa: F811
         wait_for(lambda: not cluster.left_over(job), 40)
 
     at_once(scenario, [(fault, *end) for fault, end in ENDS.items()])
+
+
+def test_the_status_is_the_last_program_s(tmp_path):
+    """Whose requests to the nodes need no proxy."""
+    stand_ins(tmp_path, {"scontrol": "printf 'n1\\nn2\\n'", "srun": "echo $no_proxy; exit 3"})
+    env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", MASTER_ADDR="n1", CPUS_PER_NODE=1)
+    env |= {"SLURM_JOB_NODELIST": "n[1-2]", "no_proxy": "localhost"}
+    lines = "set -eu; source aux/programs.sh; start TRAINER 2 train; finish"
+    done = run("bash", "-c", lines, env=env)
+    assert (done.returncode, done.stdout) == (3, "localhost,n1,n2\n"), done.stderr
+
+
+def test_a_client_that_cannot_ask_fails(tmp_path):
+    """Here the folder has answers to another list."""
+    (tmp_path / "ask.py").write_text(script_of_the_page("ask.py"))
+    (tmp_path / "distributed").symlink_to(REPOSITORY / "distributed")
+    (tmp_path / "prompts.txt").write_text("a\nb\n")
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served/.9 items by 4").touch()
+    env = environment(SERVERS="n1", PORT=1)
+    done = run(sys.executable, "ask.py", cwd=tmp_path, env=env)
+    assert done.returncode == 1 and "n1: served has answers to another list" in done.stderr, done
 
 
 def test_an_evaluation(clone, cluster):  # noqa: F811

@@ -20,6 +20,7 @@ import ledger
 import watch_job
 from conftest import (
     LAUNCHERS,
+    REPOSITORY,
     at_once,
     cells,
     environment,
@@ -286,7 +287,14 @@ def test_the_nodes_of_missing_ranks(tmp_path, monkeypatch):
     assert check_ranks.hosts_of_ranks() == ["a", "a", "b", "b"]
 
 
-def nvidia_smi(reason="event_reason", mig="N/A", hot="Not Active", pending="No", failure="No"):
+def nvidia_smi(
+    reason="event_reason",
+    mig="N/A",
+    hot="Not Active",
+    pending="No",
+    failure="No",
+    slow="hw_thermal_slowdown",
+):
     """What it says of two GPUs, of which the second has three uncorrected errors."""
     return f"""<nvidia_smi_log><driver_version>580.95.05</driver_version>
 <gpu id="00000000:07:00.0"><uuid>GPU-07</uuid><mig_mode><current_mig>{mig}</current_mig></mig_mode>
@@ -300,8 +308,7 @@ def nvidia_smi(reason="event_reason", mig="N/A", hot="Not Active", pending="No",
   </remapped_rows></gpu>
 <gpu id="00000000:0B:00.0"><uuid>GPU-0B</uuid><mig_mode><current_mig>N/A</current_mig></mig_mode>
   <clocks_{reason}s><clocks_{reason}_sw_power_cap>Active</clocks_{reason}_sw_power_cap>
-    <clocks_{reason}_hw_slowdown>Not Active</clocks_{reason}_hw_slowdown>
-    <clocks_{reason}_hw_thermal_slowdown>{hot}</clocks_{reason}_hw_thermal_slowdown>
+    <clocks_{reason}_{slow}>{hot}</clocks_{reason}_{slow}>
   </clocks_{reason}s><ecc_errors><volatile>
     <sram_uncorrectable>1</sram_uncorrectable><dram_uncorrectable>2</dram_uncorrectable>
   </volatile></ecc_errors><remapped_rows>N/A</remapped_rows></gpu>
@@ -320,6 +327,7 @@ XPU = """
 | 6. GPU Frequency             | Status: OK                                                        |
 """
 ECC, HOT = "GPU 1 has 3 uncorrected ECC errors", "GPU 1 is throttled: hw_thermal_slowdown"
+SLOW_NOW, BRAKE = (f"GPU 1 is throttled: hw_{why}slowdown" for why in ("", "power_brake_"))
 PENDING = "GPU 0 has a failed row of memory: it needs a reset"
 FAILURE = "GPU 0 has no spare row left for one that failed: replace the GPU"
 PART = "GPU 0 is in MIG mode: a rank gets a part of it"
@@ -332,6 +340,9 @@ PART = "GPU 0 is in MIG mode: a rank gets a part of it"
         # Drivers before 535 and after have two names for a reason.
         ("nvidia-smi", nvidia_smi(hot="Active", mig="Enabled"), [ECC, HOT], [PART]),
         ("nvidia-smi", nvidia_smi("throttle_reason", hot="Active"), [ECC, HOT], []),
+        ("nvidia-smi", nvidia_smi(slow="hw_thermal_slowdown"), [ECC], []),
+        ("nvidia-smi", nvidia_smi(hot="Active", slow="hw_slowdown"), [ECC, SLOW_NOW], []),
+        ("nvidia-smi", nvidia_smi(hot="Active", slow="hw_power_brake_slowdown"), [ECC, BRAKE], []),
         ("nvidia-smi", nvidia_smi(pending="Yes"), [PENDING, ECC], []),
         ("nvidia-smi", nvidia_smi(pending="Yes", failure="Yes"), [FAILURE, ECC], []),
         # The forms of ROCm 7 and of ROCm 6, and XPU manager 1.2
@@ -393,6 +404,17 @@ def test_a_test_of_the_site_s_own():
     assert says("true") == [] and says("false") == ["false: status 1"]
     assert says("sh", "-c", "echo two; echo GPU 3 is tired; exit 2") == ["sh: GPU 3 is tired"]
     assert says("absent")[0].startswith("absent: ") and says("sleep", "9")[0].startswith("sleep: ")
+
+
+def test_nobody_measures_during_a_test_of_the_site_s_own(tmp_path):
+    """It may use the GPUs of all ranks of its node."""
+    code, measures = (REPOSITORY / "aux/check_ranks.py").read_text(), "    measure(device, mine)\n"
+    assert code.count(measures) == 1
+    looks = f"    assert not os.path.exists('testing')\n{measures}"
+    (tmp_path / "check_ranks.py").write_text(code.replace(measures, looks))
+    (tmp_path / "own.sh").write_text("touch testing; sleep 3; rm testing\n")
+    done = ranks(2, "check_ranks.py", "--also", "bash own.sh", cwd=tmp_path)
+    assert "VERDICT: all well, 2 ranks" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_gpu_has_a_name_of_its_own(monkeypatch):

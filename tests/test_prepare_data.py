@@ -153,12 +153,21 @@ def test_own_text(tokenizer, tmp_path, monkeypatch, capsys):
 
 
 class Tokenizer:
-    """A stand-in for tokenizers.Tokenizer: a number for each letter, and 999 ends a text."""
+    """A stand-in for tokenizers.Tokenizer: a number for each letter, and 999 ends a text. A
+    fine-tuning has left its limits."""
 
     from_file = classmethod(lambda cls, path: cls())
     decode = None
+    cuts = pads = True
+
+    def no_truncation(self):
+        self.cuts = False
+
+    def no_padding(self):
+        self.pads = False
 
     def encode(self, text: str, add_special_tokens: bool) -> SimpleNamespace:
+        assert not (add_special_tokens or self.cuts or self.pads)
         return SimpleNamespace(ids=[*map(ord, text)])
 
     def token_to_id(self, token: str) -> int | None:
@@ -225,6 +234,7 @@ def test_conversations_are_packed(tmp_path, monkeypatch, capsys):
             return 300
 
         def __call__(self, text: str, add_special_tokens: bool) -> SimpleNamespace:
+            assert not add_special_tokens
             return SimpleNamespace(input_ids=[*map(ord, text)])
 
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=Known))

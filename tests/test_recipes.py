@@ -42,6 +42,20 @@ def test_a_sweep(clone, cluster):  # noqa: F811
     assert len({loss for _, loss in losses}) == 3, "each with its own learning rate"
 
 
+def test_scratch(tmp_path):
+    """A second time, or beside another clone's folder, nothing moves."""
+    lines = "".join(re.findall(r'^(?:mkdir|there=).*["}]/?.*\n', PAGE.read_text(), re.M))
+    assert "mv data checkpoints" in lines
+    project, scratch = tmp_path / "project", tmp_path / "scratch"
+    for folder in (project / "checkpoints/7", scratch):
+        folder.mkdir(parents=True)
+    env = environment(SCRATCH=scratch)
+    assert run("bash", "-ec", lines, cwd=project, env=env).returncode == 0
+    assert (scratch / "project/checkpoints/7").is_dir() and (project / "checkpoints/7").is_dir()
+    again = run("bash", "-ec", lines, cwd=project, env=env)
+    assert again.returncode != 0 and (project / "checkpoints/7").is_dir(), again.stderr
+
+
 def test_settings_that_are_drawn():
     """Each job's own, the same ones again after a requeue."""
     [line] = re.findall(r"^rate=\$\(python3.*\)$", PAGE.read_text(), re.M)

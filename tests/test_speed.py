@@ -49,9 +49,10 @@ def test_scaling_asks_for_cpus(more, cpus, tmp_path):
     env = environment(PATH=f"{stand_ins(tmp_path / 'tools', {'sbatch': job})}:/usr/bin:/bin")
     for name in ("train.py", "launch.sh"):
         (tmp_path / name).touch()
-    command = [sys.executable, REPOSITORY / "aux/scaling.py", "--launcher=launch.sh", "--sizes=1x2"]
+    command = [sys.executable, REPOSITORY / "aux/scaling.py", "--launcher=launch.sh"]
+    command += ["--sizes", "1x1", "1x2"]
     done = run(*command, *more, "--", "train.py", cwd=tmp_path, env=env)
-    assert "| 1x2 | 9 | 1.00 | 100% | 1 |" in done.stdout, done
+    assert "| 1x2 | 9 | 1.00 | 50% | 1 |" in done.stdout, done
     assert f" --cpus-per-task={cpus} launch.sh train.py\n" in (tmp_path / "asked").read_text()
 
 

@@ -145,6 +145,11 @@ def test_run_script_sh_requeues_with_python_3_6():
     assert found == ["os.register_at_fork", "shlex.join"]
 
 
+def test_a_hook_runs_on_python_3_9():
+    """pre-commit takes the python3 of a login node."""
+    assert violations("3.9", "aux/lint_sbatch.py") == ""
+
+
 def test_submission_runs_on_python_3_11():
     assert violations("3.11", *ON_SUBMISSION) == ""
     assert "tomllib" in violations("3.10", *ON_SUBMISSION), "the check can fail"

@@ -144,7 +144,7 @@ def laptop(cluster, tmp_path_factory, tiny):
     for path in (home / ".ssh", base / "data", sshd, there):
         path.mkdir(parents=True)
     (there / "jobs").symlink_to(base)
-    (there / ".bashrc").write_text("echo Welcome\n")
+    (there / ".bashrc").write_text("echo Welcome\nprintf title\n")
     (base / ".venv").symlink_to(REPOSITORY / ".venv")
     (base / "data/mnist").symlink_to(tiny)
     copy_of_repository(clone)
@@ -386,6 +386,8 @@ def test_the_command_line_of_ssh():
     cluster = {"backend": "ssh", "backend_config": given}
     ssh, *options, host, command = remote.command_line(cluster, "watch", 7, "it's $HOME")
     assert ssh == "ssh" and host == "login"
+    silent = {"-oServerAliveInterval=5", "-oServerAliveCountMax=3", "-oBatchMode=yes"}
+    assert silent < set(options), "a connection that is gone ends"
     assert options[-7:] == ["-l", "me", "-p", "2222", "-i", "~/.ssh/k", "--"]
     assert shlex.split(command)[-4:] == ["remote.sh", "watch", "7", "it's $HOME"]
 
@@ -393,7 +395,8 @@ def test_the_command_line_of_ssh():
 def test_a_log_that_becomes_shorter(tmp_path):
     """As a requeued job's can. Slurm is asked after 15 calls of sleep."""
     (tmp_path / "log").write_text("a long line of the first start\n")
-    ended = '[[ -e slept-14 ]] && echo "COMPLETED (None) on n1, run time 9" || echo RUNNING'
+    ended = "echo >>asked; [[ ! -e slept-14 ]] && echo RUNNING"
+    ended += ' || echo "COMPLETED (None) on n1, run time 9"'
     sleep = "n=$(ls slept-* | wc -l); touch slept-$n; if ((n == 0)); then echo second >log; fi"
     path = stand_ins(tmp_path / "tools", {"squeue": ended, "sleep": sleep})
     env = environment(PATH=f"{path}:/usr/bin:/bin")
@@ -401,6 +404,23 @@ def test_a_log_that_becomes_shorter(tmp_path):
     done = run(*command, cwd=tmp_path, env=env)
     lines = ["remote.sh is ready", "a long line of the first start", "second"]
     assert done.returncode == 0 and done.stdout.splitlines() == lines, done
+    assert (tmp_path / "asked").read_text() == "\n\n"
+
+
+@pytest.mark.parametrize("name", ["../out", "a/../../out", "/tmp/out", "link"])
+def test_a_cluster_writes_nowhere_else(name, tmp_path, monkeypatch):
+    """Whatever its archive holds."""
+    made = tarfile.TarInfo(name)
+    made.type = tarfile.SYMTYPE if name == "link" else tarfile.REGTYPE
+    sent = io.BytesIO()
+    with tarfile.open(fileobj=sent, mode="w") as archive:
+        archive.addfile(made)
+    sent.seek(0)
+    monkeypatch.setattr(jobs.remote, "run", lambda *_: contextlib.nullcontext(sent))
+    record = {"file": str(tmp_path / "plain-7.json"), "cluster": {}, "folder": "f", "job": 7}
+    with pytest.raises(SystemExit, match="which is not a file of the job"):
+        jobs.fetch(record)
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("started", [True, False])

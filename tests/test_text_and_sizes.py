@@ -20,6 +20,7 @@ from transformer import (
     SIZES,
     Transformer,
     count_weights,
+    flops_per_token,
     memory,
     new_config,
     peak_flops,
@@ -257,3 +258,32 @@ def test_a_text_that_is_larger_than_the_memory(text, tmp_path):
     (folder / "vocabulary.json").write_text(json.dumps(said))
     inputs, _, _ = token_files.Text(folder, 64, 8).batch(1, 0, 1, torch.device("cpu"))
     assert inputs.shape == (8, 64) and inputs.sum() == 0
+
+
+def test_positions_turn_as_in_qwen_and_llama():
+    """(x, y) becomes (x cos - y sin, y cos + x sin). Llama 3.1's files scale the slow turns, under
+    the name rope_scaling."""
+    shape = {"num_attention_heads": 1, "num_key_value_heads": 1, "hidden_size": 8, "head_dim": 8}
+    shape |= {"num_hidden_layers": 1, "intermediate_size": 8}
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    config = new_config(transformer.SIZES["cpu"] | shape, 64, 128)
+    model = Transformer(config | {"rope_theta": 500_000.0, "rope_scaling": scaling})
+    [angles] = model.angles(1, 1, torch.device("cpu"))
+    assert angles[:4].tolist() == pytest.approx([1, 0.0047007, 1.7678e-4, 6.648e-6], rel=1e-3)
+    quarter = torch.zeros(1, 2), torch.ones(1, 2)
+    assert transformer.rotate(torch.tensor([[[[1.0, 0.0]]]]), *quarter).flatten().tolist() == [0, 1]
+
+
+@torch.no_grad()
+def test_the_gate_is_that_of_qwen_and_llama():
+    """silu is near 0 far below 0."""
+    mlp = transformer.MLP({"hidden_size": 1, "intermediate_size": 1})
+    for part, weight in ((mlp.gate_proj, -20.0), (mlp.up_proj, 1.0), (mlp.down_proj, 1.0)):
+        part.weight.fill_(weight)
+    assert abs(mlp(torch.ones(1, 1, 1)).item()) < 1e-6
+
+
+def test_flops_of_a_known_model():
+    """6 for each weight but the embedding's, and 12 x layers x heads x head_dim x context."""
+    assert flops_per_token(new_config(SIZES["8b"], 4096, 151_936), 4096) == 52_658_190_336

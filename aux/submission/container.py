@@ -45,8 +45,9 @@ def uri(packaging: dict) -> str:
 def commands(packaging: dict, folder: Path) -> list[list[str]]:
     """The commands that build the image from the files in `folder`, and push it."""
     build = [engine(), "build", "--force-rm", "--tag", packaging["image"]]
-    # Clusters are x86; on an Arm Mac the engine would otherwise build for Arm.
-    if platform.machine() in ("arm64", "aarch64"):
+    # Most clusters are x86, and on an Arm Mac the engine would otherwise build for Arm. On Linux
+    # (aarch64) this may be the login node of an Arm cluster.
+    if platform.machine() == "arm64":
         build += ["--platform", "linux/amd64"]
     for argument in packaging.get("build_args", []):
         build += ["--build-arg", argument]

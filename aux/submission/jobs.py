@@ -32,7 +32,8 @@ def find_record(job: str, environment: str | None) -> dict:
         fail(f"no job {job} was submitted from here: there is no record in {folder}")
     if len(paths) > 1:
         fail(f"{' and '.join(path.stem for path in paths)} are several jobs: add --env")
-    return json.loads(paths[0].read_text())
+    # The folder may have been moved since.
+    return json.loads(paths[0].read_text()) | {"file": str(paths[0])}
 
 
 def watch(record: dict, show_log: bool) -> int:

@@ -69,7 +69,8 @@ def run(cluster: dict, *command: object, stdin=subprocess.DEVNULL) -> Iterator[B
     started = False
     try:
         while not started and (line := process.stdout.readline()):
-            started = line == READY
+            # ~/.bashrc may print something without a line break before it.
+            started = line.endswith(READY)
         if started:
             yield process.stdout
         status = process.wait()

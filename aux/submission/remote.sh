@@ -1,6 +1,6 @@
 # shellcheck shell=sh
 # Runs one of the functions below, by name and with arguments, on the cluster over SSH or on this
-# machine. See remote.py. POSIX sh, because the login shell may be any.
+# machine. See remote.py. POSIX sh, because the login shell may be any but csh.
 set -eu
 
 die() {
@@ -41,8 +41,10 @@ submit() {
         case $1 in /*) target=$1 ;; *) target=$base/$1 ;; esac
         if [ ! -e "$target" ]; then
             echo "note: no $target to link" >&2
-        elif [ ! -e "$folder/${1##*/}" ]; then
-            ln -s "$target" "$folder/${1##*/}"
+        else
+            name=${1%/}
+            name=$folder/${name##*/}
+            [ -e "$name" ] || ln -s "$target" "$name"
         fi
         links=$((links - 1))
         shift

@@ -30,4 +30,5 @@ class Server(http.server.BaseHTTPRequestHandler):
 
 # As uvicorn's. With the default of 5 it resets connections.
 http.server.ThreadingHTTPServer.request_queue_size = 2048
-http.server.ThreadingHTTPServer(("", 8000), Server).serve_forever()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.ThreadingHTTPServer(("", port), Server).serve_forever()
