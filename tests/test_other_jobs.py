@@ -25,7 +25,7 @@ def block(words: str) -> str:
 @pytest.fixture(scope="module")
 def vllm(clone, tmp_path_factory) -> dict[str, str]:  # noqa: F811
     """The environment of a job that finds a stand-in for it."""
-    server = f"exec {sys.executable} {REPOSITORY}/tests/scripts/completions.py"
+    server = f'exec {sys.executable} {REPOSITORY}/tests/scripts/completions.py "$@"'
     folder = stand_ins(tmp_path_factory.mktemp("bin"), {"vllm": server})
     return {"PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
