@@ -12,7 +12,7 @@ TORCH ?= 2.10.0 2.11.0 2.12.1 2.14.1 2.15.0
 SLURM ?= bookworm trixie forky
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all record test-torch test-slurm test-kernels test-scale test-gpu gpu-report lint docs clean
+.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all record test-torch test-slurm test-kernels test-scale test-gpu lint docs clean
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand --tabs=28
 
@@ -70,16 +70,14 @@ test-torch:     ## every script under other versions of torch, each in its own e
 	done
 
 test-slurm: .venv/tests docker  ## the launchers, signals and sites' variants under other versions of Slurm, each in a root of its own (root; SLURM="bookworm trixie forky")
-	failed=; mkdir -p log/slurm; \
+	failed=; \
 	test() { ./dev/slurm_root.sh $$release .venv/bin/python -m pytest --numprocesses 2 "$$@" $(ARGS); }; \
 	for release in $(SLURM); do \
 	    version=$$(./dev/slurm_root.sh $$release slurmd -V) || { failed+=" $$release"; continue; }; \
 	    echo "$$release: $$version"; \
-	    report=--junitxml=log/slurm/$${version##* }; \
-	    test $$report.xml $(addprefix tests/test_,$(slurm_tests:=.py)) || failed+=" $$release"; \
-	    test $$report-variants.xml -m matrix tests/test_variants.py tests/test_apptainer.py || failed+=" $$release"; \
+	    test $(addprefix tests/test_,$(slurm_tests:=.py)) || failed+=" $$release"; \
+	    test -m matrix tests/test_variants.py tests/test_apptainer.py || failed+=" $$release"; \
 	done; \
-	if compgen -G 'log/slurm/*.xml' >/dev/null; then .venv/bin/python dev/slurm_table.py log/slurm/*.xml; fi; \
 	[[ -z $$failed ]] || { echo "Not reached, or with failures:$$failed" >&2; exit 1; }
 slurm_tests = launchers sites cluster preflight preemption heartbeat fault_tolerance
 
@@ -96,9 +94,6 @@ test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 10 GB of memor
 
 test-gpu: $(VENV:=/tests)  ## every script on this machine's GPUs, NCCL with one rank (with your own torch: PYTHON=python3 VENV=)
 	$(if $(VENV),$(VENV)/bin/python,$(PYTHON)) -m pytest tests/test_gpu.py -m gpu $(ARGS)
-
-gpu-report: $(VENV:=/ready)  ## a quarter of an hour on one GPU ends in one page: losses, speed, memory, stops (PYTHON=python3 VENV= ARGS="0.6b 1.7b")
-	$(if $(VENV),$(VENV)/bin/python,$(PYTHON)) aux/cluster_report.py $(ARGS)
 
 lint: .venv/tests  ## ruff and shellcheck
 	.venv/bin/ruff check .

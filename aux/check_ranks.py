@@ -211,7 +211,7 @@ def choose_device(asked: str) -> tuple[torch.device, list[str]]:
         if not granted:
             who = f"--device {asked} was given"
         what = f"{who}, but torch {torch.__version__} sees none"
-        how = "look at nvidia-smi, amd-smi or xpu-smi, and the build of torch, or pass --device cpu"
+        how = "look at nvidia-smi or amd-smi, and the build of torch, or pass --device cpu"
         return cpu, [f"{what}: {how}"]
     # If Slurm hides the other ranks' GPUs, this rank's is number 0.
     number = local_rank if count > 1 else 0
@@ -329,31 +329,14 @@ def read_amd_smi(text: str) -> tuple[list[str], list[str]]:
         errors = gpu["ecc"]["total_uncorrectable_count"]
         if isinstance(errors, int) and errors:  # not N/A
             bad.append(f"GPU {gpu['gpu']} has {errors} uncorrected ECC errors")
-    return whose(bad, len(gpus))
-
-
-def read_xpu_smi(text: str) -> tuple[list[str], list[str]]:
-    bad, number, gpus = [], "", 0
-    # | Device ID                    | 0                  |
-    # | 1. GPU Core Temperature      | Status: Ok         |
-    for name, value in re.findall(r"^\| (\S[^|]*?) *\| (\S[^|]*?) *\|$", text, re.M):
-        if name == "Device ID":
-            number, gpus = value, gpus + 1
-        elif value.startswith("Status: ") and value[8:].lower() not in ("ok", "unknown"):
-            bad.append(f"GPU {number}: {name[3:]}, {value}")
-    return whose(bad, gpus)
-
-
-def whose(bad: list[str], gpus: int) -> tuple[list[str], list[str]]:
-    """Faults, or only warnings if the node has GPUs that may be another job's."""
+    # Only warnings if the node has GPUs that may be another job's
     ours = int(env.get("SLURM_GPUS_ON_NODE") or torch.accelerator.device_count())
-    return (bad, []) if gpus == ours else ([], bad)
+    return (bad, []) if len(gpus) == ours else ([], bad)
 
 
 HEALTH = {
     "nvidia-smi --query --xml-format": read_nvidia_smi,
     "amd-smi metric --ecc --json": read_amd_smi,
-    "xpu-smi health -l": read_xpu_smi,
 }
 
 
@@ -374,7 +357,7 @@ def ask_about_gpus() -> tuple[list[str], list[str]]:
             return read(done.stdout)
         except (subprocess.SubprocessError, *UNREADABLE) as error:
             sentence = f"{name} fails here: {error}"
-            # Everybody may run nvidia-smi. The others can need rights that a job has not.
+            # Everybody may run nvidia-smi. The other can need rights that a job has not.
             return ([sentence], []) if name == "nvidia-smi" else ([], [sentence])
     return [], []
 
@@ -516,11 +499,8 @@ def neighbours(node: int, count: int) -> list[int]:
     """
     pairs = [(i, (i + 1) % count) for i in range(count)]
     even = count - count % 2
-    rounds = [pairs[0:even:2], pairs[1:even:2]]
-    if count % 2:
-        rounds.append(pairs[-1:])
     partners = []
-    for disjoint in rounds:
+    for disjoint in filter(None, (pairs[0:even:2], pairs[1:even:2], pairs[even:])):
         mine = [pair for pair in disjoint if node in pair]
         partners.append(sum(mine[0]) - node if mine else node)
     return partners

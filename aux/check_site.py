@@ -77,15 +77,6 @@ def number(text: str) -> float:
     return float(text) if text.isdigit() else math.inf
 
 
-def minutes(limit: str) -> float:
-    """The minutes of a time limit: 1470 for 1-00:30:00."""
-    if limit == "UNLIMITED":
-        return math.inf
-    days, _, rest = limit.rpartition("-")
-    hours, minute, _ = rest.split(":")
-    return (int(days or 0) * 24 + int(hours)) * 60 + int(minute)
-
-
 class Shape:
     """A kind of node: GPUs by their type, and the CPUs and MB of memory that jobs may have."""
 
@@ -195,7 +186,7 @@ class Site:
         if self.counts_memory():
             options["mem"] = "0" if whole else f"{shape.memory // share}M"
         limit = partition.get("MaxTime", "UNLIMITED")
-        if minutes(limit) < 60:
+        if limit.startswith("00:"):  # days-hours:minutes:seconds
             options["time"] = limit
         return options
 

@@ -39,14 +39,11 @@ from random import Random
 import torch
 import torch.distributed as dist
 
+from check_ranks import HOST, env, local_rank, open_store, rank, ranks_per_node, world_size
+
 sys.path.append("distributed")
 import transformer
 
-env = os.environ
-rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
-local_rank = int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", 0)))
-world_size = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", 1)))
-ranks_of_node = int(env.get("LOCAL_WORLD_SIZE", 1))
 on_gpu = torch.accelerator.is_available() and sys.platform != "darwin"
 folder = Path("log/local", f"report-{env.get('MASTER_PORT', os.getpid())}")
 if "SLURM_JOB_ID" in env:
@@ -150,16 +147,6 @@ for name, (place, does, _) in FAULTS.items():
     COPIES[name] = ("train_ddp", {place: lines} | patience)
 
 
-def open_store() -> dist.Store:
-    """A dictionary that all ranks share. torchrun has opened it, or rank 0 does."""
-    if world_size == 1:
-        return dist.HashStore()
-    opens = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    address, port, patience = env["MASTER_ADDR"], int(env["MASTER_PORT"]), timedelta(seconds=600)
-    store = dist.TCPStore(address, port, world_size, opens, patience, False, multi_tenant=True)
-    return dist.PrefixStore("cluster_report", store)
-
-
 # --- a script on all ranks ---
 
 
@@ -201,7 +188,7 @@ class Run:
         variables = {name: value for name, value in env.items() if name not in left_out}
         variables.setdefault("MASTER_ADDR", "localhost")
         place = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
-        place |= {"LOCAL_WORLD_SIZE": min(ranks, ranks_of_node), "PYTHONUNBUFFERED": 1}
+        place |= {"LOCAL_WORLD_SIZE": min(ranks, ranks_per_node), "PYTHONUNBUFFERED": 1}
         place["TORCH_FR_DUMP_TEMP_FILE"] = folder / "nccl_rank_"
         if "fp32" in command:
             place["NVIDIA_TF32_OVERRIDE"] = 0
@@ -374,7 +361,7 @@ def measure(name: str, command: str, pattern: str, ranks: int = 1, one: float = 
 
 def speed():
     """train_fsdp.py on one GPU, one node and all nodes, with as many sequences for each rank."""
-    one, cases = 0.0, [(ranks, 1) for ranks in (1, ranks_of_node, world_size)]
+    one, cases = 0.0, [(ranks, 1) for ranks in (1, ranks_per_node, world_size)]
     for ranks, shard in dict.fromkeys([*cases, (world_size, world_size)]):
         command = f"{TRAIN} {GPT2} --batch-size {16 * ranks} --shard {shard}"
         rate = measure(f"speed-{ranks}-{shard}", command, TOKENS, ranks, one)
@@ -524,7 +511,7 @@ def page() -> str:
     links = [path.read_text().strip() for path in ports]
     cgroup = 2 if Path("/sys/fs/cgroup/cgroup.controllers").exists() else 1
     facts = {
-        "nodes": f"{len(HOSTS)}. On each: ranks {ranks_of_node}, CPUs {os.cpu_count()}",
+        "nodes": f"{len(HOSTS)}. On each: ranks {ranks_per_node}, CPUs {os.cpu_count()}",
         "each rank's device": device,
         "network": ", ".join(f"{links.count(link)} x {link}" for link in set(links))
         or "no InfiniBand",
@@ -551,7 +538,7 @@ def main():
         parser.error(f"PART is one {help}")
     if world_size == 1 and {"hang", *FAULTS} & {*parts}:
         parser.error("hang and faults need two ranks: sbatch a launcher, or ./torchrun.sh")
-    store.set(f"host/{rank}", env.get("SLURMD_NODENAME") or socket.gethostname())
+    store.set(f"host/{rank}", HOST)
     names = [store.get(f"host/{other}").decode() for other in range(world_size)]
     HOSTS.extend(dict.fromkeys(names))
     if rank == 0:
@@ -573,5 +560,5 @@ def main():
 
 
 if __name__ == "__main__":
-    store = open_store()
+    store = open_store(timeout=600)
     main()

@@ -214,9 +214,7 @@ def leave_out(notes: Notes, node: str, why: str):
     notes.out[node] = why
     if node not in bad_nodes() and why != SAME_STEP:
         with BAD_NODES.open("a") as file:
-            print(
-                f"{time.strftime('%F')} {node} {why} (job {os.environ['SLURM_JOB_ID']})", file=file
-            )
+            file.write(f"{time.strftime('%F')} {node} {why} (job {os.environ['SLURM_JOB_ID']})\n")
 
 
 def acquit():

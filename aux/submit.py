@@ -173,7 +173,7 @@ def submit(args: Namespace) -> int:
         image = container.uri(packaging)
 
     copied = {name: root / name for name in files}
-    host = remote.host_of(cluster)
+    host = cluster["backend_config"].get("hostname", "this machine")
     if args.dry_run:
         if in_container:
             for command in container.commands(packaging, root):
@@ -199,7 +199,7 @@ def submit(args: Namespace) -> int:
     jobs.save(path.parent / "slurm-jobs", record)
     print(f"Submitted batch job {job} to {args.env}, in {folder}. Next:")
     for verb in ("status", "logs --follow", "fetch", "cancel"):
-        print(f"  {jobs.command_for(verb, job)}", flush=True)
+        print(f"  python {os.path.relpath(__file__)} {verb} {job}", flush=True)
 
     status = 0
     if args.follow or args.wait or args.fetch:

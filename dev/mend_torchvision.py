@@ -20,7 +20,7 @@ if not _has_ops():
 """
 
 
-def main() -> int:
+if __name__ == "__main__":
     command = [sys.executable, "-c", "import torchvision"]
     tried = subprocess.run(command, capture_output=True, text=True)
     if "operator torchvision::nms does not exist" in tried.stderr:
@@ -28,10 +28,3 @@ def main() -> int:
         with (package / "extension.py").open("a") as file:
             file.write(DECLARATIONS)
         print("torchvision is built for CUDA and torch for the CPU: mended in this environment")
-        tried = subprocess.run(command, capture_output=True, text=True)
-    print(tried.stderr, end="", file=sys.stderr)
-    return tried.returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -27,17 +27,14 @@ def write(shown: str, parts: list[list[int]], output: str):
         pairs[old.split()[0].removeprefix("loss=")] = new.split()[0].removeprefix("loss=")
     pattern = "|".join(re.escape(old) for old in pairs)
     with LOCK:
-        pages = {path: path.read_text() for path in pages_of_the_tutorial()}
+        paths = REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")
+        pages = {path: path.read_text() for path in paths}
         assert any(f"\n{shown}```" in text for text in pages.values()), f"on no page:\n{shown}"
         for path, text in pages.items():
             # All at once, so that no new loss is taken for another old one.
             written = re.sub(pattern, lambda found: pairs[found[0]], text)
             if written != text:
                 path.write_text(written)
-
-
-def pages_of_the_tutorial() -> list[Path]:
-    return [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@ shapes."""
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -434,8 +433,7 @@ def test_one_sentence(cluster, arguments, sentence):
 
 def test_elsewhere(tmp_path):
     """Without Slurm, and with a Slurm that does not answer."""
-    done = subprocess.run([sys.executable, CHECK], env={"PATH": "/nowhere"}, cwd=REPOSITORY,
-                          capture_output=True, text=True)  # fmt: skip
+    done = run(sys.executable, CHECK, env={"PATH": "/nowhere"})
     assert done.returncode == 1 and "there is no scontrol here" in done.stderr
     stand_ins(tmp_path, {"scontrol": "exit 1"})
     done = run(sys.executable, CHECK, env={"PATH": f"{tmp_path}:/bin"})

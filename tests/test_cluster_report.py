@@ -10,7 +10,7 @@ import pytest
 import cluster_report
 from conftest import LAUNCHERS, REPOSITORY, ranks, run
 
-# In the place of check_ranks.py and of train scripts.
+# In the place of check_ranks.py, and of train scripts.
 HANGS = "import time\ntime.sleep(600)\n"
 BROKEN = """
 import os, sys, time
@@ -54,8 +54,9 @@ def rows(log: str) -> dict[str, str]:
 def test_broken_scripts(copy):
     """On five ranks, of which four can share a batch: a script that never ends, wrong losses, a
     rank that fails, a wrong rank that is named, and one script that is well."""
-    (copy / "aux/check_ranks.py").write_text(HANGS)
-    change(copy / "aux/cluster_report.py", '--timeout 60", 200', '--timeout 60", 5')
+    (copy / "hangs.py").write_text(HANGS)
+    checks = "aux/check_ranks.py --timeout 60"
+    change(copy / "aux/cluster_report.py", f'"{checks}", 200', '"hangs.py", 5')
     for name, options in cluster_report.OPTIONS.items():
         losses = [float(loss) for loss in cluster_report.EXPECTED[options].split()]
         if name != "preemptible":

@@ -134,8 +134,6 @@ timeout -k 5 10m srun -K python train.py | tee log
 """
 # What depends on the rest of the script: the name of a case, its mistakes, --, and a neighbour.
 CASES = r"""
-== the log's folder
-#SBATCH --output=absent/%j.out  #! no folder absent
 == the log's folder, by short options
 #SBATCH -o absent/%j.out  #! no folder absent
 #SBATCH -e gone/%j.err  #! no folder gone
@@ -176,8 +174,6 @@ srun -K ./by_task.sh python a.py --master_addr ${hosts[0]}  #! RANK is SLURM_PRO
 export MASTER_ADDR=${SITE_ADDR}
 srun -K ./by_task.sh python train.py
 == one GPU per task
-#SBATCH --gpus-per-task=1  #! invalid device ordinal
-srun -K python by_local_rank.py
 --
 #SBATCH --gpus-per-task=1
 srun -K python by_count.py
@@ -190,12 +186,10 @@ srun -K python train.py
 == CPUs by GPU
 #SBATCH --cpus-per-gpu=8  #! refuse (Requested node configuration is not available): --cpus-per-task
 == an address of one of several networks, but not on Frontier
-MASTER_ADDR=$(hostname -i)  #! hostname -i
 --
 module load rccl-net-plugin
 MASTER_ADDR=$(hostname -i)
 == a pipe's status
-srun -K python train.py | tee log  #! set -o pipefail
 --
 srun -K python train.py | tee log
 exit "${PIPESTATUS[0]}"
@@ -216,8 +210,6 @@ set -e
 srun -K python train.py
 echo Done
 == head without pipefail
-set -o pipefail
-MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)  #! SIGPIPE
 --
 MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
 == trap

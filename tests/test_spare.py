@@ -15,16 +15,7 @@ import pytest
 import heartbeat
 import job_processes
 import spare
-from conftest import (
-    LAUNCHERS,
-    REPOSITORY,
-    Cluster,
-    at_once,
-    environment,
-    run,
-    stand_ins,
-    wait_for,
-)
+from conftest import LAUNCHERS, REPOSITORY, Cluster, at_once, environment, run, stand_ins, wait_for
 from test_launchers import copy_file
 
 LAUNCHER = "launch_slurm_with_spare.sh"

@@ -263,11 +263,11 @@ def test_what_arrives(laptop):
 def test_from_this_machine(laptop):
     """The repository's own Slurmfile.toml as it is, on a login node; a secret stays here."""
     (laptop.clone / "environment.sh").write_text("#!/bin/bash\nenv; pwd; git --version\n")
-    shutil.copy(REPOSITORY / "Slurmfile.toml", laptop.clone / "own.toml")
-    variables = {"SLURMFILE": laptop.clone / "own.toml", "WANDB_API_KEY": "hunter2"}
-    variables = laptop.environment(**variables, PATH=environment()["PATH"])
+    ours = (REPOSITORY / "Slurmfile.toml").read_text()
+    variables = laptop.environment(WANDB_API_KEY="hunter2", PATH=environment()["PATH"])
     command = [*SUBMIT, "--env", "local", "--nodes=1", "environment.sh"]
-    done = laptop.cluster.exec(*command, cwd=laptop.clone, env=variables)
+    with written(laptop.clone / "Slurmfile.toml", ours):
+        done = laptop.cluster.exec(*command, cwd=laptop.clone, env=variables)
     assert done.returncode == 0, done.stderr
     job = laptop.cluster.wait(job_of(done.stdout))
     assert job.state == "COMPLETED", job.log
@@ -544,10 +544,9 @@ def test_mistakes_before_anything_is_sent(laptop, tmp_path):
         (1, ["status", 999999], "no job 999999"),
     ):
         one_sentence(laptop.submit(*command), "submit.py: ", sentence, status=status)
-    missing = laptop.submit(*plain, "sleep.sh", SLURMFILE="nope.toml")
-    one_sentence(missing, "SLURMFILE names nope.toml")
+    shutil.copy(laptop.clone / "Slurmfile.toml", tmp_path)
     submit = [sys.executable, REPOSITORY / "aux/submit.py", *plain, "sleep.sh"]
-    away = run(*submit, cwd=tmp_path, env=environment(SLURMFILE=laptop.clone / "Slurmfile.toml"))
+    away = run(*submit, cwd=tmp_path, env=environment())
     one_sentence(away, "git, which lists the files to copy, failed")
 
 

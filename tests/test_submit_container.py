@@ -170,16 +170,11 @@ def boxed(laptop, engine, base_image, tmp_path_factory):  # noqa: F811
     return engine | {"ENROOT_STAND_IN": site, "ENROOT_DATA_PATH": site / "containers"}
 
 
-def facts_of(done: subprocess.CompletedProcess) -> dict:
-    """What inside.py has said in the job."""
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads(re.search("^INSIDE (.*)$", done.stdout, re.M)[1])
-
-
 @pytest.mark.matrix  # two minutes together, most of them for images
 def test_built_copied_and_run(laptop, boxed):  # noqa: F811
     done = laptop.submit(*BOXED, "run_script.sh", "inside.py", timeout=300, **boxed)
-    facts = facts_of(done)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    facts = json.loads(re.search("^INSIDE (.*)$", done.stdout, re.M)[1])
     assert facts["jinja2"].startswith("/usr/local/lib/python3") and facts["built"]
     assert facts["data"] == ["mine"], "the folder of the Slurmfile's link"
     assert facts["marker"] == "from_the_base" and facts["folder"] == "/workspace/mnt"

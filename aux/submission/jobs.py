@@ -93,8 +93,3 @@ def fetch(record: dict) -> int:
         new.rename(folder)
     print(f"Fetched {count} files of job {record['job']} into {os.path.relpath(folder)}")
     return 0
-
-
-def command_for(verb: str, job: int) -> str:
-    """The command line of a verb, in this folder."""
-    return f"python {os.path.relpath(Path(__file__).parents[1] / 'submit.py')} {verb} {job}"

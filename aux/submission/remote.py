@@ -36,11 +36,6 @@ class RemoteFailed(Exception):
         self.is_connection = status == 255 or status < 0
 
 
-def host_of(cluster: dict) -> str:
-    """The cluster's name for messages."""
-    return cluster["backend_config"].get("hostname", "this machine")
-
-
 def command_line(cluster: dict, *command: object) -> list[str]:
     """The command line that runs a function of remote.sh on the cluster.
 

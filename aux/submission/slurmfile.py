@@ -1,5 +1,4 @@
-"""Slurmfile.toml says where jobs go: the one that SLURMFILE names, or the nearest one from the
-working directory upwards."""
+"""Slurmfile.toml says where jobs go: the nearest one from the working directory upwards."""
 
 import os
 import sys
@@ -35,10 +34,6 @@ def fail(sentence: str):
 
 def find() -> Path:
     """The Slurmfile. Stops with a sentence if there is none."""
-    if named := os.environ.get("SLURMFILE"):
-        if not Path(named).is_file():
-            fail(f"SLURMFILE names {named}, which is missing")
-        return Path(named).resolve()
     for folder in (Path.cwd(), *Path.cwd().parents):
         if (folder / "Slurmfile.toml").is_file():
             return folder / "Slurmfile.toml"

@@ -24,7 +24,7 @@
 # has NVIDIA's GPUs, each node has them: with --gpus 1 all nodes share one, and NCCL takes them for
 # different hosts.
 # Each node has cgroups of its own (v1 or v2), in which Slurm tracks processes and limits CPUs and
-# memory, as on a site. PROCTRACK=linuxproc does without them, as does a machine that has none.
+# memory, as on a site. A machine that has none does without them.
 #
 # Logs: /run/slurm-cluster-default/log
 # Crash a node: kill -9 "$(cat /run/slurm-cluster-default/node-2.pid)"
@@ -72,8 +72,7 @@ up() {
     if is_up_with "$size"; then return; fi
     stop
     rm --recursive --force "$state"
-    cgroups=none
-    [[ "${PROCTRACK:-cgroup}" != cgroup ]] || cgroups="$(make_cgroups)"
+    cgroups="$(make_cgroups)"
     if [[ "$cgroups" == none ]]; then
         remove_cgroups
         echo "Without cgroups (proctrack/linuxproc): a signal reaches every process of a step. On" \

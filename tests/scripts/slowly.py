@@ -34,10 +34,6 @@ first_start = env.get("SLURM_RESTART_COUNT", "0") == "0"
 seconds = float(sys.argv[1]) if first_start or "ALWAYS" in env else 0
 
 
-def wait_for_ever():
-    threading.Event().wait()
-
-
 def delay(step: int):
     rank = env.get("RANK", env.get("SLURM_PROCID", "0"))
     if str(step) == env.get("LONG_STEP") and first_start:
@@ -47,7 +43,7 @@ def delay(step: int):
     if str(step) == env.get("TERM_AT") and rank == "1":
         os.kill(os.getpid(), signal.SIGTERM)
     if step == 8 and rank == env.get("STUCK"):
-        wait_for_ever()
+        threading.Event().wait()
 
 
 def slow_save(save):
