@@ -28,6 +28,7 @@ start() {
     used=$((used + nodes))
     export "$name=${own[*]}"
     # A site's proxy does not know the nodes.
+    no_proxy=${no_proxy:-${NO_PROXY:-}}
     no_proxy=${no_proxy:+$no_proxy,}$(IFS=, && echo "${own[*]}")
     export no_proxy
     # site.sh may have changed the address of the first node.
