@@ -126,7 +126,7 @@ def test_the_status_is_the_last_program_s(tmp_path):
     """Whose requests to the nodes need no proxy."""
     stand_ins(tmp_path, {"scontrol": "printf 'n1\\nn2\\n'", "srun": "echo $no_proxy; exit 3"})
     env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", MASTER_ADDR="n1", CPUS_PER_NODE=1)
-    env |= {"SLURM_JOB_NODELIST": "n[1-2]", "NO_PROXY": "localhost"}
+    env |= {"SLURM_JOB_NODELIST": "n[1-2]", "no_proxy": "", "NO_PROXY": "localhost"}
     lines = "set -eu; source aux/programs.sh; start TRAINER 2 train; finish"
     done = run("bash", "-c", lines, env=env)
     assert (done.returncode, done.stdout) == (3, "localhost,n1,n2\n"), done.stderr
