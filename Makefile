@@ -115,14 +115,14 @@ data: .venv/ready
 
 # The last line makes the stamp, so that an interrupted installation is repeated.
 new_venv = $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || ./dev/install.sh python3-venv; $(PYTHON) -m venv
-# A torch of your own in .venv, as chapter 1 installs it, stays.
+# A torch of your own in .venv, as chapter 1 installs it, stays. The stamp of make's own is not empty.
 .venv/ready: requirements.txt dev/constraints.txt
 	$(new_venv) .venv
-	constraint='--constraint dev/constraints.txt'; \
-	! .venv/bin/python -c 'import torch' 2>/dev/null || constraint=; \
-	.venv/bin/python -m pip install --quiet --requirement requirements.txt $$constraint
-	.venv/bin/python dev/mend_torchvision.py
-	touch .venv/ready
+	pinned='--constraint dev/constraints.txt'; \
+	if [[ ! -s $@ ]] && .venv/bin/python -c 'import torch' 2>/dev/null; then pinned=; fi; \
+	.venv/bin/python -m pip install --quiet --requirement requirements.txt $$pinned; \
+	.venv/bin/python dev/mend_torchvision.py; \
+	printf %s "$$pinned" >$@
 
 # Installs a dependency group of pyproject.toml, because Debian 12's pip has no --group yet.
 install_group = $(1)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["$(2)"], sep="\n")' \

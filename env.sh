@@ -80,10 +80,10 @@ export NCCL_DEBUG="${NCCL_DEBUG:-WARN}" PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 # site.sh is yours: modules, and changes of the above, such as MASTER_ADDR=${MASTER_ADDR}i. It does
 # not see the script and its arguments, which conda's activate would take for its own.
 if [[ -e site.sh ]]; then
-    arguments=("$@")
+    env_sh_arguments=("$@")
     set +eu --
     source ./site.sh
-    set -eu -- "${arguments[@]}"
+    set -eu -- "${env_sh_arguments[@]}"
 fi
 if [[ -d .venv ]]; then source .venv/bin/activate; fi
 getent ahosts "$MASTER_ADDR" >/dev/null || die "$MASTER_ADDR does not resolve: set it in site.sh"

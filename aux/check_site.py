@@ -219,8 +219,8 @@ def tried(site: Site, partition: dict, whole: bool, by_rank: bool) -> tuple[dict
 
 
 def write(path: Path, site: Site, partition: dict) -> str:
-    """Puts the options for whole nodes into a launcher's header. Returns the diff, and why sbatch
-    refuses them, such as for want of an account."""
+    """Puts the options for whole nodes into a launcher's header. Returns the diff and, if sbatch
+    refuses the options (for example without an account), why."""
     try:
         old = new = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -248,7 +248,7 @@ def write(path: Path, site: Site, partition: dict) -> str:
         sys.exit(f"check_site.py: cannot write {path}: {error.strerror}")
     lines = old.splitlines(), new.splitlines()
     said = [*difflib.unified_diff(*lines, str(path), str(path), n=0, lineterm="")]
-    return "\n".join(said + ([f"A job with these options{refused}"] if refused else []))
+    return "\n".join(said + ([f"sbatch{refused.replace('  <-', ':')}"] if refused else []))
 
 
 # Lines of site.sh that only the user can know.

@@ -272,10 +272,10 @@ def clean(text: str) -> str:
         name = rf"\b{re.escape(host)}(?!\d)[\w.-]*"
         text = re.sub(name, f"node {HOSTS.index(host) + 1}", text)
     text = re.sub(rf"\b{re.escape(getpass.getuser())}\b", "USER", text)
-    # IPv6, with :: for zeros or whole; and IPv4
-    group = "[0-9a-f]{1,4}"
+    text = re.sub(r"\b\d+\.\d+\.\d+\.\d+\b", "ADDRESS", text)
+    group = "[0-9a-f]{1,4}"  # of IPv6, with :: for zeros or whole
     six = rf"(?:{group}:){{1,7}}(?::{group}){{1,6}}|(?:{group}:){{7}}{group}"
-    return re.sub(rf"(?<![\w:])(?:{six}|\d+\.\d+\.\d+\.\d+)\b", "ADDRESS", text)
+    return re.sub(rf"(?<!\w)(?:{six})\b", "ADDRESS", text)
 
 
 def row(part: str, fault: str, result: str, *runs: Run):

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # Several programs in one job, each on nodes of its own. Source it in a job script, after env.sh:
 #
-#   start SERVER 1 vllm serve MODEL --port 8000      # once on each of the next nodes, here one
-#   ready "http://$SERVER:8000/health"               # until it answers
+#   start SERVER 1 vllm serve MODEL --port "$PORT"   # once on each of the next nodes, here one
+#   ready "http://$SERVER:$PORT/health"              # until it answers
 #   start TRAINER 3 ./torchrun.sh train.py           # its NNODES is 3, MASTER_ADDR its first node
 #   finish                                           # when the last program ends, all end
 #

@@ -330,6 +330,7 @@ def command_requeue(folder: Path, status: int, saves: Path):
             return say(f"Failed with status {status}, and requeued: it resumes by itself")
         if not is_running():
             return None
+    say("Not requeued: Slurm refuses, see above")
 
 
 def main():

@@ -214,7 +214,8 @@ def unit_of(tokenizer: dict) -> str:
 
 def text_functions(tokenizer: dict, file: Path | None) -> tuple[Callable, Callable]:
     """Two functions: text to a list of numbers, and back. `file` is the tokenizer.json, if it is a
-    Hugging Face tokenizer. Raises ValueError with a sentence."""
+    Hugging Face tokenizer. Ends with a sentence if it is none. The first function raises
+    ValueError for a character that is not known."""
     if tokenizer["name"] == "bytes":
         return (
             lambda text: list(text.encode()),

@@ -82,13 +82,12 @@ def parts(
     folder.mkdir(parents=True, exist_ok=True)
     # Hidden, because aux/requeue_failed.sh takes other new files for a save.
     mark = folder / f".{len(items)} items by {size}"
-    is_new = not mark.exists()
-    mark.touch()
-    lists = sorted(path.name[1:] for path in folder.glob(".* items by *"))
-    if len(lists) > 1:
-        if is_new:  # the right list is to go on
-            mark.unlink()
-        raise ValueError(f"{folder} has answers to another list: {', '.join(lists)}")
+    # Before its own mark, so that a wrong list leaves none; and with it, in case of two at once.
+    for _ in range(2):
+        lists = sorted(path.name[1:] for path in {mark, *folder.glob(".* items by *")})
+        if len(lists) > 1:
+            raise ValueError(f"{folder} has answers to another list: {', '.join(lists)}")
+        mark.touch()
 
     since, said = time.monotonic(), False
     while True:

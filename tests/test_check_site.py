@@ -402,7 +402,7 @@ def test_the_header_s_other_lines_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(check_site, "sbatch_says", lambda options: "  <- refused: no account")
     said = check_site.write(launcher, site_of(GPU, config=config), site.choose(None))
     assert "\n##SBATCH --mem=0              # EDIT\n" in launcher.read_text()
-    assert said.endswith("\nA job with these options  <- refused: no account")
+    assert said.endswith("\nsbatch: refused: no account")
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,6 @@ import pytest
 from conftest import LAUNCHERS, NAMESPACES, Cluster, environment, run, wait_for
 from test_launchers import VARIABLES, assert_five_variables
 
-DOWN = ["scontrol", "update", "NodeName=node-2", "State=DOWN", "Reason=test"]
-
 
 @pytest.fixture(scope="module")
 def small():
@@ -64,7 +62,8 @@ def test_what_never_fits_is_refused_at_once(small, tmp_path):
         refused = small.exec("sbatch", *command, timeout=10)
         said = "sbatch: error: Batch job submission failed: "
         assert refused.returncode != 0 and said in refused.stderr, refused
-    assert small.exec(*DOWN).returncode == 0
+    down = ["scontrol", "update", "NodeName=node-2", "State=DOWN", "Reason=test"]
+    assert small.exec(*down).returncode == 0
     job = small.submit("--nodes=2", "--gpus-per-node=1", f"--output={tmp_path}/log", "--wrap=true")
     assert small.exec("scontrol", "update", "NodeName=node-2", "State=RESUME").returncode == 0
     assert small.wait(job, 60).state == "COMPLETED"

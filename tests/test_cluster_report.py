@@ -184,6 +184,8 @@ NAMES = [
     ("gpu01:6 jwb0001i:61234 gpu010", "node 1:6 node 2:61234 gpu010"),
     ("no route to gpu01-hsn0.site.example.de", "no route to node 1"),
     ("[2001:db8::17]:61000 fe80::1 10.1.2.3", "[ADDRESS]:61000 ADDRESS ADDRESS"),
+    ("eth0:10.0.0.5<0> ib0:fe80::1<0>", "eth0:ADDRESS<0> ib0:ADDRESS<0>"),
+    ("[::ffff:10.1.2.3]:61", "[::ffff:ADDRESS]:61"),
     ("loss=1.5 at 12:30:05, /home/me/x.py", "loss=1.5 at 12:30:05, x.py"),
 ]
 

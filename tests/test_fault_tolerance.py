@@ -1,5 +1,4 @@
-"""The failure matrix: signals, requeues, dead ranks and nodes, full disks and damaged files, on
-a real cluster.
+"""The failure matrix: signals, requeues, dead ranks and nodes, damaged files, on a real cluster.
 
 A job that resumes must have the losses of an uninterrupted run on as many ranks: train_fsdp.py and
 train_tp.py with weights that are bit for bit the same; train_preemptible.py up to
@@ -55,7 +54,7 @@ FSDP = ("srun", "train_fsdp.py")
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory) -> Path:
-    """A file system that can be made small or read-only while all nodes see it."""
+    """A file system that can be made read-only while all nodes see it."""
     with mounted_in_memory(tmp_path_factory.mktemp("disk"), "200m") as folder:
         yield folder
 

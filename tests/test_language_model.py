@@ -302,7 +302,7 @@ def test_one_rank_is_asked_to_stop(text, tmp_path):
     assert list(values(stopped, "val_loss")) == list(range(1, step))
     for name in ("loss", "val_loss"):
         assert values(stopped, name) | values(resumed, name) == values(whole, name)
-    rate = values(stopped, "tokens_per_second")[step]
+    rate = max(values(stopped, "tokens_per_second").values())
     assert 0.55 < rate / (BATCH_SIZE * CONTEXT / 1.5) <= 1, "of all ranks"
     first, second = (saved_state(tmp_path / x / "step_12", "model") for x in ("all", "out"))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -354,8 +354,11 @@ def seen_forward(self, *inputs):
     return forward(self, *inputs)
 heartbeat.alive, gc.collect = seen_alive, seen_collect
 token_files.Text.fixed_batches, transformer.Transformer.forward = seen_batches, seen_forward
+def lost(self, written, *_):
+    written.result()
+    return os.environ.get("RANK") != "0"
 if "LOST" in os.environ:
-    checkpoint.Folder.publish = lambda self, *_: os.environ.get("RANK") != "0"
+    checkpoint.Folder.publish = lost
 sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -1,6 +1,7 @@
 # shellcheck shell=sh
 # Runs one of the functions below, by name and with arguments, on the cluster over SSH or on this
-# machine. See remote.py. POSIX sh, because the login shell may be any but csh.
+# machine. See remote.py. POSIX sh, because the login shell may be any but csh,
+# which cannot quote a line break.
 set -eu
 
 die() {
