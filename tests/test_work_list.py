@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,20 @@ def test_stopped(tmp_path):
     looks = iter([False, False, True])
     assert list(work_list.parts("abc", tmp_path, 1, stop=lambda: next(looks))) == []
     assert len(answers(tmp_path)) == 2
+
+
+def test_a_wrong_list_by_several_at_once(tmp_path):
+    """Is refused to all, and leaves the right one as it was."""
+    next(work_list.parts(range(20), tmp_path, 10)).write([0] * 10)
+
+    def refused(_) -> bool:
+        with pytest.raises(ValueError, match="has answers to another list"):
+            next(work_list.parts(range(21), tmp_path, 10))
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(refused, range(400)))
+    next(work_list.parts(range(20), tmp_path, 10))
 
 
 def test_refused(tmp_path):
