@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, environment, run, stand_ins
+from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, environment, ranks, run, stand_ins
 from submission import jobs, remote, slurmfile
 from test_launchers import NASTY
 from test_readme import CHAPTERS, HOME, assert_shown, copy_of_repository, steps
@@ -483,6 +483,14 @@ def test_context_of_a_task(laptop, own, options, nodes, size):
     assert laptop.result(job) == {"rank": 0, "world_size": size, "arguments": NASTY}
 
 
+def test_ranks_of_the_task_train_together(tiny):
+    """The model of one rank, up to rounding."""
+    command = [TASK, "--data-dir", tiny, "--batch-size", 60, "--epochs", 2, "--device", "cpu"]
+    done = [ranks(count, *command) for count in (0, 2)]
+    one, two = (re.search("Finished: test_loss=(.*) test", each.stdout)[1] for each in done)
+    assert float(two) == pytest.approx(float(one), rel=1e-4)
+
+
 def test_tasks_without_a_launcher():
     four = environment(SLURM_JOB_ID=7, SLURM_STEP_NUM_TASKS=4)
     one_sentence(run(sys.executable, TASK, env=four), "srun started 4 tasks, and each would")
@@ -508,6 +516,7 @@ ASKED = [
     ("nodes=2, ntasks=4, gpus_per_node=1", "", [], "1 GPUs on a node.*: write gpus_per_node=2 or"),
     ("nodes=2, ntasks=3", "", [], "3 tasks on 2 nodes, .*: write ntasks=4 or "),
     ("nodes='1-2'", "", [], "--nodes: '1-2' is not a whole number"),
+    ("nodes=1, gres='gpu:2'", "", [], " --gres=gpu:2 --ntasks-per-node=1 launch_slurm_"),
 ]
 
 
