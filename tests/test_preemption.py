@@ -428,9 +428,14 @@ def test_each_signal_is_a_request():
     assert done.stdout == "True\n" * 3, done.stderr
 
 
-POOL = """import preemption
+# The second worker is slow to begin, as on a busy machine.
+POOL = """import os, time
+forks = []
+slow = lambda: time.sleep(len(forks) - 1)
+os.register_at_fork(before=lambda: forks.append(1), after_in_child=slow)
+import preemption
 preemption.listen()
-import multiprocessing, sys, time
+import multiprocessing, sys
 
 def work(number):
     if number:
