@@ -292,7 +292,8 @@ for step in range(first + 1, args.steps + 1):
         log(f"{line} time_left={timedelta(seconds=round(seconds * (args.steps - step)))}")
         losses, start = [], time.perf_counter()
     # It waits for the GPU, which still computes the steps.
-    stopped = preemption.asked(device, step)
+    # In the last step in any case, because an evaluation follows.
+    stopped = preemption.asked(device, step if step < args.steps else None)
     pause = time.perf_counter()
     if stopped or step % args.save_every == 0 or step == args.steps:
         heartbeat.alive(600)
