@@ -716,11 +716,10 @@ def main():
         # A rank with a fault may be unable to go on.
         if any(its["bad"] for its in found):
             os._exit(report(found, False))
-    if args.also:
-        if local_rank == 0:
-            mine["bad"] += own_test(args.also, args.timeout)
-        # The test may use the GPUs of all ranks.
-        gather(store, "end of --also", mine, args.timeout)
+    if args.also and local_rank == 0:
+        mine["bad"] += own_test(args.also, args.timeout)
+    # Such a test may use the GPUs of all ranks.
+    gather(store, "measurement", mine, args.timeout)
     measure(device, mine)
     gather(store, "all-reduce", mine, args.timeout)
     if world_size > 1:
