@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC1091
-# pytorch-on-slurm 3.0: sizes, address and settings of a job, for its launcher on the first node.
+# pytorch-on-slurm 4.0: sizes, address and settings of a job, for its launcher on the first node.
 # ${A:-B} is A, or B if A is empty; ${A%%[!B]*} is A up to the first that is no B; ${!A@}: A...
 if [[ -z "${SLURM_JOB_ID:-}" || "${SLURM_PROCID:-0}" != 0 || "$-" == *i* ]]; then
     echo "env.sh is for the launchers: sbatch launch_slurm_with_torchrun.sh SCRIPT" >&2
