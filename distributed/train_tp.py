@@ -83,7 +83,9 @@ if chosen.init_from:
     import hugging_face
 
     given = hugging_face.read_config(chosen.init_from)
-    parser.set_defaults(**transformer.TUNING | given)
+    # No other key sets an option, because the file may be a stranger's.
+    shape = {name: given[name] for name in transformer.SHAPE}
+    parser.set_defaults(**transformer.TUNING | shape)
 args = parser.parse_args()
 if args.init_from:  # other sizes than the folder's are a fault when it is read
     given |= {name: vars(args)[name] for name in transformer.SHAPE}

@@ -1,12 +1,16 @@
 """SECURITY.md: no shell is given a string, no secret is told, a .pt file cannot run code."""
 
 import ast
+import json
+import pickle
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from conftest import LAUNCHERS, REPOSITORY, TRACKED, ranks
+from test_hugging_face import random_model
 from test_launchers import in_all_ways
 
 SECRET = "canary-3f1d9c"  # no part of any other text
@@ -67,3 +71,22 @@ def test_a_checkpoint_from_a_stranger_runs_no_code(tiny, tmp_path):
     done = ranks(0, *train, "--checkpoint-dir", tmp_path)
     assert done.returncode == 1 and not canary.exists(), done.stdout + done.stderr
     assert "Weights only load failed" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("script", ["train_fsdp.py", "train_tp.py"])
+def test_a_config_from_a_stranger_sets_no_option(script, text, tmp_path):
+    """With the folder to write to it would load the pickle there, or replace what is there."""
+    qwen, canary = tmp_path / "qwen", tmp_path / "canary"
+    random_model(qwen, num_hidden_layers=1)
+    (qwen / "run/step_1").mkdir(parents=True)
+    (qwen / "run/step_1/.metadata").write_bytes(pickle.dumps(Evil(canary)))
+    config = json.loads((qwen / "config.json").read_text())
+    options = {"checkpoint_dir": str(qwen / "run"), "resume": True, "steps": 0, "seed": None}
+    (qwen / "config.json").write_text(json.dumps(config | options))
+    before = sorted(qwen.rglob("*"))
+    train = [REPOSITORY / "distributed" / script, "--init-from", qwen, "--data-dir", text]
+    train += ["--context", 16, "--batch-size", 4, "--steps", 1, "--device", "cpu"]
+    done = ranks(0, *train, cwd=tmp_path, RUN="mine")
+    assert not canary.exists() and sorted(qwen.rglob("*")) == before, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step=1/1" in done.stdout and "checkpoint in checkpoints/mine" in done.stdout
