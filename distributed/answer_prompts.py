@@ -53,20 +53,20 @@ if args.device == "auto" and torch.accelerator.is_available():
 
 def load(folder: Path) -> Callable[[str, int], str]:
     """The function that answers a prompt, drawing its tokens from a seed."""
-    path, about = checkpoint.newest(folder)
+    path, metadata = checkpoint.newest(folder)
     with torch.device("meta"):
-        model = Transformer(about["config"])
+        model = Transformer(metadata["config"])
     model.to_empty(device=device)
     model.tie()
     checkpoint.read(path, dict(model.named_parameters()))
-    encode, decode = token_files.text_functions(about["tokenizer"], args.tokenizer)
+    encode, decode = token_files.text_functions(metadata["tokenizer"], args.tokenizer)
 
     def answer(prompt: str, seed: int) -> str:
         torch.manual_seed(seed)
         tokens = torch.tensor([encode(prompt)], device=device)
         if tokens.numel() == 0:
             raise ValueError("an empty prompt")
-        written = model.generate(tokens, args.length, about["tokenizer"]["size"])[0]
+        written = model.generate(tokens, args.length, metadata["tokenizer"]["size"])[0]
         return decode(written[tokens.size(1) :].tolist())
 
     return answer

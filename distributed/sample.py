@@ -35,11 +35,11 @@ args = parser.parse_args()
 device = torch.device("cpu")
 if args.device == "auto" and torch.accelerator.is_available():
     device = torch.accelerator.current_accelerator()
-path, about = checkpoint.newest(args.checkpoint_dir)
-if "config" not in about:
+path, metadata = checkpoint.newest(args.checkpoint_dir)
+if "config" not in metadata:
     sys.exit(f"{path} is not of this version's train_fsdp.py or train_tp.py")
 with torch.device("meta"):
-    model = Transformer(about["config"])
+    model = Transformer(metadata["config"])
 
 
 def value_of(name: str) -> torch.Tensor:
@@ -59,12 +59,12 @@ model.to_empty(device=device)
 model.tie()
 checkpoint.read(path, dict(model.named_parameters()))
 
-encode, decode = token_files.text_functions(about["tokenizer"], args.tokenizer)
+encode, decode = token_files.text_functions(metadata["tokenizer"], args.tokenizer)
 try:
     prompt = torch.tensor([encode(args.prompt)], device=device)
 except ValueError as error:
     sys.exit(str(error))
 torch.manual_seed(args.seed)
-known = about["tokenizer"]["size"]
+known = metadata["tokenizer"]["size"]
 written = model.generate(prompt, args.length, known, args.temperature)[0].tolist()
 print(f"Sample from {path}:", decode(written), sep="\n")

@@ -1,7 +1,7 @@
 """Text as token files: train.bin and val.bin, memory-mapped, and windows of them.
 
-    text = token_files.Text("data/shakespeare", context=64, batch_size=12)
-    inputs, targets, count = text.batch(step, rank, ranks, device)      # (12 / ranks, 64) int64
+    dataset = token_files.TokenDataset("data/shakespeare", context=64, batch_size=12)
+    inputs, targets, count = dataset.batch(step, rank, ranks, device)   # (12 / ranks, 64) int64
 
 Each file holds one number per token (uint8, or uint16 or uint32 in little-endian order).
 vocabulary.json beside them, which aux/prepare_data.py writes, says how many numbers there are and
@@ -93,7 +93,7 @@ def numbers(memory: mmap.mmap, dtype: torch.dtype, count: int, first: int = 0) -
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=first)
 
 
-class Text:
+class TokenDataset:
     """The token files of a folder in windows of `context` tokens and the next one, of which a step
     takes `batch_size`. Ends with a sentence if they cannot be used."""
 
@@ -166,10 +166,11 @@ class Text:
             targets = targets.masked_fill(self.masks[split][starts][:, 1:] == 0, IGNORED)
         return inputs, targets
 
-    def fixed_batches(
-        self, count: int, rows: int, rank: int, ranks: int
+    def eval_batches(
+        self, count: int, micro_batch_size: int, rank: int, ranks: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's part of the set to evaluate on: inputs and targets, (rows, context) int64.
+        """This rank's part of the set to evaluate on: inputs and targets,
+        (micro_batch_size, context) int64.
 
         The set is val.bin in windows side by side, or `count` of them, evenly spread. An incomplete
         batch is filled up with targets that cross_entropy ignores. All ranks then have the same
@@ -179,9 +180,10 @@ class Text:
         starts = torch.arange(0, len(self.tokens["val"]), self.context)
         if 0 < count < len(starts):
             starts = starts[torch.linspace(0, len(starts) - 1, count).long()]
-        for part in starts.split(rows * ranks):
-            mine = part[rank * rows :][:rows]
-            inputs, targets = self.read("val", torch.cat((mine, part[:1].expand(rows - len(mine)))))
+        for part in starts.split(micro_batch_size * ranks):
+            mine = part[rank * micro_batch_size :][:micro_batch_size]
+            filler = part[:1].expand(micro_batch_size - len(mine))
+            inputs, targets = self.read("val", torch.cat((mine, filler)))
             targets = targets.clone()
             targets[len(mine) :] = IGNORED
             yield inputs, targets

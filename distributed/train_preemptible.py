@@ -133,14 +133,14 @@ autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision ==
 # env.sh names a job's runs in RUN, so that a requeued one finds its folder.
 run = os.environ.get("RUN", time.strftime("%Y-%m-%d_%H-%M-%S"))
 # With other values, a step would be another place in the data.
-about = {"batch_size": args.batch_size, "seed": args.seed, "samples": len(train_set)}
+metadata = {"batch_size": args.batch_size, "seed": args.seed, "samples": len(train_set)}
 folder = args.checkpoint_dir or Path("checkpoints", run)
-runs = checkpoint.Folder(folder, about=about, resume=args.resume)
-steps_done = runs.load(model, optimizer)
+checkpoints = checkpoint.Folder(folder, metadata=metadata, resume=args.resume)
+steps_done = checkpoints.load(model, optimizer)
 # The learning rate is in that state, but the command line's holds.
 for group in optimizer.param_groups:
     group["lr"] = args.learning_rate
-log(f"Data: {mnist.describe(args.data_dir)}. Checkpoints: {runs.path}")  # EDIT
+log(f"Data: {mnist.describe(args.data_dir)}. Checkpoints: {checkpoints.path}")  # EDIT
 
 # --- training ---
 # A run that was stopped at the end of an epoch resumes there, and evaluates.
@@ -182,14 +182,14 @@ for epoch in range(first_epoch, args.epochs + 1):
             losses, start = [], time.perf_counter()
         if step % args.save_every == 0:
             heartbeat.alive(600)  # a large model may take ten minutes
-            runs.save(steps_done, model, optimizer)
+            checkpoints.save(steps_done, model, optimizer)
         stopped = preemption.asked(device, steps_done)
         if stopped:
             break
 
     # Before the evaluation, because Slurm may not leave time for both.
     heartbeat.alive(600)
-    runs.save(steps_done, model, optimizer)
+    checkpoints.save(steps_done, model, optimizer)
     stopped = stopped or preemption.asked(device)
     if stopped:
         break
@@ -207,7 +207,7 @@ for epoch in range(first_epoch, args.epochs + 1):
     test_loss, accuracy = (sums / len(test_set)).tolist()
     log(f"epoch={epoch} test_loss={test_loss:.6f} test_accuracy={accuracy:.4f}")
 
-saved = runs.wait()
+saved = checkpoints.wait()
 # A signal may have come during the last evaluation.
 stopped = stopped or preemption.asked(device)
 if not saved:
@@ -215,5 +215,5 @@ if not saved:
 elif stopped:
     log(f"Stopped after step {steps_done}, saved")
 else:
-    log(f"Finished: epoch={args.epochs}, checkpoints in {runs.path}")
-preemption.end(stopped, not saved, f"--resume --checkpoint-dir {runs.path}")
+    log(f"Finished: epoch={args.epochs}, checkpoints in {checkpoints.path}")
+preemption.end(stopped, not saved, f"--resume --checkpoint-dir {checkpoints.path}")

@@ -141,11 +141,11 @@ if args.batch_size % (groups * args.accumulation) != 0:
     sys.exit(f"--batch-size must be a multiple of {parts}")
 rows = args.batch_size // groups // args.accumulation  # sequences at once
 group_number = rank // size
-text = token_files.Text(args.data_dir, args.context, args.batch_size, args.seed)
+dataset = token_files.TokenDataset(args.data_dir, args.context, args.batch_size, args.seed)
 
 # --- model ---
 heartbeat.alive(600)  # to draw or read it, and to compile the first step
-known = text.vocabulary["tokenizer"]["size"]
+known = dataset.vocabulary["tokenizer"]["size"]
 config = given if args.init_from else transformer.new_config(vars(args), args.context, known)
 if known > config["vocab_size"] or args.context > config["max_position_embeddings"]:
     limits = f"{config['vocab_size']} tokens, and --context {config['max_position_embeddings']}"
@@ -217,15 +217,15 @@ def learning_rate(step: int) -> float:
 run = os.environ.get("RUN", time.strftime("%Y-%m-%d_%H-%M-%S"))
 folder = args.checkpoint_dir or Path("checkpoints", run)
 # These stay as they are in a resumed run. All else is as the command line says now.
-about = {"config": config, "context": args.context, "batch_size": args.batch_size}
-about |= {"seed": args.seed, "data": text.vocabulary["id"]}
-about |= {"tokenizer": text.vocabulary["tokenizer"]}
-runs = checkpoint.Folder(folder, args.keep, about, resume=args.resume)
-first = runs.load(model, optimizer)
+metadata = {"config": config, "context": args.context, "batch_size": args.batch_size}
+metadata |= {"seed": args.seed, "data": dataset.vocabulary["id"]}
+metadata |= {"tokenizer": dataset.vocabulary["tokenizer"]}
+checkpoints = checkpoint.Folder(folder, args.keep, metadata, resume=args.resume)
+first = checkpoints.load(model, optimizer)
 [group] = optimizer.param_groups
 # The checkpoint has these as well, but the command line's take precedence.
 group |= {"betas": (0.9, args.beta2), "weight_decay": args.weight_decay}
-log(f"Data: {text}. Checkpoints: {runs.path}")
+log(f"Data: {dataset}. Checkpoints: {checkpoints.path}")
 log(f"Precision: {'bf16' if bf16 else 'fp32'}. Compiled: {compiled}")
 
 # --- training ---
@@ -236,7 +236,7 @@ flops_per_token = transformer.flops_per_token(config, args.context)
 def evaluate(step: int):
     model.eval()
     sums = torch.zeros(2, device=device)  # loss, tokens
-    for inputs, targets in text.fixed_batches(args.eval_windows, rows, group_number, groups):
+    for inputs, targets in dataset.eval_batches(args.eval_windows, rows, group_number, groups):
         heartbeat.alive(600)  # the first one compiles
         inputs, targets = inputs.to(device), targets.to(device)
         with torch.no_grad(), loss_parallel(), autocast:
@@ -252,7 +252,7 @@ if (first or args.init_from) and (first % args.eval_every == 0 or first >= args.
     evaluate(first)
 # A rank that collects garbage keeps the others waiting, so all of them do it in the same steps.
 gc.disable()
-batch = text.batch(first + 1, group_number, groups, device)
+batch = dataset.batch(first + 1, group_number, groups, device)
 step, stopped, losses, start = first, False, [], time.perf_counter()
 for step in range(first + 1, args.steps + 1):
     inputs, targets, count = batch
@@ -268,7 +268,7 @@ for step in range(first + 1, args.steps + 1):
     sum_partial_gradients(model)
     losses.append(step_loss)
     # Read while the GPU still computes.
-    batch = text.batch(step + 1, group_number, groups, device)
+    batch = dataset.batch(step + 1, group_number, groups, device)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     group["lr"] = learning_rate(step - 1)
@@ -299,7 +299,7 @@ for step in range(first + 1, args.steps + 1):
     pause = time.perf_counter()
     if stopped or step % args.save_every == 0 or step == args.steps:
         heartbeat.alive(600)
-        runs.save(step, model, optimizer)
+        checkpoints.save(step, model, optimizer)
     if stopped:
         break  # before the evaluation, because Slurm may not leave time for both
     if step % args.eval_every == 0 or step == args.steps:
@@ -309,19 +309,19 @@ for step in range(first + 1, args.steps + 1):
     # Neither saves nor evaluations count as training.
     start += time.perf_counter() - pause
 
-saved = runs.from_rank_0(runs.wait())
+saved = checkpoints.from_rank_0(checkpoints.wait())
 # Under torchrun a signal during the last save or evaluation would end the job as FAILED.
 stopped = stopped or preemption.asked(device)
 if saved and not stopped and args.init_from:
     heartbeat.alive(600)
     # An evaluation has left some weights gathered and rounded. In the state_dict they are not.
     value_of = model.state_dict().__getitem__
-    hugging_face.write(runs.path / "model", model, value_of, args.init_from)
+    hugging_face.write(checkpoints.path / "model", model, value_of, args.init_from)
     stopped = preemption.asked(device)
 if not saved:
     log("The last steps are not saved")
 elif stopped:
     log(f"Stopped after step {step}, saved")
 else:
-    log(f"Finished: step={step}, checkpoint in {runs.path}")
-preemption.end(stopped, not saved, f"--resume --checkpoint-dir {runs.path}")
+    log(f"Finished: step={step}, checkpoint in {checkpoints.path}")
+preemption.end(stopped, not saved, f"--resume --checkpoint-dir {checkpoints.path}")

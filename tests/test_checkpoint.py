@@ -17,12 +17,12 @@ LINES = {
     "import torch\n": "import sys, checkpoint, torch\n",
     "\nmodel =": "\ntorch.manual_seed(0)\nmodel =",
     "lr=0.01)\n": "lr=0.01)\n"
-    "runs = checkpoint.Folder(sys.argv[1])\n"
-    "first = runs.load(model, optimizer)\n",
+    "folder = checkpoint.Folder(sys.argv[1])\n"
+    "first = folder.load(model, optimizer)\n",
     "for _ in range(8):\n": "for step in range(first + 1, int(sys.argv[2]) + 1):\n"
     "    torch.manual_seed(world_size * step + rank)\n",
-    "optimizer.zero_grad()\n": "optimizer.zero_grad()\n    runs.save(step, model, optimizer)\n",
-    "\nweights =": "\nruns.wait()\nweights =",
+    "optimizer.zero_grad()\n": "optimizer.zero_grad()\n    folder.save(step, model, optimizer)\n",
+    "\nweights =": "\nfolder.wait()\nweights =",
 }
 
 

@@ -71,7 +71,7 @@ def train_dense(folder: Path, rate: float = 1e-3) -> tuple[list[float], list[flo
     mask = np.ones_like(data)
     if (folder / "train.mask").exists():
         mask = np.fromfile(folder / "train.mask", np.uint8)
-    order = token_files.Text(folder, CONTEXT, BATCH_SIZE)
+    order = token_files.TokenDataset(folder, CONTEXT, BATCH_SIZE)
     model = new_model()
     options = {"betas": (0.9, 0.99), "weight_decay": 0.1, "fused": False, "foreach": False}
     optimizer = torch.optim.AdamW(model.parameters(), **options)
@@ -333,7 +333,7 @@ import torch, checkpoint, heartbeat, token_files, transformer
 transformer.peak_flops = lambda device: 1e9
 transformer.gpu_memory = lambda device: float(os.environ.get("ROOM", "inf"))
 alive, collect = heartbeat.alive, gc.collect
-fixed_batches, forward = token_files.Text.fixed_batches, transformer.Transformer.forward
+eval_batches, forward = token_files.TokenDataset.eval_batches, transformer.Transformer.forward
 def say(text): print(f"{text}\\n", end="", flush=True)
 def seen_alive(seconds=0):
     say(f"alive {heartbeat.step} {seconds}")
@@ -346,14 +346,14 @@ def seen_batches(self, count, rows, rank, ranks):
     time.sleep(8 if heartbeat.step == 4 else 0)
     if str(heartbeat.step) == os.environ.get("TERM") and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
-    return fixed_batches(self, count, rows, rank, ranks)
+    return eval_batches(self, count, rows, rank, ranks)
 def seen_forward(self, *inputs):
     assert self.training == torch.is_grad_enabled()
     if heartbeat.step is None:
         say(f"recompute {self.model.layers[0].recompute}")
     return forward(self, *inputs)
 heartbeat.alive, gc.collect = seen_alive, seen_collect
-token_files.Text.fixed_batches, transformer.Transformer.forward = seen_batches, seen_forward
+token_files.TokenDataset.eval_batches, transformer.Transformer.forward = seen_batches, seen_forward
 def lost(self, written, *_):
     written.result()
     return os.environ.get("RANK") != "0"

@@ -248,7 +248,7 @@ def test_conversations_are_packed(tmp_path, monkeypatch, capsys):
     assert "451 training and 51 validation tokens" in capsys.readouterr().out
     assert token_files.missing_data(tmp_path / "data", 50) is None
     assert damaged(tmp_path / "data") == ""
-    text = token_files.Text(tmp_path / "data", 50, 1)
+    text = token_files.TokenDataset(tmp_path / "data", 50, 1)
     for split, windows in (("train", 9), ("val", 1)):
         for start in range(0, 50 * windows, 50):
             inputs, targets = text.read(split, torch.tensor([start]))

@@ -199,7 +199,7 @@ def write_numbers(folder: Path, count: int, **said: object) -> Path:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_each_window_once_an_epoch(ranks, tmp_path):
     """On any number of ranks; the next epoch has other windows, in another order."""
-    text = token_files.Text(write_numbers(tmp_path / "text", 1000), 9, batch_size=8, seed=1)
+    text = token_files.TokenDataset(write_numbers(tmp_path / "text", 1000), 9, batch_size=8, seed=1)
     assert text.per_epoch == 110 and "; an epoch is 13.8 steps" in str(text)
     found = []
     for step in range(1, 29):
@@ -224,7 +224,7 @@ def test_windows_of_conversations(tmp_path):
     assert f"no prepared text at {folder}/val.mask (No" in token_files.missing_data(folder, 10)
     (tmp_path / "val.mask").rename(folder / "val.mask")
     assert "packed for --context 10, not 9" in token_files.missing_data(folder, 9)
-    text = token_files.Text(folder, context=10, batch_size=4)
+    text = token_files.TokenDataset(folder, context=10, batch_size=4)
     starts = []
     for step in range(1, 11):
         inputs, targets, count = text.batch(step, 0, 1, torch.device("cpu"))
@@ -239,9 +239,9 @@ def test_windows_of_conversations(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_evaluation_has_one_shape_on_all_ranks(text, ranks):
     rows, shapes, counted = 8 // ranks, [], 0
-    its = token_files.Text(text, 16, 8)
+    its = token_files.TokenDataset(text, 16, 8)
     for rank in range(ranks):
-        batches = list(its.fixed_batches(50, rows, rank, ranks))
+        batches = list(its.eval_batches(50, rows, rank, ranks))
         shapes.append([(tokens.shape, targets.shape) for tokens, targets in batches])
         assert all(tokens.min() >= 0 for tokens, _ in batches)
         counted += sum((targets >= 0).sum().item() for _, targets in batches)
@@ -256,7 +256,7 @@ def test_a_text_that_is_larger_than_the_memory(text, tmp_path):
     os.truncate(folder / "train.bin", count)
     said = json.loads((folder / "vocabulary.json").read_text()) | {"train_tokens": count}
     (folder / "vocabulary.json").write_text(json.dumps(said))
-    inputs, _, _ = token_files.Text(folder, 64, 8).batch(1, 0, 1, torch.device("cpu"))
+    inputs, _, _ = token_files.TokenDataset(folder, 64, 8).batch(1, 0, 1, torch.device("cpu"))
     assert inputs.shape == (8, 64) and inputs.sum() == 0
 
 

@@ -95,8 +95,8 @@ if rank == 0:
     print(f"Each rank: {per_rank[0]} of states, {per_rank[1]} of logits", flush=True)
 
 # --- training ---
-runs = checkpoint.Folder(args.out / "steps", about={"lora": args.lora})
-first, stopped = runs.load(model, optimizer), False
+checkpoints = checkpoint.Folder(args.out / "steps", metadata={"lora": args.lora})
+first, stopped = checkpoints.load(model, optimizer), False
 model.train()
 for step in range(first + 1, args.steps + 1):
     # The step is the seed, so a run that resumes, on any number of ranks, reads what it would have.
@@ -116,12 +116,12 @@ for step in range(first + 1, args.steps + 1):
             print(f"step={step}/{args.steps} loss={mean_loss.item():.6f}", flush=True)
     stopped = preemption.asked(device, step)
     if stopped or step % args.save_every == 0:
-        runs.save(step, model, optimizer)
+        checkpoints.save(step, model, optimizer)
     if stopped:
         break
 
 # --- the end: requeued, or a model for from_pretrained() ---
-runs.wait()
+checkpoints.wait()
 if stopped:
     if rank == 0:
         print(f"Stopped after step {step}, saved", flush=True)

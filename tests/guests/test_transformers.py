@@ -133,8 +133,8 @@ import torch, token_files
 from transformers import AutoModelForCausalLM, AutoTokenizer
 known = AutoTokenizer.from_pretrained(sys.argv[1])
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
-text = token_files.Text(sys.argv[2], 128, 1)
-[(inputs, targets)] = text.fixed_batches(8, 8, 0, 1)
+text = token_files.TokenDataset(sys.argv[2], 128, 1)
+[(inputs, targets)] = text.eval_batches(8, 8, 0, 1)
 with torch.no_grad():
     logits = model(inputs).logits
 print(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item())

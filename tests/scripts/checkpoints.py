@@ -270,9 +270,9 @@ def not_finite():
 
 def other_values():
     """A tuple is a list in JSON, and no other value."""
-    saved("values", (1,), about={"betas": (0.9, 0.95), "config": {"layers": 8}})
-    same = loaded("values", about={"betas": (0.9, 0.95), "config": {"layers": 8}})
-    other = loaded("values", about={"betas": (0.9, 0.95), "config": {"layers": 4}})
+    saved("values", (1,), metadata={"betas": (0.9, 0.95), "config": {"layers": 8}})
+    same = loaded("values", metadata={"betas": (0.9, 0.95), "config": {"layers": 8}})
+    other = loaded("values", metadata={"betas": (0.9, 0.95), "config": {"layers": 4}})
     return other | {"same": same["returns"]}
 
 
