@@ -98,7 +98,7 @@ test-gpu: $(VENV:=/tests)  ## every script on this machine's GPUs, NCCL with one
 lint: .venv/tests  ## ruff and shellcheck
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	shellcheck --external-sources $$(git ls-files '*.sh' tests/stand-ins) .ci/run
+	shellcheck --external-sources $$(git ls-files '*.sh' tests/scripts/stand-ins) .ci/run
 
 docs: .venv-docs/ready  ## README and docs/ as a site to read offline: open site/index.html
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --site-dir $(abspath $(SITE))
@@ -137,7 +137,7 @@ install_group = $(1)/bin/python -c 'import tomllib; print(*tomllib.load(open("py
 	$(call install_group,.venv-docs,docs)
 	touch .venv-docs/ready
 
-# Frameworks for tests/guests/. The .pth file points to .venv, whose torch they share.
+# Frameworks for examples/. The .pth file points to .venv, whose torch they share.
 site_packages = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 .venv-guests/ready: .venv/ready pyproject.toml
 	$(new_venv) .venv-guests

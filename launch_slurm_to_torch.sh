@@ -18,7 +18,7 @@ set -euo pipefail
 source ./env.sh
 
 # EDIT: without the second line's #, a job that fails is requeued if its run has saved.
-#source aux/requeue_failed.sh "checkpoints/$RUN"
+#source aux/launch/requeue_failed.sh "checkpoints/$RUN"
 
 # Slurm sends SIGTERM before it kills a job. Some scripts then save, and this shell waits for them.
 trap : TERM
@@ -28,4 +28,4 @@ trap : TERM
 # --kill-on-bad-exit: a task that fails ends the others, instead of leaving them waiting.
 srun --ntasks="$WORLD_SIZE" --ntasks-per-node="$NPROC_PER_NODE" --cpus-per-task="$CPUS_PER_RANK" \
     --distribution=block:block --overlap --wait=0 --kill-on-bad-exit=1 \
-    ./aux/slurm_rank.sh python "${@:-distributed/train_ddp.py}"
+    ./aux/launch/slurm_rank.sh python "${@:-distributed/train_ddp.py}"

@@ -18,7 +18,7 @@ set -euo pipefail
 source ./env.sh
 
 # EDIT: without the second line's #, a job that fails is requeued if its run has saved.
-#source aux/requeue_failed.sh "checkpoints/$RUN"
+#source aux/launch/requeue_failed.sh "checkpoints/$RUN"
 
 # Slurm sends SIGTERM before it kills a job. Some scripts then save, and this shell waits for them.
 trap : TERM
@@ -27,4 +27,4 @@ trap : TERM
 # --wait=0: a rank that has ended does not end one that still saves, as a site's WaitTime would.
 # --kill-on-bad-exit: a task that fails ends the others, instead of leaving them waiting.
 srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --overlap \
-    --wait=0 --kill-on-bad-exit=1 python distributed/spawn_ranks.py "${@:-distributed/train_ddp.py}"
+    --wait=0 --kill-on-bad-exit=1 python aux/launch/spawn_ranks.py "${@:-distributed/train_ddp.py}"

@@ -14,7 +14,7 @@
 # the same job, from its last checkpoint. A node that cannot run a step is left out, and so is one
 # on which a rank has failed twice. bad_nodes.txt remembers both for later jobs, unless the rank
 # failed at one step twice: delete a line if you disagree. A run that fails three times without a
-# save ends. aux/spare.py decides, and says why in the log. It needs Python 3.10 on the first node.
+# save ends. aux/launch/spare.py decides, and says why in the log. It needs Python 3.10 on the first node.
 #
 # Your script resumes if SLURM_RESTART_COUNT is not 0, as after a requeue.
 #
@@ -47,7 +47,7 @@ trap 'told=1' TERM
 trap 'python3 aux/ledger.py "$SLURM_JOB_ID" 2>/dev/null || true' EXIT
 
 # Tasks on other nodes requeue the job if it loses the first one, on which this shell is.
-python3 aux/spare.py watch &>/dev/null &
+python3 aux/launch/spare.py watch &>/dev/null &
 
 address=$MASTER_ADDR port=$MASTER_PORT requeues=${SLURM_RESTART_COUNT:-0} status=1
 read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -58,7 +58,7 @@ fi
 
 for ((start = 0; ; start++)); do
     # The first nodes that can run a step. If there are too few, it says so, and the job ends.
-    hosts=$(python3 aux/spare.py choose "$start" "${probe[@]}") || exit "$status"
+    hosts=$(python3 aux/launch/spare.py choose "$start" "${probe[@]}") || exit "$status"
     if [[ -n "$told" ]]; then exit "$status"; fi
     echo "Start $((start + 1)) on $hosts"
 
@@ -76,7 +76,7 @@ for ((start = 0; ; start++)); do
         ./torchrun.sh "${@:-distributed/train_ddp.py}" || status=$?
 
     # Which node it was. A run that has ended, or makes no progress, does not start again.
-    if [[ -n "$told" ]] || ! python3 aux/spare.py blame "$status" "$saves"; then
+    if [[ -n "$told" ]] || ! python3 aux/launch/spare.py blame "$status" "$saves"; then
         exit "$status"
     fi
 done

@@ -18,7 +18,7 @@ set -euo pipefail
 source ./env.sh
 
 # EDIT: without the second line's #, a job that fails is requeued if its run has saved.
-#source aux/requeue_failed.sh "checkpoints/$RUN"
+#source aux/launch/requeue_failed.sh "checkpoints/$RUN"
 
 # Slurm sends SIGTERM before it kills a job. Some scripts then save, and this shell waits for them.
 trap : TERM

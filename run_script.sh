@@ -30,7 +30,7 @@ export CONTAINER_MOUNTS=
 export CONTAINER_ENV=
 
 # EDIT: without the second line's #, a job that fails is requeued if its run has saved.
-#source aux/requeue_failed.sh "checkpoints/$RUN"
+#source aux/launch/requeue_failed.sh "checkpoints/$RUN"
 
 # Slurm sends SIGTERM before it kills a job. Some scripts then save, and this shell waits for them.
 trap : TERM
@@ -45,7 +45,7 @@ true >"$stopped" || true
 # --kill-on-bad-exit: a task that fails ends the others, instead of leaving them waiting.
 status=0
 srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --overlap \
-    --wait=0 --kill-on-bad-exit=1 ./aux/enroot.sh ./torchrun.sh "${@:-distributed/train_ddp.py}" ||
+    --wait=0 --kill-on-bad-exit=1 ./aux/launch/enroot.sh ./torchrun.sh "${@:-distributed/train_ddp.py}" ||
     status=$?
 
 if [[ -s "$stopped" ]]; then

@@ -50,19 +50,19 @@ install_slurm() {
     ldconfig
 }
 
-# nodes NAME COUNT PART ...: aux/cluster_report.py on so many nodes; its log is OUT/NAME.
+# nodes NAME COUNT PART ...: dev/cluster_report.py on so many nodes; its log is OUT/NAME.
 nodes() {
     local log=$OUT/$1 count=$2 node
     shift 2
     if ./local/cluster/namespaces.sh status >/dev/null; then
         timeout 250 ./local/cluster/namespaces.sh exec sbatch --wait --output="$log" \
             --nodes="$count" --gpus-per-node=1 --cpus-per-task=4 \
-            launch_slurm_with_torchrun.sh aux/cluster_report.py "$@" || true
+            launch_slurm_with_torchrun.sh dev/cluster_report.py "$@" || true
     else
         export MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + RANDOM % 10000)) WORLD_SIZE=$count
         for ((node = 0; node < count; node++)); do
             RANK=$node SLURMD_NODENAME=node-$node NCCL_HOSTID=node-$node \
-                timeout 250 python3 aux/cluster_report.py "$@" >>"$log" 2>&1 &
+                timeout 250 python3 dev/cluster_report.py "$@" >>"$log" 2>&1 &
         done
         wait
     fi
@@ -79,11 +79,11 @@ run() {
     nodes faults 2 killed away loops &
     nodes broadcast 2 checks broadcast &
     # Meanwhile the models compile, and find that done when they are timed.
-    timeout 250 python3 aux/cluster_report.py 0.6b 1.7b &>/dev/null &
-    timeout 250 python3 aux/cluster_report.py 1.7b-float8 0.6b-fsdp &>/dev/null &
+    timeout 250 python3 dev/cluster_report.py 0.6b 1.7b &>/dev/null &
+    timeout 250 python3 dev/cluster_report.py 1.7b-float8 0.6b-fsdp &>/dev/null &
     wait
     ./local/cluster/namespaces.sh down || true
-    python3 aux/cluster_report.py checks "$@" 2>&1 | tee "$OUT/alone" || true
+    python3 dev/cluster_report.py checks "$@" 2>&1 | tee "$OUT/alone" || true
     tar --create --gzip --file="$OUT/logs.tar.gz" --exclude='*.bin' --exclude=digits log
 }
 

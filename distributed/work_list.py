@@ -80,7 +80,7 @@ def parts(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # Hidden, because aux/requeue_failed.sh takes other new files for a save.
+    # Hidden, because aux/launch/requeue_failed.sh takes other new files for a save.
     mark = folder / f".{len(items)} items by {size}"
     # Before its own mark, so that a wrong list leaves none; and with it, in case of two at once.
     for _ in range(2):

@@ -25,17 +25,19 @@ from pathlib import Path
 
 import pytest
 
+REPOSITORY = Path(__file__).resolve().parents[1]
+ROOMS = ("distributed", "aux", "aux/launch", "dev", "tests/helpers")
+sys.path[:0] = [str(REPOSITORY / room) for room in ROOMS]
 import forks
 import job_processes
 import record
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 NAMESPACES = REPOSITORY / "local/cluster/namespaces.sh"
 TRACKED = subprocess.run(
     ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True
 ).stdout.split()
 # For make test-kernels: a few nodes with a kernel each, which get both folders by NFS.
-KERNELS = REPOSITORY / "local/cluster/kernels.sh"
+KERNELS = REPOSITORY / "dev/kernels.sh"
 BACKEND = KERNELS if os.environ.get("BACKEND") == "kernels" else NAMESPACES
 PATIENCE = 4 if BACKEND == KERNELS else 1  # such a kernel needs a while for import torch
 SHARED = (REPOSITORY, Path(tempfile.gettempdir()) / f"pytest-of-{getpass.getuser()}")
@@ -45,7 +47,6 @@ LAUNCHERS = {
     "spawn": "launch_slurm_with_mp.sh",
 }
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED", "OUT_OF_MEMORY", "PREEMPTED")
-sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux", "dev")]
 
 
 # Like ctrl-C: by way of the fixtures, which end the cluster.

@@ -1,4 +1,4 @@
-"""aux/cluster_report.py: what is well, and what is broken, each in a row of the page."""
+"""dev/cluster_report.py: what is well, and what is broken, each in a row of the page."""
 
 import getpass
 import re
@@ -32,7 +32,7 @@ time.sleep(2)
 @pytest.fixture
 def copy(tmp_path):
     """What a reader copies, in a folder of its own."""
-    for name in ("aux", "distributed"):
+    for name in ("aux", "dev", "distributed"):
         shutil.copytree(REPOSITORY / name, tmp_path / name)
     for name in ("env.sh", "torchrun.sh", LAUNCHERS["torchrun"]):
         shutil.copy(REPOSITORY / name, tmp_path)
@@ -56,13 +56,13 @@ def test_broken_scripts(copy):
     rank that fails, a wrong rank that is named, and one script that is well."""
     (copy / "hangs.py").write_text(HANGS)
     checks = "aux/check_ranks.py --timeout 60"
-    change(copy / "aux/cluster_report.py", f'"{checks}", 200', '"hangs.py", 5')
+    change(copy / "dev/cluster_report.py", f'"{checks}", 200', '"hangs.py", 5')
     for name, options in cluster_report.OPTIONS.items():
         losses = [float(loss) for loss in cluster_report.EXPECTED[options].split()]
         if name != "preemptible":
             (copy / f"distributed/train_{name}.py").write_text(BROKEN.format(losses=losses))
     parts = ["checks", "losses", "speed", "hang"]
-    done = ranks(5, "aux/cluster_report.py", *parts, cwd=copy, timeout=200)
+    done = ranks(5, "dev/cluster_report.py", *parts, cwd=copy, timeout=200)
     assert done.returncode == 1, done.stdout + done.stderr
     found = rows(done.stdout)
     said = r"\*\*FAILED\*\*: rank \d has not ended after 5 s"
@@ -106,7 +106,7 @@ for step in range(5, 26, 5):
 def test_a_stop_that_is_not_heard_and_one_that_does_not_resume(copy):
     for name in ("preemptible", "fsdp"):
         (copy / f"distributed/train_{name}.py").write_text(DEAF)
-    done = ranks(2, "aux/cluster_report.py", "stop", cwd=copy, timeout=100, SLURM_JOB_ID=7)
+    done = ranks(2, "dev/cluster_report.py", "stop", cwd=copy, timeout=100, SLURM_JOB_ID=7)
     found, what = rows(done.stdout), "stop and resume of `train_{}.py`"
     said = "**FAILED**: SIGTERM after step 5 did not stop it"
     assert found[what.format("preemptible")] == said, done
@@ -114,7 +114,7 @@ def test_a_stop_that_is_not_heard_and_one_that_does_not_resume(copy):
     assert re.fullmatch(said, found[what.format("fsdp")]) and done.returncode == 1, done
 
 
-OPTIONS = ["--nodes=2", "--gpus-per-node=1", LAUNCHERS["torchrun"], "aux/cluster_report.py"]
+OPTIONS = ["--nodes=2", "--gpus-per-node=1", LAUNCHERS["torchrun"], "dev/cluster_report.py"]
 
 
 @pytest.mark.matrix
@@ -157,8 +157,8 @@ def test_the_changes_fit_the_scripts(tmp_path, monkeypatch):
 def test_one_gpu(copy):
     """Its rehearsal: each row has its figures. What is not there is left out, and no fault."""
     shutil.copytree(REPOSITORY / "local", copy / "local")
-    shutil.copytree(REPOSITORY / "dev", copy / "dev")
-    done = run(sys.executable, "aux/cluster_report.py", "save", "alone", cwd=copy, timeout=900)
+    shutil.copytree(REPOSITORY / "examples", copy / "examples")
+    done = run(sys.executable, "dev/cluster_report.py", "save", "alone", cwd=copy, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {part.partition(":")[0]: result for part, result in rows(done.stdout).items()}
     assert found.keys() == {"two saves of 0.1b", *cluster_report.ALONE}
@@ -171,7 +171,7 @@ def test_one_gpu(copy):
 
 @pytest.mark.matrix
 def test_faults(copy):
-    done = ranks(2, "aux/cluster_report.py", "faults", cwd=copy, timeout=400)
+    done = ranks(2, "dev/cluster_report.py", "faults", cwd=copy, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     for (*_, pattern), result in zip(
         cluster_report.FAULTS.values(), rows(done.stdout).values(), strict=True

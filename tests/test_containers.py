@@ -29,7 +29,7 @@ from conftest import (
 from test_launchers import NASTY, NOTHING, copy_file
 from test_readme import copy_of_repository, steps, try_block
 
-STAND_INS = REPOSITORY / "tests/stand-ins"
+STAND_INS = REPOSITORY / "tests/scripts/stand-ins"
 INSIDE = "tests/scripts/inside.py"
 PACKAGES = "base-files bash coreutils dash libstdc++6 python3"
 
@@ -216,7 +216,7 @@ def documented(runtime: str, clone: Path) -> Path:
     page = (clone / "docs/containers.md").read_text()
     [lines] = re.findall(rf"^```\n((?:    .*\n)*?.*{runtime}(?:.*\n)*?)```$", page, re.M)
     script = (clone / "run_script.sh").read_text()
-    line = r"^    .*\./aux/enroot\.sh .*\n"
+    line = r"^    .*\./aux/launch/enroot\.sh .*\n"
     script, count = re.subn(line, lambda _: lines, script, flags=re.M)
     assert count == 1
     (clone / "run_script.sh").write_text(script)
@@ -290,7 +290,7 @@ def node(tmp_path):
     def start(**changes: object) -> subprocess.Popen:
         env = {name: str(value) for name, value in (settings | changes).items()}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = [REPOSITORY / "aux/enroot.sh", "train.py", *NASTY]
+        command = [REPOSITORY / "aux/launch/enroot.sh", "train.py", *NASTY]
         return subprocess.Popen(command, cwd=code, env=env, start_new_session=True, **pipes)
 
     start.code, start.containers = code, tmp_path / "data/enroot"

@@ -156,8 +156,8 @@ def project(clone, engine, base_image):
 
 
 def test_readme(project):
-    """Builds the image; the block of docs/docker.md ends with the cluster's end."""
-    [step] = steps(REPOSITORY / "docs/docker.md")
+    """Builds the image; the block of local/cluster/README.md ends with the cluster's end."""
+    [step] = steps(REPOSITORY / "local/cluster/README.md")
     shown = try_block(*step, project.clone, **project.environment)
     assert len(re.findall(r"^node-[12] +1 +train\* +idle 16 ", shown, re.M)) == 2
     trained = (project.clone / "training_job.log").read_text()

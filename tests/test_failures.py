@@ -1,4 +1,4 @@
-"""Each script of tests/failures/ shows its symptom, and its fix does not."""
+"""Each script of docs/labs/ shows its symptom, and its fix does not."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ import lint_sbatch
 from conftest import REPOSITORY, at_once, cells, environment, run, wait_for
 from test_docker import engine  # noqa: F401  a fixture
 
-FOLDER = REPOSITORY / "tests/failures"
+FOLDER = REPOSITORY / "docs/labs"
 sys.path.append(str(FOLDER))
 import tasks
 
@@ -73,7 +73,9 @@ def explain(line: str) -> list[str]:
     ]
 
 
-POSTED = re.findall(r"^== *(.*)\n((?:(?!==).*\n)*)", (FOLDER / "posted.txt").read_text(), re.M)
+POSTED = re.findall(
+    r"^== *(.*)\n((?:(?!==).*\n)*)", (REPOSITORY / "tests/posted.txt").read_text(), re.M
+)
 LINES = [(line, name) for name, lines in POSTED for line in lines.split("\n") if line]
 
 

@@ -34,7 +34,7 @@ TOLERANCE = {"fp32": 1e-3, "bf16": 0.03}
 FORMS = {
     "none": [sys.executable],
     "torchrun": ["./torchrun.sh"],
-    "spawn": [sys.executable, "distributed/spawn_ranks.py"],
+    "spawn": [sys.executable, "aux/launch/spawn_ranks.py"],
 }
 
 
@@ -183,7 +183,7 @@ def test_cluster_report(device, ranks):
     """All meet, the losses are a CPU's, and a run that is stopped resumes with the same ones."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     variables = environment(NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1, **hidden)
-    parts = ["aux/cluster_report.py", "checks", "losses", "stop"]
+    parts = ["dev/cluster_report.py", "checks", "losses", "stop"]
     done = run("./torchrun.sh", *parts, env=variables, timeout=900)
     assert done.returncode == 0 and ": All is well\n" in done.stdout, done.stdout + done.stderr
     assert (" cuda:0 " in done.stdout) == (device == "cuda"), done.stdout

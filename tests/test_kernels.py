@@ -1,5 +1,5 @@
 """What only nodes with a kernel each can show: NFS with its caches and its faults, and cgroup v2.
-make test-kernels runs it on local/cluster/kernels.sh."""
+make test-kernels runs it on dev/kernels.sh."""
 
 import os
 import re

@@ -16,14 +16,14 @@ pytestmark = pytest.mark.matrix
 def test_many_gpus(clone):  # noqa: F811  the fixture
     """Chapter 2, with two steps in an epoch if it is not recorded."""
     draw_images(clone / "data/images", *([] if record.RECORDING else (128, 20)))
-    fresh = bash("./torchrun.sh tests/scripts/many_gpus.py", clone, NPROC_PER_NODE=2)
+    fresh = bash("./torchrun.sh examples/many_gpus.py", clone, NPROC_PER_NODE=2)
     assert_shown(shown_by(2, r"\[Rank: 1 \| \w+ \| cpu"), fresh)
 
 
 def test_one_script_twice(clone):  # noqa: F811
     """Chapter 2's lab: each line is there twice, with the same loss."""
     draw_images(clone / "lab/data/images", 128, 20)
-    fresh = bash("cd lab; ../torchrun.sh ../tests/scripts/one_gpu.py", clone, NPROC_PER_NODE=2)
+    fresh = bash("cd lab; ../torchrun.sh ../examples/one_gpu.py", clone, NPROC_PER_NODE=2)
     # A line's break may come after the other process's line.
     lines = sorted(re.findall(r"epoch=\d loss=\S+ accuracy=\S+(?= )", fresh))
     assert len(lines) == 6 and lines[::2] == lines[1::2], fresh
@@ -32,7 +32,7 @@ def test_one_script_twice(clone):  # noqa: F811
 def test_endless_loop(clone, cluster):  # noqa: F811
     """Chapter 6: what the log says after a minute."""
     options = ["--export=ALL,PYTHONPATH=distributed", "--output=endless.out"]
-    command = [LAUNCHERS["torchrun"], "tests/failures/endless_loop.py"]
+    command = [LAUNCHERS["torchrun"], "docs/labs/endless_loop.py"]
     variables = {"SBATCH_EXPORT": "NONE"}  # as at some sites
     job = cluster.submit(*options, *command, env=variables, cwd=clone)
     log = clone / "endless.out"
@@ -79,7 +79,7 @@ def test_kill_a_rank(clone, cluster):  # noqa: F811
 
 def test_silent_mistakes(clone):  # noqa: F811
     """Chapter 9."""
-    padding = "./torchrun.sh tests/failures/padding_broken.py"
-    commands = f"./torchrun.sh tests/failures/set_epoch_broken.py\n{padding}\n"
+    padding = "./torchrun.sh docs/labs/padding_broken.py"
+    commands = f"./torchrun.sh docs/labs/set_epoch_broken.py\n{padding}\n"
     fresh = bash(f"{commands}NPROC_PER_NODE=4 {padding}", clone, NPROC_PER_NODE=2)
     assert_shown(shown_by(9, "epoch 1 begins with"), fresh)

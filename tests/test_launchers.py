@@ -278,7 +278,7 @@ def test_rank_under_srun_is_by_node():
     """If a topology plugin has put task 1 on the second of two nodes, its rank is 2."""
     given = {"SLURM_NODEID": 1, "SLURM_LOCALID": 0, "SLURM_PROCID": 1, "NPROC_PER_NODE": 2}
     names = "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE"
-    command = ["./aux/slurm_rank.sh", "bash", "-c", f'echo "{names}"']
+    command = ["./aux/launch/slurm_rank.sh", "bash", "-c", f'echo "{names}"']
     done = run(*command, env=environment(NNODES=2, **given))
     assert done.stdout == "2 0 4 2\n", done.stderr
 
@@ -287,10 +287,10 @@ ALWAYS = "--overlap --wait=0 --kill-on-bad-exit=1"
 A_NODE = f"--ntasks=2 --ntasks-per-node=1 --cpus-per-task=48 {ALWAYS}"
 STARTS = {
     LAUNCHERS["srun"]: "--ntasks=8 --ntasks-per-node=4 --cpus-per-task=12 "
-    f"--distribution=block:block {ALWAYS} ./aux/slurm_rank.sh python",
+    f"--distribution=block:block {ALWAYS} ./aux/launch/slurm_rank.sh python",
     LAUNCHERS["torchrun"]: f"{A_NODE} ./torchrun.sh",
-    LAUNCHERS["spawn"]: f"{A_NODE} python distributed/spawn_ranks.py",
-    "run_script.sh": f"{A_NODE} ./aux/enroot.sh ./torchrun.sh",
+    LAUNCHERS["spawn"]: f"{A_NODE} python aux/launch/spawn_ranks.py",
+    "run_script.sh": f"{A_NODE} ./aux/launch/enroot.sh ./torchrun.sh",
 }
 
 
@@ -410,9 +410,9 @@ def test_site_sh_and_the_script(site, cluster, tmp_path):
 # --- the files to copy ---
 
 THREE_FILES = {
-    "srun": ["env.sh", LAUNCHERS["srun"], "aux/slurm_rank.sh"],
+    "srun": ["env.sh", LAUNCHERS["srun"], "aux/launch/slurm_rank.sh"],
     "torchrun": ["env.sh", LAUNCHERS["torchrun"], "torchrun.sh"],
-    "spawn": ["env.sh", LAUNCHERS["spawn"], "distributed/spawn_ranks.py"],
+    "spawn": ["env.sh", LAUNCHERS["spawn"], "aux/launch/spawn_ranks.py"],
 }
 
 

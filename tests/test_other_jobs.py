@@ -92,8 +92,8 @@ def test_ends(clone, cluster, vllm, tmp_path):  # noqa: F811
     (clone / "trainer.py").write_text(TRAINER)
     script = script_of_the_page("both.sh")
     trains = "./torchrun.sh distributed/train_ddp.py --epochs 1"
-    assert trains in script and "aux/programs.sh" in script
-    script = script.replace("aux/programs.sh", "aux/programs.sh\nLAST_WORDS=5")
+    assert trains in script and "aux/launch/programs.sh" in script
+    script = script.replace("aux/launch/programs.sh", "aux/launch/programs.sh\nLAST_WORDS=5")
     (clone / "ends.sh").write_text(script.replace(trains, "python trainer.py"))
 
     def scenario(fault: str, state: str, restarts: int, words: str):
@@ -127,7 +127,7 @@ def test_the_status_is_the_last_program_s(tmp_path):
     stand_ins(tmp_path, {"scontrol": "printf 'n1\\nn2\\n'", "srun": "echo $no_proxy; exit 3"})
     env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", MASTER_ADDR="n1", CPUS_PER_NODE=1)
     env |= {"SLURM_JOB_NODELIST": "n[1-2]", "no_proxy": "", "NO_PROXY": "localhost"}
-    lines = "set -eu; source aux/programs.sh; start TRAINER 2 train; finish"
+    lines = "set -eu; source aux/launch/programs.sh; start TRAINER 2 train; finish"
     done = run("bash", "-c", lines, env=env)
     assert (done.returncode, done.stdout) == (3, "localhost,n1,n2\n"), done.stderr
 

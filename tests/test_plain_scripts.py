@@ -342,7 +342,7 @@ def small_project(script: str, folder: Path, images: tuple[int, int] = (96, 20))
     two epochs."""
     if not (folder / "data").exists():
         draw_images(folder / "data/images", *images)
-    text = (REPOSITORY / "tests/scripts" / script).read_text()
+    text = (REPOSITORY / "examples" / script).read_text()
     for old, new in (('"resnet18", 64 ', '"resnet18", 32 '), ("BATCH = 3, 64", "BATCH = 2, 16")):
         assert text.count(old) == 1
         text = text.replace(old, new)

@@ -40,7 +40,7 @@ HOOKED = ["tests/scripts/slowly.py", 0, PREEMPTIBLE]
 BY_HAND = {
     "none": [sys.executable],
     "torchrun": ["./torchrun.sh"],
-    "spawn": [sys.executable, "distributed/spawn_ranks.py"],
+    "spawn": [sys.executable, "aux/launch/spawn_ranks.py"],
 }
 
 

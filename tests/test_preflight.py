@@ -689,7 +689,7 @@ def test_signals_that_do_not_reach_a_rank(cluster, tmp_path):
     script.write_text(
         "#!/bin/bash\nsource ./env.sh\n"
         "srun bash -c 'trap : TERM; "
-        "./aux/slurm_rank.sh python aux/check_ranks.py --sigterm; true'\n"
+        "./aux/launch/slurm_rank.sh python aux/check_ranks.py --sigterm; true'\n"
     )
     size = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
     job = cluster.sbatch(*size, f"--output={tmp_path}/log", script)

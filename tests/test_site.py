@@ -17,7 +17,7 @@ PAGES = [
     REPOSITORY / "SECURITY.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
     REPOSITORY / "dev/tested.md",
-    REPOSITORY / "tests/failures/README.md",
+    REPOSITORY / "docs/labs/README.md",
 ]
 
 

@@ -1,5 +1,5 @@
 """launch_slurm_with_spare.sh: a run goes on within its job when a rank or a node fails, and ends
-when it makes no progress. What aux/spare.py decides is tested without a cluster."""
+when it makes no progress. What aux/launch/spare.py decides is tested without a cluster."""
 
 import contextlib
 import json
@@ -106,7 +106,7 @@ def test_what_counts_as_saved(file, tmp_path):
     saved = file in SAVED
     (tmp_path / "a folder" / file).parent.mkdir(parents=True)
     (tmp_path / "link").symlink_to("a folder")
-    lines = 'touch "a folder/old.pt"; sleep 0.02; source aux/requeue_failed.sh "a folder"'
+    lines = 'touch "a folder/old.pt"; sleep 0.02; source aux/launch/requeue_failed.sh "a folder"'
     if file != "old.pt":
         lines += f'; sleep 0.02; touch "a folder/{file}"'
     done = job_shell(tmp_path, lines)
@@ -126,7 +126,7 @@ def test_what_counts_as_saved(file, tmp_path):
 
 def test_three_requeues_without_a_save(tmp_path):
     """A job that has saved once is requeued four times."""
-    lines = "source aux/requeue_failed.sh saves; sleep 0.02; [[ -e saves ]] || touch saves"
+    lines = "source aux/launch/requeue_failed.sh saves; sleep 0.02; [[ -e saves ]] || touch saves"
     said = [job_shell(tmp_path, lines, requeues).stderr for requeues in range(5)]
     assert all("status 5, and requeued" in line for line in said[:4]), said
     assert said[4] == "Not requeued: three requeues without a save\n"
@@ -135,7 +135,7 @@ def test_three_requeues_without_a_save(tmp_path):
 @pytest.mark.parametrize(("ends", "state"), [("exit 0", "RUNNING"), ("exit 5", "COMPLETING")])
 def test_a_job_that_is_not_requeued(ends, state, tmp_path):
     """One that has finished, and one that scancel ends."""
-    lines = f"source aux/requeue_failed.sh saves; sleep 0.02; touch saves; {ends}"
+    lines = f"source aux/launch/requeue_failed.sh saves; sleep 0.02; touch saves; {ends}"
     done = job_shell(tmp_path, lines, state=state)
     assert f"exit {done.returncode}" == ends and done.stderr == ""
     assert not (tmp_path / "asked").exists()
@@ -298,7 +298,7 @@ def test_a_run_that_saves_starts_as_often_as_it_fails(tmp_path):
     step += " --no-kill=off --overlap --wait=0 --kill-on-bad-exit=1 ./torchrun.sh train.py\n"
     assert (tmp_path / "asked").read_text() == f"600 {step}"
     watch = "--nodelist=n2,n3,n4 --nodes=3 --ntasks=3 --cpus-per-task=1 --overlap --no-kill "
-    watch += f"--kill-on-bad-exit=0 python3 {tmp_path}/aux/spare.py watch n1\n"
+    watch += f"--kill-on-bad-exit=0 python3 {tmp_path}/aux/launch/spare.py watch n1\n"
     assert (tmp_path / "watch").read_text() == watch
 
 
@@ -516,8 +516,8 @@ def test_sigterm(cluster, tiny, tmp_path):
 def test_a_failed_job_is_requeued_if_it_has_saved(cluster, tiny, tmp_path):
     """By the line that all plain launchers have."""
     for name in [*LAUNCHERS.values(), "run_script.sh"]:
-        assert (REPOSITORY / name).read_text().count("\n#source aux/requeue_failed.sh") == 1
-    for name in ("env.sh", "torchrun.sh", "aux/requeue_failed.sh", "aux/spare.py"):
+        assert (REPOSITORY / name).read_text().count("\n#source aux/launch/requeue_failed.sh") == 1
+    for name in ("env.sh", "torchrun.sh", "aux/launch/requeue_failed.sh", "aux/launch/spare.py"):
         copy_file(name, tmp_path)
     for name in ("distributed", "tests", ".venv"):
         (tmp_path / name).symlink_to(REPOSITORY / name)

@@ -14,7 +14,7 @@ def job() -> dict[str, str]:
 
 
 def in_a_job(script: object, *arguments: object):
-    return run(sys.executable, "distributed/spawn_ranks.py", script, *arguments, env=job())
+    return run(sys.executable, "aux/launch/spawn_ranks.py", script, *arguments, env=job())
 
 
 ENDS = """
@@ -63,7 +63,7 @@ os.write(1, f"RANK {os.environ['RANK']} was asked {len(asked)} times\\n".encode(
 def test_a_signal_is_passed_on_once(tmp_path):
     """A handler that saves must not be entered again while it does."""
     (tmp_path / "script.py").write_text(COUNTS)
-    spawner = REPOSITORY / "distributed/spawn_ranks.py"
+    spawner = REPOSITORY / "aux/launch/spawn_ranks.py"
     done = run(sys.executable, spawner, "script.py", cwd=tmp_path, env=job())
     said = sorted(re.findall(r"^RANK (.*)$", done.stdout, re.M))
     assert said == ["0 was asked 1 times", "1 was asked 1 times"], done

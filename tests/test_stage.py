@@ -1,4 +1,4 @@
-"""aux/stage.sh: once on each node, whole, and found again; and compilers' caches."""
+"""aux/launch/stage.sh: once on each node, whole, and found again; and compilers' caches."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import pytest
 
 from conftest import REPOSITORY, environment, mounted_in_memory, run, stand_ins, wait_for
 
-SOURCE = f"set -euo pipefail; source {REPOSITORY}/aux/stage.sh"
+SOURCE = f"set -euo pipefail; source {REPOSITORY}/aux/launch/stage.sh"
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_what_is_pushed_is_imported_by_the_cluster(packed, tmp_path, monkeypatch
     (tmp_path / "registry/registry.example.org+me+torch:1").write_text("an image")
     shutil.rmtree(tmp_path / "bin")
     stand_ins(tmp_path / "bin", {"docker": "", "sbatch": "echo 7", "scontrol": ""})
-    (tmp_path / "bin/enroot").symlink_to(REPOSITORY / "tests/stand-ins/bin/enroot")
+    (tmp_path / "bin/enroot").symlink_to(REPOSITORY / "tests/scripts/stand-ins/bin/enroot")
     monkeypatch.setenv("ENROOT_STAND_IN", str(tmp_path))
     settings = '[default.cluster]\nenvironment = ["ENROOT_STAND_IN"]\n'
     done = submit(*SUBMIT, "run_script.sh", more=settings)
@@ -165,7 +165,7 @@ def boxed(laptop, engine, base_image, tmp_path_factory):  # noqa: F811
     (clone / "run_script.sh").write_text(text)
     # The cluster has Enroot, and the laptop no Slurm.
     bashrc = clone.parent / "there/.bashrc"
-    path = f"export PATH={REPOSITORY / 'tests/stand-ins/bin'}:$PATH\n"
+    path = f"export PATH={REPOSITORY / 'tests/scripts/stand-ins/bin'}:$PATH\n"
     bashrc.write_text(path + bashrc.read_text())
     return engine | {"ENROOT_STAND_IN": site, "ENROOT_DATA_PATH": site / "containers"}
 

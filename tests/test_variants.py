@@ -153,7 +153,7 @@ def test_order_of_tasks_by_topology(cluster, tmp_path):
 def with_accounting(cluster, *changes: str):
     if not shutil.which("slurmdbd"):
         pytest.skip("no slurmdbd: `make accounting`, on Debian 12")
-    made = cluster.exec("./tests/variants/accounting.sh", timeout=60)
+    made = cluster.exec("./tests/scripts/variants/accounting.sh", timeout=60)
     assert made.returncode == 0, made.stderr
     restart(cluster, *changes)
 

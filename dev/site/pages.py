@@ -17,7 +17,7 @@ PAGES = [
     REPOSITORY / "CHANGELOG.md",
     REPOSITORY / "SECURITY.md",
     REPOSITORY / "dev/tested.md",
-    REPOSITORY / "tests/failures/README.md",
+    REPOSITORY / "docs/labs/README.md",
 ]
 
 

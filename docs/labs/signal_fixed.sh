@@ -1,0 +1,10 @@
+#!/bin/bash
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=2
+#SBATCH --time=00:05:00
+#SBATCH --output=%x.out
+# The shell becomes Python, which listens to SIGTERM.
+{ sleep 10; scancel --signal=TERM "$SLURM_JOB_ID"; } &    # what Slurm does at the time limit
+# shellcheck disable=SC2016
+srun --kill-on-bad-exit=1 bash -c 'export RANK=$SLURM_PROCID
+    exec python docs/labs/save_at_signal.py'

@@ -1,0 +1,111 @@
+"""resnet50 on JPEGs in shards: images/s with some of the changes of docs/04_faster.md.
+
+    python examples/jpeg_speed.py FOLDER            # float32, and the rank itself reads the images
+    python examples/jpeg_speed.py FOLDER workers tf32 bf16 channels_last fused compile
+
+The images are synthetic, and drawn into FOLDER at first. torch's trace is left beside them.
+"""
+
+import io
+import os
+import random
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torchvision
+from PIL import Image
+from torch.nn.functional import cross_entropy, interpolate
+from torch.profiler import profile
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torchvision.transforms import v2
+
+folder, changes = Path(sys.argv[1]), sys.argv[2:]
+on_gpu = torch.cuda.is_available()
+device = torch.device("cuda" if on_gpu else "cpu")
+size, batch_size, images, steps = (224, 128, 64, 60) if on_gpu else (64, 4, 2, 2)
+
+
+def write_shard(path: Path):
+    """A tar file of JPEGs, 256 x 256, about 36 kB each."""
+    with tarfile.open(path, "w") as tar:
+        for number in range(images):
+            # Noise on several scales, which compresses about as well as a photograph.
+            scales = [torch.rand(1, 3, size, size) for size in (4, 16, 64, 256)]
+            layers = [interpolate(noise, (256, 256), mode="bilinear") for noise in scales]
+            pixels = (255 * sum(layers) / len(layers)).to(torch.uint8)[0]
+            content = io.BytesIO()
+            Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(content, "JPEG", quality=90)
+            entry = tarfile.TarInfo(f"{random.randrange(1000)}-{number}.jpg")
+            entry.size = content.tell()
+            content.seek(0)
+            tar.addfile(entry, content)
+
+
+class Shards(IterableDataset):
+    """Endlessly, the images (3, size, size) uint8 and labels of this worker's shards."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        crop, flip = v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()
+        change = v2.Compose([crop, flip, v2.PILToTensor()])
+        worker, paths = get_worker_info(), sorted(folder.glob("*.tar"))
+        while True:
+            for path in paths[worker.id :: worker.num_workers] if worker else paths:
+                with tarfile.open(path) as tar:
+                    for entry in tar:
+                        image = Image.open(tar.extractfile(entry))
+                        yield change(image), int(entry.name.partition("-")[0])
+
+
+folder.mkdir(parents=True, exist_ok=True)
+for shard in range(16):
+    path = folder / f"{shard:03}.tar"
+    if not path.exists():
+        write_shard(path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
+torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = "tf32" in changes
+layout = torch.channels_last if "channels_last" in changes else torch.contiguous_format
+model = torchvision.models.resnet50().to(device, memory_format=layout)
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused="fused" in changes)
+forward = torch.compile(model) if "compile" in changes else model
+mean = torch.tensor([124.0, 116.0, 104.0], device=device).view(3, 1, 1)
+workers = min(len(os.sched_getaffinity(0)) - 1, 14) if "workers" in changes else 0
+# Forked, because new processes would run this file again.
+options = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+loader = iter(DataLoader(Shards(), batch_size, pin_memory=on_gpu, **options))
+
+
+def train(count: int) -> float:
+    """So many steps, or those of eight seconds. Returns the images per second."""
+    start, done = time.perf_counter(), 0
+    while done < count and time.perf_counter() < start + 8:
+        pixels, labels = (part.to(device, non_blocking=True) for part in next(loader))
+        pixels = ((pixels.float() - mean) / 58).to(memory_format=layout)
+        with torch.autocast(device.type, torch.bfloat16, enabled="bf16" in changes):
+            loss = cross_entropy(forward(pixels).float(), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        done += 1
+    torch.get_device_module(device).synchronize()
+    return done * batch_size / (time.perf_counter() - start)
+
+
+for _ in range(5 if on_gpu else 1):
+    train(1)
+line = f"images_per_second={train(steps):.1f}"
+with profile() as seen:
+    start = time.perf_counter()
+    train(4)
+    seconds = time.perf_counter() - start
+if on_gpu:
+    events = [event for event in seen.events() if not event.is_user_annotation]
+    kernels = [event for event in events if str(event.device_type).endswith("CUDA")]
+    busy = sum(event.time_range.elapsed_us() for event in kernels) / 1e6 / seconds
+    line += f" gpu_busy={busy:.3f}"
+    line += f" peak_memory_gib={torch.cuda.max_memory_allocated() / 2**30:.1f}"
+seen.export_chrome_trace(str(folder / f"{'-'.join(['trace', *changes])}.json.gz"))
+print(line, flush=True)

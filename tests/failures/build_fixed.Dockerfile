@@ -1,4 +1,0 @@
-# docker build --file tests/failures/build_fixed.Dockerfile .
-# The image holds code. Data come in when it is started: docker run --volume "$PWD/data:/workspace/data"
-FROM scratch
-COPY distributed /workspace/distributed

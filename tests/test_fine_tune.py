@@ -1,0 +1,47 @@
+"""docs/fine_tuning.md: a tiny Hugging Face model is tuned on any number of ranks, resumes, and is
+loaded by transformers again."""
+
+import re
+
+import pytest
+
+from test_transformers import python, qwen  # noqa: F401  the second is a fixture
+
+pytestmark = pytest.mark.matrix
+
+TEXT = "".join(f"{number} is less than {number + 1}.\n" for number in range(2000))
+# The loss of a saved model on the batch of a step
+LOSS = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+tokens = AutoTokenizer.from_pretrained(sys.argv[1])(open(sys.argv[2]).read()).input_ids
+sequences = torch.tensor(tokens[: len(tokens) // 32 * 32]).view(-1, 32)
+generator = torch.Generator().manual_seed(int(sys.argv[3]))
+batch = sequences[torch.randint(len(sequences), (8,), generator=generator)]
+with torch.no_grad():
+    print(model(batch, labels=batch).loss.item())
+"""
+
+
+@pytest.mark.parametrize("lora", [[], ["--lora", 4]], ids=["full", "lora"])
+def test_tuned(lora, packages, qwen, tmp_path):  # noqa: F811
+    """Two ranks learn what one learns, and transformers has the loss of a resumed model."""
+    (tmp_path / "text").write_text(TEXT)
+    options = ["--model", qwen, "--text", tmp_path / "text", "--batch-size", 8, "--context", 32]
+    options += ["--learning-rate", 0.01, "--save-every", 10, *lora]
+
+    def tune(out: str, steps: int, ranks: int) -> dict[int, float]:
+        command = ["examples/fine_tune.py", *options, "--out", tmp_path / out, "--steps", steps]
+        log = python(packages, *command, ranks=ranks)
+        found = re.findall(r"^step=(\d+)/\d+ loss=(\S+)$", log, re.M)
+        return {int(step): float(loss) for step, loss in found}
+
+    one = tune("one", 30, ranks=1)
+    assert one[30] < one[10] < 5.8
+    tune("two", 20, ranks=2)
+    resumed = tune("two", 30, ranks=1)
+    assert list(resumed) == [30] and resumed[30] == pytest.approx(one[30], abs=1e-3)
+    saved = [tmp_path / name / "model" for name in ("one", "two")]
+    losses = [float(python(packages, "-c", LOSS, path, tmp_path / "text", 30)) for path in saved]
+    assert losses[0] < one[30] and losses[1] == pytest.approx(losses[0], abs=1e-3)

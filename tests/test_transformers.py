@@ -1,0 +1,193 @@
+"""The model beside Hugging Face's: the same numbers from the same folders, and a fine-tuned one
+that transformers reads, chat template and all."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import environment, run
+
+pytestmark = pytest.mark.matrix
+
+FLAGS = "--batch-size 8 --context 128 --learning-rate 0.003 --warmup-steps 5 --log-every 10"
+FLAGS += " --eval-windows 8 --device cpu --weight-decay 0"
+
+
+def python(packages: dict, *command: object, ranks: int = 0) -> str:
+    """What a command prints, of so many ranks, or, with 0, without the variables of a rank."""
+    start = ["aux/launch/spawn_ranks.py"] if ranks else []
+    env = environment(**packages, NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1)
+    done = run(sys.executable, *start, *command, env=env, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# Into a folder in several files, into ours, and out again. Norms of a fresh model are 1, which a
+# mistake would survive.
+COMPARE = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, "distributed")
+import torch, hugging_face
+from transformer import Transformer
+from transformers import (AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig,
+    MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM)
+sizes = dict(vocab_size=300, hidden_size=64, intermediate_size=160, num_hidden_layers=3)
+sizes |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
+scaled = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0)
+scaled |= dict(high_freq_factor=4.0, original_max_position_embeddings=64)
+families = {
+    "qwen3 tied": Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=True)),
+    "qwen3": Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16, rope_theta=1e6)),
+    "llama 3.1": LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=scaled)),
+    "llama 2": LlamaForCausalLM(LlamaConfig(**sizes | {"num_key_value_heads": 4})),
+    "mistral": MistralForCausalLM(MistralConfig(**sizes, sliding_window=None)),
+}
+torch.manual_seed(0)
+hugging_face.FILE_SIZE = 100_000
+def far(a, b):
+    return ((a - b).abs().max() / a.abs().max()).item()
+def compare(theirs, folder):
+    for weight in theirs.parameters():
+        if weight.dim() == 1:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+        else:
+            torch.nn.init.normal_(weight, std=0.2)
+    theirs.save_pretrained(folder / "in", max_shard_size="200KB")
+    ours = Transformer(hugging_face.read_config(folder / "in"))
+    ours.fill(hugging_face.open_weights(folder / "in", ours).__getitem__)
+    found = {"files": len(list((folder / "in").glob("*.safetensors")))}
+    mine = dict(ours.named_parameters())
+    hugging_face.write(folder / "out", ours, mine.__getitem__)
+    again, said = AutoModelForCausalLM.from_pretrained(folder / "out", output_loading_info=True)
+    found["said"] = [*said["missing_keys"], *said["unexpected_keys"]]
+    tokens, wanted = torch.randint(300, (2, 2, 200))
+    logits = [model(tokens).logits for model in (theirs, again)] + [ours(tokens)]
+    found["again"], found["logits"] = torch.equal(*logits[:2]), far(logits[0], logits[2])
+    pairs = [(weight, mine[name]) for name, weight in theirs.named_parameters()]
+    for its in (logits[0], logits[2]):
+        torch.nn.functional.cross_entropy(its.flatten(0, 1), wanted.flatten()).backward()
+    found["gradients"] = max(far(a.grad, b.grad) for a, b in pairs)
+    for model in (theirs, ours):
+        # Without eps Adam would step as far for rounding noise as for a large gradient.
+        torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3).step()
+    found["step"] = max(far(a.detach(), b.detach()) for a, b in pairs)
+    prompt = tokens[:1, :20]
+    options = dict(do_sample=False, max_new_tokens=60, attention_mask=torch.ones_like(prompt))
+    text = theirs.generate(prompt, **options, eos_token_id=999)
+    found["text"] = torch.equal(text, ours.generate(prompt, 60, 300, temperature=0))
+    return found
+print(json.dumps({name: compare(x, Path(sys.argv[1], name)) for name, x in families.items()}))
+"""
+
+
+def test_equal_to_transformers(packages, tmp_path):
+    """The logits of a folder that was in and out again bit for bit, all else nearly."""
+    families = json.loads(python(packages, "-c", COMPARE, tmp_path).splitlines()[-1])
+    assert len(families) == 5
+    for name, found in families.items():
+        assert found["files"] > 3 and found["said"] == [], name
+        assert found["logits"] < 1e-5 and found["gradients"] < 3e-5 and found["step"] < 1e-5, found
+        assert found["again"] and found["text"], name
+
+
+# A tiny Qwen3 in bfloat16, with a tokenizer of bytes, and a template that shows an empty thought
+# before the last answer only, as Qwen3's does.
+MAKE = """
+import sys, torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+words = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+words.decoder = decoders.ByteLevel()
+made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|im_end|>", pad_token="<|pad|>")
+made.add_tokens(["<|im_start|>"], special_tokens=True)
+made.chat_template = '''{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == "assistant" and loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}'''
+made.save_pretrained(sys.argv[1])
+torch.manual_seed(1)
+config = Qwen3Config(vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+    tie_word_embeddings=True)
+Qwen3ForCausalLM(config).bfloat16().save_pretrained(sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def qwen(packages, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen")
+    python(packages, "-c", MAKE, folder)
+    return folder
+
+
+# The loss over all windows of val.bin, what counts in them, and an answer to a question
+CHAT = """
+import sys; sys.path.insert(0, "distributed")
+import torch, token_files
+from transformers import AutoModelForCausalLM, AutoTokenizer
+known = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+text = token_files.TokenDataset(sys.argv[2], 128, 1)
+[(inputs, targets)] = text.eval_batches(8, 8, 0, 1)
+with torch.no_grad():
+    logits = model(inputs).logits
+print(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item())
+print(repr(known.decode(targets[targets >= 0])))
+question = [{"role": "user", "content": "What is 7?"}]
+prompt = known.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt",
+    return_dict=True)
+written = model.generate(**prompt, do_sample=False, max_new_tokens=40)[0]
+print(repr(known.decode(written[prompt["input_ids"].size(1) :])))
+"""
+ANSWER = "<think></think>It is a number.<|im_end|>\n"
+
+
+def test_fine_tuned_on_conversations(packages, qwen, tmp_path):
+    """Only answers are learnt, each as the chat template shows it when it is the last."""
+    lines = []
+    for number in range(500):
+        messages = []
+        for digit in (number * 7 // 10 % 10, number // 3 % 10):
+            messages += [{"role": "user", "content": f"What is {digit}?"}]
+            messages += [{"role": "assistant", "content": "It is a number."}]
+        lines.append(json.dumps({"messages": messages}))
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    command = ["aux/prepare_data.py", "chat", "--input", tmp_path / "chats.jsonl", "--context", 128]
+    command += ["--tokenizer", qwen, "--data-dir", tmp_path / "data"]
+    assert "259 different ones: chats.jsonl" in python(packages, *command)
+
+    loss, learnt, _ = python(packages, "-c", CHAT, qwen, tmp_path / "data").splitlines()
+    assert eval(learnt).startswith(2 * ANSWER) and not eval(learnt).replace(ANSWER, "")
+    flags = [*FLAGS.split(), "--data-dir", tmp_path / "data", "--steps", 80]
+    flags += ["--init-from", qwen, "--checkpoint-dir", tmp_path / "run"]
+    log = python(packages, "distributed/train_fsdp.py", *flags, ranks=2)
+    first, last = map(float, re.findall(r"^step=\d+/\d+ val_loss=(\S+)$", log, re.M))
+    assert first == pytest.approx(float(loss), abs=2e-5)
+    tuned = tmp_path / "run/model"
+    loss, _, answer = python(packages, "-c", CHAT, tuned, tmp_path / "data").splitlines()
+    # Its weights are rounded to bfloat16, as they were.
+    assert last == pytest.approx(float(loss), rel=0.1) and last < 0.1
+    assert eval(answer).startswith(ANSWER.removesuffix("\n")), answer
+
+
+def test_a_hugging_face_tokenizer(packages, qwen, tmp_path):
+    """sample.py needs it, and says so."""
+    (tmp_path / "input.txt").write_text(
+        "".join(f"{i} is less than {i + 1}.\n" for i in range(2000))
+    )
+    file, data = qwen / "tokenizer.json", ["--data-dir", tmp_path / "data"]
+    command = ["aux/prepare_data.py", "text", *data, "--input", tmp_path / "input.txt"]
+    python(packages, *command, "--tokenizer", file)
+    flags = [*FLAGS.split(), *data, "--steps", 3, "--checkpoint-dir", tmp_path / "run"]
+    python(packages, "distributed/train_fsdp.py", *flags)
+    sample = ["distributed/sample.py", tmp_path / "run"]
+    more = ["--prompt", "To be", "--length", 3, "--tokenizer", file]
+    assert "To be" in python(packages, *sample, *more)
+    done = run(sys.executable, *sample, env=environment(**packages))
+    assert done.returncode == 1 and "--tokenizer FILE" in done.stderr
