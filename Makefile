@@ -3,7 +3,6 @@ SHELL := /bin/bash -euo pipefail
 PYTHON ?= python3
 VENV = .venv
 DATA_DIR ?= data/mnist
-SITE ?= site
 ARGS ?=
 NODES ?= 2
 # The oldest that the large models support, the newest, and those between that changed checkpoints
@@ -12,7 +11,7 @@ TORCH ?= 2.10.0 2.11.0 2.12.1 2.14.1 2.15.0
 SLURM ?= bookworm trixie forky
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all record test-torch test-slurm test-kernels test-scale test-gpu lint docs clean
+.PHONY: help train cluster cluster-down docker-cluster docker-cluster-down test test-all record test-torch test-slurm test-kernels test-scale test-gpu lint clean
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand --tabs=28
 
@@ -100,10 +99,6 @@ lint: .venv/tests  ## ruff and shellcheck
 	.venv/bin/ruff format --check .
 	shellcheck --external-sources $$(git ls-files '*.sh' tests/scripts/stand-ins) .ci/run
 
-docs: .venv-docs/ready  ## README and docs/ as a site to read offline: open site/index.html
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --site-dir $(abspath $(SITE))
-	@echo 'Open $(SITE)/index.html'
-
 # MNIST, or synthetic digits if it cannot be downloaded; the log of every run says which.
 .PHONY: data
 data: .venv/ready
@@ -131,11 +126,6 @@ install_group = $(1)/bin/python -c 'import tomllib; print(*tomllib.load(open("py
 .venv/tests: .venv/ready pyproject.toml
 	$(call install_group,.venv,test)
 	touch .venv/tests
-
-.venv-docs/ready: pyproject.toml
-	$(new_venv) .venv-docs
-	$(call install_group,.venv-docs,docs)
-	touch .venv-docs/ready
 
 # Frameworks for examples/. The .pth file points to .venv, whose torch they share.
 site_packages = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -165,5 +155,5 @@ kernels:
 accounting:
 	@$(call install,slurmdbd:slurmdbd mariadbd:mariadb-server)
 
-clean:          ## remove the virtual environments, the site and the caches, but not data or checkpoints
-	rm -rf .venv .venv-docs .venv-guests .venv-torch-* site .pytest_cache .ruff_cache
+clean:          ## remove the virtual environments and the caches, but not data or checkpoints
+	rm -rf .venv .venv-guests .venv-torch-* .pytest_cache .ruff_cache

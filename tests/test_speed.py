@@ -1,64 +1,25 @@
-"""The tools that measure: they run, with tiny sizes. What pages compute from measured numbers."""
+"""What pages compute from measured numbers, and the loop that measures."""
 
 import re
-import sys
 
 import pytest
 
-from conftest import LAUNCHERS, REPOSITORY, environment, run, stand_ins
-
-SMALL = ["--device", "cpu", "--largest", "1", "--rounds", "1", "--calls", "2"]
-
-
-@pytest.mark.matrix
-def test_all_reduce_across_nodes(cluster):
-    """2 x 2 ranks: first each node's, then all; busbw is 1 and 1.5 times algbw."""
-    job = cluster.sbatch(LAUNCHERS["srun"], "aux/allreduce.py", *SMALL)
-    assert job.state == "COMPLETED", job.log
-    tables = re.findall(r"^All-reduce (.+), (\d) ranks$", job.log, re.M)
-    assert tables == [("inside a node", "2"), ("across nodes", "4")], job.log
-    last = re.findall(r"^\| 524288 \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|", job.log, re.M)
-    for (algbw, busbw), factor in zip(last, (1, 1.5), strict=True):
-        assert float(busbw) == pytest.approx(factor * float(algbw), abs=0.002)
-
-
-@pytest.mark.matrix
-def test_scaling(cluster, tiny):
-    """The same losses on 1, 2 and 4 ranks; nothing is left behind; a failed job is one sentence."""
-    scaling = [sys.executable, "aux/scaling.py", "--rounds", 1, "--out", tiny / "scaling"]
-    script = ["--", "distributed/train_ddp.py", "--data-dir", tiny, "--batch-size", "60"]
-    script += ["--epochs", "3", "--log-every", "1"]
-    before = {path.name for path in (REPOSITORY / "checkpoints").glob("*")}
-    done = cluster.exec(*scaling, "--sizes", "1x1", "1x2", "2x2", *script, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = re.findall(r"^\| (\dx\d) \| .+ \| (\S+) \|$", done.stdout, re.M)
-    assert [size for size, _ in rows] == ["1x1", "1x2", "2x2"]
-    losses = [float(loss) for _, loss in rows]
-    assert losses == pytest.approx([losses[0]] * 3, abs=1e-3)
-    assert {path.name for path in (REPOSITORY / "checkpoints").glob("*")} == before
-    fails = ["--sizes", "1x2", "--", "tests/scripts/variables.py", "fail"]
-    failed = cluster.exec(*scaling, *fails, timeout=200)
-    assert failed.returncode == 1 and "scaling.py: the job on 1x2 has failed" in failed.stderr
-
-
-@pytest.mark.parametrize(("more", "cpus"), [([], 8), (["--cpu"], 1), (["--cpus-per-rank=3"], 3)])
-def test_scaling_asks_for_cpus(more, cpus, tmp_path):
-    """With one CPU, a GPU's rank would wait for data."""
-    job = "for word; do [[ $word != --output=* ]] || log=${word#*=}; done\n"
-    job += 'for step in 1 2; do echo " loss=1 images_per_second=9"; done >"$log"; echo "$@" >asked'
-    env = environment(PATH=f"{stand_ins(tmp_path / 'tools', {'sbatch': job})}:/usr/bin:/bin")
-    for name in ("train.py", "launch.sh"):
-        (tmp_path / name).touch()
-    command = [sys.executable, REPOSITORY / "aux/scaling.py", "--launcher=launch.sh"]
-    command += ["--sizes", "1x1", "1x2"]
-    done = run(*command, *more, "--", "train.py", cwd=tmp_path, env=env)
-    assert "| 1x2 | 9 | 1.00 | 50% | 1 |" in done.stdout, done
-    assert f" --cpus-per-task={cpus} launch.sh train.py\n" in (tmp_path / "asked").read_text()
-
+from conftest import REPOSITORY, environment, run, stand_ins
 
 FASTER, SECOND_NODE = (
     (REPOSITORY / "docs" / name).read_text() for name in ("04_faster.md", "05_a_second_node.md")
 )
+
+
+def test_a_job_for_each_size(tmp_path):
+    """The loop of chapter 5, with a stand-in for sbatch: each GPU has its eight CPUs."""
+    [loop] = re.findall(r"^```sh\n(for size in .*?)^```$", SECOND_NODE, re.M | re.S)
+    tools = stand_ins(tmp_path / "tools", {"sbatch": 'echo "$@"'})
+    done = run("bash", "-c", loop, env=environment(PATH=f"{tools}:/usr/bin:/bin"))
+    command = "--job-name={0}x{1} --nodes={0} --gpus-per-node={1} --cpus-per-task={2}"
+    command += " launch_slurm_with_torchrun.sh ../mine/my_script.py"
+    sizes = ((1, 1, 8), (1, 8, 64), (2, 8, 64))
+    assert done.stdout.splitlines() == [command.format(*size) for size in sizes]
 
 
 def test_one_table_of_the_project():
