@@ -1,11 +1,12 @@
-"""Write the diffs and excerpts of the documents anew: each is what the command above it prints.
+"""Write the diffs, excerpts and the tree of the documents anew: each is what its command prints.
 
-    python dev/write_diffs.py README.md docs/*.md         # changes the files, prints their names
+    python dev/write_diffs.py *.md docs/*.md              # changes the files, prints their names
 
 The command is a comment, which readers do not see, above a blank line and the block:
 <!-- git diff --no-index -U2 OLD NEW -->, with "blocks data, model" after NEW to show only these,
 by the names on their rulers; <!-- sed -n '...' FILE -->; <!-- cat FILE -->. The blocks above the
-first ruler are docstring and imports.
+first ruler are docstring and imports. <!-- tree FOLDER ... --> shows the first sentence of each
+file in these folders.
 """
 
 import re
@@ -20,6 +21,33 @@ DIFF = re.compile(
     re.M | re.S,
 )
 EXCERPT = re.compile(r"^(<!-- ((?:sed -n|cat) [^\n]+) -->\n\n```\w*\n)(.*?)(^```$)", re.M | re.S)
+TREE = re.compile(r"^(<!-- tree ([^\n]+) -->\n\n```\n)(.*?)(^```$)", re.M | re.S)
+
+
+def first_sentence(path: Path) -> str:
+    """What a file says that it is: the first sentence of its docstring, heading or comment."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        return re.match(r"# (?:\S+/: )?(.*)", text)[1]
+    begins = '^"""' if path.suffix == ".py" else "^# (?=[A-Z])"
+    words = re.split(begins, text, maxsplit=1, flags=re.M)[1].split("\n\n")[0]
+    words = " ".join(words.replace("\n# ", " ").replace('"""', " ").split())
+    return re.match(r".*?(?=\.?$|\. )", words)[0]
+
+
+def tree(folders: list[str]) -> str:
+    """Each folder and its files, with what they say that they are."""
+    lines = []
+    for folder in folders:
+        listed = subprocess.run(
+            ["git", "ls-files", folder], cwd=REPOSITORY, capture_output=True, text=True
+        )
+        lines.append(f"{folder + '/':28}{first_sentence(REPOSITORY / folder / 'README.md')}")
+        for name in listed.stdout.splitlines():
+            path = REPOSITORY / name
+            if path.parent == REPOSITORY / folder and path.suffix in (".py", ".sh"):
+                lines.append(f"  {path.name:26}{first_sentence(path)}")
+    return "\n".join([*lines, ""])
 
 
 def split_at_rulers(hunk: str, path: str) -> list[tuple[str, list[str]]]:
@@ -75,6 +103,7 @@ def with_diffs(text: str) -> str:
         done = subprocess.run(shlex.split(found[2]), **options)
         return f"{found[1]}{done.stdout}```"
 
+    text = TREE.sub(lambda found: f"{found[1]}{tree(found[2].split())}```", text)
     return EXCERPT.sub(excerpt, DIFF.sub(fresh, text))
 
 

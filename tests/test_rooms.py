@@ -1,0 +1,70 @@
+"""Every file is in the room that its folder's README.md names, and AGENTS.md shows the tree."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from conftest import REPOSITORY, TRACKED
+from write_diffs import with_diffs
+
+FOLDERS = "aux aux/launch dev distributed docs/labs examples local local/cluster sites tests"
+PAGES = "".join(
+    (REPOSITORY / name).read_text()
+    for name in TRACKED
+    if name.endswith(".md") and not name.startswith("CHANGELOG")
+)
+
+
+def files(folder: str, *endings: str) -> list[str]:
+    """The files of a folder, without those below it."""
+    found = [Path(name) for name in TRACKED if name.endswith(endings)]
+    return [path.name for path in found if str(path.parent) == folder]
+
+
+def imports(text: str) -> set[str]:
+    """The modules that a Python file imports by their names."""
+    return set(re.findall(r"^ *(?:import|from) (\w+)", text, re.M))
+
+
+@pytest.mark.parametrize("folder", FOLDERS.split())
+def test_a_folder_opens_with_its_rule(folder):
+    heading, _ = (REPOSITORY / folder / "README.md").read_text().split("\n", 1)
+    assert heading.startswith(f"# {folder}/: ") or folder in ("docs/labs", "local/cluster")
+
+
+def test_a_launcher_starts_what_is_in_distributed_or_a_script_there_imports_it():
+    paths = [REPOSITORY / "distributed" / name for name in files("distributed", ".py")]
+    imported = set().union(*(imports(path.read_text()) for path in paths))
+    for path in paths:
+        started = rf"(launch_\S+|torchrun)\.sh distributed/{path.name}"
+        assert path.stem in imported or re.search(started, PAGES + path.read_text()), path.name
+
+
+def test_you_type_what_is_in_aux():
+    for name in files("aux", ".py", ".sh"):
+        assert f"aux/{name}" in PAGES, name
+
+
+def test_a_job_script_names_what_is_in_aux_launch():
+    """A launcher, a job script on a page, or a file there that one of these names."""
+    scripts = [path.read_text() for path in REPOSITORY.glob("*.sh")]
+    scripts += [path.read_text() for path in (REPOSITORY / "aux/launch").glob("*.sh")]
+    blocks = re.findall(r"^```(?:bash|sh)\n(.*?)^```$", PAGES, re.M | re.S)
+    for name in files("aux/launch", ".py", ".sh"):
+        assert any(f"aux/launch/{name}" in text for text in scripts + blocks), name
+
+
+def test_a_page_links_to_each_example():
+    for name in files("examples", ".py"):
+        assert f"examples/{name}" in PAGES.replace("examples/README.md", ""), name
+
+
+def test_no_test_imports_a_test():
+    for path in (REPOSITORY / "tests").glob("*.py"):
+        assert not [name for name in imports(path.read_text()) if name.startswith("test_")], path
+
+
+def test_agents_md_shows_the_tree():
+    page = (REPOSITORY / "AGENTS.md").read_text()
+    assert "<!-- tree " in page and with_diffs(page) == page
