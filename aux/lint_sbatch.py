@@ -9,6 +9,7 @@ has no findings.
 """
 
 import argparse
+import difflib
 import functools
 import os
 import re
@@ -83,7 +84,7 @@ def read_bash(text: str) -> tuple[list[tuple[int, str]], list[Command]]:
 # --- what the script says ---
 
 SHORT = {"-N": "nodes", "-n": "ntasks", "-c": "cpus-per-task", "-G": "gpus", "-o": "output"}
-SHORT |= {"-e": "error", "-J": "job-name", "-D": "chdir", "-K": "kill-on-bad-exit"}
+SHORT |= {"-e": "error", "-J": "job-name", "-D": "chdir", "-K": "kill-on-bad-exit", "-t": "time"}
 # Commands whose arguments may mention other commands, but do not run them.
 SPEAK = r"echo|printf|die|log|note|info|warn|error|cat|logger|grep|sed|which|type|trap|p(kill|grep)"
 # torchrun or torch.distributed.run, but not my.torchrun, torchrun.sh or torchrun-env.
@@ -98,6 +99,13 @@ TRAINS = rf"{TORCHRUN}|(?<![\w=.:-])(?:{STARTERS}|bash)(?![\w.])|\.(?:py|sh)\b|\
 # Commands that prepare a training run, or show something.
 ASIDE = r"hostname|nvidia-smi|date|lscpu|free|df|ls|mkdir|cp|rsync|rm|tar|mv|ln|chmod|touch|unzip"
 ASIDE += r"|gunzip|find|cd|export|set|echo|sleep|env|:|true"
+
+
+def misspelt(line: str) -> bool:
+    """`#SBTACH --nodes=2`, but not `##SBATCH`, by which a line is switched off, or `#BSUB`."""
+    word = re.match(r"#([A-Z]+)\s+-", line)
+    near = word and difflib.get_close_matches(word[1], ["SBATCH"], cutoff=0.8)
+    return bool(near) and word[1] != "SBATCH"
 
 
 def first_number(text: str | None) -> int:
@@ -152,6 +160,7 @@ class Script:
         self.path = path
         self.text = path.read_bytes().decode(errors="replace").replace("\r\n", "\n")
         self.is_job = bool(re.search(r"#\s*(?i:SBATCH)|\bsrun\b|\bSLURM_", self.text))
+        self.is_job |= any(map(misspelt, self.text.splitlines()))
         self.comments, self.commands = read_bash(self.text)
         self.body = [command for command in self.commands if not re.fullmatch(SPEAK, command.name)]
 
@@ -189,6 +198,7 @@ class Script:
         # `trap -- 'save now' USR1 SIGTERM`: the action, and the signals.
         trap = re.compile(r"trap\s+(?:--\s+)?(\S.*?)((?:\s+(?:SIG)?[A-Z]+[12]?)+)$", re.S)
         traps = [found for command in self.commands if (found := trap.match(command.text))]
+        self.trapped = " ".join(found[2] for found in traps if found[1] != "-")
         # After trap '' and trap : nothing handles the signal.
         handlers = [found for found in traps if found[1] not in ("''", '""', "-", ":")]
         self.handled = " ".join(found[2] for found in handlers)
@@ -210,14 +220,15 @@ class Script:
 
     def sources(self, text: str, suffix: str) -> list[str]:
         """The contents of the files that `text` names, from here or from the script's folder."""
-        names = re.findall(rf"[\w./-]+{re.escape(suffix)}\b", text)
+        # From a word's first character, because a word may be long: a file in base64, say.
+        names = re.findall(rf"(?<![\w./-])[\w./-]+{re.escape(suffix)}\b", text)
         files = {Path(folder, name) for name in names for folder in (".", self.path.parent)}
         return [file.read_text(errors="replace") for file in files if is_readable(file)]
 
 
 def expanded_here(text: str) -> re.Match | None:
     """A variable of a rank that the shell of this text expands."""
-    return RANK_VARIABLE.search(re.sub(r"""("(?:\\.|[^"\\])*")|'[^']*'""", r"\1", text))
+    return RANK_VARIABLE.search(re.sub(r"""("(?:\\.|[^"\\])*(?:"|\Z))|'[^']*'""", r"\1", text))
 
 
 def nodes_of(script: Script, command: Command) -> int:
@@ -243,7 +254,7 @@ def only_prepares(command: Command) -> bool:
 def directives_not_read(script: Script) -> Findings:
     """Directives that Slurm ignores, or whose variables it does not expand."""
     for line, text in script.comments:
-        if re.match(r"(\s*#\s+SBATCH|\s+#SBATCH|#sbatch)\s+-", text):
+        if misspelt(text) or re.match(r"(\s*#\s+SBATCH|\s+#SBATCH|#sbatch)\s+-", text):
             yield line, "Slurm takes this line for a comment: begin it with #SBATCH"
     for line, text in script.directives.items():
         if line > script.end:
@@ -252,6 +263,15 @@ def directives_not_read(script: Script) -> Findings:
         if "$" in text.split(" #")[0]:
             how = "%j, %x or %u, or sbatch's command line"
             yield line, f"a variable in a directive, which Slurm does not expand: {how}"
+
+
+def time_limit(script: Script) -> Findings:
+    """2:00 is two minutes, and not two hours. For 30:00 that is what one means."""
+    asked = re.fullmatch(r"0*([1-9]|12|24|36|48|72|96|168):00", script.asked.get("time", ""))
+    if asked:
+        minutes = "a minute" if asked[1] == "1" else f"{asked[1]} minutes"
+        how = f"{asked[1]}:00:00 for hours, or else --time={asked[1]}"
+        yield script.asked_at["time"], f"--time={asked[0]} is {minutes}: {how}"
 
 
 def no_log_folder(script: Script) -> Findings:
@@ -537,6 +557,12 @@ def signals(script: Script) -> Findings:
             what = f"{of_shell[1]} ends this shell, which has no trap for it, and so the job"
             how = f"set a trap, or say --signal={of_shell[1]}@... if the train script handles it"
             yield script.asked_at["signal"], f"{what}: {how}"
+    # An urgent trap is a mistake by itself, see traps().
+    waits = any(command.end != "&" for command in script.trainings)
+    idle = of_shell and of_shell[1] in script.trapped and of_shell[1] not in script.urgent
+    if idle and waits:
+        what = f"{of_shell[1]} reaches this shell, which waits, and not the ranks"
+        yield script.asked_at["signal"], f"{what}: --signal={of_shell[1]}@..."
     # `kill -USR1 "$pid"` or `scancel --signal=USR1 "$SLURM_JOB_ID"` in the script itself.
     told = r"\b(?:kill|scancel)\b.*(?:-|--signal[= ]|-s *)(?:SIG)?(USR[12])"
     if not name.startswith("USR"):
@@ -573,8 +599,8 @@ def shell_in_between(script: Script) -> Findings:
 
 # --- main ---
 
-CHECKS = [directives_not_read, no_log_folder, torchrun_alone, no_srun, rank_variables]
-CHECKS += [order_of_tasks, restarts, devices]
+CHECKS = [directives_not_read, time_limit, no_log_folder, torchrun_alone, no_srun]
+CHECKS += [rank_variables, order_of_tasks, restarts, devices]
 CHECKS += [cpus_for_gpus, addresses, exit_status, srun_options, traps, signals, shell_in_between]
 
 

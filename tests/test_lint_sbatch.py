@@ -3,6 +3,7 @@ ours are clean."""
 
 import re
 import sys
+import time
 
 import pytest
 
@@ -20,6 +21,9 @@ HEADER = """#!/bin/bash
 # Lines below HEADER that are mistakes by themselves. Behind #! is what the finding says.
 MISTAKES = r"""
 # SBATCH --time=1:00:00  #! begin it with #SBATCH
+#SBTACH --nodes=2  #! begin it with #SBATCH
+#BATCH -n 4  #! begin it with #SBATCH
+#SBATCH --time=2:00  #! --time=2:00 is 2 minutes: 2:00:00 for hours, or else --time=2
 #SBATCH --job-name=$USER  #! does not expand
 #SBATCH --error=gone/%j.err  #! no folder gone
 #SBATCH --gres=gpu:4  #! --gres=gpu beside --gpus-per-node
@@ -71,11 +75,14 @@ MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)  #! SIGPI
 # Lines that are nearly those, and right.
 NEIGHBOURS = r"""
 # SBATCH lines are read by Slurm
+##SBATCH --nodes=2
+#BSUB -n 2
+#SCRATCH - is full
 #SBATCH --job-name=%u  # $USER
 #SBATCH --error=present/%j.err
 #SBATCH --gres=nvme:100
 
-#SBATCH --time=1:00
+#SBATCH --time=30:00
 set -euo pipefail
 cat <<'EOF' >a.sh
 #SBATCH -n 1
@@ -143,6 +150,10 @@ CASES = r"""
 --
 #SBATCH --job-name=a/b
 #SBATCH --output=%j.out
+== minutes, by a short option
+#SBATCH -t 24:00  #! --time=24:00 is 24 minutes: 24:00:00 for hours
+--
+#SBATCH -t 24:00:00
 == no srun
 python prepare.py
 srun bash -c 'mkdir -p /tmp/a && cp b /tmp/a'
@@ -331,6 +342,10 @@ def test_a_mistake_is_found_and_its_neighbour_is_not(name, lint):
         ("B:USR1@120", "trap 'rm -r \"$TMP\"' EXIT", "USR1 ends this shell"),
         ("B:SIGTERM@120", "", "TERM ends this shell"),
         ("B:SIGTERM@120", "trap '' SIGTERM", ""),
+        ("B:TERM@300", "trap : TERM; srun -K python a.py", "TERM reaches this shell, which waits"),
+        ("B:USR1@300", "trap '' SIGUSR1; srun -K python a.py", "not the ranks: --signal=USR1@..."),
+        ("B:TERM@300", "trap : TERM", ""),
+        ("TERM@300", "trap : TERM; srun -K python a.py", ""),
         ("RB:USR2", "exec >log; exec 2>&1", "USR2 ends this shell"),
         ("RB:USR2", "exec srun -K python train.py", ""),
     ],
@@ -362,6 +377,36 @@ def test_whom_a_signal_reaches(asked, then, says, lint):
 def test_what_a_header_asks_for_is_counted(asked, command, says, lint):
     found = lint(f"#!/bin/bash\n#SBATCH {asked}\n{command} python train.py")
     assert len(found) == bool(says) and all(says in text for text in found), found
+
+
+OURS = ["run_script.sh", *sorted(path.name for path in REPOSITORY.glob("launch_*.sh"))]
+
+
+@pytest.mark.parametrize("launcher", OURS)
+def test_a_signal_for_the_shell_of_our_launchers(launcher, lint):
+    """Whose trap only gives the ranks time."""
+    text = (REPOSITORY / launcher).read_text()
+    text, count = re.subn("(?m)^##SBATCH --signal=", "#SBATCH --signal=B:", text)
+    assert count == 1
+    found = lint(text)
+    assert len(found) == 1 and found[0].endswith("--signal=TERM@..."), found
+
+
+BEFORE = ["!", "{", "if", "then", "elif", "else", "while", "until", "do", "time", "exec", "nohup"]
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_what_may_stand_before_a_command(before, lint):
+    [found] = lint(f"{HEADER}{before} srun -K python train.py | tee log")
+    assert "a pipe hides the exit status" in found
+
+
+@pytest.mark.parametrize("word", ["x", "ab/c+", "1", "-", '"a\\'])
+def test_a_long_word(word, lint):
+    """A file in base64 within a script, in a hook that runs at each commit."""
+    begun = time.process_time()
+    lint(f"{HEADER}srun -K python {word * (20_000 // len(word))}\nsrun -K python a.py &\nwait")
+    assert time.process_time() - begun < 5, "seconds, and not minutes"
 
 
 HOSTS = "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST)\n"
