@@ -1,5 +1,5 @@
 # What a job in a container needs: NVIDIA's PyTorch, the dependencies of requirements.txt that it lacks, the code.
-# `docker build .` takes the folder without what .dockerignore lists. aux/submit.py takes the files that git lists, if
+# `docker build .` takes the folder without what .dockerignore lists. local/laptop takes the files that git lists, if
 # Slurmfile.toml says packaging type = "container".
 # Another base must have Python 3.10 and pip: --build-arg BASE=debian:bookworm, or build_args in Slurmfile.toml.
 ARG BASE=nvcr.io/nvidia/pytorch:26.09-py3

@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-ROOMS = ("distributed", "aux", "aux/launch", "dev", "tests/helpers")
+ROOMS = ("distributed", "aux", "aux/launch", "dev", "local/laptop", "tests/helpers")
 sys.path[:0] = [str(REPOSITORY / room) for room in ROOMS]
 import forks
 import job_processes
@@ -57,7 +57,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_collection_modifyitems(items):
     """Two that take minutes first, so that both processes end at the same time."""
-    items.sort(key=lambda item: item.path.name not in ("test_submit.py", "test_spare.py"))
+    items.sort(key=lambda item: item.path.name not in ("test_laptop.py", "test_spare.py"))
 
 
 def pytest_addoption(parser):

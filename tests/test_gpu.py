@@ -18,7 +18,7 @@ import torch
 from conftest import environment, once, run
 from transformer import SIZES, count_weights, new_config
 
-SINGLE, DDP, TASK = "local/train_single.py", "distributed/train_ddp.py", "distributed/train_task.py"
+SINGLE, DDP, TASK = "local/train_single.py", "distributed/train_ddp.py", "local/laptop/train.py"
 PREEMPTIBLE, FSDP, TP = (f"distributed/train_{name}.py" for name in ("preemptible", "fsdp", "tp"))
 STEPS = 15
 IMAGES = "--epochs 1 --batch-size 20 --log-every 1"  # 300 images

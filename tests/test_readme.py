@@ -16,7 +16,7 @@ from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, at_once, environment, ru
 from write_diffs import DIFF, with_diffs
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-DOCUMENTS += [REPOSITORY / "local/cluster/README.md"]
+DOCUMENTS += [REPOSITORY / f"local/{room}/README.md" for room in ("cluster", "laptop")]
 # By number, and the appendices by name
 CHAPTERS = {int(path.name[:2]): path for path in DOCUMENTS if re.match(r"\d\d_", path.name)}
 CHAPTERS["fault_tolerance"] = REPOSITORY / "docs/fault_tolerance.md"
@@ -176,8 +176,8 @@ def test_the_comparison_can_fail():
 
 
 def test_every_block_is_run():
-    """Here, but five pages: containers.md in test_containers.py, the appendix on laptops in
-    test_submit.py, local/cluster/README.md in test_docker.py, recipes.md in test_recipes.py,
+    """Here, but five pages: containers.md in test_containers.py, local/laptop/README.md in
+    test_laptop.py, local/cluster/README.md in test_docker.py, recipes.md in test_recipes.py,
     other_jobs.md in test_work_list.py and test_other_jobs.py."""
     tried = (1, 3, 7, 8, 9, 10, 11, "launchers")  # by try_chapter
     chapters = [CHAPTERS[chapter] for chapter in tried]
@@ -187,8 +187,8 @@ def test_every_block_is_run():
     }
     assert {name: count for name, count in counts.items() if count} == {
         "README.md": 1,
-        "docs/appendix_laptop.md": 2,
         "docs/containers.md": 1,
+        "local/laptop/README.md": 1,
         "local/cluster/README.md": 1,
         "docs/other_jobs.md": 5,
         "docs/recipes.md": 6,

@@ -8,7 +8,8 @@ import pytest
 from conftest import REPOSITORY, TRACKED
 from write_diffs import with_diffs
 
-FOLDERS = "aux aux/launch dev distributed docs/labs examples local local/cluster sites tests"
+FOLDERS = "aux aux/launch dev distributed docs/labs examples local local/cluster"
+FOLDERS += " local/laptop sites tests"
 PAGES = "".join(
     (REPOSITORY / name).read_text()
     for name in TRACKED
@@ -53,6 +54,13 @@ def test_a_job_script_names_what_is_in_aux_launch():
     blocks = re.findall(r"^```(?:bash|sh)\n(.*?)^```$", PAGES, re.M | re.S)
     for name in files("aux/launch", ".py", ".sh"):
         assert any(f"aux/launch/{name}" in text for text in scripts + blocks), name
+
+
+def test_nothing_outside_imports_what_is_for_a_laptop():
+    room = {name.removesuffix(".py") for name in files("local/laptop", ".py")}
+    for name in TRACKED:
+        if name.endswith(".py") and not name.startswith(("local/laptop/", "tests/")):
+            assert not room & imports((REPOSITORY / name).read_text()), name
 
 
 def test_a_page_links_to_each_example():

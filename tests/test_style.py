@@ -11,8 +11,8 @@ import tomllib
 
 from conftest import LAUNCHERS, REPOSITORY, TRACKED, run
 
-# Jobs run on Python 3.10, as Ubuntu 22.04 has it, and aux/submit.py on 3.11.
-ON_SUBMISSION = ["aux/submit.py", "aux/submission/"]
+# Jobs run on Python 3.10, as Ubuntu 22.04 has it, and the submission from a laptop on 3.11.
+ON_SUBMISSION = ["local/laptop/submission.py"]
 IN_JOBS = [
     path
     for path in TRACKED
@@ -155,6 +155,6 @@ def test_submission_runs_on_python_3_11():
 
 
 def test_a_task_in_a_job_imports_nothing_of_the_submission():
-    script = "import sys, slurm_task; print({'tomllib', 'submit', 'submission'} & set(sys.modules))"
-    done = run(sys.executable, "-c", script, cwd=REPOSITORY / "aux")
+    script = "import sys, slurm_task; print({'tomllib', 'submission'} & set(sys.modules))"
+    done = run(sys.executable, "-c", script, cwd=REPOSITORY / "local/laptop")
     assert done.stdout == "set()\n", done.stdout + done.stderr

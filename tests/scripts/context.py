@@ -7,12 +7,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "aux"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "local/laptop"))
 
 from slurm_task import JobContext, task
 
 
-@task(time=5, nodes=2, ntasks_per_node=1, gpus_per_node=2)
+@task(time=5, nodes=2, ntasks_per_node=2)
 def show(arguments: list[str], job: JobContext | None = None) -> dict | None:
     if job is None:
         return None

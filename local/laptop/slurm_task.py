@@ -1,5 +1,4 @@
-"""Decorate a function with @task: when it is called, it runs here, or with --submit --env NAME on
-the command line as a job.
+"""Decorate a function with @task. When it is called it runs here, or with --submit as a job.
 
     @task(time="01:00:00", nodes=2, ntasks_per_node=4)
     def train(args: Namespace, job: JobContext | None = None) -> dict: ...
@@ -7,14 +6,12 @@ the command line as a job.
     python train.py --epochs 3                                        # here; job is None
     python train.py --submit --env production --epochs 10             # a job on two nodes
     python train.py --submit --env production --nodes=4 --epochs 10   # overrides what @task says
-    python train.py --submit --env production --follow --fetch        # as with submit.py
+    python train.py --submit --env production --fetch                 # waits, and brings the result
 
-A job gets one GPU per task. gpus_per_node overrides that: in Slurmfile.toml's [NAME.submit], in
-@task, or on the command line; 0 for none. The repository's launchers start the ranks:
-launch_slurm_to_torch.sh if a task is a rank, launch_slurm_with_torchrun.sh if the one task of a
-node has several GPUs, run_script.sh if the Slurmfile says type = "container". The value that the
-function returns on rank 0 is written to result.json in the job's output folder,
-checkpoints/JOB-ID; `fetch` copies it.
+A task is a rank with one GPU. gpus_per_node=0, in Slurmfile.toml's [NAME.submit], in @task, or on
+the command line, is for a cluster without GPUs. launch_slurm_to_torch.sh starts the ranks, and
+run_script.sh if the Slurmfile says type = "container". The value that the function returns on rank
+0 is written to result.json in the job's output folder, checkpoints/JOB-ID.
 """
 
 import functools
@@ -28,10 +25,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-# submit and submission are imported only when submitting: they need Python 3.11, and a job may have
-# 3.10.
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPOSITORY / folder) for folder in ("distributed", "aux")]
+# submission.py is imported only with --submit: it needs Python 3.11, and a job may have 3.10.
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.append(str(REPOSITORY / "distributed"))
 
 
 @dataclass(frozen=True)
@@ -125,18 +121,18 @@ def whole_number(text: str) -> int:
 def parse_submission(resources: dict[str, str | int]) -> Namespace:
     """The options of the submission, which it removes from sys.argv. `options` of the result are
     sbatch's."""
-    import submit
+    import submission
 
     description = "Submits the script as a job. Its own arguments: --help without --submit."
-    parser = submit.ArgumentParser(description=description)
+    parser = submission.ArgumentParser(description=description)
     parser.add_argument("--submit", action="store_true", help="submit a job")
-    submit.add_options(parser)
-    names = {"nodes": 1, "gpus_per_node": None} | resources
+    submission.add_options(parser)
+    names = {"nodes": 1, "ntasks_per_node": 1, "gpus_per_node": None} | resources
     for name, value in names.items():
         option = f"--{name.replace('_', '-')}"
         default = "one GPU per task" if value is None else value
         help = f"sbatch's option (default, from @task: {default})"
-        if name in ("nodes", "ntasks", "ntasks_per_node"):
+        if name in ("nodes", "ntasks_per_node"):
             # As text, so that the parser also checks the numbers of @task
             parser.add_argument(option, default=str(value), type=whole_number, help=help)
         else:
@@ -149,36 +145,22 @@ def parse_submission(resources: dict[str, str | int]) -> Namespace:
 
 
 def submit_script(args: Namespace) -> int:
-    """Submits this script, with its own arguments, by submit.py. Returns the exit status."""
-    import submit
-    from submission import slurmfile
+    """Submits this script with its own arguments. Returns the exit status."""
+    import submission
 
-    options = args.options
-    settings = slurmfile.read(slurmfile.find(), args.env)
-    # Without the option, the number in the launcher's header would apply.
-    tasks = -(-options.get("ntasks", options["nodes"]) // options["nodes"])
-    tasks = options.setdefault("ntasks_per_node", tasks)
-    even = options["nodes"] * tasks
-    if options.get("ntasks", even) != even:
-        wanted = f"{options['ntasks']} tasks on {options['nodes']} nodes, not {tasks} on each"
-        slurmfile.fail(f"@task: {wanted}: write ntasks={even} or another number of nodes")
-    by_slurmfile = {name.replace("-", "_"): value for name, value in settings["submit"].items()}
-    if "gres" not in options | by_slurmfile:
-        options.setdefault("gpus_per_node", by_slurmfile.get("gpus_per_node", tasks))
-    gpus = str(options.get("gpus_per_node", tasks)).rpartition(":")[2]  # a100:4
-    if tasks > 1 and gpus not in ("0", str(tasks)):
+    settings = submission.read_slurmfile(args.env)
+    tasks = args.options["ntasks_per_node"]
+    if "gpus_per_node" not in settings["submit"]:
+        args.options.setdefault("gpus_per_node", tasks)
+    gpus = str((settings["submit"] | args.options)["gpus_per_node"]).rpartition(":")[2]  # a100:4
+    if gpus not in ("0", str(tasks)):
         wanted = f"{tasks} tasks and {gpus} GPUs on a node, but a task is a rank with a GPU"
-        slurmfile.fail(f"@task: {wanted}: write gpus_per_node={tasks} or ntasks_per_node={gpus}")
-
-    launcher = "launch_slurm_to_torch.sh"
-    if settings["packaging"]["type"] == "container":
-        launcher = "run_script.sh"
-    elif tasks == 1 and gpus not in ("0", "1"):
-        launcher = "launch_slurm_with_torchrun.sh"
-    args.sbatch = submit.sbatch_options(options)
-    script = os.path.relpath(sys.argv[0])
-    args.command = [os.path.relpath(REPOSITORY / launcher), script, *sys.argv[1:]]
-    return submit.without_traceback(submit.submit, args)
+        submission.fail(f"@task: {wanted}: write gpus_per_node={tasks} or ntasks_per_node={gpus}")
+    in_container = settings["packaging"]["type"] == "container"
+    launcher = "run_script.sh" if in_container else "launch_slurm_to_torch.sh"
+    script = os.path.relpath(os.path.realpath(sys.argv[0]), REPOSITORY)
+    args.command = [launcher, script, *sys.argv[1:]]
+    return submission.without_traceback(submission.submit, args)
 
 
 def write_result(result: object, folder: Path):

@@ -1,10 +1,11 @@
 """One command on a laptop, under torchrun and on a cluster: a small training with @task.
 
-    python distributed/train_task.py --epochs 3                          # here: CUDA or the CPU
-    ./torchrun.sh distributed/train_task.py --epochs 3                   # here, several ranks
-    python distributed/train_task.py --submit --env local --follow       # a job, by sbatch here
-    python distributed/train_task.py --submit --env production --fetch   # a job over SSH
-    python distributed/train_task.py --submit --help                     # its options
+    cd local/laptop
+    python train.py --epochs 3                              # here: CUDA or the CPU
+    ../../torchrun.sh train.py --epochs 3                   # here, several ranks
+    python train.py --submit --env local --wait             # a job, by sbatch on this machine
+    python train.py --submit --env production --fetch       # a job over SSH, and its result
+    python train.py --submit --help                         # its options
 
 Nothing above the function imports torch, which the machine that submits may lack.
 """
@@ -12,11 +13,8 @@ Nothing above the function imports torch, which the machine that submits may lac
 import argparse
 import os
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "aux"))
-
-from slurm_task import JobContext, task
+from slurm_task import REPOSITORY, JobContext, task
 
 
 @task(time="01:00:00", nodes=1, ntasks_per_node=2)
@@ -105,7 +103,7 @@ if __name__ == "__main__":
     parser.add_argument("--batch-size", type=int, default=64, help=help)
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
     help = "where prepare_data.py wrote MNIST"
-    parser.add_argument("--data-dir", default="data/mnist", help=help)
+    parser.add_argument("--data-dir", default=REPOSITORY / "data/mnist", help=help)
     parser.add_argument("--log-every", type=int, default=100, metavar="STEPS")
     args = parser.parse_args()
     if min(args.epochs, args.batch_size, args.log_every) < 1:

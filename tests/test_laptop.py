@@ -17,33 +17,43 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, environment, ranks, run, stand_ins
-from submission import jobs, remote, slurmfile
+import submission
+from conftest import NAMESPACES, REPOSITORY, environment, ranks, run, stand_ins
 from test_launchers import NASTY
-from test_readme import CHAPTERS, HOME, assert_shown, copy_of_repository, steps
+from test_readme import HOME, assert_shown, copy_of_repository, steps
 
-SUBMIT = [sys.executable, "aux/submit.py"]
-TASK = "distributed/train_task.py"
+ROOM = REPOSITORY / "local/laptop"
+TASK = "local/laptop/train.py"
 ADDRESS = "10.7.0.1"  # node-1's
-SLURMFILE = """[default.cluster]
+SLURMFILE = """[{name}.cluster]
 backend = "ssh"
 job_base_dir = "{base}"
+environment = [{environment}]
 
-[default.cluster.backend_config]
+[{name}.cluster.backend_config]
 hostname = "login"
 
-[default.packaging]
+[{name}.packaging]
 link = [".venv", "data"]
 
-[default.submit]
-nodes = 1
+[{name}.submit]
 time = 10
+gpus_per_node = 0
+comment = "it's {name}"
 
-[plain.submit]
-comment = "it's plain"
+"""
+# A script with a task: what the job does stands in the middle.
+SCRIPT = """import json, os, sys, time
+sys.path.append("local/laptop")
+from slurm_task import task
 
-[secret.cluster]
-environment = ["ALLOWED"]
+
+@task(nodes=1)
+def run(job=None):
+    {}
+
+
+run()
 """
 
 
@@ -63,13 +73,19 @@ class Laptop:
     def run(self, *command: object, timeout: float = 120, **variables: object):
         return run(*command, cwd=self.clone, env=self.environment(**variables), timeout=timeout)
 
-    def submit(self, *arguments: object, timeout: float = 120, **variables: object):
-        return self.run(*SUBMIT, *arguments, timeout=timeout, **variables)
+    def submit(self, script: str, *arguments: object, **variables: object):
+        return self.run("python", script, "--submit", "--env", *arguments, **variables)
 
-    def start(self, *arguments: object) -> subprocess.Popen:
+    def start(self, script: str, *arguments: object) -> subprocess.Popen:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         options = {"env": self.environment(), "cwd": self.clone, "text": True}
-        return subprocess.Popen([*SUBMIT, *arguments], start_new_session=True, **pipes, **options)
+        command = ["python", script, "--submit", "--env", *arguments]
+        return subprocess.Popen(command, start_new_session=True, **pipes, **options)
+
+    def script(self, name: str, does: str) -> str:
+        """A new script in the clone, whose task does this."""
+        (self.clone / name).write_text(SCRIPT.format(does))
+        return name
 
     def complete(self, *command: object, **variables: object) -> int:
         """Runs a command that submits a job, and waits for that. Returns its number."""
@@ -151,8 +167,9 @@ def laptop(cluster, tmp_path_factory, tiny):
     (clone / "data").symlink_to(base / "data")  # git ignores it, as in the repository
     for command in ("init -q", "add -A", "-c user.name=x -c user.email=x@y commit -qm x"):
         host("git", "-C", clone, *command.split())
-    (clone / "sleep.sh").write_text("#!/bin/bash\nexec sleep 600\n")
-    (clone / "Slurmfile.toml").write_text(SLURMFILE.format(base=base))
+    names = {"plain": "", "secret": '"ALLOWED"'}
+    tables = [SLURMFILE.format(name=x, base=base, environment=names[x]) for x in names]
+    (clone / "local/laptop/Slurmfile.toml").write_text("".join(tables))
     sshd_on_node_1(cluster, sshd, there)
     (home / ".ssh/config").write_text(SSH.format(ADDRESS, sshd))
     host_key = (sshd / "host_key.pub").read_text()
@@ -166,7 +183,9 @@ def laptop(cluster, tmp_path_factory, tiny):
             (tools / program.name).symlink_to(program)
     made = not Path("/run/sshd").exists()
     Path("/run/sshd").mkdir(exist_ok=True)  # sshd insists on it
-    yield Laptop(cluster, home, clone, base, f"{Path(sys.executable).parent}:{tools}")
+    laptop = Laptop(cluster, home, clone, base, f"{Path(sys.executable).parent}:{tools}")
+    laptop.script("sleeps.py", "time.sleep(600)")
+    yield laptop
     if made:
         Path("/run/sshd").rmdir()
 
@@ -208,13 +227,14 @@ def as_on_the_page(text: str, laptop: Laptop) -> str:
     return re.sub(rf"\[{ADDRESS}\]:2222", "login.example.org", text).replace("\r", "")
 
 
-def test_chapter(laptop):
+def test_readme(laptop):
     """Its blocks as they stand, with the repository's own Slurmfile.toml; the login node is an
     alias of ours. In the last one its key is unknown."""
     known = laptop.clone.parent / "sshd/known_hosts"
-    ours = (REPOSITORY / "Slurmfile.toml").read_text()
-    with written(laptop.clone / "Slurmfile.toml", ours), written(known, known.read_text()):
-        for language, commands, shown in steps(CHAPTERS["laptop"]):
+    ours = (ROOM / "Slurmfile.toml").read_text()
+    slurmfile = laptop.clone / "local/laptop/Slurmfile.toml"
+    with written(slurmfile, ours), written(known, known.read_text()):
+        for language, commands, shown in steps(ROOM / "README.md"):
             if language == "console":
                 known.write_text("")
             script = f"exec 2>&1; {commands}"
@@ -223,72 +243,69 @@ def test_chapter(laptop):
             assert_shown(shown, as_on_the_page(done.stdout, laptop))
 
 
-ARRIVED = """
-import json, os, sys
-given = {"arguments": sys.argv[1:], "environment": dict(os.environ), "files": os.listdir()}
-print("ARRIVED", json.dumps(given))
-"""
+ARRIVED = """given = {"arguments": sys.argv[1:], "environment": dict(os.environ)}
+    print("ARRIVED", json.dumps(given | {"files": os.listdir()}))"""
 
 
 def test_what_arrives(laptop):
     """All that was named, unchanged; nothing else. What the job has written comes back."""
-    script = laptop.clone / "a b; touch pwned/it's $HOME.py"
-    script.parent.mkdir()
-    script.write_text(ARRIVED)
+    folder = laptop.clone / "a b; touch pwned"
+    folder.mkdir()
+    script = laptop.script("a b; touch pwned/it's $HOME.py", ARRIVED)
     (laptop.clone / "ignored.out").write_text("")
     (laptop.clone / "line\nbreak").write_text("")
     (laptop.clone / "LICENSE").unlink()
-    nasty = [*NASTY, "$(touch pwned)", "; touch pwned", "`touch pwned`", "ä", "--follow", "-"]
+    nasty = [*NASTY, "$(touch pwned)", "; touch pwned", "`touch pwned`", "ä", "-"]
     secret = {"ALLOWED": "it's\n$(touch pwned) `touch pwned` \\n \\", "WANDB_API_KEY": "hunter2"}
-    options = ["--ntasks-per-node=1", "--gpus-per-node=0", "--comment=it's $(touch pwned)"]
-    command = [*options, LAUNCHERS["srun"], script.relative_to(laptop.clone), *nasty]
-    job = laptop.complete(*SUBMIT, "--env=secret", *command, **secret)
+    sent = laptop.submit(script, "secret", "--fetch", *nasty, **secret)
+    assert sent.returncode == 0, sent.stdout + sent.stderr
+    job = job_of(sent.stdout)
     arrived = json.loads(re.search("^ARRIVED (.*)$", laptop.log(job), re.M)[1])
     assert arrived["arguments"] == nasty
     assert arrived["environment"]["ALLOWED"] == secret["ALLOWED"]
     assert {"line\nbreak", "README.md", ".venv", "data"} < set(arrived["files"])
     assert not {"ignored.out", "LICENSE", ".git"} & set(arrived["files"])
     shown = laptop.cluster.exec("scontrol", "show", "job", job).stdout
-    assert "Comment=it's $(touch pwned)" in shown
+    assert "Comment=it's secret" in shown
     assert "hunter2" not in laptop.log(job)
     [folder] = {path.parent for path in laptop.base.glob(f"*/*_{job}.out")}
     assert folder.stat().st_mode & 0o077 == 0
     assert not [*laptop.clone.parent.rglob("pwned"), *laptop.home.rglob("pwned")]
-    assert laptop.submit("fetch", job).returncode == 0
-    fetched = laptop.clone / f"slurm-jobs/secret-{job}"
+    fetched = laptop.clone / f"local/laptop/slurm-jobs/secret-{job}"
     names = sorted(path.name for path in fetched.iterdir())
-    assert names == [f"launch_slurm_to_torch.sh_{job}.out", "log"]
+    assert names == ["checkpoints", f"launch_slurm_to_torch.sh_{job}.out", "log"]
 
 
 def test_from_this_machine(laptop):
     """The repository's own Slurmfile.toml as it is, on a login node; a secret stays here."""
-    (laptop.clone / "environment.sh").write_text("#!/bin/bash\nenv; pwd; git --version\n")
-    ours = (REPOSITORY / "Slurmfile.toml").read_text()
+    script = laptop.script("environment.py", "print(dict(os.environ), os.getcwd())")
+    ours = (ROOM / "Slurmfile.toml").read_text()
     variables = laptop.environment(WANDB_API_KEY="hunter2", PATH=environment()["PATH"])
-    command = [*SUBMIT, "--env", "local", "--nodes=1", "environment.sh"]
-    with written(laptop.clone / "Slurmfile.toml", ours):
+    command = [sys.executable, script, "--submit", "--env", "local", "--gpus-per-node=0"]
+    with written(laptop.clone / "local/laptop/Slurmfile.toml", ours):
         done = laptop.cluster.exec(*command, cwd=laptop.clone, env=variables)
     assert done.returncode == 0, done.stderr
     job = laptop.cluster.wait(job_of(done.stdout))
     assert job.state == "COMPLETED", job.log
-    assert f"{laptop.clone}/slurm-jobs/environment-" in job.log and "hunter2" not in job.log
+    folder = f"{laptop.clone}/local/laptop/slurm-jobs/environment-"
+    assert folder in job.log and "hunter2" not in job.log
 
 
 def test_failed_cancelled_and_refused(laptop):
-    """The status of a job is that of --follow or --wait."""
-    (laptop.clone / "fail.sh").write_text("#!/bin/bash\necho no luck\nexit 3\n")
-    waits = laptop.start("--env", "plain", "--wait", "sleep.sh")
+    """The status of a job is that of --wait."""
+    fails = laptop.script("fails.py", 'print("no luck"), sys.exit(3)')
+    waits = laptop.start("sleeps.py", "plain", "--wait")
     job = job_of(read_until("Submitted", waits))
-    cancelled = laptop.submit("cancel", job)
-    assert cancelled.returncode == 0, cancelled.stderr
-    failed = laptop.submit("--env", "plain", "--follow", "fail.sh")
+    laptop.cluster.exec("scancel", job)
+    failed = laptop.submit(fails, "plain", "--wait")
     assert failed.returncode == 3 and "no luck\n" in failed.stdout and "FAILED" in failed.stderr
     assert "Welcome" not in failed.stdout
     said = waits.communicate(timeout=120)[1]
-    assert waits.returncode == 1 and f"job {job}: CANCELLED" in said
-    assert "CANCELLED" in laptop.submit("status", job).stdout
+    assert waits.returncode != 0 and f"job {job}: CANCELLED" in said
     before = laptop.job_folders()
-    refused = laptop.submit("--env", "plain", "--partition=nope", "sleep.sh")
+    slurmfile = laptop.clone / "local/laptop/Slurmfile.toml"
+    with written(slurmfile, slurmfile.read_text().replace("time = 10", 'partition = "nope"')):
+        refused = laptop.submit("sleeps.py", "plain")
     one_sentence(refused, "sbatch: error: ", "nvalid partition")
     assert laptop.job_folders() == before
 
@@ -298,10 +315,9 @@ def test_failed_cancelled_and_refused(laptop):
 
 def test_a_connection_that_breaks(laptop):
     """The job is not affected, and every line of its log comes once."""
-    count = "for i in {1..12}; do echo line $i; sleep 0.5; done"
     lines = "".join(f"line {i}\n" for i in range(1, 13))
-    (laptop.clone / "count.sh").write_text(f"#!/bin/bash\n{count}\n")
-    follows = laptop.start("--env=plain", "--follow", "--fetch", "count.sh")
+    count = "for i in range(1, 13): print(f'line {i}', flush=True), time.sleep(0.5)"
+    follows = laptop.start(laptop.script("counts.py", count), "plain", "--fetch")
     try:
         shown = read_until("line 3\n", follows)
         connection = f"nsenter .* -f {laptop.clone.parent}/sshd/sshd_config"
@@ -316,17 +332,16 @@ def test_a_connection_that_breaks(laptop):
         follows.wait()
     assert "trying again" in said and "COMPLETED" in said
     job = job_of(shown)
-    assert f"\n{lines}Fetched 1 files of job {job} " in shown
-    assert laptop.submit("logs", job).stdout == lines
-    fetched = laptop.clone / f"slurm-jobs/plain-{job}"
-    assert [path.read_text() for path in fetched.iterdir()] == [lines]
+    assert f"\n{lines}Fetched " in shown
+    [log] = (laptop.clone / f"local/laptop/slurm-jobs/plain-{job}").glob("*.out")
+    assert log.read_text().endswith(lines)
 
 
 def test_a_changed_host_key_is_refused(laptop):
     known, before = laptop.clone.parent / "sshd/known_hosts", laptop.job_folders()
     other = known.with_name("user_key.pub").read_text().split()[1]
     with written(known, changed := known.read_text().replace(known.read_text().split()[2], other)):
-        refused = laptop.submit("--env", "plain", "sleep.sh")
+        refused = laptop.submit("sleeps.py", "plain")
         one_sentence(refused, "no connection to the cluster")
         assert "Host key verification failed" in refused.stderr and known.read_text() == changed
     assert laptop.job_folders() == before
@@ -336,15 +351,15 @@ def test_what_cannot_be_submitted_leaves_nothing(laptop):
     """No sbatch there, and an archive that is cut short, or that lacks its last file."""
     tools = stand_ins(laptop.clone.parent / "without", {"sh": f'exec {shutil.which("sh")} "$@"'})
     with written(laptop.clone.parent / "there/.bashrc", f"PATH={tools}\n"):
-        one_sentence(laptop.submit("--env", "plain", "sleep.sh"), "no sbatch in the PATH")
+        one_sentence(laptop.submit("sleeps.py", "plain"), "no sbatch in the PATH")
 
     before = laptop.job_folders()
     whole = subprocess.run(["git", "archive", "HEAD"], cwd=laptop.clone, capture_output=True).stdout
-    submit = ["submit", laptop.base, "cut-short", ".", "", 0, 0, "sbatch", "sleep.sh"]
+    submit = ["submit", laptop.base, "cut-short", "", 0, 0, "sbatch", "env.sh"]
     for sent in (whole[: len(whole) // 2], whole):
         (laptop.home / "sent").write_bytes(sent)
         with (laptop.home / "sent").open() as stdin:
-            done = laptop.cluster.exec("sh", "aux/submission/remote.sh", *submit, stdin=stdin)
+            done = laptop.cluster.exec("sh", ROOM / "remote.sh", *submit, stdin=stdin)
         assert done.returncode == 1 and "it is removed" in done.stderr, done.stderr
     assert laptop.job_folders() == before
 
@@ -366,30 +381,29 @@ def test_fetch_of_a_job_that_still_runs(tmp_path, monkeypatch):
         extract(*arguments, **options)
 
     monkeypatch.setattr(tarfile.TarFile, "extract", while_it_grows)
-    record = {"job": 7, "cluster": {"backend": "local"}, "folder": folder}
-    record["file"] = tmp_path / "ours-7.json"
-    jobs.fetch(record)
+    cluster = {"backend": "local"}
+    submission.fetch(cluster, folder, tmp_path / "ours-7")
     names = sorted(path.name for path in (tmp_path / "ours-7").iterdir())
     assert names == ["best.pt", "last.pt", "log"]
     assert (tmp_path / "ours-7/last.pt").read_text() == "weights"
 
     tools = stand_ins(tmp_path / "tools", {"tar": f'{shutil.which("tar")} "$@"; exit 2'})
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    with pytest.raises(remote.RemoteFailed):
-        jobs.fetch(record)
+    with pytest.raises(submission.RemoteFailed):
+        submission.fetch(cluster, folder, tmp_path / "ours-7")
 
 
 def test_the_command_line_of_ssh():
     """Each key of the Slurmfile has its option, and the login node gets words as they are."""
     given = {"hostname": "login", "username": "me", "port": 2222, "identity_file": "~/.ssh/k"}
-    assert given.keys() == slurmfile.KEYS["cluster"]["backend_config"].keys()
+    assert given.keys() == submission.KEYS["backend_config"].keys()
     cluster = {"backend": "ssh", "backend_config": given}
-    ssh, *options, host, command = remote.command_line(cluster, "watch", 7, "it's $HOME")
+    ssh, *options, host, command = submission.command_line(cluster, "wait_for", 7, "it's $HOME")
     assert ssh == "ssh" and host == "login"
     silent = {"-oServerAliveInterval=5", "-oServerAliveCountMax=3", "-oBatchMode=yes"}
     assert silent < set(options), "a connection that is gone ends"
     assert options[-7:] == ["-l", "me", "-p", "2222", "-i", "~/.ssh/k", "--"]
-    assert shlex.split(command)[-4:] == ["remote.sh", "watch", "7", "it's $HOME"]
+    assert shlex.split(command)[-4:] == ["remote.sh", "wait_for", "7", "it's $HOME"]
 
 
 def test_a_log_that_becomes_shorter(tmp_path):
@@ -400,7 +414,7 @@ def test_a_log_that_becomes_shorter(tmp_path):
     sleep = "n=$(ls slept-* | wc -l); touch slept-$n; if ((n == 0)); then echo second >log; fi"
     path = stand_ins(tmp_path / "tools", {"squeue": ended, "sleep": sleep})
     env = environment(PATH=f"{path}:/usr/bin:/bin")
-    command = ["sh", REPOSITORY / "aux/submission/remote.sh", "watch", 7, "log", 0]
+    command = ["sh", ROOM / "remote.sh", "wait_for", 7, "log", 0]
     done = run(*command, cwd=tmp_path, env=env)
     lines = ["remote.sh is ready", "a long line of the first start", "second"]
     assert done.returncode == 0 and done.stdout.splitlines() == lines, done
@@ -416,30 +430,29 @@ def test_a_cluster_writes_nowhere_else(name, tmp_path, monkeypatch):
     with tarfile.open(fileobj=sent, mode="w") as archive:
         archive.addfile(made)
     sent.seek(0)
-    monkeypatch.setattr(jobs.remote, "run", lambda *_: contextlib.nullcontext(sent))
-    record = {"file": str(tmp_path / "plain-7.json"), "cluster": {}, "folder": "f", "job": 7}
+    monkeypatch.setattr(submission, "remote", lambda *_: contextlib.nullcontext(sent))
     with pytest.raises(SystemExit, match="which is not a file of the job"):
-        jobs.fetch(record)
+        submission.fetch({}, "f", tmp_path / "plain-7")
     assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("started", [True, False])
 def test_a_job_of_hours(started, monkeypatch):
     """Each connection that was there gives the next one 300 s. The first one has to come about."""
-    begun, record = [], {"cluster": {}, "job": 7, "log": "log"}
+    begun = []
 
     @contextlib.contextmanager
     def connection(cluster, verb, job, log, position):
         begun.append(position)
         yield io.BytesIO(b"line\n" * started)
         if len(begun) <= 3:
-            raise remote.RemoteFailed(255, started)
+            raise submission.RemoteFailed(255, started)
 
-    monkeypatch.setattr(remote, "run", connection)
-    monkeypatch.setattr(jobs.time, "monotonic", lambda: 3000 * len(begun))
-    monkeypatch.setattr(jobs.time, "sleep", lambda seconds: None)
-    with contextlib.nullcontext() if started else pytest.raises(remote.RemoteFailed):
-        assert jobs.watch(record, show_log=True) == 0
+    monkeypatch.setattr(submission, "remote", connection)
+    monkeypatch.setattr(submission.time, "monotonic", lambda: 3000 * len(begun))
+    monkeypatch.setattr(submission.time, "sleep", lambda seconds: None)
+    with contextlib.nullcontext() if started else pytest.raises(submission.RemoteFailed):
+        assert submission.wait({}, 7, "log") == 0
     assert begun == ([0, 5, 10, 15] if started else [0])
 
 
@@ -457,17 +470,19 @@ def own(laptop) -> str:
 def test_a_task_that_is_no_job(laptop, own):
     here = laptop.run("python", own)
     assert here.returncode == 0 and here.stdout == "returned None\n", here.stderr
-    elsewhere = "cd mine/deep && python own.py --submit --env plain"
-    one_sentence(laptop.run("bash", "-c", elsewhere), "no env.sh in ", "/mine/deep: cd to the repo")
 
 
-WITHOUT_GPUS = ["--nodes=1", "--ntasks-per-node=3", "--gpus-per-node=0"]
+OTHERS = ["--nodes=1", "--ntasks-per-node=3"]
 
 
-@pytest.mark.parametrize(("options", "nodes", "size"), [([], 2, 4), (WITHOUT_GPUS, 1, 3)])
+@pytest.mark.parametrize(("options", "nodes", "size"), [([], 2, 4), (OTHERS, 1, 3)])
 def test_context_of_a_task(laptop, own, options, nodes, size):
-    """Under both launchers a task can get, with its resources and with others."""
-    job = laptop.complete("python", own, "--submit", "--env=plain", *options, *NASTY)
+    """With its resources and with others, from a folder of its own."""
+    command = f"cd {Path(own).parent}; python {Path(own).name} --submit --env plain --wait"
+    command = ["bash", "-c", f'{command} "$@"', "-", *options, *NASTY]
+    done = laptop.run(*command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = job_of(done.stdout)
     places = [json.loads(line) for line in re.findall(r"^CONTEXT (.*)$", laptop.log(job), re.M)]
     places.sort(key=lambda place: place["rank"])
     assert [place["rank"] for place in places] == list(range(size))
@@ -507,16 +522,13 @@ def clone(tmp_path_factory):
 # What a task asks for, the Slurmfile and the command line; what sbatch gets, or why nothing.
 ASKED = [
     ("ntasks_per_node=2", "", [], "-per-node=2 --gpus-per-node=2 launch_slurm_to_torch.sh "),
-    ("nodes=2, ntasks=4", "", [], " --ntasks-per-node=2 "),
-    ("nodes='2', exclusive=True", "", ["--nodes=3"], " --nodes=3 --exclusive "),
-    ("nodes=1", "gpus_per_node = 3", [], " --gpus-per-node=3 "),
-    ("nodes=1", "gpus_per_node = 3", [], " launch_slurm_with_torchrun.sh "),
+    ("nodes='2', exclusive=True", "", ["--nodes=3"], " --nodes=3 --ntasks-per-node=1 --exclusive "),
+    ("ntasks_per_node=3", "gpus_per_node = 3", [], " --gpus-per-node=3 "),
     ("nodes=1", "gpus_per_node = 3", ["--gpus-per-node=0"], " --gpus-per-node=0 "),
-    ("gpus_per_node='a100:4'", "", [], " launch_slurm_with_torchrun.sh "),
-    ("nodes=2, ntasks=4, gpus_per_node=1", "", [], "1 GPUs on a node.*: write gpus_per_node=2 or"),
-    ("nodes=2, ntasks=3", "", [], "3 tasks on 2 nodes, .*: write ntasks=4 or "),
+    ("ntasks_per_node=4, gpus_per_node='a100:4'", "", [], " --gpus-per-node=a100:4 "),
+    ("nodes=1", "gpus_per_node = 3", [], "3 GPUs on a node.*: write gpus_per_node=1 or"),
     ("nodes='1-2'", "", [], "--nodes: '1-2' is not a whole number"),
-    ("nodes=1, gres='gpu:2'", "", [], " --gres=gpu:2 --ntasks-per-node=1 launch_slurm_"),
+    ("nodes=1, array='1-3'", "", [], "--array=1-3 cannot be used here"),
 ]
 
 
@@ -524,41 +536,29 @@ ASKED = [
 def test_what_a_task_asks_for(numbers, settings, options, expected, clone):
     cluster = 'backend = "local"\njob_base_dir = "x"'
     text = f"[ours.cluster]\n{cluster}\n[ours.submit]\n{settings}\n"
-    (clone / "Slurmfile.toml").write_text(text)
-    code = f"from slurm_task import task\n@task({numbers})\ndef f(job=None): ...\nf()\n"
-    (clone / "task.py").write_text(f"import sys\nsys.path.insert(0, 'aux')\n{code}")
-    command = ["task.py", "--submit", "--env=ours", "--dry-run", *options]
+    (clone / "local/laptop/Slurmfile.toml").write_text(text)
+    (clone / "mine.py").write_text(SCRIPT.format("...").replace("nodes=1", numbers))
+    command = ["mine.py", "--submit", "--env=ours", "--dry-run", *options]
     done = run(sys.executable, *command, cwd=clone)
     assert re.search(expected, done.stdout + done.stderr), done.stdout + done.stderr
-    assert "Traceback" not in done.stderr and not (clone / "x").exists(), "a dry run"
+    assert "Traceback" not in done.stderr and not (clone / "local/laptop/x").exists(), "a dry run"
 
 
 # --- mistakes ---
 
 
 def test_mistakes_before_anything_is_sent(laptop, tmp_path):
-    (laptop.clone / "ignored.out").write_text("#!/bin/bash\n")
-    plain = ["--env", "plain"]
+    (laptop.clone / "lab.py").write_text(SCRIPT.format("..."))
     for status, command, sentence in (
-        (2, ["sleep.sh"], "--env NAME is missing"),
-        (2, plain, "which launcher?"),
-        (1, [*plain, LAUNCHERS["spawn"], "nope.py"], "nope.py would not be copied: it is missing"),
-        (2, [*plain, "--nodes", "2", "sleep.sh"], "no launcher 2: write --nodes=2"),
-        (2, [*plain, "-N", "2", "sleep.sh"], "no launcher 2: write -N2"),
-        (1, [*plain, "--array=1-3", "sleep.sh"], "--array=1-3 cannot be used here"),
-        (1, [*plain, "-Mother", "sleep.sh"], "-Mother cannot be used here"),
-        (1, ["--env", "nope", "sleep.sh"], "it has plain, secret"),
-        (1, [*plain, "ignored.out"], "ignored.out would not be copied"),
-        (1, ["--env", "secret", "sleep.sh"], "ALLOWED is listed in "),
-        (1, ["status", 999999], "no job 999999"),
+        (2, ["sleeps.py", "--submit"], "--submit needs --env NAME"),
+        (1, ["sleeps.py", "--submit", "--env", "nope"], "it has plain, secret"),
+        (1, ["lab.py", "--submit", "--env", "plain"], "lab.py would not be copied"),
+        (1, ["sleeps.py", "--submit", "--env", "secret"], "ALLOWED is listed in "),
     ):
-        one_sentence(laptop.submit(*command), "submit.py: ", sentence, status=status)
-    shutil.copy(laptop.clone / "Slurmfile.toml", tmp_path)
-    submit = [sys.executable, REPOSITORY / "aux/submit.py", *plain, "sleep.sh"]
-    away = run(*submit, cwd=tmp_path, env=environment())
-    one_sentence(away, "git, which lists the files to copy, failed")
+        one_sentence(laptop.run("python", *command), sentence, status=status)
 
 
+ONE = SLURMFILE.format(name="plain", base="/jobs", environment="")
 HOST = 'hostname = "login"'
 
 
@@ -570,13 +570,74 @@ HOST = 'hostname = "login"'
         (HOST, "", "[plain.cluster.backend_config] needs hostname"),
         ("[plain.submit]", "[plain.submti]", "[plain] has no key 'submti'"),
         ('backend = "ssh"', 'backend = "shh"', 'needs backend = "ssh" or "local"'),
-        ('"{base}"', '"/jobs"\nenvironment = "X"', "environment must be a list of strings"),
-        ("[default.cluster]", "[default", "is not TOML: Expected ']' at the end of a table"),
+        ("environment = []", 'environment = "X"', "environment must be a list of strings"),
+        ("[plain.cluster]", "[plain", "is not TOML: Expected ']' at the end of a table"),
+        ("link =", 'type = "container"\nimage = "me/x"\nlink =', "needs image, with its registry"),
     ],
 )
-def test_faults_of_a_slurmfile(old, new, sentence, tmp_path):
-    assert SLURMFILE.count(old) == 1
-    (tmp_path / "x.toml").write_text(SLURMFILE.replace(old, new))
+def test_faults_of_a_slurmfile(old, new, sentence, tmp_path, monkeypatch):
+    assert ONE.count(old) == 1
+    monkeypatch.setattr(submission, "SLURMFILE", tmp_path / "x.toml")
+    (tmp_path / "x.toml").write_text(ONE.replace(old, new))
     with pytest.raises(SystemExit) as ended:
-        slurmfile.read(tmp_path / "x.toml", "plain")
+        submission.read_slurmfile("plain")
     assert sentence in ended.value.code and "\n" not in ended.value.code, ended.value.code
+
+
+# --- an image ---
+
+CANNOT_BUILD = """[ "$1" = build ] || exit 0
+echo what went wrong
+exit 7"""
+BOXED = """
+[boxed.cluster]
+backend = "local"
+job_base_dir = "jobs"
+environment = ["ENROOT_STAND_IN"]
+[boxed.packaging]
+type = "container"
+image = "registry.example.org/me/torch:1"
+build_args = ["BASE=debian:bookworm"]
+[boxed.submit]
+gpus_per_node = 0
+"""
+
+
+@pytest.fixture
+def packed(clone, tmp_path):
+    """train.py in a copy of the repository, with an image to build."""
+    (clone / "local/laptop/Slurmfile.toml").write_text(BOXED)
+
+    def submit(*options: object, **programs: str):
+        tools = stand_ins(tmp_path / "tools", programs)
+        (tools / "enroot").symlink_to(REPOSITORY / "tests/scripts/stand-ins/bin/enroot")
+        path = f"{tools}:/usr/bin:/bin"
+        env = environment(PATH=path, ENROOT_STAND_IN=tmp_path)
+        command = [sys.executable, TASK, "--submit", "--env=boxed", *options]
+        return run(*command, cwd=clone, env=env)
+
+    return submit
+
+
+def test_an_image_is_built_pushed_and_imported(packed, clone, tmp_path):
+    """And the launcher is the one that runs in it."""
+    shown = packed("--dry-run", "--epochs", 2, docker="").stdout.splitlines()
+    build = "docker build --force-rm --tag registry.example.org/me/torch:1 --build-arg BASE="
+    assert shown[0].startswith(build) and shown[1] == "docker push registry.example.org/me/torch:1"
+    uri = "docker://registry.example.org#me/torch:1"
+    assert shown[3] == f"./aux/import_image.sh '{uri}' pytorch.sqsh"
+    assert shown[4].endswith(f" run_script.sh {TASK} --epochs 2")
+    shutil.rmtree(tmp_path / "tools")
+    (tmp_path / "registry").mkdir()
+    (tmp_path / "registry/registry.example.org+me+torch:1").write_text("an image")
+    done = packed(docker="", sbatch="echo 7", scontrol="")
+    assert done.returncode == 0, done.stderr
+    [file] = (clone / "local/laptop/jobs").glob("*/pytorch.sqsh")
+    assert file.read_text() == "an image"
+    shutil.rmtree(clone / "local/laptop/jobs")
+
+
+def test_a_build_that_fails(packed, clone, tmp_path):
+    failed = packed(docker=CANNOT_BUILD)
+    one_sentence(failed, "no container image: docker build ended with 7")
+    assert "what went wrong" in failed.stderr and not (clone / "local/laptop/jobs").exists()

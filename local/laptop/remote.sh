@@ -1,6 +1,6 @@
 # shellcheck shell=sh
 # Runs one of the functions below, by name and with arguments, on the cluster over SSH or on this
-# machine. See remote.py. POSIX sh, because the login shell may be any but csh,
+# machine. See submission.py. POSIX sh, because the login shell may be any but csh,
 # which cannot quote a line break.
 set -eu
 
@@ -9,14 +9,14 @@ die() {
     exit 1
 }
 
-# submit BASE NAME DIRECTORY IMAGE VARIABLES LINKS LINK... sbatch [options] SCRIPT [arguments]
-# Makes a new folder NAME.XXXXXX in BASE, and submits from DIRECTORY in it. Removes the folder if
-# anything fails. Prints job id, folder and log.
+# submit BASE NAME IMAGE VARIABLES LINKS LINK... sbatch [options] LAUNCHER [arguments]
+# Makes a new folder NAME.XXXXXX in BASE, and submits there. Removes the folder if anything fails.
+# Prints job id, folder and log.
 # stdin: as many lines NAME=value as VARIABLES says, then a tar archive of the code. The values
 # touch no disk and no command line; a line break in one is \n, a backslash \\.
 submit() {
-    base=$1 name=$2 directory=$3 image=$4 variables=$5 links=$6
-    shift 6
+    base=$1 name=$2 image=$3 variables=$4 links=$5
+    shift 5
     command -v sbatch >/dev/null ||
         die "no sbatch in the PATH of a non-login shell:" \
             "add its folder to PATH at the top of ~/.bashrc there"
@@ -53,7 +53,7 @@ submit() {
     if [ -n "$image" ]; then
         (cd "$folder" && ./aux/import_image.sh "$image" pytorch.sqsh >&2)
     fi
-    cd "$folder/$directory"
+    cd "$folder"
     touch "$folder/.submission"
     job=$("$@") # sbatch
     trap - EXIT HUP INT TERM
@@ -62,11 +62,11 @@ submit() {
     scontrol show job "$job" | sed -n 's/^ *StdOut=//p'
 }
 
-# watch JOB LOG FROM
+# wait_for JOB LOG FROM
 # Prints the log from byte FROM on as it grows, until the job has ended, and each new state on
 # stderr. Ends with the job's exit status, or 1 if it has none. slurmctld is asked at once, then
 # every 15 seconds, because it serves everybody.
-watch() {
+wait_for() {
     log=$2 from=$3 second=0 known=''
     ends="BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED"
     ends="^($ends|REVOKED|TIMEOUT)|Invalid job id"
