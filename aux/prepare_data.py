@@ -37,7 +37,13 @@ from draw_digits import draw_digits
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))
 import mnist
-from token_files import hugging_face_tokenizer, text_functions, unit_of
+from token_files import (
+    hugging_face_tokenizer,
+    printable,
+    read_vocabulary,
+    text_functions,
+    unit_of,
+)
 
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare"
 SHAKESPEARE += "/input.txt"
@@ -185,12 +191,20 @@ def describe_tokenizer(name: str, files: list[Path]) -> tuple[dict, list[int]]:
         return {"name": name, "size": len(characters), "characters": characters}, []
     known = hugging_face_tokenizer(Path(name))
     end = [number for number in map(known.token_to_id, ENDS) if number is not None]
-    return {"name": "tokenizer.json", "size": known.get_vocab_size()}, end[:1]
+    return {"name": "tokenizer.json", "size": size_of(known)}, end[:1]
+
+
+def size_of(known) -> int:
+    """How many numbers a tokenizer may write. Some are left out in its vocabulary, so these are not
+    as many as its tokens."""
+    return max(known.get_vocab().values()) + 1
 
 
 def dtype_of(size: int) -> str:
     """The smallest type for so many kinds of tokens."""
     kinds = {"uint8": 1 << 8, "uint16": 1 << 16, "uint32": 1 << 31}
+    if size > kinds["uint32"]:
+        sys.exit(f"the tokenizer has token {size - 1:,}, and torch counts to {(1 << 31) - 1:,}")
     return next(name for name, numbers in kinds.items() if size <= numbers)
 
 
@@ -234,7 +248,11 @@ def prepare_text(
     """
     described, held = folder / "vocabulary.json", {}
     if described.exists():
-        held = json.loads(described.read_text())
+        try:
+            held = read_vocabulary(folder)
+        except ValueError as error:
+            what = f"{described} is not one that prepare_data.py wrote ({printable(error)})"
+            sys.exit(f"{what}: move {folder} away, or give another --data-dir")
     elif (folder / "train.bin").exists():
         held = {"source": "token files of another program"}
     source = ", ".join(path.name for path in files) or "Tiny Shakespeare"
@@ -325,15 +343,19 @@ def write_chat(
         from transformers import AutoTokenizer
     except ImportError:
         sys.exit("this needs the package transformers: pip install transformers")
-    known = AutoTokenizer.from_pretrained(like)
+    try:
+        # Not the code that some models bring with them.
+        known = AutoTokenizer.from_pretrained(like, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds
+        sys.exit(f"{like} has no tokenizer that transformers can read: {printable(error)}")
     template = functools.partial(known.apply_chat_template, tokenize=False)
     splits = {"train": [], "val": []}
     lines = (line for path in files for line in path.open(encoding="utf-8"))
     for number, line in enumerate(lines, start=1):
         try:
             texts = answers(json.loads(line)["messages"], template)
-        except (ValueError, LookupError, TypeError) as error:
-            sys.exit(f"line {number} of {source} is no conversation: {error}")
+        except Exception as error:  # a chat template raises its own
+            sys.exit(f"line {number} of {source} is no conversation: {printable(error)}")
         for parts in texts:
             # In parts, as in a chat, where the prompt is there before its answer.
             tokens = [
@@ -345,8 +367,8 @@ def write_chat(
     if not splits["val"]:
         sys.exit(f"{source} has fewer than ten conversations with an answer")
 
-    dtype = dtype_of(len(known))
-    said = {"tokenizer": {"name": "tokenizer.json", "size": len(known)}, "dtype": dtype}
+    dtype = dtype_of(size_of(known))
+    said = {"tokenizer": {"name": "tokenizer.json", "size": size_of(known)}, "dtype": dtype}
     said |= {"source": source, "id": identity, "packed": context}
     with written_whole(folder, "vocabulary.json") as new:
         for split, texts in splits.items():

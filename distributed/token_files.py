@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 IGNORED = -100  # cross_entropy's ignore_index
+LARGEST = 100_000_000  # bytes of JSON to read, as in Hugging Face's own reader of safetensors
 # torch can index int32 but not uint32, and no vocabulary needs the sign bit.
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "uint32": torch.int32}
 
@@ -35,7 +36,53 @@ def read_vocabulary(folder: Path) -> dict:
     "characters", these in order. Conversations have the context that they are packed for, under
     "packed". Raises OSError or ValueError.
     """
-    return json.loads((Path(folder) / "vocabulary.json").read_text())
+    vocabulary = read_object(Path(folder) / "vocabulary.json")
+    kinds = {"dtype": str, "source": str, "id": str, "train_tokens": int, "val_tokens": int}
+    kinds |= {"packed": int} if "packed" in vocabulary else {}
+    check_kinds(vocabulary, **kinds, tokenizer=dict)
+    tokenizer = vocabulary["tokenizer"]
+    check_kinds(tokenizer, name=str, size=int)
+    if vocabulary["dtype"] not in DTYPES:
+        raise ValueError(f"its dtype is {vocabulary['dtype']}, not one of {[*DTYPES]}")
+    if not 0 < tokenizer["size"] <= 1 << 31:
+        raise ValueError(f"its size is {tokenizer['size']}")
+    if tokenizer["name"] == "characters":
+        check_kinds(tokenizer, characters=list)
+        characters = [x for x in tokenizer["characters"] if isinstance(x, str) and len(x) == 1]
+        if len(characters) != tokenizer["size"]:
+            raise ValueError(f"it has {len(characters)} characters, not {tokenizer['size']}")
+    return vocabulary
+
+
+def check_kinds(values: dict, **kinds: type):
+    """Raises ValueError if one of these values is missing, or of another kind."""
+    for name, kind in kinds.items():
+        # True is no number here.
+        if type(values.get(name)) is not kind:
+            raise ValueError(f"its {name} is {values.get(name)!r}, no {kind.__name__}")
+
+
+def read_object(path: Path) -> dict:
+    """The content of a JSON file from anywhere. Raises OSError or ValueError."""
+    if path.stat().st_size > LARGEST:
+        raise ValueError(f"{path.name} has more than {LARGEST:,} bytes")
+    return json_object(path.read_bytes())
+
+
+def json_object(text: bytes) -> dict:
+    """An object in JSON. Raises ValueError if it is none, or too deep to read."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("its JSON is too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError("its JSON is no object")
+    return found
+
+
+def printable(text: object) -> str:
+    """What a stranger's file says, cut short, and without the codes that a terminal obeys."""
+    return "".join(c if c.isprintable() else "?" for c in str(text)[:300])
 
 
 def missing_data(folder: Path, context: int) -> str | None:
@@ -54,9 +101,9 @@ def missing_data(folder: Path, context: int) -> str | None:
                 return f"{what}; move the folder away and {remedy}"
     except OSError as error:
         return f"no prepared text at {error.filename} ({error.strerror}); {remedy}"
-    except (ValueError, LookupError, TypeError) as error:
+    except ValueError as error:
         what = "vocabulary.json is not one that aux/prepare_data.py wrote"
-        return f"{folder}: {what} ({error!r}); {remedy}"
+        return f"{folder}: {what} ({printable(error)}); {remedy}"
 
     split = min(("train", "val"), key=lambda split: vocabulary[f"{split}_tokens"])
     shortest = vocabulary[f"{split}_tokens"]
@@ -177,10 +224,11 @@ class TokenDataset:
         number of batches, because they must meet in the collectives, and all batches the same
         shape, because torch.compile takes time for each.
         """
-        starts = torch.arange(0, len(self.tokens["val"]), self.context)
-        if 0 < count < len(starts):
-            starts = starts[torch.linspace(0, len(starts) - 1, count).long()]
-        for part in starts.split(micro_batch_size * ranks):
+        windows = math.ceil(len(self.tokens["val"]) / self.context)
+        count = min(count, windows) if count > 0 else windows
+        # In whole numbers, because float32 rounds those above 16 million.
+        chosen = torch.arange(count) * (windows - 1) // max(1, count - 1)
+        for part in (self.context * chosen).split(micro_batch_size * ranks):
             mine = part[rank * micro_batch_size :][:micro_batch_size]
             filler = part[:1].expand(micro_batch_size - len(mine))
             inputs, targets = self.read("val", torch.cat((mine, filler)))
@@ -217,7 +265,7 @@ def unit_of(tokenizer: dict) -> str:
 def text_functions(tokenizer: dict, file: Path | None) -> tuple[Callable, Callable]:
     """Two functions: text to a list of numbers, and back. `file` is the tokenizer.json, if it is a
     Hugging Face tokenizer. Ends with a sentence if it is none. The first function raises
-    ValueError for a character that is not known."""
+    ValueError for a character or token that is not known."""
     if tokenizer["name"] == "bytes":
         return (
             lambda text: list(text.encode()),
@@ -236,7 +284,15 @@ def text_functions(tokenizer: dict, file: Path | None) -> tuple[Callable, Callab
         return encode, lambda numbers: "".join(letters[number] for number in numbers)
 
     known = hugging_face_tokenizer(file)
-    return lambda text: known.encode(text, add_special_tokens=False).ids, known.decode
+
+    def encode(text: str) -> list[int]:
+        numbers = known.encode(text, add_special_tokens=False).ids
+        if max(numbers, default=0) >= tokenizer["size"]:
+            what = f"{file} has token {max(numbers)}, and the vocabulary ends"
+            raise ValueError(f"{what} at {tokenizer['size'] - 1}: it is another one's tokenizer")
+        return numbers
+
+    return encode, known.decode
 
 
 def hugging_face_tokenizer(file: Path | None):
@@ -250,7 +306,7 @@ def hugging_face_tokenizer(file: Path | None):
     try:
         known = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no narrower one
-        sys.exit(f"{file} is not a Hugging Face tokenizer's file: {error}")
+        sys.exit(f"{file} is not a Hugging Face tokenizer's file: {printable(error)}")
     # A fine-tuning may have left its own limits in the file, which would cut a corpus short.
     known.no_truncation()
     known.no_padding()

@@ -159,6 +159,7 @@ class Tokenizer:
     from_file = classmethod(lambda cls, path: cls())
     decode = None
     cuts = pads = True
+    largest = 999
 
     def no_truncation(self):
         self.cuts = False
@@ -173,8 +174,8 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         return {"<|endoftext|>": 999}.get(token)
 
-    def get_vocab_size(self) -> int:
-        return 1000
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 97, "<|endoftext|>": self.largest}
 
 
 def test_a_hugging_face_tokenizer(tmp_path, monkeypatch):
@@ -192,6 +193,23 @@ def test_a_hugging_face_tokenizer(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}" * 600)
     prepare(monkeypatch, "text", *inputs, "--tokenizer", tmp_path / "tokenizer.json")
     assert copy.read_text() == "{}" * 600
+    assert token_files.missing_data(tmp_path / "text", 16) is None
+
+    monkeypatch.setattr(Tokenizer, "largest", 4_000_000_000)
+    (tmp_path / "tokenizer.json").write_text("[]")
+    with pytest.raises(SystemExit, match="has token 4,000,000,000, and torch counts to 2,147,4"):
+        prepare(monkeypatch, "text", *inputs, "--tokenizer", tmp_path / "tokenizer.json")
+    assert copy.read_text() == "{}" * 600
+
+
+@pytest.mark.parametrize("damage", ["{}", "[]", "[" * 100_000, '{"source": "x"}', "\xff"])
+def test_a_vocabulary_of_somebody_else_is_left_alone(damage, tmp_path, monkeypatch):
+    path, novel = tmp_path / "vocabulary.json", tmp_path / "novel.txt"
+    path.write_text(damage, encoding="latin-1")
+    novel.write_text("Call me Ishmael. " * 100)
+    with pytest.raises(SystemExit, match=r"json is not one that prepare_data.py wrote \(.*: move "):
+        prepare(monkeypatch, "text", "--input", novel, "--data-dir", tmp_path)
+    assert path.read_text(encoding="latin-1") == damage and not (tmp_path / "train.bin").exists()
 
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -227,11 +245,15 @@ def test_conversations_are_packed(tmp_path, monkeypatch, capsys):
 
     class Known:
         eos_token_id = 0
-        from_pretrained = classmethod(lambda cls, folder: cls())
         apply_chat_template = staticmethod(template_of(thoughts=False))
 
-        def __len__(self):
-            return 300
+        @classmethod
+        def from_pretrained(cls, folder: Path, trust_remote_code: bool) -> "Known":
+            assert not trust_remote_code
+            return cls()
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 97, "z": 299}
 
         def __call__(self, text: str, add_special_tokens: bool) -> SimpleNamespace:
             assert not add_special_tokens

@@ -41,6 +41,42 @@ def test_damaged_data_are_refused(text, tmp_path):
     assert fault.startswith(f"{folder}/val.bin has token 255, and the vocabulary ends at ")
 
 
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"dtype": "int7"}, "its dtype is int7, not one of "),
+        ({"dtype": "\x1b]52;c;AAAA\x07"}, "its dtype is ?]52;c;AAAA?, not one of "),
+        ({"dtype": None}, "its dtype is None, no str"),
+        ({"id": 5}, "its id is 5, no str"),
+        ({"source": None}, "its source is None, no str"),
+        ({"train_tokens": "900"}, "its train_tokens is '900', no int"),
+        ({"packed": "16"}, "its packed is '16', no int"),
+        ({"tokenizer": ["bytes", 256]}, "its tokenizer is ['bytes', 256], no dict"),
+        ({"tokenizer": {"name": "bytes", "size": "256"}}, "its size is '256', no int"),
+        ({"tokenizer": {"name": "bytes", "size": 65.5}}, "its size is 65.5, no int"),
+        ({"tokenizer": {"name": "bytes", "size": True}}, "its size is True, no int"),
+        ({"tokenizer": {"name": "bytes", "size": 1 << 40}}, "its size is 1099511627776"),
+        ({"tokenizer": {"size": 256}}, "its name is None, no str"),
+        ({"tokenizer": {"name": "characters", "size": 2}}, "its characters is None, no list"),
+        (
+            {"tokenizer": {"name": "characters", "size": 2, "characters": ["a", 5]}},
+            "it has 1 characters, not 2",
+        ),
+        ("5", "its JSON is no object"),
+        ("[" * 100_000, "its JSON is too deep"),
+    ],
+)
+def test_a_vocabulary_from_anywhere_is_a_sentence(changed, sentence, text, tmp_path):
+    folder = Path(shutil.copytree(text, tmp_path / "text"))
+    said = changed
+    if isinstance(changed, dict):
+        said = json.dumps(json.loads((folder / "vocabulary.json").read_text()) | changed)
+    (folder / "vocabulary.json").write_text(said)
+    fault = token_files.missing_data(folder, 16)
+    what = f"{folder}: vocabulary.json is not one that aux/prepare_data.py wrote ({sentence}"
+    assert fault.startswith(what) and fault.isprintable() and len(fault) < 600
+
+
 NAMES = """312 NVIDIA A100-SXM4-80GB
 312 NVIDIA A100 80GB PCIe; nan NVIDIA A100-SXM4-40GB MIG 3g.20gb
 989 NVIDIA H100 80GB HBM3; 756 NVIDIA H100 PCIe; 835 NVIDIA H100 NVL; 756 NVIDIA H800 PCIe
@@ -215,6 +251,15 @@ def test_each_window_once_an_epoch(ranks, tmp_path):
     assert found[:16] == [int(x) for x in text.starts(torch.arange(16))], "as on one rank"
 
 
+def test_a_text_needs_one_token_more_than_the_context(tmp_path):
+    """A window's last target."""
+    folder = write_numbers(tmp_path / "text", 9)
+    fault = token_files.missing_data(folder, 9)
+    assert fault == f"--context 9 is too long for the 9 tokens in {folder}/train.bin: 8 would do"
+    inputs, targets, _ = token_files.TokenDataset(folder, 8, 1).batch(1, 0, 1, torch.device("cpu"))
+    assert inputs.tolist() == [[*range(8)]] and targets.tolist() == [[*range(1, 9)]]
+
+
 def test_windows_of_conversations(tmp_path):
     """All begin where they were packed, and what is not the model's to write does not count."""
     folder = write_numbers(tmp_path / "text", 10 * 20 + 1, packed=10)
@@ -249,6 +294,19 @@ def test_evaluation_has_one_shape_on_all_ranks(text, ranks):
     assert counted == 50 * 16
 
 
+def test_evaluation_reaches_the_end_of_a_long_text(tmp_path):
+    """float32 knows no 33,554,435. Of the files all but the end is a hole."""
+    folder, count = write_numbers(tmp_path / "text", 20), 33_554_437
+    with (folder / "val.bin").open("r+b") as file:
+        file.truncate(2 * count - 4)
+        file.seek(0, os.SEEK_END)
+        file.write(np.array([5, 7], np.uint16).tobytes())
+    said = json.loads((folder / "vocabulary.json").read_text()) | {"val_tokens": count}
+    (folder / "vocabulary.json").write_text(json.dumps(said))
+    [(inputs, targets)] = token_files.TokenDataset(folder, 1, 3).eval_batches(3, 3, 0, 1)
+    assert inputs.tolist() == [[0], [0], [5]] and targets.tolist()[2] == [7]
+
+
 def test_a_text_that_is_larger_than_the_memory(text, tmp_path):
     """Ten times as large, nearly all of it a hole."""
     folder = Path(shutil.copytree(text, tmp_path / "text"))
@@ -262,15 +320,17 @@ def test_a_text_that_is_larger_than_the_memory(text, tmp_path):
 
 def test_positions_turn_as_in_qwen_and_llama():
     """(x, y) becomes (x cos - y sin, y cos + x sin). Llama 3.1's files scale the slow turns, under
-    the name rope_scaling."""
+    the name rope_scaling. In newer ones it is rope_parameters, with theta inside."""
     shape = {"num_attention_heads": 1, "num_key_value_heads": 1, "hidden_size": 8, "head_dim": 8}
     shape |= {"num_hidden_layers": 1, "intermediate_size": 8}
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
     scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     config = new_config(transformer.SIZES["cpu"] | shape, 64, 128)
-    model = Transformer(config | {"rope_theta": 500_000.0, "rope_scaling": scaling})
-    [angles] = model.angles(1, 1, torch.device("cpu"))
-    assert angles[:4].tolist() == pytest.approx([1, 0.0047007, 1.7678e-4, 6.648e-6], rel=1e-3)
+    older = {"rope_theta": 500_000.0, "rope_scaling": scaling}
+    newer = {"rope_parameters": scaling | {"rope_theta": 500_000.0}}
+    for its in (older, newer):
+        [angles] = Transformer(config | its).angles(1, 1, torch.device("cpu"))
+        assert angles[:4].tolist() == pytest.approx([1, 0.0047007, 1.7678e-4, 6.648e-6], rel=1e-3)
     quarter = torch.zeros(1, 2), torch.ones(1, 2)
     assert transformer.rotate(torch.tensor([[[[1.0, 0.0]]]]), *quarter).flatten().tolist() == [0, 1]
 
