@@ -3,21 +3,24 @@
 transformer.py has the same names, so nothing is converted. A file is mapped, so a rank that keeps
 some rows of a weight reads no others; and it is written weight by weight, so no rank ever holds a
 whole model. It needs no other package.
+
+A downloaded folder is a stranger's. None of it runs, what it says is compared with what is there,
+and no link in it leads to a file of yours.
 """
 
 import json
+import math
 import os
 import shutil
 import sys
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from token_files import mapped, numbers
+from token_files import LARGEST, json_object, mapped, numbers, printable, read_object
 
 # What transformer.py computes: a field of config.json, and the values that it may have.
 KNOWN = {
@@ -36,8 +39,9 @@ KNOWN = {
     "dtype": ("float32", "bfloat16", "float16", None),
     "torch_dtype": ("float32", "bfloat16", "float16", None),
 }
-NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps")
-NEEDED += ("num_attention_heads", "max_position_embeddings")
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+SIZES += ("num_attention_heads", "num_key_value_heads", "head_dim")
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 INDEX = "model.safetensors.index.json"
 TOKENIZER = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_template*")
@@ -47,27 +51,83 @@ FILE_SIZE = 4 << 30  # bytes of weights in a file that is written
 
 def read_config(folder: Path) -> dict:
     """The content of config.json, with its defaults. Ends with a sentence if transformer.py is
-    another model."""
+    another model, or if a link in the folder leads out of it."""
     try:
-        config = json.loads((folder / "config.json").read_text())
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        asked = config | {"rope_type": rope.get("rope_type", rope.get("type"))}
-        # Qwen3's files have a window, and say beside it that it is not used.
-        if config.get("use_sliding_window") is False:
-            asked["sliding_window"] = None
-        for name, known in KNOWN.items():
-            if asked.get(name) not in known:
-                theirs = asked.get(name)
-                raise ValueError(f"transformer.py knows no {name} {theirs}, only {known[0]}")
-        for name in NEEDED:
-            if config.get(name) is None:
-                raise ValueError(f"its config.json has no {name}")
+        found = read_object(folder / "config.json")
+        config = {name: value for name, value in found.items() if value is not None}
+        check_config(config)
+        check_inside(folder, folder / "config.json")
+        tokenizer_of(folder)
     except (OSError, ValueError) as error:
-        sys.exit(f"{folder} is no Qwen3 or Llama to start from: {error}")
+        sys.exit(f"{folder} is no Qwen3 or Llama to start from: {printable(error)}")
+    return config
+
+
+def check_config(config: dict):
+    """Adds the defaults to the content of a config.json. Raises ValueError if transformer.py is
+    another model, or no model has such numbers."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"its rope_parameters are {rope}")
+    inner = {name: value for name, value in rope.items() if value is not None}
+    asked = config | {"rope_type": rope.get("rope_type", rope.get("type"))}
+    if "partial_rotary_factor" in inner:
+        asked["partial_rotary_factor"] = inner["partial_rotary_factor"]
+    # Qwen3's files have a window, and say beside it that it is not used.
+    if config.get("use_sliding_window") is False:
+        asked["sliding_window"] = None
+    for name, known in KNOWN.items():
+        if asked.get(name) not in known:
+            raise ValueError(f"transformer.py knows no {name} {asked.get(name)}, only {known[0]}")
+
+    check_numbers(config, int, 1 << 20, "hidden_size", "num_attention_heads")
     heads = config["num_attention_heads"]
     default = {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // heads}
     default |= {"tie_word_embeddings": False, "rope_theta": 10_000.0}
-    return default | {name: value for name, value in config.items() if value is not None}
+    for name, value in default.items():
+        config.setdefault(name, value)
+    check_numbers(config, int, 1 << 20, *SIZES)
+    check_numbers(config, int, 1 << 31, "max_position_embeddings")
+    check_numbers(config, int | float, 1 << 60, "rms_norm_eps", "rope_theta")
+    if "rope_theta" in inner:
+        check_numbers(inner, int | float, 1 << 60, "rope_theta")
+    if asked["rope_type"] == "llama3":
+        check_numbers(inner, int | float, 1 << 60, *LLAMA3)
+        if inner["low_freq_factor"] >= inner["high_freq_factor"]:
+            raise ValueError("its low_freq_factor is not below its high_freq_factor")
+    if heads % config["num_key_value_heads"] or config["head_dim"] % 2:
+        rule = "its num_attention_heads must be a multiple of num_key_value_heads"
+        raise ValueError(f"{rule}, and its head_dim even")
+    if type(config["tie_word_embeddings"]) is not bool:
+        raise ValueError(f"its tie_word_embeddings is {config['tie_word_embeddings']}")
+
+
+def check_numbers(values: dict, kind: type, limit: float, *names: str):
+    """Raises ValueError if one of these is missing, or no number of this kind between 0 and the
+    limit."""
+    for name in names:
+        value = values.get(name)
+        if value is None:
+            raise ValueError(f"its config.json has no {name}")
+        if type(value) is bool or not isinstance(value, kind) or not 0 < value < limit:
+            raise ValueError(f"its {name} is {value}, and no model has that")
+
+
+def check_inside(folder: Path, path: Path):
+    """Raises ValueError if a file of a folder is a link to one of yours, which a run would publish.
+    In Hugging Face's cache a folder `snapshots/X` has links, but only into `blobs` beside it."""
+    home, target = folder.resolve(), Path(os.path.realpath(path))
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
+        raise ValueError(f"the link {path.name} leads out of it: put a copy in its place")
+
+
+def tokenizer_of(folder: Path) -> list[Path]:
+    """The files of a folder that belong to its tokenizer. Raises ValueError if one is a link."""
+    found = [path for pattern in TOKENIZER for path in folder.glob(pattern) if path.is_file()]
+    for path in found:
+        check_inside(folder, path)
+    return found
 
 
 def open_weights(folder: Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -76,12 +136,13 @@ def open_weights(folder: Path, model: torch.nn.Module) -> dict[str, torch.Tensor
     try:
         files = ["model.safetensors"]
         if (folder / INDEX).exists():
-            files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+            files = sorted(set(read_object(folder / INDEX)["weight_map"].values()))
         found = {}
         for file in files:
+            check_inside(folder, folder / file)
             found |= open_file(folder / file)
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        sys.exit(f"{folder} cannot be read: {type(error).__name__}: {error}")
+    except Exception as error:  # a header may have anything in any place
+        sys.exit(f"{folder} cannot be read: {type(error).__name__}: {printable(error)}")
 
     weights = dict(model.named_parameters())
     for name in sorted(weights.keys() | found.keys()):
@@ -92,26 +153,41 @@ def open_weights(folder: Path, model: torch.nn.Module) -> dict[str, torch.Tensor
         theirs = tuple(found[name].shape) if name in found else "none"
         ours = tuple(weights[name].shape) if name in weights else "none"
         if theirs != ours:
-            sys.exit(f"{folder} is not what its config.json says: {name} is {theirs}, not {ours}")
+            said = f"{printable(name)} is {theirs}, not {ours}"
+            sys.exit(f"{folder} is not what its config.json says: {said}")
     return found
 
 
 def open_file(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file by name: a length (8 bytes), a header in JSON with each
-    one's dtype, shape and place, and then the numbers."""
+    one's dtype, shape and place, and then the numbers, without holes. Raises OSError, or one of
+    several errors if the header is not that of the file."""
+    size = path.stat().st_size
+    if size < 8:
+        raise ValueError(f"{path.name} is no safetensors file")
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
+        if length > min(size - 8, LARGEST):
             raise ValueError(f"{path.name} is no safetensors file, but perhaps git-lfs's pointer")
-        header = json.loads(file.read(length))
+        header = json_object(file.read(length))
     header.pop("__metadata__", None)
-    memory, found = mapped(path), {}
-    for name, said in header.items():
+    memory, found, begin = mapped(path), {}, 0
+    for name, said in sorted(header.items(), key=lambda entry: entry[1]["data_offsets"]):
+        what, shape = f"{path.name} has {name}", said["shape"]
         if said["dtype"] not in DTYPES:
-            raise ValueError(f"{path.name} has {name} in {said['dtype']}, not in {[*DTYPES]}")
-        first, count = 8 + length + said["data_offsets"][0], prod(said["shape"])
-        value = numbers(memory, DTYPES[said["dtype"]], count, first)
-        found[name] = value.view(said["shape"])
+            raise ValueError(f"{what} in {said['dtype']}, not in {[*DTYPES]}")
+        if not all(type(count) is int and count >= 0 for count in shape):
+            raise ValueError(f"{what} of shape {shape}")
+        dtype, count, first = DTYPES[said["dtype"]], math.prod(shape), 8 + length + begin
+        end = begin + count * dtype.itemsize
+        if said["data_offsets"] != [begin, end]:
+            place = f"at {said['data_offsets']}, and its shape and dtype need {[begin, end]}"
+            raise ValueError(f"{what} {place}")
+        if 8 + length + end > size:
+            raise ValueError(f"{path.name} is cut short")
+        found[name], begin = numbers(memory, dtype, count, first).view(shape), end
+    if 8 + length + begin != size:
+        raise ValueError(f"{path.name} is longer than its header says")
     return found
 
 
@@ -125,14 +201,16 @@ def write(
     that the model's config names.
 
     If the weights are split, all ranks call it: they gather one after the other, and rank 0 writes
-    it. An older folder is replaced when the new one is whole.
+    it. An older folder is replaced when the new one is whole. Raises ValueError if a file of the
+    tokenizer is a link out of its folder.
     """
+    tokenizer = tokenizer_of(like) if like else []
     config, part = model.config, folder.with_name(f".{folder.name}.part")
     dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
     shapes = {name: list(weight.shape) for name, weight in model.named_parameters()}
     files, room = [], 0
     for name, shape in shapes.items():
-        size = prod(shape) * dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
         if size > room:
             files.append([])
             room = FILE_SIZE
@@ -158,13 +236,12 @@ def write(
     if not writes:
         return
     if len(files) > 1:
-        total = sum(map(prod, shapes.values())) * dtype.itemsize
+        total = sum(map(math.prod, shapes.values())) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (part / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for pattern in TOKENIZER if like else ():
-        for path in filter(Path.is_file, like.glob(pattern)):
-            shutil.copyfile(path, part / path.name)
+    for path in tokenizer:
+        shutil.copyfile(path, part / path.name)
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
 
@@ -174,7 +251,7 @@ def header_of(shapes: dict[str, list[int]], dtype: torch.dtype) -> bytes:
     name_of = {known: name for name, known in DTYPES.items()}[dtype]
     header, place = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in shapes.items():
-        end = place + prod(shape) * dtype.itemsize
+        end = place + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": name_of, "shape": shape, "data_offsets": [place, end]}
         place = end
     text = json.dumps(header).encode()

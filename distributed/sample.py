@@ -52,7 +52,10 @@ if args.export:
     if args.export.exists():
         sys.exit(f"{args.export} exists: choose another folder")
     like = args.tokenizer.parent if args.tokenizer else None
-    hugging_face.write(args.export, model, value_of, like)
+    try:
+        hugging_face.write(args.export, model, value_of, like)
+    except ValueError as error:
+        sys.exit(f"{like}: {error}")
     print(f"{path} is in {args.export}")
     sys.exit()
 model.to_empty(device=device)

@@ -2,6 +2,7 @@
 test_transformers.py compares with transformers."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -57,6 +58,8 @@ def test_out_and_in_again(files, dtype, tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".*"))
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 REFUSED = [
     ({"model_type": "qwen2"}, "transformer.py knows no model_type qwen2, only qwen3"),
     ({"attention_bias": True}, "knows no attention_bias True"),
@@ -69,6 +72,25 @@ REFUSED = [
     ({"torch_dtype": "auto"}, "knows no torch_dtype auto, only float32"),
     ({"hidden_act": "gelu"}, "knows no hidden_act gelu, only silu"),
     ({"rms_norm_eps": None}, "its config.json has no rms_norm_eps"),
+    ({"model_type": "\x1b]52;c;AAAA\x07"}, "knows no model_type ?]52;c;AAAA?,"),
+    ({"rope_parameters": [8]}, "its rope_parameters are [8]"),
+    ({"rope_parameters": {"rope_theta": 0}}, "its rope_theta is 0, and no model has that"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "knows no partial_rotary_factor 0.5"),
+    ({"rope_scaling": LLAMA3 | {"factor": None}}, "its config.json has no factor"),
+    ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1}}, "is not below its high_freq_factor"),
+    ({"rope_scaling": LLAMA3}, None),
+    ({"rope_theta": "1e6"}, "its rope_theta is 1e6, and no model has that"),
+    ({"rms_norm_eps": math.nan}, "its rms_norm_eps is nan"),
+    ({"num_attention_heads": 0}, "its num_attention_heads is 0"),
+    ({"num_attention_heads": 3}, "its num_attention_heads must be a multiple of "),
+    ({"num_key_value_heads": -2}, "its num_key_value_heads is -2"),
+    ({"head_dim": 33}, "and its head_dim even"),
+    ({"hidden_size": [128]}, "its hidden_size is [128]"),
+    ({"vocab_size": "256"}, "its vocab_size is 256, and"),
+    ({"vocab_size": True}, "its vocab_size is True"),
+    ({"intermediate_size": 1 << 62}, "its intermediate_size is 4611686018427387904"),
+    ({"max_position_embeddings": 64.5}, "its max_position_embeddings is 64.5"),
+    ({"tie_word_embeddings": "no"}, "its tie_word_embeddings is no"),
     ({"num_hidden_layers": 3}, "layers.2.input_layernorm.weight is none, not (128,)"),
     ({"num_hidden_layers": 1}, "layers.1.input_layernorm.weight is (128,), not none"),
     ({"intermediate_size": 380}, "mlp.down_proj.weight is (128, 384), not (128, 380)"),
@@ -90,18 +112,125 @@ def test_another_model_is_a_sentence(changed, sentence, tmp_path):
     assert sentence in ended.value.code and ended.value.code.startswith(str(tmp_path / "model"))
 
 
-@pytest.mark.parametrize("damage", ["cut", "away", "pointer"])
+@pytest.mark.parametrize("text", ["5", "[]", "[" * 100_000, '{"a":' * 100_000, "\xff", "{"])
+def test_a_config_that_is_none_is_a_sentence(text, tmp_path):
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(SystemExit, match="is no Qwen3 or Llama to start from: "):
+        hugging_face.read_config(tmp_path)
+
+
+def test_null_is_the_default(tmp_path):
+    """As many pairs of keys and values as heads, which share the channels out."""
+    model = random_model(tmp_path / "model", num_key_value_heads=4)
+    nulls = dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"))
+    config = json.loads((tmp_path / "model/config.json").read_text()) | nulls
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    assert read(tmp_path / "model").config == model.config
+
+
+DAMAGED = {
+    "cut": lambda content: content[: len(content) // 2],
+    "longer": lambda content: content + b"more",
+    "away": None,
+    "empty": lambda content: b"",
+    "pointer": lambda content: b"version https://git-lfs.github.com/spec/v1\n",
+    "header is a number": lambda content: b"\1\0\0\0\0\0\0\0" + b"5",
+    "header is deep": lambda content: b"\0\0\1\0\0\0\0\0" + b"[" * 0x10000,
+}
+SENTENCES = {"cut": "is cut short", "longer": "is longer than its header says", "away": "No such"}
+SENTENCES |= {"empty": "is no safetensors file", "pointer": "but perhaps git-lfs's pointer"}
+SENTENCES |= {"header is a number": "is no object", "header is deep": "is too deep"}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
 def test_a_damaged_folder_is_a_sentence(damage, tmp_path):
     random_model(tmp_path / "model")
     path = tmp_path / "model/model.safetensors"
     content = path.read_bytes()
     path.unlink()
-    if damage == "cut":
-        path.write_bytes(content[: len(content) // 2])
-    if damage == "pointer":
-        path.write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(SystemExit, match="model cannot be read: "):
+    if damage != "away":
+        path.write_bytes(DAMAGED[damage](content))
+    with pytest.raises(SystemExit, match=f"model cannot be read: .*{SENTENCES[damage]}"):
         read(tmp_path / "model")
+
+
+# Of the entry of q_norm in the second layer, 32 numbers in float32, and what is said of it.
+HEADERS = [
+    (lambda begin, end: {"data_offsets": [-1000, -872]}, "at [-1000, -872], and its shape and"),
+    (lambda begin, end: {"data_offsets": [begin - 128, begin]}, "and its shape and dtype need"),
+    (lambda begin, end: {"data_offsets": [begin, end - 4]}, "and its shape and dtype need"),
+    (lambda begin, end: {"data_offsets": [1 << 70, 2 << 70]}, "and its shape and dtype need"),
+    (lambda begin, end: {"data_offsets": "all"}, "TypeError: "),
+    (lambda begin, end: {"dtype": "BF16"}, "and its shape and dtype need"),
+    (lambda begin, end: {"dtype": "F8_E4M3"}, "q_norm.weight in F8_E4M3, not in ['F32', "),
+    (lambda begin, end: {"dtype": ["F32"]}, "TypeError: "),
+    (lambda begin, end: {"shape": [-4, -8]}, "of shape [-4, -8]"),
+    (lambda begin, end: {"shape": [32.0]}, "of shape [32.0]"),
+    (lambda begin, end: {"shape": [1 << 40, "ab"]}, "of shape [1099511627776, 'ab']"),
+    (lambda begin, end: {"shape": [4, 8]}, "q_norm.weight is (4, 8), not (32,)"),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), HEADERS)
+def test_a_header_is_compared_with_the_file(change, sentence, tmp_path):
+    """And wrong numbers are never read."""
+    random_model(tmp_path / "model")
+    path = tmp_path / "model/model.safetensors"
+    content = path.read_bytes()
+    length = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:length])
+    entry = header["model.layers.1.self_attn.q_norm.weight"]
+    entry |= change(*entry["data_offsets"])
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[length:])
+    with pytest.raises(SystemExit) as ended:
+        read(tmp_path / "model")
+    assert sentence in ended.value.code and len(ended.value.code) < 600
+
+
+@pytest.mark.parametrize("name", ["tokenizer_extra.json", "config.json", "model.safetensors"])
+def test_a_link_to_a_file_of_mine_is_not_followed(name, tmp_path):
+    """A folder that git or tar brings may have links, and a run publishes what they lead to."""
+    model = random_model(tmp_path / "model")
+    secret, link = tmp_path / "secret", tmp_path / "model" / name
+    secret.write_bytes(link.read_bytes() if link.exists() else b"mine")
+    link.unlink(missing_ok=True)
+    link.symlink_to("../secret")
+    with pytest.raises(SystemExit, match=f"the link {name} leads out of it: put a copy in its "):
+        read(tmp_path / "model")
+    if name == "tokenizer_extra.json":
+        weights = dict(model.named_parameters()).__getitem__
+        with pytest.raises(ValueError, match=f"the link {name} leads out of it"):
+            hugging_face.write(tmp_path / "out", model, weights, tmp_path / "model")
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["../secret/model.safetensors", "{}/secret/model.safetensors"])
+def test_an_index_leads_to_no_other_folder(place, tmp_path):
+    random_model(tmp_path / "secret")
+    shutil.copytree(tmp_path / "secret", tmp_path / "model")
+    index = {"weight_map": {"lm_head.weight": place.format(tmp_path)}}
+    (tmp_path / "model" / hugging_face.INDEX).write_text(json.dumps(index))
+    with pytest.raises(SystemExit, match=r"the link model.safetensors leads out of it"):
+        read(tmp_path / "model")
+
+
+def test_hugging_face_s_cache(tmp_path):
+    """Its snapshots are links to its blobs, and the folder may be reached by a link, too."""
+    hub = tmp_path / "hub/models--a--b"
+    model = random_model(hub / "snapshots/123", rms_norm_eps=1e-5)
+    (hub / "snapshots/123/tokenizer.json").write_text("{}")
+    (hub / "blobs").mkdir()
+    for number, path in enumerate(sorted((hub / "snapshots/123").iterdir())):
+        path.rename(hub / "blobs" / str(number))
+        path.symlink_to(f"../../blobs/{number}")
+    (tmp_path / "qwen").symlink_to(hub / "snapshots/123")
+    weights = dict(model.named_parameters())
+    for folder in (hub / "snapshots/123", tmp_path / "qwen"):
+        assert all(torch.equal(weights[name], x) for name, x in read(folder).named_parameters())
+        hugging_face.write(tmp_path / "out", model, weights.__getitem__, folder)
+        copy = tmp_path / "out/tokenizer.json"
+        assert copy.read_text() == "{}" and not copy.is_symlink()
 
 
 @pytest.mark.parametrize(("how", "count"), [("fsdp", 2), ("tensor", 2), ("both", 4)])
@@ -138,6 +267,13 @@ def test_fine_tuned(text, tmp_path):
         assert written == (folder / "exported/model.safetensors").read_bytes()
         again = ranks(0, *command)
         assert again.returncode == 1 and "exported exists: choose another folder" in again.stderr
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "tokenizer.json").symlink_to("../model/tokenizer.json")
+    command = ["distributed/sample.py", folder, "--export", tmp_path / "no"]
+    done = ranks(0, *command, "--tokenizer", linked / "tokenizer.json")
+    assert done.stderr.startswith(f"{linked}: the link tokenizer.json leads out of it")
+    assert done.returncode == 1 and not list(tmp_path.glob("*no*"))
     assert list(found[0][1]) == [0, 6, 12] and found[0][1][12] < found[0][1][0]
     for one in found[1:]:
         assert one == [pytest.approx(values, rel=2e-6) for values in found[0]]
