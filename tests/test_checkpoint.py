@@ -122,7 +122,8 @@ def test_a_run_does_not_begin_anew_unnoticed(found):
 def test_what_a_killed_start_has_left(found):
     for rank in found["killed_while_it_saved"]:
         assert rank["returns"] == 1 and rank["weights"] == [1]
-        assert rank["names"] == ["owner", "step_1", "step_9.bad"] and rank["says"] == ""
+        names = [".step_50.part", "owner", "step_1", "step_9.bad"]
+        assert rank["names"] == names and rank["says"] == ""
 
 
 def test_a_save_that_fails(found):
@@ -162,7 +163,21 @@ def test_a_start_that_was_replaced_writes_nothing(found):
 
 
 def test_two_jobs_in_one_folder(found):
-    """The later one writes."""
-    first, _ = found["two_jobs"]
+    """By mistake: the first one writes. If the second one is to resume: the later one."""
+    first, second = found["two_jobs"]
+    assert first["refused"]["ends"] == second["refused"]["ends"] == 1
+    sentence = r"\S+/jobs belongs to job 7, which began on \S+: pass --resume to take it over, .*\n"
+    assert re.fullmatch(sentence, first["refused"]["says"]) and first["first"]
     assert first["writes"]["ends"] == 1 and "(8 0 " in first["writes"]["says"]
     assert first["then"] and "step_2" in first["names"] and "step_3" not in first["names"]
+
+
+def test_what_no_run_wrote_is_not_replaced(found):
+    """In a folder of somebody's own, named by mistake."""
+    sentences = {"model": r"\S+/model/model is of no run: move it away, or choose another .*"}
+    damaged = r"\S+/owner is damaged, or of another program: delete it, or choose another .*"
+    sentences |= dict.fromkeys(("owner", "link"), damaged)
+    for name, sentence in sentences.items():
+        first, second = (rank[name] for rank in found["of_no_run"])
+        assert first["ends"] == second["ends"] == 1 and first["kept"], name
+        assert re.fullmatch(sentence + "\n", first["says"]) and second["says"] == ""

@@ -240,10 +240,11 @@ def all_damaged():
 
 
 def killed_while_it_saved():
+    """What another program has left stays, as does what somebody has moved."""
     saved("killed", (1,))
-    damage(FOLDER / "killed/step_1", lambda path: shutil.copytree(path, path.parent / ".step_2.x"))
-    # Somebody has moved a damaged one.
-    damage(FOLDER / "killed/step_1", lambda path: shutil.copytree(path, path.parent / "step_9.bad"))
+    for name in (".step_2.7.0.node-1.gpu.99", ".step_50.part", "step_9.bad"):
+        new = FOLDER / "killed" / name
+        damage(FOLDER / "killed/step_1", lambda path, new=new: shutil.copytree(path, new))
     return loaded("killed") | {"names": names("killed")}
 
 
@@ -281,7 +282,7 @@ def not_shared():
     here = Path.cwd()
     for number in (0, 1):
         (FOLDER / f"node-{number}/runs").mkdir(parents=True, exist_ok=True)
-        (FOLDER / f"node-{number}/runs/owner").write_text("an earlier run's\n")
+        (FOLDER / f"node-{number}/runs/owner").write_text("6 0 node-1 99")
     os.chdir(FOLDER / f"node-{rank}")
     found = attempt(lambda: checkpoint.Folder("runs"))
     os.chdir(here)
@@ -305,14 +306,34 @@ def zombie():
 
 
 def two_jobs():
-    """A job takes over another one's folder."""
+    """A job takes over another one's folder, if it is told to resume."""
     job(7, 0)
-    old = saved("jobs", (1,))
+    first = saved("jobs", ())
     job(8, 0)
+    found = {"refused": attempt(lambda: checkpoint.Folder(FOLDER / "jobs", resume=False))}
+    first.save(1, *trained(1))
+    found["first"] = first.wait()
     new = checkpoint.Folder(FOLDER / "jobs")
-    found = {"writes": ended(old)}
+    found["writes"] = ended(first)
     new.save(2, *trained(2))
     return found | {"then": new.wait(), "names": names("jobs")}
+
+
+def of_no_run():
+    """What was in a folder before any run stays as it is, and no run begins there."""
+    found = {}
+    for name, content in (("model", "my thesis"), ("owner", "me"), ("link", "7 0 node-1 1")):
+        folder = FOLDER / "of_no_run" / name
+        kept = folder / ("elsewhere" if name == "link" else name)
+        if rank == 0:
+            folder.mkdir(parents=True)
+            kept.write_text(content)
+            if name == "link":
+                (folder / "owner").symlink_to(kept)
+        dist.barrier()
+        found[name] = attempt(lambda folder=folder: checkpoint.Folder(folder))
+        found[name]["kept"] = kept.read_text() == content
+    return found
 
 
 def ended(runs: checkpoint.Folder) -> dict:
@@ -333,6 +354,7 @@ SCENARIOS = (whole, copied_at_once, truncated, missing_file, all_damaged, killed
 SCENARIOS += (whatever_else, without_what_it_asks_for, copies_of_what_all_hold, one_to_keep)
 SCENARIOS += (unseen_by_one, two_names, saved_twice)
 SCENARIOS += (full_disk, not_finite, other_values, not_shared, zombie, two_jobs)
+SCENARIOS += (of_no_run,)
 for scenario in SCENARIOS:
     found = scenario()
     everywhere = [None, None]
