@@ -59,7 +59,7 @@ def check_kinds(values: dict, **kinds: type):
     for name, kind in kinds.items():
         # True is no number here.
         if type(values.get(name)) is not kind:
-            raise ValueError(f"its {name} is {values.get(name)!r}, no {kind.__name__}")
+            raise ValueError(f"its {name} is {values.get(name)!r}, not of type {kind.__name__}")
 
 
 def read_object(path: Path) -> dict:
@@ -168,7 +168,7 @@ class TokenDataset:
         tokenizer, count = self.vocabulary["tokenizer"], self.vocabulary["train_tokens"]
         unit = f"{count} {unit_of(tokenizer)} of {tokenizer['size']} kinds"
         steps = f"an epoch is {self.per_epoch / self.batch_size:.1f} steps"
-        return f"{self.vocabulary['source']}, {unit}, in {self.folder}; {steps}"
+        return f"{printable(self.vocabulary['source'])}, {unit}, in {self.folder}; {steps}"
 
     def batch(
         self, step: int, rank: int, ranks: int, device: torch.device

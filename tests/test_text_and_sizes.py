@@ -41,31 +41,33 @@ def test_damaged_data_are_refused(text, tmp_path):
     assert fault.startswith(f"{folder}/val.bin has token 255, and the vocabulary ends at ")
 
 
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"dtype": "int7"}, "its dtype is int7, not one of "),
-        ({"dtype": "\x1b]52;c;AAAA\x07"}, "its dtype is ?]52;c;AAAA?, not one of "),
-        ({"dtype": None}, "its dtype is None, no str"),
-        ({"id": 5}, "its id is 5, no str"),
-        ({"source": None}, "its source is None, no str"),
-        ({"train_tokens": "900"}, "its train_tokens is '900', no int"),
-        ({"packed": "16"}, "its packed is '16', no int"),
-        ({"tokenizer": ["bytes", 256]}, "its tokenizer is ['bytes', 256], no dict"),
-        ({"tokenizer": {"name": "bytes", "size": "256"}}, "its size is '256', no int"),
-        ({"tokenizer": {"name": "bytes", "size": 65.5}}, "its size is 65.5, no int"),
-        ({"tokenizer": {"name": "bytes", "size": True}}, "its size is True, no int"),
-        ({"tokenizer": {"name": "bytes", "size": 1 << 40}}, "its size is 1099511627776"),
-        ({"tokenizer": {"size": 256}}, "its name is None, no str"),
-        ({"tokenizer": {"name": "characters", "size": 2}}, "its characters is None, no list"),
-        (
-            {"tokenizer": {"name": "characters", "size": 2, "characters": ["a", 5]}},
-            "it has 1 characters, not 2",
-        ),
-        ("5", "its JSON is no object"),
-        ("[" * 100_000, "its JSON is too deep"),
-    ],
-)
+def of_bytes(**changed: object) -> dict:
+    """The tokenizer's entry in vocabulary.json."""
+    return {"tokenizer": {"name": "bytes", "size": 256} | changed}
+
+
+VOCABULARIES = [
+    ({"dtype": "int7"}, "its dtype is int7, not one of "),
+    ({"dtype": "\x1b]52;c;AAAA\x07"}, "its dtype is ?]52;c;AAAA?, not one of "),
+    ({"dtype": None}, "its dtype is None, not of type str"),
+    ({"id": 5}, "its id is 5, not of type str"),
+    ({"source": None}, "its source is None, not of type str"),
+    ({"train_tokens": "900"}, "its train_tokens is '900', not of type int"),
+    ({"packed": "16"}, "its packed is '16', not of type int"),
+    ({"tokenizer": ["bytes", 256]}, "its tokenizer is ['bytes', 256], not of type dict"),
+    (of_bytes(size="256"), "its size is '256', not of type int"),
+    (of_bytes(size=65.5), "its size is 65.5, not of type int"),
+    (of_bytes(size=True), "its size is True, not of type int"),
+    (of_bytes(size=1 << 40), "its size is 1099511627776"),
+    (of_bytes(name=None), "its name is None, not of type str"),
+    (of_bytes(name="characters"), "its characters is None, not of type list"),
+    (of_bytes(name="characters", size=2, characters=["a", 5]), "it has 1 characters, not 2"),
+    ("5", "its JSON is no object"),
+    ("[" * 100_000, "its JSON is too deep"),
+]
+
+
+@pytest.mark.parametrize(("changed", "sentence"), VOCABULARIES)
 def test_a_vocabulary_from_anywhere_is_a_sentence(changed, sentence, text, tmp_path):
     folder = Path(shutil.copytree(text, tmp_path / "text"))
     said = changed
