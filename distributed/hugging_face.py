@@ -44,8 +44,9 @@ SIZES += ("num_attention_heads", "num_key_value_heads", "head_dim")
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 INDEX = "model.safetensors.index.json"
-TOKENIZER = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_template*")
-TOKENIZER += ("generation_config.json",)
+# Without code that a model may bring
+TOKENIZER = ("tokenizer*.json", "tokenizer.model*", "*_tokens*.json", "vocab.json", "merges.txt")
+TOKENIZER += ("chat_template*.jinja", "chat_template*.json", "generation_config.json")
 FILE_SIZE = 4 << 30  # bytes of weights in a file that is written
 
 

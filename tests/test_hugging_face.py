@@ -43,7 +43,8 @@ def test_out_and_in_again(files, dtype, tmp_path, monkeypatch):
     other = tmp_path / "other"
     other.mkdir()
     copied = {"tokenizer.json", "tokenizer_config.json", "vocab.json", "generation_config.json"}
-    for name in (*copied, "config.json", "a.bin", "hf_token.txt"):
+    copied |= {"tokenizer.model", "chat_template.jinja"}
+    for name in (*copied, "config.json", "a.bin", "hf_token.txt", "tokenizer_class.py"):
         (other / name).write_text("theirs")
     (other / "tokenizers").mkdir()
     weights = dict(model.named_parameters())
@@ -51,7 +52,7 @@ def test_out_and_in_again(files, dtype, tmp_path, monkeypatch):
     (tmp_path / "out/consolidated.safetensors").write_text("not read")
     found = {path.name for path in (tmp_path / "out").iterdir()} - {"consolidated.safetensors"}
     assert len([name for name in found if name.endswith(".safetensors")]) == files
-    assert copied < found and len(found) == files + 5 + (files > 1)
+    assert copied < found and len(found) == files + 7 + (files > 1)
     again = read(tmp_path / "out")
     assert again.config == hugging_face.read_config(tmp_path / "out") and len(weights) == 25
     assert all(torch.equal(weights[name], x) for name, x in again.named_parameters())
