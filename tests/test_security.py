@@ -16,16 +16,22 @@ from test_launchers import in_all_ways
 SECRET = "canary-3f1d9c"  # no part of any other text
 
 
-def test_no_secret_in_log_script_or_command_line(cluster, tmp_path):
-    """By all launchers at once."""
+NAME = """$(touch canary); `touch canary` '"x"""
+
+
+def test_no_secret_is_told_and_no_name_runs(cluster, tmp_path):
+    """By all launchers at once: neither log, script nor command line has a secret, and the job's
+    name is a word."""
     secrets = {"SECRET_TOKEN": SECRET, "WANDB_API_KEY": SECRET}
-    size = ["--nodes=1", "--gpus-per-node=1", "--ntasks-per-node=1"]
+    size = ["--nodes=1", "--gpus-per-node=1", "--ntasks-per-node=1", f"--job-name={NAME}"]
     command = ["tests/scripts/find_secret.py"]
     for way, job in in_all_ways(cluster, tmp_path, *command, size=size, env=secrets).items():
         assert job.state == "COMPLETED" and "LOOKED" in job.log, job.log
+        assert job.log.startswith(f"{NAME}: 1 ranks on node-"), job.log
         assert SECRET not in job.log and "LEAK" not in job.log, job.log
         script = cluster.exec("scontrol", "write", "batch_script", job.id, "-").stdout
         assert script.strip() == (REPOSITORY / LAUNCHERS[way]).read_text().strip()
+    assert not (REPOSITORY / "canary").exists()
 
 
 RUNS_TEXT = ("eval", "exec", "os.system", "os.popen", "pickle.load", "pickle.loads")
