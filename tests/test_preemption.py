@@ -193,7 +193,10 @@ STATES = {
 }
 SCONTROL = """echo "$@" >>calls
 if [[ $1 == show && -z "$STATE" ]]; then echo "Unable to contact slurm controller" >&2; exit 1; fi
-show() { echo "JobId=$1 ArrayJobId=9 ArrayTaskId=$2 $3 Command=/home/me/launch.sh train.py"; }
+NAME=$'a\n\n   b'
+show() {
+    echo "JobId=$1 ArrayJobId=9 ArrayTaskId=$2 JobName=$NAME $3 Command=/home/me/launch.sh train.py"
+}
 if [[ $1 == show ]]; then
     show 7 0 "JobState=RUNNING Reason=None Restarts=7 "
     echo
@@ -209,7 +212,8 @@ CALL += "sys.exit(not preemption.requeue('--resume'))"
 @pytest.mark.parametrize("state", STATES)
 def test_what_is_requeued(state, tmp_path):
     """Of an array this task alone, by Slurm's record: the variables are left from another job.
-    Otherwise it says what to type. What a site's setup prints besides is no refusal."""
+    Otherwise it says what to type. What a site's setup prints besides is no refusal. The job's name
+    has an empty line, as there is between two records."""
     stand_ins(tmp_path, {"scontrol": SCONTROL.replace("{}", DISABLED)})
     array = {"SLURM_JOB_ID": 9, "SLURM_ARRAY_JOB_ID": 5, "SLURM_ARRAY_TASK_ID": 3}
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
