@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,12 +18,15 @@ SOURCE = f"set -euo pipefail; source {REPOSITORY}/aux/launch/stage.sh"
 
 @pytest.fixture
 def job(tmp_path) -> dict[str, str]:
-    """Of one node, where tar counts how often it unpacks, and waits for a file to be gone."""
+    """Of one node, where tar counts how often it unpacks, and waits for a file to be gone. Slurm
+    has the jobs of the file `jobs`, or without it does not answer."""
     srun = 'while [[ "$1" == --* ]]; do shift; done; exec "$@"'
     tar = f"""if [[ "$1" == --extract ]]; then echo x >>{tmp_path}/unpacked; fi
 while [[ -e {tmp_path}/wait ]]; do sleep 0.05; done
 exec {run("bash", "-c", "type -P tar").stdout.strip()} "$@\""""
-    folder = stand_ins(tmp_path / "bin", {"srun": srun, "tar": tar})
+    (tmp_path / "jobs").write_text("7\n")
+    programs = {"srun": srun, "tar": tar, "squeue": f"cat {tmp_path}/jobs"}
+    folder = stand_ins(tmp_path / "bin", programs)
     path = f"{folder}:{os.environ['PATH']}"
     return environment(SLURM_JOB_ID=7, SLURM_JOB_NUM_NODES=1) | {"PATH": path}
 
@@ -93,7 +97,75 @@ def test_a_full_disk(job, archive, tmp_path):
         assert done.returncode == 1 and done.stdout == ""
         assert "No space left on device" in done.stderr
         assert re.search(rf"^stage.sh: \S+: cannot unpack {archive}$", done.stderr, re.M)
-        assert [path.suffix for path in local.iterdir()] == [".lock"]
+        assert {path.suffix for path in local.iterdir()} == {".lock", ".jobs"}
+
+
+@pytest.mark.parametrize("lost", ["7", "its list"])
+def test_a_cleaner_of_old_files(lost, job, archive, tmp_path):
+    """What it takes is noticed by the next job, although others have left files there."""
+    stage = lines(tmp_path / "local", f"stage {archive}", "echo $STAGED")
+    folder = Path(run(*stage, env=job).stdout.strip())
+    for number in range(10):
+        (folder / f"{number}.pyc").touch()
+    (folder / "7" if lost == "7" else folder.with_name(f"{folder.name}.files")).unlink()
+    with (folder / "8").open() as in_use:
+        again = run(*stage, env=job)
+        assert again.returncode == 0 and unpacked(tmp_path) == 2, again.stderr
+        assert (folder / "7").read_text() == in_use.read() == "x" * 10_000
+    said = rf"stage.sh: \S+: {folder} has lost files, and is unpacked again\n"
+    assert re.fullmatch(said, again.stderr), again.stderr
+    assert run(*stage, env=job).stderr == "" and unpacked(tmp_path) == 2
+    assert {path.suffix for path in folder.parent.iterdir()} - {folder.suffix} == {
+        ".files",
+        ".jobs",
+        ".lock",
+    }
+
+
+@pytest.mark.parametrize(
+    ("jobs", "other", "there"),
+    [
+        ("7\n8\n", "", 1),
+        # The first job still runs.
+        ("6\n7\n", "", 2),
+        # Slurm does not answer.
+        (None, "", 2),
+        # An archive in another folder has the same name.
+        ("7\n", "other/", 2),
+    ],
+)
+def test_old_versions_are_deleted(jobs, other, there, job, archive, tmp_path):
+    """If no job uses them."""
+    (tmp_path / "other").mkdir()
+    shutil.copy(archive, tmp_path / "other")
+    os.utime(archive, (1, 1))
+    first, second = (
+        lines(tmp_path / "local", f"cd {tmp_path}", f"stage {folder}a.tar", "ls $STAGED | wc -l")
+        for folder in ("", other)
+    )
+    assert run(*first, env=job | {"SLURM_JOB_ID": "6"}).stdout == "50\n"
+    if jobs is None:
+        (tmp_path / "jobs").unlink()
+    else:
+        (tmp_path / "jobs").write_text(jobs)
+    if not other:
+        os.utime(archive, (2, 2))
+    assert run(*second, env=job).stdout == "50\n"
+    local = tmp_path / "local"
+    assert len([path for path in local.iterdir() if path.is_dir()]) == there
+    for kind in ("files", "jobs"):
+        assert len([*local.glob(f"*.{kind}")]) == there
+
+
+def test_on_each_node(cluster, tmp_path):
+    """Of a job that has two tasks a node, three nodes, and other options in its environment."""
+    script = f"#!/bin/bash\n{SOURCE}\non_each_node hostname\non_each_node cat <<<word\n"
+    (tmp_path / "job.sh").write_text(script)
+    size = ["--nodes=3", "--ntasks-per-node=2", "--cpus-per-task=2", f"--output={tmp_path}/log"]
+    done = cluster.sbatch(*size, tmp_path / "job.sh")
+    hosts = done.log.split()[:3]
+    assert done.state == "COMPLETED" and len({*hosts}) == 3, done.log
+    assert done.log.split()[3:] == ["word"] * 3, done.log
 
 
 def test_nothing_to_unpack(job, tmp_path):
