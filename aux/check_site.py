@@ -431,8 +431,11 @@ def unusual(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
         how = "a variable that you set does not reach the job: sbatch --export=ALL, or site.sh"
         yield f"SBATCH_EXPORT={export}", how
     # A line is a date, a node, and why launch_slurm_with_spare.sh has left it out.
-    listed = Path("bad_nodes.txt").read_text() if Path("bad_nodes.txt").exists() else ""
-    if bad := dict(re.findall(r"^\S+ (\S+) (.+)$", listed, re.M)):
+    # Others may write there as well.
+    path = Path("bad_nodes.txt")
+    listed = path.read_text("utf-8", "replace") if path.is_file() else ""
+    lines = re.findall(r"^\S+ ([\w.-]+) (.+)$", listed, re.M)
+    if bad := {node: why for node, why in lines if why.isprintable()}:
         what = "; ".join(f"{node}: {why}" for node, why in sorted(bad.items()))
         how = f"--exclude={','.join(sorted(bad))}, or delete their lines"
         yield f"bad_nodes.txt ({what})", how

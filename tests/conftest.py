@@ -332,6 +332,14 @@ def cluster(memory):
     cluster.down()
 
 
+def heartbeat_of(rank: int, **values: object) -> str:
+    """As distributed/heartbeat.py writes it, of a rank that takes steps."""
+    beat = {"rank": rank, "world_size": 2, "host": "n0", "step": 5, "interval": 2, "waited": None}
+    beat |= {"time": time.time(), "seconds_in_step": 1.0, "waits": False, "frame": "f"}
+    beat |= {"stack": ["f"], "began": 1.0, "first_step": 1, "first_time": 2.0, "pid": 7}
+    return json.dumps(beat | {"counts": [100, 80, 0]} | values)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]

@@ -288,6 +288,16 @@ def test_the_lines_are_for_the_default_partition():
         assert "partition" not in site.options(site.choose(None), True, False)
 
 
+def test_bad_nodes_that_others_have_written(tmp_path, monkeypatch):
+    """What is no node is in no command, and nothing reaches the terminal."""
+    monkeypatch.chdir(tmp_path)
+    bad = "day n1 caf\xe9\nday $(id) bad\nday n2 \x1b[2J\nhello\n"
+    (tmp_path / "bad_nodes.txt").write_text(bad, "latin-1")
+    site = site_of(GPU)
+    found = dict(check_site.unusual(site, site.choose(None)))
+    assert found["bad_nodes.txt (n1: caf\ufffd)"] == "--exclude=n1, or delete their lines"
+
+
 def test_file_systems(tmp_path, monkeypatch):
     """The innermost mount counts."""
     monkeypatch.setenv("HOME", str(tmp_path / "home/me"))

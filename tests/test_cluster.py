@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, NAMESPACES, Cluster, environment, run, wait_for
+from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, Cluster, environment, run, wait_for
 from test_launchers import VARIABLES, assert_five_variables
 
 
@@ -86,8 +86,10 @@ def test_requeue_is_asked_for(small):
     """By each header: at a site with JobRequeue=0 a preempted job would be gone."""
     change = 'sed -i s/JobRequeue=1/JobRequeue=0/ "$SLURM_CONF" && scontrol reconfigure'
     assert small.exec("bash", "-c", change).returncode == 0
-    size = ["--hold", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1"]
-    for launcher in (*LAUNCHERS.values(), "run_script.sh"):
+    size = ["--hold", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1"]
+    launchers = [*REPOSITORY.glob("launch_*.sh"), REPOSITORY / "run_script.sh"]
+    assert len(launchers) == 5
+    for launcher in launchers:
         assert small.show(small.submit(*size, launcher))["Requeue"] == "1"
     assert small.show(small.submit("--hold", "--wrap=true"))["Requeue"] == "0"
 

@@ -15,7 +15,17 @@ import pytest
 import heartbeat
 import job_processes
 import spare
-from conftest import LAUNCHERS, REPOSITORY, Cluster, at_once, environment, run, stand_ins, wait_for
+from conftest import (
+    LAUNCHERS,
+    REPOSITORY,
+    Cluster,
+    at_once,
+    environment,
+    heartbeat_of,
+    run,
+    stand_ins,
+    wait_for,
+)
 from test_launchers import copy_file
 
 LAUNCHER = "launch_slurm_with_spare.sh"
@@ -81,6 +91,11 @@ def test_the_step_in_which_a_start_failed(tmp_path, monkeypatch):
         heart.write(0)
         os.close(heart.file)
     (folder / "3").write_text('{"step": 4')
+    # A stranger's, who may write there
+    os.mkfifo(folder / "4")
+    (folder / "5").write_bytes(b"\xff")
+    (folder / "6").write_text("[" * 60_000)
+    (folder / "7").write_text('{"counts": [0, 1e400], "step": 1, "first_step": 1, "interval": 1}')
     assert spare.steps_of(folder) == (30, 35)
 
 
@@ -199,9 +214,9 @@ def test_the_node_that_heartbeat_names_is_found(tmp_path, monkeypatch, capsys):
     heart = heartbeat.Heart(60, 0, world_size=2)
     heart.folder.mkdir(parents=True)
     for rank in (0, 1):
-        beat = {"rank": rank, "host": f"n{rank + 1}", "step": 5, "seconds_in_step": 600}
-        beat |= {"time": time.time(), "waits": rank == 0, "stack": [f"f{rank}"]}
-        (heart.folder / str(rank)).write_text(json.dumps(beat))
+        values = {"host": f"n{rank + 1}", "seconds_in_step": 600, "waits": rank == 0}
+        beat = heartbeat_of(rank, stack=[f"f{rank}"], **values)
+        (heart.folder / str(rank)).write_text(beat)
     heart.end(600)
     assert spare.node_to_blame(capsys.readouterr().out, ["n1", "n2"]) == "n2"
 
@@ -229,7 +244,7 @@ def test_whether_the_first_node_is_lost(answers, lost, monkeypatch):
 ENV = """die() { echo "env.sh: $1" >&2 && exit 1; }
 mkdir --parents log/7
 export NNODES=$SLURM_JOB_NUM_NODES CPUS_PER_NODE=2 RUN=7
-export MASTER_ADDR=${ADDRESS:-n1} MASTER_PORT=61007
+export MASTER_ADDR=${ADDRESS:-n1} MASTER_PORT=61007 SHELL_OF_JOB=$$
 """
 SLURM = {
     "scontrol": 'printf "n%s\\n" 1 2 3 4',
@@ -237,6 +252,7 @@ SLURM = {
     # A probe, the watch, or a start, which is written down before it does what the test says.
     "srun": """case "$*" in
 *--immediate=*)
+    if rm told 2>/dev/null; then kill -TERM "$SHELL_OF_JOB"; fi
     if rm "busy-${1#--nodelist=}" 2>/dev/null; then
         echo "srun: error: Unable to create step for job 7: Socket timed out on send/recv" >&2
         exit 1
@@ -266,8 +282,9 @@ class Launched:
         launcher = folder / LAUNCHER
         launcher.write_text(launcher.read_text().replace("\nSPARE=1", "\nSPARE=2"))
         (folder / "aux").symlink_to(REPOSITORY / "aux")
-        for name, text in {"env.sh": ENV, "does": does, "bad_nodes.txt": bad, "down": down}.items():
+        for name, text in {"env.sh": ENV, "does": does, "down": down}.items():
             (folder / name).write_text(text)
+        (folder / "bad_nodes.txt").write_bytes(bad if isinstance(bad, bytes) else bad.encode())
         path = f"{stand_ins(folder / 'bin', SLURM)}:{environment()['PATH']}"
         slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES": 4, "SLURM_JOB_NODELIST": "n[1-4]"}
         slurm |= {"SLURM_RESTART_COUNT": 1, "PATH": path, "ADDRESS": address}
@@ -276,7 +293,7 @@ class Launched:
         command = f"exec ./{LAUNCHER} train.py {log}"
         done = run("bash", "-c", command, cwd=folder, env=environment(**slurm))
         self.status, self.log = done.returncode, (folder / "log.out").read_text()
-        self.bad = (folder / "bad_nodes.txt").read_text()
+        self.bad = (folder / "bad_nodes.txt").read_text(errors="replace")
         starts = folder / "starts"
         rows = starts.read_text().splitlines() if starts.exists() else []
         self.starts = [row.split() for row in rows]
@@ -352,6 +369,37 @@ def test_a_rank_is_not_to_blame_for_a_lost_node(tmp_path):
     assert done.status == 0, done.log
     assert [nodes for nodes, *_ in done.starts] == ["n1,n2", "n1,n2", "n2,n3"]
     assert f"Left out: n1, {spare.NO_STEP}\n" in done.log and " n2 " not in done.bad
+
+
+def test_a_signal_during_the_probes(tmp_path):
+    """Nothing starts."""
+    (tmp_path / "told").touch()
+    done = Launched(tmp_path, "true")
+    assert (done.status, done.starts) == (1, []), done.log
+    assert not (tmp_path / "told").exists()
+
+
+def test_bad_nodes_that_others_have_written(tmp_path):
+    """Such a line is skipped, and stays as it is. An odd reason is no fault of a line."""
+    strange = "a stranger?\n", "now $(id) bad\n", "now n2;x bad\n", "caf\xe9\n", "\xff\xfe\n"
+    bad = f"{OLD}old n1 caf\xe9\n{''.join(strange)}".encode("latin-1", "replace")
+    done = Launched(tmp_path, f"{SAVES} if ((start < 3)); then {FAILS} fi", bad=bad)
+    assert done.status == 0, done.log
+    assert "bad_nodes.txt: skipped line 4, 5, 6, 7, 8, no date, node and reason\n" in done.log
+    assert [nodes for nodes, *_ in done.starts] == ["n2,n3", "n2,n3", "n3,n4"], done.log
+    lines = (tmp_path / "bad_nodes.txt").read_bytes().split(b"\n")
+    assert b"\n".join(lines[:-2]) + b"\n" == bad and b" n2 " in lines[-2]
+
+
+def test_bad_nodes_that_cannot_be_read(tmp_path, monkeypatch, capsys):
+    """Nor written. The job goes on."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (tmp_path / "bad_nodes.txt").mkdir()
+    spare.leave_out(spare.Notes(), "n1", spare.NO_STEP)
+    spare.acquit()
+    not_read = "bad_nodes.txt is not read: Is a directory\n"
+    assert capsys.readouterr().err == f"Left out: n1, {spare.NO_STEP}\n{not_read}{not_read}"
 
 
 TOO_FEW = "No spare node is left: the run needs 2, and only 1 can be used. Submit it again with "

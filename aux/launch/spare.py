@@ -26,6 +26,7 @@ TWICE = "a rank has failed there twice"
 SAME_STEP = "a rank has failed there twice, now in a step as before: look at the script first"
 BAD_NODES = Path("bad_nodes.txt")
 LOG = "/proc/self/fd/2"  # the shell's stderr is the job's log
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError)
 
 # srun's words if slurmctld, and not the node, has not answered
 BUSY = r"Unable to (?:confirm|create) .*(?:contact|timed out|connect|[Zz]ero [Bb]ytes|[Tt]ry again)"
@@ -155,8 +156,11 @@ def steps_of(heartbeats: Path) -> Steps:
     The newest may be older than the failure by the time between two of them."""
     found = []
     for path in heartbeats.glob("*"):
-        # Without a step, half written, or of a heartbeat.py that wrote less
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        # A stranger's FIFO would keep this one waiting.
+        if not path.is_file():
+            continue
+        # Without a step, half written, a stranger's, or of a heartbeat.py that wrote less
+        with contextlib.suppress(OSError, ArithmeticError, RecursionError, *UNREADABLE):
             beat = json.loads(path.read_text())
             seconds = max(1, beat["counts"][1] / 10)
             rate = (beat["step"] - beat["first_step"] + 1) / seconds
@@ -204,25 +208,48 @@ def verdict(failed: list[tuple[str | None, Steps]]) -> str | None:
 # --- bad_nodes.txt: a line is a date, a node, and why it is left out ---
 
 
-def bad_nodes() -> set[str]:
-    lines = BAD_NODES.read_text().splitlines() if BAD_NODES.exists() else []
-    return {line.split()[1] for line in lines if len(line.split()) > 1}
+def bad_nodes(tells: bool = False) -> set[str]:
+    """Their names. It skips what is no such line, which others may have written, and tells so."""
+    nodes, skipped = set(), []
+    for number, line in enumerate(lines_of_bad_nodes(), 1):
+        match line.split():
+            case [_, node, *_] if re.fullmatch(r"[\w.-]+", node):
+                nodes.add(node)
+            case [_, *_]:
+                skipped.append(str(number))
+    if skipped and tells:
+        say(f"{BAD_NODES}: skipped line {', '.join(skipped)}, no date, node and reason")
+    return nodes
+
+
+def lines_of_bad_nodes() -> list[str]:
+    """With their ends. Bytes that are not UTF-8 survive in a string that is written back."""
+    try:
+        return BAD_NODES.read_text("utf-8", "surrogateescape").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        say(f"{BAD_NODES} is not read: {error.strerror}")
+        return []
 
 
 def leave_out(notes: Notes, node: str, why: str):
     say(f"Left out: {node}, {why}")
     notes.out[node] = why
     if node not in bad_nodes() and why != SAME_STEP:
-        with BAD_NODES.open("a") as file:
-            file.write(f"{time.strftime('%F')} {node} {why} (job {os.environ['SLURM_JOB_ID']})\n")
+        line = f"{time.strftime('%F')} {node} {why} (job {os.environ['SLURM_JOB_ID']})\n"
+        # A full disk, or somebody else's file, is no reason to end the job.
+        with contextlib.suppress(OSError), BAD_NODES.open("a") as file:
+            file.write(line)
 
 
 def acquit():
     """Takes back what this job has written about nodes on which its ranks failed."""
     mark = f"{TWICE} (job {os.environ['SLURM_JOB_ID']})\n"
-    if BAD_NODES.exists():
-        lines = BAD_NODES.read_text().splitlines(keepends=True)
-        BAD_NODES.write_text("".join(line for line in lines if not line.endswith(mark)))
+    lines = lines_of_bad_nodes()
+    kept = [line for line in lines if not line.endswith(mark)]
+    if kept != lines:
+        BAD_NODES.write_text("".join(kept), "utf-8", "surrogateescape")
 
 
 # --- the commands ---
@@ -249,8 +276,9 @@ def command_choose(folder: Path, start: int, probe: list[str]):
     if start > 0:
         notes = Notes(**json.loads((folder / "spare.json").read_text()))
     else:
+        bad = bad_nodes(tells=True)
         for node in nodes:
-            if node in bad_nodes():
+            if node in bad:
                 leave_out(notes, node, "as bad_nodes.txt says")
 
     fit = able([node for node in nodes if node not in notes.out], probe)
