@@ -24,12 +24,12 @@ fi
 trap '' TERM
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 
-# rdzv is the rendezvous, where each node's torchrun waits up to 300 seconds for all others. Its id
-# changes with a requeue, so that no torchrun of the earlier start joins.
+# rdzv is the rendezvous, where each node's torchrun waits for all others, for 300 seconds and one
+# more for each node. Its id changes with a requeue, so that no torchrun of the earlier start joins.
 # EDIT: add --numa-binding=node if nodes have several NUMA domains: ranks stay near their GPU.
 # EDIT: add --tee=3 if lines of several ranks run into each other: each then has a rank's label.
 exec python3 -m torch.distributed.run \
     --nnodes="$NNODES" --node-rank="$SLURM_NODEID" --nproc-per-node="$NPROC_PER_NODE" \
     --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
-    --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" --rdzv-conf=timeout=300 \
+    --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" --rdzv-conf=timeout="$((300 + NNODES))" \
     "$@"

@@ -84,8 +84,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto")
     help = "check that all nodes see this folder (default: checkpoints)"
     parser.add_argument("--checkpoint-dir", type=Path, default="checkpoints", help=help)
-    help = "how long to wait for a rank (default: 300)"
-    parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help=help)
+    help = "how long to wait for a rank (default: 300, and one more for each node)"
+    parser.add_argument("--timeout", type=float, default=300 + nodes, metavar="SECONDS", help=help)
     help = "test whether SIGTERM reaches the ranks; torchrun ends after it, and the job is FAILED"
     parser.add_argument("--sigterm", action="store_true", help=help)
     help = "a test of your site's, run once on each node; a status other than 0 makes the node bad"

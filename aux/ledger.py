@@ -1,6 +1,7 @@
 """Where a job's hours went: in steps, in steps that were lost, or in neither. What a restart cost.
 
-    python aux/ledger.py JOB         # in the folder the job was submitted from
+    python aux/ledger.py JOB            # in the folder the job was submitted from
+    python aux/ledger.py JOB/PROGRAM    # of a job with aux/launch/programs.sh
 
 Reads the heartbeats of all starts of the job in log/JOB (distributed/heartbeat.py), so any script
 that sends them has a ledger. Prints a sentence, one for each start, and the same numbers as JSON in
@@ -94,12 +95,15 @@ SAYS |= {"first_step": "until the first step was done"}
 
 def main():
     if len(sys.argv) != 2:
-        sys.exit("usage: python aux/ledger.py JOB")
+        sys.exit("usage: python aux/ledger.py JOB, or JOB/PROGRAM")
     folder = Path("log", sys.argv[1])
-    paths = sorted(folder.glob("ranks-*"), key=lambda path: int(path.name.partition("-")[2]))
+    paths = [path for path in folder.glob("ranks-*") if path.name.partition("-")[2].isdecimal()]
+    paths.sort(key=lambda path: int(path.name.partition("-")[2]))
     starts = [beats for path in paths if (beats := read_beats(path))]
     if not starts:
-        sys.exit(f"ledger.py: no heartbeats in {folder}")
+        programs = sorted({path.parent.name for path in folder.glob("*/ranks-*")})
+        of_these = f", but of its programs {', '.join(programs)}" if programs else ""
+        sys.exit(f"ledger.py: no heartbeats in {folder}{of_these}")
     why = folder / "ends"
     found = ledger(starts, why.read_text().splitlines() if why.exists() else [])
     hours, slowest = found["rank_hours"], found["slowest"]
@@ -109,7 +113,8 @@ def main():
         f"the slowest is rank {slowest['rank']} on {slowest['host']}, "
         f"it waits {slowest['waits']:.0%}, others {found['others_wait']:.0%} of their steps"
     )
-    found["phases"] = phases(starts, slurm_starts(sys.argv[1]))
+    job = sys.argv[1].partition("/")[0]
+    found["phases"] = phases(starts, slurm_starts(job))
     for number, row in enumerate(found["phases"], 1):
         said = ", ".join(f"{seconds:.0f} s {SAYS[name]}" for name, seconds in row.items())
         print(f"Start {number}: {said or 'no times'}")

@@ -5,14 +5,16 @@
     watch -n 5 python aux/watch_job.py JOB
 
 Reads the heartbeats of the job's latest start in log/JOB (distributed/heartbeat.py). If the script
-sends none, it starts py-spy on the job's nodes, which reads the Python stack of each rank, and asks
-NCCL which collective has not been joined. `pip install py-spy` once, where all nodes see it.
+sends none, it looks at the job's nodes whether the ranks have met, and starts py-spy, which reads
+the Python stack of each rank. It asks NCCL which collective has not been joined. `pip install
+py-spy` once, where all nodes see it.
 
 The status is 0 if all ranks are alive, and 1 if the job has ended, or if one is silent, keeps the
-others waiting, or has not begun. By py-spy it is 1 if ranks are at different places, which may be
-chance, so look twice.
+others waiting, or has not begun. Without heartbeats it is 1 if the ranks have not met, or are at
+different places, which may be chance, so look twice.
 
-JOB is the number in log/JOB, even for a task of an array.
+JOB is the number in log/JOB, even for a task of an array. JOB/NAME is the program that
+aux/launch/programs.sh has started by that name.
 """
 
 import argparse
@@ -24,13 +26,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from operator import itemgetter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
-from heartbeat import HOST, describe, holds_back, holds_up, read_beats, slow_rank
+from heartbeat import HOST, describe, holds_back, holds_up, plain, read_beats, slow_rank
 
 
 def main():
@@ -48,16 +50,33 @@ def main():
         for i in range(0, len(text), 900):
             print("seen", HOST, text[i : i + 900])
         return
-    starts = sorted(Path("log", args.job).glob("ranks-*"), key=lambda path: path.stat().st_mtime)
-    beats, now = read_beats(starts[-1]) if starts else [], time.time()
-    # In a large job the ranks write less often, and one heartbeat may be late.
-    silent = [beat for beat in beats if now - beat["time"] > max(args.after, 2 * beat["interval"])]
-    if silent == beats:
-        # There are none, or only those of a run that has ended.
-        sys.exit(look_into(args.job))
-    if has_ended(args.job):
-        sys.exit(f"watch_job.py: job {args.job} has ended, its log says how")
-    sys.exit(report(beats, silent, args.after))
+    job, _, program = args.job.partition("/")
+    runs = []
+    for folder in sorted({path.parent for path in Path("log", args.job).glob("**/ranks-*")}):
+        beats = latest_beats(folder)
+        # In a large job the ranks write less often, and one heartbeat may be late.
+        old = [time.time() - max(args.after, 2 * beat["interval"]) for beat in beats]
+        silent = [beat for beat, its in zip(beats, old, strict=True) if beat["time"] < its]
+        # Otherwise there are none, or only those of a run that has ended.
+        if silent != beats:
+            runs.append((folder, beats, silent))
+    if not runs:
+        sys.exit(look_into(job, program))
+    if has_ended(job):
+        sys.exit(f"watch_job.py: job {job} has ended, its log says how")
+    status = 0
+    for folder, beats, silent in runs:
+        if len(runs) > 1:
+            print(f"{folder.relative_to('log')}:")
+        status |= report(job, beats, silent, args.after)
+    sys.exit(status)
+
+
+def latest_beats(folder: Path) -> list[dict]:
+    """The heartbeats of the latest start."""
+    starts = [path for path in folder.glob("ranks-*") if path.is_dir()]
+    starts.sort(key=lambda path: path.stat().st_mtime)
+    return read_beats(starts[-1]) if starts else []
 
 
 def has_ended(job: str) -> bool:
@@ -76,8 +95,8 @@ def has_ended(job: str) -> bool:
 # --- heartbeats ---
 
 
-def report(beats: list[dict], silent: list[dict], after: float) -> int | str:
-    """Prints the heartbeats and what they say. Returns the status, or the sentence of a fault."""
+def report(job: str, beats: list[dict], silent: list[dict], after: float) -> int:
+    """Prints the heartbeats and what they say. Returns the status."""
     now = time.time()
     print("rank  host              step  heartbeat  what it does")
     for beat in beats:
@@ -88,7 +107,9 @@ def report(beats: list[dict], silent: list[dict], after: float) -> int | str:
     world_size = beats[0]["world_size"]
     missing = sorted(set(range(world_size)) - {beat["rank"] for beat in beats})
     if missing:
-        return f"{len(missing)} of {world_size} ranks have sent none, first rank {missing[0]}."
+        none = f"{len(missing)} of {world_size} ranks have sent none, first rank {missing[0]}."
+        print(none, file=sys.stderr)
+        return 1
 
     seconds = min(beat["seconds_in_step"] + now - beat["time"] for beat in beats)
     stuck = holds_up(beats) if seconds > after else []
@@ -96,6 +117,8 @@ def report(beats: list[dict], silent: list[dict], after: float) -> int | str:
         what = "is silent" if silent else "keeps the others waiting"
         print(f"{beat['host']}: rank {beat['rank']} {what}")
     if silent or stuck:
+        if not silent:
+            print_more(job, stuck, beats, f"Rank {stuck[0]['rank']} is in")
         hosts = ",".join(sorted({beat["host"] for beat in silent or stuck}))
         print(f"If it is the node, submit again without it:  sbatch --exclude={hosts}")
         return 1
@@ -111,39 +134,104 @@ def report(beats: list[dict], silent: list[dict], after: float) -> int | str:
     return 0
 
 
-# --- py-spy and NCCL, for a script without heartbeats ---
+def print_more(job: str, apart: list[dict], ranks: list[dict], heading: str = ""):
+    """What the table does not show of the ranks apart from the others. With a heading the stack of
+    the first one as well, if the others are in the same line."""
+    first = apart[0]
+    others = Counter(tuple(rank["stack"]) for rank in ranks if rank not in apart)
+    [(most, _)] = others.most_common(1)
+    # Under a framework all ranks are in one line of the script.
+    if first["frame"] in most:
+        if heading:
+            print(heading, *first["stack"], sep="\n    ")
+        print("Most of the others are in", *most, sep="\n    ")
+    # Without workers, a line of the Dataset would be the script's last one.
+    below = "\n".join(first["stack"]).rpartition(first["frame"])[2]
+    if "/torch/utils/data/dataloader.py:" in below and first["pid"]:
+        command = f"py-spy dump --subprocesses --pid={first['pid']:.0f}"
+        if job != "local":
+            where = f"srun --jobid={job} --overlap --nodes=1 --ntasks=1 --nodelist={first['host']}"
+            command = f"{where} {command}"
+        print(f"It waits for its loader workers. Their lines:\n    {command}")
 
 
-def look_into(job: str) -> int | str:
-    """Prints the line of each rank, and the ranks at a different place than the others."""
+# --- the ranks' processes, for a script without heartbeats ---
+
+
+def look_into(job: str, program: str) -> int:
+    """Prints what the ranks of each program do. Returns the status."""
     nodes = [look_into_this_node(job)] if job == "local" else ask_the_nodes(job)
-    ranks = sorted((rank for node in nodes for rank in node["ranks"]), key=itemgetter("rank"))
+    if program:
+        nodes = [node for node in nodes if node["program"] == program]
+    programs = sorted({node["program"] for node in nodes if node["ranks"]})
+    if len(programs) < 2:
+        return show(job, nodes)
+    status = 0
+    for program in programs:
+        print(f"{job}/{program}:")
+        status |= show(job, [node for node in nodes if node["program"] == program])
+    return status
+
+
+def show(job: str, nodes: list[dict]) -> int:
+    """Prints each rank's line, whether the ranks have met, and which are at a different place."""
+    found = sorted((rank for node in nodes for rank in node["ranks"]), key=itemgetter("rank"))
+    ranks = [rank for rank in found if rank["stack"]]
     faults = [node["fault"] for node in nodes if node["fault"]]
     for node in nodes:
         if node["nccl"]:
             print(f"NCCL on {node['host']} reports:\n{node['nccl']}\n")
+    if ranks:
+        print("rank  host              process  what it does")
+        for rank in ranks:
+            print(f"{rank['rank']:>4}  {rank['host']:<16}  {rank['pid']:>7}  {rank['frame']}")
+        for fault in faults:
+            print(fault)
+    no_group = say_who_has_met(found)
     if not ranks:
-        return no_heartbeats(job, faults[0] if faults else "no process of such a job was found")
-
-    print("rank  host              process  what it does")
-    for rank in ranks:
-        print(f"{rank['rank']:>4}  {rank['host']:<16}  {rank['pid']:>7}  {rank['frame']}")
-    for fault in faults:
-        print(fault)
+        why = faults[0] if faults else "no process of such a job was found"
+        print(no_heartbeats(job, why), file=sys.stderr)
+        return 1
     world_size = ranks[0]["world_size"]
     missing = sorted(set(range(world_size)) - {rank["rank"] for rank in ranks})
     if missing:
-        return f"{len(missing)} of {world_size} ranks were not found, first rank {missing[0]}."
+        none = f"{len(missing)} of {world_size} ranks were not found, first rank {missing[0]}."
+        print(none, file=sys.stderr)
+        return 1
+    if no_group:
+        return 1
     apart = holds_up(ranks)
     if not apart:
         print(f"All {len(ranks)} ranks are at the same place.")
         return 0
-    names = [f"rank {rank['rank']} on {rank['host']}" for rank in apart[:4]]
-    more = f" and {len(apart) - 4} more" if len(apart) > 4 else ""
-    print(f"First to look at: {', '.join(names)}{more}, in")
-    print("    " + "\n    ".join(apart[0]["stack"]))
+    print(f"First to look at: {names_of(apart)}, in", *apart[0]["stack"], sep="\n    ")
+    print_more(job, apart, ranks)
     print("If the same ranks are there a minute later, the others wait for them.")
     return 1
+
+
+def say_who_has_met(ranks: list[dict]) -> bool:
+    """Says which ranks are in torch's process group. Returns whether none is in one."""
+    alone = [rank for rank in ranks if rank["met"] is False]
+    if not ranks or ranks[0]["world_size"] == 1:
+        return False
+    if len(alone) == len(ranks):
+        print(
+            f"No process group: none of {len(ranks)} ranks is connected to MASTER_PORT, where ranks"
+        )
+        print("meet. If they take steps, each trains by itself: look under which `if` your script")
+        print("calls init_process_group. (Ranks that share a list need no process group.)")
+        return True
+    if alone:
+        print(f"Not in the process group: {names_of(alone)}")
+    elif None not in [rank["met"] for rank in ranks]:
+        print(f"All {len(ranks)} ranks have met.")
+    return False
+
+
+def names_of(ranks: list[dict]) -> str:
+    names = [f"rank {rank['rank']} on {rank['host']}" for rank in ranks[:4]]
+    return ", ".join(names) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
 
 
 def no_heartbeats(job: str, why: str) -> str:
@@ -182,19 +270,28 @@ def ask_the_nodes(job: str) -> list[dict]:
 
 
 def look_into_this_node(job: str) -> dict:
-    """What py-spy says of each of the job's ranks here, and NCCL of the whole job."""
+    """What each of the job's ranks here does, by py-spy, and NCCL's report of the whole job."""
     found = ranks_here(job)
-    node = {"ranks": [], "fault": None, "nccl": None, "host": HOST}
+    node = {"ranks": [], "fault": None, "nccl": None, "host": HOST, "program": ""}
     if any(number == 0 for number, _, _ in found):
         node["nccl"] = nccl_status()
     spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
     for number, world_size, pid in found:
+        rank = {"rank": number, "host": HOST, "world_size": world_size, "pid": pid}
+        rank |= {"step": None, "stack": [], "frame": "-", "waits": False, "met": None}
+        node["ranks"].append(rank)
+        with contextlib.suppress(OSError):  # it has ended
+            variables = variables_of(pid)
+            # A program of aux/launch/programs.sh has nodes of its own.
+            node["program"] = variables.get("HEARTBEAT_PROGRAM", "")
+            if variables.get("MASTER_PORT", "").isdecimal():
+                rank["met"] = has_met(pid, int(variables["MASTER_PORT"]))
         try:
             command = [spy, "dump", "--json", f"--pid={pid}"]
             dump = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
         except FileNotFoundError:
             node["fault"] = f"there is no py-spy on {HOST}: pip install py-spy"
-            break
+            continue
         except subprocess.SubprocessError as error:
             said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
             node["fault"] = f"py-spy cannot read rank {number} on {HOST}: {said}"
@@ -203,11 +300,37 @@ def look_into_this_node(job: str) -> dict:
         threads = {thread["os_thread_id"]: thread["frames"] for thread in json.loads(dump.stdout)}
         calls = [(call["name"], call["filename"], call["line"]) for call in threads.get(pid, [])]
         if calls:
-            stack, frame, waits = describe(calls)
-            rank = {"rank": number, "host": HOST, "world_size": world_size, "pid": pid}
-            rank |= {"step": None, "stack": stack, "frame": frame, "waits": waits}
-            node["ranks"].append(rank)
+            rank["stack"], rank["frame"], rank["waits"] = describe(calls)
     return node
+
+
+def has_met(process: int, port: int) -> bool:
+    """Whether the process, or a child, is connected to MASTER_PORT: a rank is as long as it has a
+    process group, whose store is there."""
+    connected = set()
+    for table in Path(f"/proc/{process}/net").glob("tcp*"):
+        for line in table.read_text().splitlines()[1:]:
+            _, _, its_peer, state, *_, inode = line.split()[:10]
+            # 0100007F:EE48 is an address and a port, and 01 an open connection.
+            if state == "01" and int(its_peer.rpartition(":")[2], 16) == port:
+                connected.add(f"socket:[{inode}]")
+    for file in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(file) in connected:
+                return True
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            # After the name in parentheses come its state and its parent.
+            parent = path.read_text().rpartition(")")[2].split()[1]
+            if int(parent) == process and has_met(int(path.parent.name), port):
+                return True
+    return False
+
+
+def variables_of(process: int) -> dict[str, str]:
+    """Those with which it was started."""
+    pairs = Path(f"/proc/{process}/environ").read_text(errors="replace").split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
 def ranks_here(job: str) -> list[tuple[int, int, int]]:
@@ -215,8 +338,7 @@ def ranks_here(job: str) -> list[tuple[int, int, int]]:
     processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-            pairs = (folder / "environ").read_text(errors="replace").split("\0")
-            variables = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+            variables = variables_of(int(folder.name))
             command = (folder / "cmdline").read_text(errors="replace").split("\0")
             # After the name in parentheses come its state, its parent, and as the 20th its start.
             stat = (folder / "stat").read_text().rpartition(")")[2].split()
@@ -259,7 +381,9 @@ def nccl_status() -> str | None:
     try:
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             connection.sendall(b"verbose status\n")
-            return connection.makefile().read().strip()
+            said = connection.makefile(errors="replace").read().strip()
+            # Another user of the node may listen there.
+            return "\n".join(map(plain, said.splitlines()))
     except (OSError, ValueError):
         return None
 

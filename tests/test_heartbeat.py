@@ -20,7 +20,18 @@ import pytest
 import heartbeat
 import ledger
 import watch_job
-from conftest import LAUNCHERS, REPOSITORY, cells, environment, run, stand_ins, wait_for
+from conftest import (
+    LAUNCHERS,
+    REPOSITORY,
+    cells,
+    environment,
+    free_port,
+    heartbeat_of,
+    kill,
+    run,
+    stand_ins,
+    wait_for,
+)
 from test_preemption import submit
 
 WATCH = REPOSITORY / "aux/watch_job.py"
@@ -55,39 +66,47 @@ def test_a_rank_that_hangs_is_named(cluster, tmp_path):
 
 LOOK = "no step for 65 s. First to look at: rank 0 on n0 (step 5), "
 SILENT = "which sends no heartbeat"
+NONE = "ranks have sent no heartbeat"
 
 
 @pytest.mark.parametrize(
     ("rank", "of", "seconds", "waits", "says"),
     [
         # By hand, and on a node of its own. Otherwise rank 0 speaks.
-        (1, 2, [65, 65], True, ""),
-        (1, 2, [20, 65], True, LOOK + SILENT),
+        (1, 2, [65, 65], True, None),
+        (1, 2, [20, 65], True, f"{LOOK}{SILENT}, last seen in\n    f"),
         # A node with two ranks is frozen: the first one that is not speaks.
-        (3, 4, [20, 20, 65, 65], True, ""),
-        (2, 4, [20, 20, 65, 65], True, f"{LOOK}rank 1 on n0 (step 5), {SILENT}"),
+        (3, 4, [20, 20, 65, 65], True, None),
+        (
+            2,
+            4,
+            [20, 20, 65, 65],
+            True,
+            f"{LOOK}rank 1 on n0 (step 5), {SILENT}, last seen in\n    f",
+        ),
         # With NCCL they wait in a line of their own, such as `loss.item()`.
-        (0, 2, [65, 65], False, "no step for 65 s: all ranks are in main (train.py:7)\n"),
+        (0, 2, [65, 65], False, "no step for 65 s: all ranks are in main (train.py:7)"),
         # An earlier run in this allocation had four ranks.
-        (0, 2, [65, 65, 20, 20], False, "all ranks are in main (train.py:7)\n"),
-        (0, 3, [65, None, 65], True, "1 of 3 ranks have sent no heartbeat, the first is rank 1\n"),
+        (0, 2, [65, 65, 20, 20], False, "no step for 65 s: all ranks are in main (train.py:7)"),
+        (0, 3, [65, None, 65], True, f"no step for 65 s: 1 of 3 {NONE}, the first is rank 1"),
+        (0, 3, [None, 65, 65], True, f"no step for 65 s: 1 of 3 {NONE}, the first is rank 0"),
     ],
 )
 def test_who_speaks_of_whom(rank, of, seconds, waits, says, tmp_path, monkeypatch, capsys):
-    """Of ranks that are in step 5 for so many seconds, two on each node."""
+    """Of ranks that are in step 5 for so many seconds, two on each node. That, and no more."""
     monkeypatch.setenv("MASTER_PORT", "61000")
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "log/local/ranks-61000"
     folder.mkdir(parents=True)
     for other, its in enumerate(seconds):
-        beat = {"step": 5, "waits": waits, "frame": "main (train.py:7)", "stack": ["f"]}
-        beat |= {"rank": other, "host": f"n{other // 2}", "seconds_in_step": its}
+        values = {"world_size": len(seconds), "host": f"n{other // 2}", "seconds_in_step": its}
+        values |= {"waits": waits, "frame": "main (train.py:7)"}
         # Who is not late has not written since. One has begun to write.
-        beat["time"] = time.time() - (65 - (its or 0))
-        (folder / str(other)).write_text(json.dumps(beat) if its else "")
+        beat = heartbeat_of(other, **values, time=time.time() - (65 - (its or 0)))
+        (folder / str(other)).write_text(beat if its else "")
     heartbeat.Heart(60, rank, world_size=of).report(65)
-    said = capsys.readouterr().err
-    assert says in said and bool(said) == bool(says), said
+    said = f"[Rank {rank} on {heartbeat.HOST}] {says}\n" if says else ""
+    assert capsys.readouterr().err == said
 
 
 def test_a_rank_that_evaluates_alone_is_not_silent(tmp_path, monkeypatch, capsys):
@@ -97,9 +116,8 @@ def test_a_rank_that_evaluates_alone_is_not_silent(tmp_path, monkeypatch, capsys
     folder = tmp_path / "log/local/ranks-61000"
     folder.mkdir(parents=True)
     for rank, its in enumerate((0.1, 65)):
-        beat = {"rank": rank, "host": "n0", "step": 5, "seconds_in_step": its}
-        beat |= {"waits": rank == 1, "stack": [f"f{rank}"], "time": time.time()}
-        (folder / str(rank)).write_text(json.dumps(beat))
+        values = {"seconds_in_step": its, "waits": rank == 1, "stack": [f"f{rank}"]}
+        (folder / str(rank)).write_text(heartbeat_of(rank, **values))
     heartbeat.Heart(60, 1, world_size=2).report(65)
     said = capsys.readouterr().err
     assert "First to look at: rank 0 on n0 (step 5), which is in\n    f0" in said, said
@@ -126,11 +144,145 @@ def test_the_rank_that_waits_less_holds_the_others_back(waited, named):
     assert [beat["rank"] for beat in heartbeat.holds_back(beats)] == named
 
 
-@pytest.mark.parametrize(("path", "waits"), [("/x/preemption.py", True), ("/x/model.py", False)])
-def test_where_a_rank_waits(path, waits):
-    """With NCCL the ranks that ask each other whether to stop wait in the line that reads it."""
-    calls = [("inner", path, 70), ("<module>", "/x/train.py", 9)]
-    assert heartbeat.describe(calls)[2] is waits
+IN_A_LIBRARY = ("wait", os.path.join(os.path.dirname(os.__file__), "threading.py"), 5)
+
+
+@pytest.mark.parametrize(
+    ("calls", "waits"),
+    [
+        ([("all_reduce", "/v/site-packages/torch/distributed/distributed_c10d.py", 70)], True),
+        # With NCCL the ranks that ask each other whether to stop wait in the line that reads it.
+        ([("asked", "/x/preemption.py", 70)], True),
+        # For its own save, which all others wait for as well
+        ([IN_A_LIBRARY, ("finish", "/x/checkpoint.py", 70)], True),
+        ([IN_A_LIBRARY, ("forward", "/x/model.py", 70)], False),
+        ([("forward", "/x/model.py", 70), ("save", "/x/checkpoint.py", 70)], False),
+    ],
+)
+def test_where_a_rank_waits(calls, waits):
+    assert heartbeat.describe([*calls, ("<module>", "/x/train.py", 9)])[2] is waits
+
+
+@pytest.mark.parametrize(("age", "silent"), [(100, []), (130, []), (145, [1])])
+def test_a_rank_of_a_large_job_is_silent_later(age, silent, tmp_path, monkeypatch):
+    """Of 4,096 ranks each writes every 137 s."""
+    monkeypatch.chdir(tmp_path)
+    heart = heartbeat.Heart(60, 0, world_size=4096)
+    heart.folder.mkdir(parents=True)
+    beat = heartbeat_of(1, world_size=4096, time=time.time() - age)
+    (heart.folder / "1").write_text(beat)
+    assert [its["rank"] for its in heart.look()[1]] == silent
+
+
+STRANGE = {
+    "1": "{}",
+    "2": "[]",
+    "3": "[" * 60_000,
+    "4": heartbeat_of(4, world_size=10**12),
+    "5": heartbeat_of(5, world_size=9, time=1e13),
+    "6": heartbeat_of(6, world_size=9).replace('"step": 5', '"step": 1e400'),
+    "7": heartbeat_of(7, world_size=9, time="now"),
+    "8": heartbeat_of(8, world_size=9, host="n0;rm -r ~"),
+    "9": heartbeat_of(9, world_size=10, frame=["f"] * 2, stack=[1]),
+    "10": heartbeat_of(11, world_size=12),
+    "12": heartbeat_of(12, world_size=13, counts=[1]),
+    "13": heartbeat_of(13, world_size=14, stack=["x" * 70_000]),
+    "14": heartbeat_of(14, world_size=15).replace("5", "5" * 5000, 1),
+    "-1": heartbeat_of(-1),
+}
+
+
+@pytest.fixture
+def strange(tmp_path, monkeypatch) -> Path:
+    """A folder of heartbeats in which others may write as well. Rank 0's is well formed, and has
+    what a terminal obeys, and what print() refuses."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MASTER_PORT", "0")
+    folder = tmp_path / "log/local/ranks-0"
+    folder.mkdir(parents=True)
+    for name, text in STRANGE.items():
+        (folder / name).write_text(text)
+    (folder / "15").write_bytes(b"\xff\xfe")
+    (folder / "16").symlink_to("17")
+    (folder / "17").symlink_to(tmp_path / "whole")
+    (tmp_path / "whole").write_text(heartbeat_of(17, world_size=18))
+    os.mkfifo(folder / "18")
+    (folder / "19").mkdir()
+    values = {"frame": "\x1b]52;c;bHM=\x07f", "stack": ["\x1b[2Jf\ud800\u202e"], "world_size": 20}
+    (folder / "0").write_text(heartbeat_of(0, **values, seconds_in_step=65, waits=True))
+    (tmp_path / "log/local/ranks-7").symlink_to("gone")
+    return folder
+
+
+def test_what_others_write_is_no_heartbeat(strange):
+    [beat] = heartbeat.read_beats(strange)
+    assert beat["frame"] == "?]52;c;bHM=?f" and beat["stack"] == ["?[2Jf??"]
+    # Nothing waits for the FIFO's writer, and nothing is a traceback.
+    watched = run(sys.executable, WATCH, "local", cwd=strange.parents[2], timeout=60)
+    assert watched.returncode == 1, watched
+    assert watched.stderr == "19 of 20 ranks have sent none, first rank 1.\n"
+    assert watched.stdout.splitlines()[1].endswith("  ?]52;c;bHM=?f"), watched.stdout
+    counted = run(sys.executable, ledger.__file__, "local", cwd=strange.parents[2], timeout=60)
+    assert json.loads(counted.stdout.splitlines()[-1])["ranks"] == 20, counted
+
+
+def test_what_others_write_ends_no_reports(strange, capsys):
+    """Of ranks that hang. The last one looks at those before it."""
+    says = "no step for 65 s: 19 of 20 ranks have sent no heartbeat, the first is rank 1\n"
+    heartbeat.Heart(60, 0, world_size=20).report(65)
+    assert capsys.readouterr().err == f"[Rank 0 on {heartbeat.HOST}] {says}"
+    (strange / "19").rmdir()
+    (strange / "19").write_text(heartbeat_of(19, world_size=20, seconds_in_step=65))
+    (strange / "0").write_text("{}")
+    heartbeat.Heart(60, 19, world_size=20).report(65)
+    says = says.replace("rank 1", "rank 0")
+    assert capsys.readouterr().err == f"[Rank 19 on {heartbeat.HOST}] {says}"
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "FIFO", "linked folder"])
+def test_a_heartbeat_overwrites_no_other_file(kind, tmp_path, monkeypatch, capsys):
+    """Somebody who may write to log/ knows the job's number, and was here before it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "123")
+    mine, folder = tmp_path / "mine", tmp_path / "log/123/ranks-0"
+    mine.mkdir()
+    (mine / "0").write_text("precious")
+    folder.parent.mkdir(parents=True)
+    if kind == "linked folder":
+        folder.symlink_to(mine)
+    else:
+        folder.mkdir()
+    if kind == "link":
+        (folder / "0").symlink_to(mine / "0")
+    if kind == "hard link":
+        (folder / "0").hardlink_to(mine / "0")
+    if kind == "FIFO":
+        os.mkfifo(folder / "0")
+    heart = heartbeat.Heart(60, 0, world_size=1)
+    monkeypatch.setattr(heart, "write", lambda seconds: sys.exit())
+    thread = threading.Thread(target=heart.beat, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive() and (mine / "0").read_text() == "precious"
+    if kind == "linked folder":
+        assert "warning: no heartbeats: " in capsys.readouterr().err
+    else:
+        assert (folder / "0").is_file() and not (folder / "0").is_symlink()
+        os.close(heart.file)
+
+
+def test_nobody_else_writes_heartbeats(tmp_path, monkeypatch):
+    """With a umask that gives a group all rights."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "123")
+    before = os.umask(0)
+    try:
+        file = heartbeat.Heart(60, 0, world_size=1).open()
+    finally:
+        os.umask(before)
+    assert os.fstat(file).st_mode & 0o777 == 0o644
+    assert Path("log/123/ranks-0").stat().st_mode & 0o777 == 0o755
+    os.close(file)
 
 
 def test_the_ledger_of_two_starts():
@@ -206,9 +358,13 @@ def test_a_job_that_slurm_suspends(monkeypatch, heart):
     clock = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + 600 * bool(jump))
     clock.sleep = lambda seconds: jump.append(1) or time.sleep(seconds)
     heart.report = heart.reports.append  # the seconds
+    wait_for(lambda: heart.writes, 10)
     monkeypatch.setattr(heartbeat, "time", clock)
     wait_for(lambda: heart.reports, 10)
     assert heart.reports[0] < 600
+    # It writes at its beginning, after that time and when it is late, and makes up for nothing.
+    time.sleep(1)
+    assert 2 <= len(heart.writes) <= 3
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -292,9 +448,8 @@ def test_watch_job_and_the_last_task_of_an_array(tmp_path):
     env = environment(PATH=f"{path}:/usr/bin:/bin")
     run(sys.executable, WATCH, "7", cwd=tmp_path, env=env)
     assert " --nodes=3 --ntasks=3 " in (tmp_path / "asked").read_text()
-    beat = {"rank": 0, "time": time.time(), "interval": 2}
     (tmp_path / "log/7/ranks-0").mkdir(parents=True)
-    (tmp_path / "log/7/ranks-0/0").write_text(json.dumps(beat))
+    (tmp_path / "log/7/ranks-0/0").write_text(heartbeat_of(0))
     stand_ins(path, {"squeue": "echo 8"})
     watched = run(sys.executable, WATCH, "7", cwd=tmp_path, env=env)
     assert watched.stderr == "watch_job.py: job 7 has ended, its log says how\n", watched
@@ -320,11 +475,10 @@ def test_watch_job_excludes_the_node_of_the_rank_that_hangs(
     folder = tmp_path / "log/local/ranks-0"
     folder.mkdir(parents=True)
     for rank in range(6):
-        beat = {"rank": rank, "host": f"n{rank // 2}", "world_size": 6, "step": steps[rank]}
-        beat |= {"time": time.time() - (100 if rank in silent else 0), "interval": 2}
-        beat |= {"stack": ["f"], "frame": "f", "waits": waits[rank]}
-        beat |= {"seconds_in_step": 120.0}
-        (folder / str(rank)).write_text(json.dumps(beat))
+        values = {"host": f"n{rank // 2}", "world_size": 6, "step": steps[rank]}
+        values |= {"waits": waits[rank], "seconds_in_step": 120.0}
+        values |= {"time": time.time() - (100 if rank in silent else 0)}
+        (folder / str(rank)).write_text(heartbeat_of(rank, **values))
     done = run(sys.executable, WATCH, "local", cwd=tmp_path)
     assert done.returncode == (exclude is not None), done.stdout + done.stderr
     end = r"All 6 ranks are alive, at step 9\. No step for 12\d s\."
@@ -341,6 +495,7 @@ def test_a_script_without_heartbeats(way, cluster, tmp_path):
     number = cluster.submit(f"--output={log}", LAUNCHERS[way], script)
     wait_for(lambda: log.exists() and log.read_text().count("is in step 10") == 4, 120)
     watch = (sys.executable, "aux/watch_job.py", number)
+    assert "\nAll 4 ranks have met.\n" in cluster.exec(*watch).stdout
     # The others may not wait yet.
     wait_for(lambda: "First to look at: rank 2 " in cluster.exec(*watch).stdout, 60)
     watched = cluster.exec(*watch)
@@ -354,6 +509,145 @@ def test_a_script_without_heartbeats(way, cluster, tmp_path):
         rf"^First to look at: rank 2 on {hosts['2']}, in\n(    .*\n)*    <module> \(\S+:{line}\)$"
     )
     assert re.search(said, watched.stdout, re.M), watched.stdout
+
+
+WAYS = cells([("torchrun",), ("srun",), ("spawn",)], ("torchrun",), ("srun",))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_never_meet(way, cluster, tmp_path):
+    """nanochat's are such on CPUs, and their job is COMPLETED. Under torchrun its agents are
+    connected to MASTER_PORT."""
+    command = [f"--output={tmp_path}/log-%j", LAUNCHERS[way], "tests/scripts/alone.py"]
+    jobs = {cluster.submit(*command): False, cluster.submit(*command, env={"MEET": 1}): True}
+    for number, meet in jobs.items():
+        log = tmp_path / f"log-{number}"
+        wait_for(lambda log=log: log.exists() and log.read_text().count("world size: 4") == 4, 180)
+        watched = cluster.exec(sys.executable, "aux/watch_job.py", number)
+        cluster.exec("scancel", number)
+        assert re.search(r"^   3  node-\d+ +\d+  <module> \(.*alone.py", watched.stdout, re.M), (
+            watched
+        )
+        said = "\nNo process group: none of 4 ranks is connected to MASTER_PORT, where ranks\n"
+        assert (said in watched.stdout) == (not meet), watched
+        assert ("\nAll 4 ranks have met.\n" in watched.stdout) == meet, watched
+        assert watched.returncode == 1 or meet, watched
+
+
+# A rank whose child is in the process group, and one that has another connection.
+CONNECTS = """import os, socket, sys
+rank, port, other = map(int, sys.argv[1:])
+if rank > 0 or os.fork() == 0:
+    connection = socket.create_connection(("127.0.0.1", other if rank else port))
+input()
+"""
+
+
+def test_a_rank_that_has_not_met(monkeypatch, capsys):
+    """Seen without py-spy."""
+    monkeypatch.setattr(watch_job.shutil, "which", lambda program: "absent/py-spy")
+    started, job = [], str(os.getpid())
+    with socket.create_server(("127.0.0.1", 0)) as store, socket.create_server(("", 0)) as other:
+        ports = [str(server.getsockname()[1]) for server in (store, other)]
+        try:
+            for rank in (0, 1):
+                env = environment(RANK=rank, WORLD_SIZE=2, MASTER_PORT=ports[0], SLURM_JOB_ID=job)
+                command = [sys.executable, "-c", CONNECTS, str(rank), *ports]
+                started.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE))
+            with store.accept()[0], other.accept()[0]:
+                node = watch_job.look_into_this_node(job)
+        finally:
+            for process in started:
+                process.communicate()
+    assert [rank["met"] for rank in node["ranks"]] == [True, False]
+    assert watch_job.show(job, [node]) == 1
+    said = capsys.readouterr()
+    assert said.out == f"Not in the process group: rank 1 on {heartbeat.HOST}\n"
+    assert said.err.endswith(f"there is no py-spy on {heartbeat.HOST}: pip install py-spy\n")
+
+
+def test_a_loader_worker_that_hangs(capsys):
+    """The rank stands in dataloader.py, and the line is its worker's."""
+    job, port = str(os.getpid()), free_port()
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
+    command = [sys.executable, REPOSITORY / "tests/scripts/stuck_worker.py"]
+    started = [
+        subprocess.Popen(command, env=environment(**place, RANK=rank, SLURM_JOB_ID=job))
+        for rank in (0, 1)
+    ]
+    try:
+
+        def is_named() -> bool:
+            node = watch_job.look_into_this_node(job)
+            watch_job.show(job, [node])
+            said.append(capsys.readouterr().out)
+            return "First to look at: rank 1 " in said[-1] and "loader workers" in said[-1]
+
+        said = []
+        wait_for(is_named, 60)
+        [shown] = re.findall(r"py-spy dump --subprocesses --pid=\d+$", said[-1], re.M)
+        assert f"    srun --jobid={job} --overlap --nodes=1 --ntasks=1 --nodelist=" in said[-1]
+        dumped = run(Path(sys.executable).with_name("py-spy"), *shown.split()[1:]).stdout
+    finally:
+        kill(f"SLURM_JOB_ID={job}")
+        for process in started:
+            process.wait()
+    assert re.search(r"__getitem__ \(.*stuck_worker\.py:\d+\)", dumped), dumped
+    # Its line of the script is another one than the others'.
+    assert "Most of the others" not in said[-1]
+
+
+def test_under_a_framework_all_are_in_one_line(capsys):
+    """So what the others are in is shown as well. A Dataset without workers is no such case."""
+    line = "train (script.py:7)"
+    ranks_there = []
+    for rank, call in enumerate(("save", "save", "all_gather", "evaluate", "save")):
+        its = {"rank": rank, "host": f"n{rank}", "frame": line, "pid": 7}
+        ranks_there.append(its | {"stack": ["main (cli.py:1)", line, f"{call} (library.py:9)"]})
+    stack = f"    main (cli.py:1)\n    {line}\n    {{}} (library.py:9)\n"
+    most = f"Most of the others are in\n{stack.format('save')}"
+    for heading in ("", "Rank 2 is in"):
+        watch_job.print_more("7", ranks_there[2:3], ranks_there, heading)
+        its = f"{heading}\n{stack.format('all_gather')}" if heading else ""
+        assert capsys.readouterr().out == its + most
+    own = ["next (/v/torch/utils/data/dataloader.py:1)", "__getitem__ (script.py:9)"]
+    ranks_there[2] |= {"stack": [line, *own], "frame": own[1]}
+    watch_job.print_more("7", ranks_there[2:3], ranks_there, "Rank 2 is in")
+    assert capsys.readouterr().out == ""
+
+
+def test_two_programs_in_a_job(tmp_path):
+    """Each has ranks of its own."""
+    for program, step in (("GENERATOR", 7), ("TRAINER", 9)):
+        folder = tmp_path / f"log/7/{program}/ranks-0"
+        folder.mkdir(parents=True)
+        for rank in (0, 1):
+            beat = heartbeat_of(rank, host=program, step=step, time=time.time())
+            (folder / str(rank)).write_text(beat)
+    path = stand_ins(tmp_path / "bin", {"squeue": "echo 7", "scontrol": "false", "sacct": "false"})
+    env = environment(PATH=f"{path}:/usr/bin:/bin")
+
+    def tells(program: Path, what: str):
+        return run(sys.executable, program, what, cwd=tmp_path, env=env)
+
+    both = tells(WATCH, "7")
+    assert re.findall(r"^(\S+):$|at step (\d+)", both.stdout, re.M) == [
+        ("7/GENERATOR", ""),
+        ("", "7"),
+        ("7/TRAINER", ""),
+        ("", "9"),
+    ]
+    assert both.returncode == 0
+    (tmp_path / "log/7/GENERATOR/ranks-0/1").unlink()
+    both = tells(WATCH, "7")
+    assert both.returncode == 1 and "at step 9" in both.stdout
+    assert both.stderr == "1 of 2 ranks have sent none, first rank 1.\n"
+    one = tells(WATCH, "7/TRAINER")
+    assert one.returncode == 0 and "GENERATOR" not in one.stdout and "at step 9" in one.stdout
+    counted = tells(ledger.__file__, "7/TRAINER")
+    assert json.loads(counted.stdout.splitlines()[-1])["slowest"]["host"] == "TRAINER"
+    said = "ledger.py: no heartbeats in log/7, but of its programs GENERATOR, TRAINER\n"
+    assert tells(ledger.__file__, "7").stderr == said
 
 
 def test_what_nccl_reports(monkeypatch):

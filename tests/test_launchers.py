@@ -323,7 +323,7 @@ def test_what_torchrun_is_asked_for(tmp_path):
     done = run(*shell, env=environment(PATH=path, **given))
     before, said, after, patience = done.stdout.splitlines()
     expected = "-m torch.distributed.run --nnodes=2 --node-rank=1 --nproc-per-node=4 "
-    expected += "--master-addr=n1 --master-port=61007 --rdzv-id=7.2 --rdzv-conf=timeout=300 "
+    expected += "--master-addr=n1 --master-port=61007 --rdzv-id=7.2 --rdzv-conf=timeout=302 "
     assert said == f"{expected}train.py --epochs 3"
     assert before == after, "torchrun.sh becomes torchrun, so that Slurm's signals reach it"
     assert int(patience) >= 300, "ranks may save for longer than torchrun's own 30 s"
@@ -522,3 +522,5 @@ def test_check_ranks_passes_with_every_launcher(cluster, tmp_path):
         assert job.state == "COMPLETED", job.log
         assert f"VERDICT: all well, 4 ranks started by {way}" in job.log, job.log
     assert not folder.exists()
+    # Its parent was there, so rank 0's file was in it.
+    assert not [*tmp_path.glob(".*")]

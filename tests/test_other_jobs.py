@@ -76,6 +76,11 @@ ENDS = {
     "server killed": ("FAILED", 0, "SERVER has ended: TRAINER has 5 seconds to save and end"),
     "trainer killed": ("FAILED", 0, "task 0: Killed"),
     "server broken": ("FAILED", 0, "SERVER has ended before http://node-"),
+    "server silent": (
+        "FAILED",
+        0,
+        r"SERVER on (node-\d+) has not answered http://\1:\d+/health in 4 ",
+    ),
     "TERM": ("COMPLETED", 1, "Saved\n"),
     "requeue": ("COMPLETED", 1, "Start 1 with a server on node-"),
     "scancel": ("CANCELLED", 0, "Start 0"),
@@ -84,6 +89,7 @@ ENDS = {
 KILLS = {"server killed": "completions.py", "trainer killed": "trainer.py"}
 ASKS = {"TERM": "scancel --signal=TERM", "requeue": "scontrol requeue", "scancel": "scancel"}
 VARIABLES = {"server broken": {"BROKEN": "1"}, "nothing": {"QUICK": "1"}}
+VARIABLES["server silent"] = {"SILENT": "1"}
 
 
 @pytest.mark.matrix
@@ -93,16 +99,18 @@ def test_ends(clone, cluster, vllm, tmp_path):  # noqa: F811
     script = script_of_the_page("both.sh")
     trains = "./torchrun.sh distributed/train_ddp.py --epochs 1"
     assert trains in script and "aux/launch/programs.sh" in script
-    script = script.replace("aux/launch/programs.sh", "aux/launch/programs.sh\nLAST_WORDS=5")
+    script = script.replace(
+        "aux/launch/programs.sh", "aux/launch/programs.sh\nLAST_WORDS=5 READY_LIMIT=$LIMIT"
+    )
     (clone / "ends.sh").write_text(script.replace(trains, "python trainer.py"))
 
     def scenario(fault: str, state: str, restarts: int, words: str):
         log = tmp_path / fault.replace(" ", "-")
         options = [f"--output={log}", f"--chdir={clone}"]
         options += ["--nodes=1"] if fault == "one node" else []
-        env = vllm | VARIABLES.get(fault, {})
+        env = vllm | VARIABLES.get(fault, {}) | {"LIMIT": "4" if "silent" in fault else "120"}
         job = cluster.submit(*options, clone / "ends.sh", env=env, cwd=clone)
-        if fault not in ("server broken", "one node"):
+        if fault not in ("server broken", "server silent", "one node"):
             wait_for(lambda: log.exists() and "Start 0" in log.read_text())
         if fault in KILLS:
             wait_for(lambda: [*job_processes.python(job, KILLS[fault])])
@@ -115,21 +123,77 @@ def test_ends(clone, cluster, vllm, tmp_path):  # noqa: F811
             assert not cluster.left_over(job)
             cluster.exec("scontrol", "update", f"JobId={job}", "StartTime=now")
         ended = cluster.wait(job)
-        assert ended.state == state and words in ended.log, f"{fault}: {ended}"
+        assert ended.state == state and re.search(words, ended.log), f"{fault}: {ended}"
         assert cluster.show(job)["Restarts"] == str(restarts), ended
         wait_for(lambda: not cluster.left_over(job), 40)
 
     at_once(scenario, [(fault, *end) for fault, end in ENDS.items()])
 
 
+def programs(folder: Path, srun: str, lines: str):
+    """Of a job of two nodes."""
+    stand_ins(folder, {"scontrol": "printf 'n1\\nn2\\n'", "srun": srun})
+    env = environment(PATH=f"{folder}:{os.environ['PATH']}", MASTER_ADDR="n1", CPUS_PER_NODE=1)
+    env |= {"SLURM_JOB_NODELIST": "n[1-2]", "no_proxy": "", "NO_PROXY": "localhost", "RUN": "7"}
+    return run("bash", "-c", f"set -eu; source aux/launch/programs.sh; {lines}", env=env)
+
+
 def test_the_status_is_the_last_program_s(tmp_path):
     """Whose requests to the nodes need no proxy."""
-    stand_ins(tmp_path, {"scontrol": "printf 'n1\\nn2\\n'", "srun": "echo $no_proxy; exit 3"})
-    env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", MASTER_ADDR="n1", CPUS_PER_NODE=1)
-    env |= {"SLURM_JOB_NODELIST": "n[1-2]", "no_proxy": "", "NO_PROXY": "localhost"}
-    lines = "set -eu; source aux/launch/programs.sh; start TRAINER 2 train; finish"
-    done = run("bash", "-c", lines, env=env)
+    done = programs(tmp_path, "echo $no_proxy; exit 3", "start TRAINER 2 train; finish")
     assert (done.returncode, done.stdout) == (3, "localhost,n1,n2\n"), done.stderr
+
+
+@pytest.mark.parametrize(("asks", "seconds"), [("ready URL 2", 2), ("READY_LIMIT=1; ready URL", 1)])
+def test_a_server_that_never_answers(asks, seconds, tmp_path):
+    """The second one, on the second node. It would hold all nodes until the time limit."""
+    stand_ins(tmp_path, {"curl": "exit 7"})
+    lines = "start ONE 1 serve; start TWO 1 serve; " + asks.replace("URL", "http://n2:8000/health")
+    done = programs(tmp_path, "exec sleep 60", f"{lines}; echo not reached")
+    assert done.returncode == 1 and done.stdout == ""
+    said = f"TWO on n2 has not answered http://n2:8000/health in {seconds} seconds\n"
+    assert done.stderr == said
+
+
+TWO_PROGRAMS = """#!/bin/bash
+set -euo pipefail
+source ./env.sh
+source aux/launch/programs.sh
+export PYTHONPATH=distributed
+start GENERATOR 1 ./torchrun.sh {script} 7
+start TRAINER 1 ./torchrun.sh {script} 9
+finish
+"""
+HEARTBEATS = """import os, sys, time
+import torch.distributed as dist
+import heartbeat
+dist.init_process_group("gloo")
+heartbeat.start()
+print(f"RUN {os.environ['RUN']}\\n", end="", flush=True)
+heartbeat.step = int(sys.argv[1])
+time.sleep(600)
+"""
+
+
+def test_each_program_has_its_own_run(cluster, tmp_path):
+    """A folder of checkpoints, and heartbeats: watch_job.py does not mix their ranks."""
+    (tmp_path / "beats.py").write_text(HEARTBEATS)
+    (tmp_path / "job.sh").write_text(TWO_PROGRAMS.format(script=tmp_path / "beats.py"))
+    log = tmp_path / "log"
+    size = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--cpus-per-task=2"]
+    job = cluster.submit(*size, f"--output={log}", tmp_path / "job.sh")
+    folders = [REPOSITORY / f"log/{job}/{name}/ranks-0" for name in ("GENERATOR", "TRAINER")]
+    wait_for(lambda: all(len([*folder.glob("[01]")]) == 2 for folder in folders), 120)
+    watch = [sys.executable, "aux/watch_job.py", job]
+    wait_for(lambda: cluster.exec(*watch).stdout.count(" ranks are alive, at step ") == 2)
+    watched = cluster.exec(*watch).stdout
+    cluster.exec("scancel", job)
+    lines = re.findall(r"^\d+/.*:$|^All .* are alive, at step \d+", watched, re.M)
+    names, ends = lines[::2], lines[1::2]
+    assert names == [f"{job}/GENERATOR:", f"{job}/TRAINER:"], watched
+    assert ends == [f"All 2 ranks are alive, at step {step}" for step in (7, 9)], watched
+    runs = re.findall(r"^RUN (.*)$", log.read_text(), re.M)
+    assert sorted(runs) == [f"{job}_GENERATOR"] * 2 + [f"{job}_TRAINER"] * 2
 
 
 def test_a_client_that_cannot_ask_fails(tmp_path):

@@ -24,6 +24,7 @@ from conftest import (
     at_once,
     cells,
     environment,
+    heartbeat_of,
     one_rank_a_node,
     ranks,
     run,
@@ -419,6 +420,11 @@ START = "node-1:812:900 [0] NCCL INFO "
 CHANNEL = f"{START}Channel 00/0 : 1[0] -> 0[0] [send] via NET"
 OVER_TCP = f"{START}Using network Socket\n{CHANNEL}/Socket/0\n"
 OVER_IB = f"{START}Using network IB\n{CHANNEL}/IB/0/GDRDMA\n"
+# A job of one node lists its devices, and sends nothing over a network.
+INSIDE = (
+    f"{START}NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB ib0:10.0.0.1<0>\n{START}Using network IB\n"
+)
+INSIDE += f"{START}Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
 OVER_CXI = f"{START}Using network AWS Libfabric\n{CHANNEL}/AWS Libfabric/0\n"
 
 
@@ -429,8 +435,7 @@ OVER_CXI = f"{START}Using network AWS Libfabric\n{CHANNEL}/AWS Libfabric/0\n"
         (OVER_TCP, "mlx5_0", None, "Socket", ["NCCL uses TCP, although this node has mlx5_0"]),
         (OVER_IB, "mlx5_0", None, "IB, GPUDirect RDMA: yes", []),
         (OVER_IB.replace("/GDRDMA", ""), "mlx5_0", None, "IB", ["no GPUDirect RDMA"]),
-        # A job of one node has no network.
-        (f"{START}Using network IB\n", "mlx5_0", None, "IB", []),
+        (INSIDE, "mlx5_0", None, "IB", []),
         # Slingshot, where NCCL only uses the network with a plugin
         (OVER_TCP, "cxi0", None, "Socket", ["this node has cxi0", "aws-ofi-nccl",
             'NCCL_NET="AWS Libfabric" makes NCCL fail without it']),
@@ -619,12 +624,10 @@ def test_watch_job_shows_the_latest_start(tmp_path):
     for start, age in (("ranks-10", 1), ("ranks-2", 5), ("ranks-9", 30)):
         folder = tmp_path / "log/local" / start
         folder.mkdir(parents=True)
-        beat = {"rank": 0, "world_size": 2, "host": start, "time": time.time(), "interval": 2}
-        beat |= {"step": 7, "seconds_in_step": 1.0, "waits": False, "frame": "f", "stack": ["f"]}
-        (folder / "0").write_text(json.dumps(beat))
+        (folder / "0").write_text(heartbeat_of(0, host=start, step=7))
         # Of 4,096 ranks each writes every 136 s.
-        beat |= {"rank": 1, "time": time.time() - 100, "interval": 136}
-        (folder / "1").write_text(json.dumps(beat))
+        beat = heartbeat_of(1, host=start, step=7, time=time.time() - 100, interval=136)
+        (folder / "1").write_text(beat)
         os.utime(folder, 2 * (time.time() - age,))
     done = run(sys.executable, watch_job.__file__, "local", cwd=tmp_path)
     assert re.search(r"^   0  ranks-10 +7 ", done.stdout, re.M) and done.returncode == 0, done
@@ -636,9 +639,8 @@ def test_ledger_counts_starts(tmp_path):
     for start, first in ((0, 1), (2, 11), (10, 21), (100, 31)):
         folder = tmp_path / f"log/7/ranks-{start}"
         folder.mkdir(parents=True)
-        beat = {"rank": 0, "world_size": 1, "host": f"n{start}", "time": 9.0, "interval": 2}
-        beat |= {"began": 0.0, "counts": [1, 1, 0], "first_step": first, "step": first + 11}
-        (folder / "0").write_text(json.dumps(beat))
+        beat = heartbeat_of(0, world_size=1, host=f"n{start}", first_step=first, step=first + 11)
+        (folder / "0").write_text(beat)
     done = run(sys.executable, ledger.__file__, "7", cwd=tmp_path)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["starts"] == 4 and found["slowest"]["host"] == "n100", done

@@ -79,8 +79,8 @@ done
 # --- which variables go in, because a container has nothing else of the node's environment ---
 IFS=', ' read -r -a names <<<"$CONTAINER_ENV"
 names+=(RUN MASTER_ADDR MASTER_PORT NNODES NPROC_PER_NODE CPUS_PER_NODE OMP_NUM_THREADS)
-names+=(PYTHONUNBUFFERED PYTHONFAULTHANDLER LOGLEVEL HEARTBEAT_LIMIT HF_HUB_OFFLINE WANDB_MODE)
-names+=(CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING "${!CUDA_DEVICE_@}")
+names+=(PYTHONUNBUFFERED PYTHONFAULTHANDLER LOGLEVEL HF_HUB_OFFLINE WANDB_MODE)
+names+=(CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING "${!CUDA_DEVICE_@}" "${!HEARTBEAT_@}")
 # AMD's and Intel's
 names+=("${!ROCR_@}" "${!HIP_@}" "${!HSA_@}" "${!MIOPEN_@}" "${!RCCL_@}" "${!ZE_@}" "${!CCL_@}")
 names+=("${!SLURM@}" "${!NCCL_@}" "${!GLOO_@}" "${!TORCH_@}" "${!PYTORCH_@}")

@@ -2,14 +2,17 @@
 # Several programs in one job, each on nodes of its own. Source it in a job script, after env.sh:
 #
 #   start SERVER 1 vllm serve MODEL --port "$PORT"   # once on each of the next nodes, here one
-#   ready "http://$SERVER:$PORT/health"              # until it answers
+#   ready "http://$SERVER:$PORT/health" 3600         # until it answers, here for an hour at most
 #   start TRAINER 3 ./torchrun.sh train.py           # its NNODES is 3, MASTER_ADDR its first node
 #   finish                                           # when the last program ends, all end
 #
 # SERVER then has the names of its nodes, with blanks between them, and later programs inherit it.
+# Each program has a RUN of its own, such as 123_TRAINER, and so its own checkpoints, and its own
+# heartbeats (python aux/watch_job.py 123/TRAINER).
 # Slurm sends a signal to all programs. If a server ends, the last program has LAST_WORDS seconds to
-# save and end, or the job fails.
+# save and end, or the job fails. It also fails if a server has not answered in READY_LIMIT seconds.
 LAST_WORDS=300
+READY_LIMIT=1800
 if [[ "$(trap -p EXIT)" ]]; then die "programs.sh and requeue_failed.sh do not go together"; fi
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 programs=() names=() used=0
@@ -33,6 +36,7 @@ start() {
     export no_proxy
     # site.sh may have changed the address of the first node.
     NNODES=$nodes MASTER_ADDR=${MASTER_ADDR/"${hosts[0]}"/${own[0]}} \
+        RUN=${RUN}_$name HEARTBEAT_PROGRAM=$name \
         srun --nodes="$nodes" --nodelist="$(IFS=, && echo "${own[*]}")" --ntasks="$nodes" \
         --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --overlap \
         --wait=0 --kill-on-bad-exit=1 "${@:3}" &
@@ -47,10 +51,20 @@ ended() {
     done
 }
 
+# ready URL [SECONDS]
 ready() {
+    local limit=${2:-$READY_LIMIT} began=$SECONDS host name server="the server"
     until curl --max-time 10 --silent --fail --noproxy '*' --output /dev/null "$1"; do
         if [[ $(ended) ]]; then
             echo "$(ended) has ended before $1 answered" >&2
+            exit 1
+        fi
+        if ((SECONDS - began >= limit)); then
+            host=${1#*://} host=${host%%[:/]*}
+            for name in "${names[@]}"; do
+                if [[ " ${!name} " == *" $host "* ]]; then server=$name; fi
+            done
+            echo "$server on $host has not answered $1 in $limit seconds" >&2
             exit 1
         fi
         sleep 1 || true

@@ -1,5 +1,5 @@
 """Stands in for vllm: /health answers after two seconds, and a completion is the prompt, reversed.
-With BROKEN it ends before."""
+With BROKEN it ends before, and with SILENT it never answers."""
 
 import http.server
 import json
@@ -9,7 +9,7 @@ import time
 
 if "BROKEN" in os.environ:
     sys.exit(3)
-time.sleep(2)
+time.sleep(600 if "SILENT" in os.environ else 2)
 
 
 class Server(http.server.BaseHTTPRequestHandler):

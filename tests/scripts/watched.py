@@ -29,7 +29,7 @@ def say():
 
 
 def start_timer(seconds: float, exit: bool = False):
-    facts["timer"] = seconds == 300 and exit
+    facts["timer"] = seconds == 300 + int(env.get("NNODES", 1)) and exit
 
 
 def cancel_timer():
