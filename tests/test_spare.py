@@ -14,6 +14,7 @@ import pytest
 
 import heartbeat
 import job_processes
+import requeue_failed
 import spare
 from conftest import (
     LAUNCHERS,
@@ -159,8 +160,10 @@ def test_a_job_that_is_not_requeued(ends, state, tmp_path):
 def slurm_answers(monkeypatch, *answers):
     """Instead of Slurm, one answer after the other. Returns the commands."""
     asked, answers = [], iter(answers)
-    monkeypatch.setattr(spare, "slurm", lambda *command: asked.append(command) or next(answers))
-    monkeypatch.setattr(spare.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(
+        requeue_failed, "slurm", lambda *command: asked.append(command) or next(answers)
+    )
+    monkeypatch.setattr(requeue_failed.time, "sleep", lambda seconds: None)
     return asked
 
 
@@ -191,7 +194,7 @@ def test_a_busy_slurm_is_asked_again_to_requeue(tmp_path, monkeypatch, capsys):
     time.sleep(0.02)
     (tmp_path / "saved").touch()
     asked = slurm_answers(monkeypatch, "RUNNING 0", None, "RUNNING 0", "")
-    spare.command_requeue(tmp_path, 5, tmp_path / "saved")
+    requeue_failed.requeue(tmp_path, 5, tmp_path / "saved")
     assert asked[1] == asked[3] == ("scontrol", "requeue", "7")
     assert "status 5, and requeued" in capsys.readouterr().err
 
@@ -565,7 +568,12 @@ def test_a_failed_job_is_requeued_if_it_has_saved(cluster, tiny, tmp_path):
     """By the line that all plain launchers have."""
     for name in [*LAUNCHERS.values(), "run_script.sh"]:
         assert (REPOSITORY / name).read_text().count("\n#source aux/launch/requeue_failed.sh") == 1
-    for name in ("env.sh", "torchrun.sh", "aux/launch/requeue_failed.sh", "aux/launch/spare.py"):
+    for name in (
+        "env.sh",
+        "torchrun.sh",
+        "aux/launch/requeue_failed.sh",
+        "aux/launch/requeue_failed.py",
+    ):
         copy_file(name, tmp_path)
     for name in ("distributed", "tests", ".venv"):
         (tmp_path / name).symlink_to(REPOSITORY / name)

@@ -121,7 +121,7 @@ def test_a_start_without_an_answer_has_saved_nothing(tmp_path, monkeypatch):
     script = f"source aux/launch/requeue_failed.sh {tmp_path}/answers"
     script += f"; sleep 0.1; {sys.executable} -c '{WORKER}' {tmp_path}/answers 600"
     stand_ins(tmp_path, {"squeue": "echo RUNNING 0"})
-    for name in ("aux/launch/requeue_failed.sh", "aux/launch/spare.py"):
+    for name in ("aux/launch/requeue_failed.sh", "aux/launch/requeue_failed.py"):
         copy_file(name, tmp_path)
     (tmp_path / "log/7").mkdir(parents=True)
     env = environment(SLURM_JOB_ID=7, POISON=0, PYTHONPATH=REPOSITORY / "distributed")

@@ -7,4 +7,4 @@
 # The job's python3 has to be 3.10 or newer.
 touch "log/$SLURM_JOB_ID/started" || true
 # shellcheck disable=SC2064
-trap "python3 aux/launch/spare.py requeue \$? ${1@Q} || true" EXIT
+trap "python3 aux/launch/requeue_failed.py \$? ${1@Q} || true" EXIT
