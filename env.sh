@@ -32,6 +32,10 @@ gpus=
 for asked in ${per_node//,/ }; do # gres:gpu:2, or gres/gpu:a100:4 gres/nic:1
     if [[ "$asked" =~ [:/]gpu(:[^:]+)?:([0-9]+)$ ]]; then gpus=$((gpus + BASH_REMATCH[2])); fi
 done
+# A salloc inherits those of the job in whose shell it was typed.
+if ((!is_batch)) && [[ ! "$(scontrol show job --details "$SLURM_JOB_ID")" =~ GRES=[^\ ]*gpu ]]; then
+    unset SLURM_GPUS_ON_NODE
+fi
 # An --exclusive job is granted all GPUs of a node, but uses those that it asked for.
 gpus=${gpus:-${SLURM_GPUS_ON_NODE:-0}}
 if [[ "$per_job" =~ [:/]gpu.*:([0-9]+)$ ]] && ((BASH_REMATCH[1] != NNODES * gpus)); then
@@ -64,11 +68,16 @@ export SLURM_EXPORT_ENV=ALL SLURM_MPI_TYPE=none OMP_NUM_THREADS=$CPUS_PER_RANK
 # --- log/JOB: which code each start runs, and NCCL's last collectives ---
 mkdir --parents "log/$SLURM_JOB_ID" || true
 code=log/$SLURM_JOB_ID/code-$restarts before=log/$SLURM_JOB_ID/code-$((restarts - 1))
-{
-    git describe --always
-    git diff HEAD -- .
-    sha256sum ./*.sh "$(dirname -- "${1:-distributed/train_ddp.py}")"/*.py
-} >"$code" 2>/dev/null || true
+script=${1:-distributed/train_ddp.py} module=${2-}
+if [[ "$script" == -m ]]; then script=${module//.//}; fi # package.module: package/module.py
+(
+    umask 077 # a secret in a file that you have edited is for nobody else
+    {
+        git describe --always
+        git diff HEAD -- .
+        sha256sum ./*.sh "$(dirname -- "$script")"/*.py "$script"/*.py
+    } >"$code"
+) 2>/dev/null || true
 if [[ -e "$before" ]] && ! cmp --silent "$before" "$code"; then
     echo "The code has changed since this job's last start: diff $before $code"
 fi
@@ -79,10 +88,20 @@ ulimit -S -n "$(ulimit -H -n)" && ulimit -S -l "$(ulimit -H -l)"
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}" PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 # site.sh is yours: modules, and changes of the above, such as MASTER_ADDR=${MASTER_ADDR}i. It does
 # not see the script and its arguments, which conda's activate would take for its own.
+# A line of it that fails ends the job, because without its module NCCL may use TCP for days. But
+# what it sources may end with a test that is false, as /etc/profile does.
+site_sh_failed() {
+    if [[ "${BASH_SOURCE[1]}" == ./site.sh && ! "$BASH_COMMAND" =~ ^(source|\.)" " ]]; then
+        local line=${BASH_LINENO[0]}
+        die "site.sh, line $line failed: $(sed --quiet "${line}p" site.sh) (may it? add || true)"
+    fi
+}
 if [[ -e site.sh ]]; then
     env_sh_arguments=("$@")
     set +eu --
+    trap site_sh_failed ERR
     source ./site.sh
+    trap - ERR
     set -eu -- "${env_sh_arguments[@]}"
 fi
 if [[ -d .venv ]]; then source .venv/bin/activate; fi

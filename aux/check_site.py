@@ -252,7 +252,8 @@ def write(path: Path, site: Site, partition: dict) -> str:
 
 
 # Lines of site.sh that only the user can know.
-MODULES = "# source /etc/profile; module load python/3.12         # if your Python needs a module"
+MODULES = """# source /etc/profile                                   # these two lines,
+# module load python/3.12                               # if your Python needs a module"""
 YOURS = """
 # Each of these without its first #, if you need it:
 # MASTER_ADDR=${MASTER_ADDR}i                            # if the fast network has names of its own

@@ -326,7 +326,10 @@ def test_when_slurm_started_the_job(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{path}:{os.environ['PATH']}")
     last = datetime(2026, 11, 28, 14).timestamp()
     assert ledger.slurm_starts("7") == [last]
-    stand_ins(path, {"sacct": "echo 2026-11-28T13:30:00; echo 2026-11-28T14:00:00"})
+    # A user's own format is for a terminal.
+    sacct = "[[ $SLURM_TIME_FORMAT ]] || printf '2026-11-28T%s:00\n' 13:30 14:00"
+    stand_ins(path, {"sacct": sacct})
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
     assert ledger.slurm_starts("7") == [last - 1800, last]
 
 

@@ -34,6 +34,8 @@ SIZES = [
     (["--gres=gpu:2", "--cpus-per-task=2"], 4, 4),
     (["--gpus-per-task=1"], 4, 2),
     (["--gpus=2"], 2, 2),
+    # In spite of the GPUs of a job in which sbatch is typed
+    ([], 4, 2),
 ]
 
 
@@ -41,10 +43,13 @@ def test_ranks_and_cpus_by_every_option(without_sizes, cluster, tmp_path):
     """Two nodes x two tasks: ranks are GPUs, and share the CPUs of the node."""
 
     def scenario(index, options, ranks, cpus):
-        log = f"--output={tmp_path}/{index}"
-        job = cluster.sbatch(log, *options, LAUNCHERS["srun"], VARIABLES, cwd=without_sizes)
+        log, outer = f"--output={tmp_path}/{index}", {"SLURM_GPUS_ON_NODE": "8"}
+        command = [log, *options, LAUNCHERS["srun"], VARIABLES]
+        job = cluster.sbatch(*command, cwd=without_sizes, env=outer)
         assert job.state == "COMPLETED", job.log
         assert [rank["rank"] for rank in job.ranks()] == list(range(ranks)), job.log
+        if "--exclusive" in options:  # which is granted all of a node's GPUs
+            assert {rank["cuda"] for rank in job.ranks()} == {"0,1"}, job.log
         # A crash in a library is a traceback.
         assert all(rank["faulthandler"] for rank in job.ranks())
         first = rf"{LAUNCHERS['srun']}: {ranks} ranks on node-\S+, rank 0 at node-.*, CPUs {cpus}\n"
