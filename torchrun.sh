@@ -3,7 +3,21 @@
 #
 # Usage: ./torchrun.sh distributed/train_ddp.py --epochs 3     # one rank per GPU, or two on the CPU
 #        NPROC_PER_NODE=4 ./torchrun.sh distributed/train_ddp.py
+#        ./torchrun.sh -m package.module --epochs 3
 set -euo pipefail
+
+# torchrun would take a script's --n or --log for the beginning of an option of its own, and refuse
+# it as ambiguous, unless `--` stands before the script. A `--` that you write beside the script or
+# the module, as for torchrun, is not passed on, by this or any other launcher.
+module=
+if [[ "${1-}" == -m ]]; then module=-m && shift; fi
+if [[ "${1-}" == -- ]]; then shift; elif [[ "${2-}" == -- ]]; then set -- "$1" "${@:3}"; fi
+if [[ "${1-}" == -* ]]; then
+    echo "torchrun.sh: $1 is no script: sbatch's options stand before the launcher," \
+        "and torchrun's in torchrun.sh" >&2
+    exit 1
+fi
+set -- ${module:+-m} -- "$@"
 
 # `python3 -m torch.distributed.run` is torchrun. In a venv over an image, the command torchrun is
 # the image's, and does not see the packages of the venv.

@@ -23,6 +23,9 @@ from conftest import (
 VARIABLES, STRANGER = "tests/scripts/variables.py", "tests/scripts/stranger.py"
 NASTY = ["a b", "it's", 'say "x"', "*", "$HOME", "", "line\nbreak", "--flag=v", "; touch canary"]
 NASTY += ["`touch canary`", "\\", "$(touch canary)", "--"]
+# What begins an option of torchrun's own
+NASTY += ["--n", "5", "--log=3", "--max", "--run", "--start", "--local", "--node", "--no"]
+NASTY += ["--event", "--monitor", "--master", "--rdzv", "--nproc_per_n=3", "-m", "-t"]
 # What a careless shell has left in the environment of the one who types sbatch,
 STRAY = {"NPROC_PER_NODE": "a[$(touch canary)]", "MASTER_ADDR": "$(touch canary)"}
 STRAY |= {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "7", "NNODES": "5", "MASTER_PORT": "1"}
@@ -129,7 +132,7 @@ def source_env(
     slurm |= {"SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_NTASKS": 4, "SLURM_NTASKS_PER_NODE": 2}
     slurm |= {"SLURM_JOB_CPUS_PER_NODE": "4(x2)"} | variables
     given = [f"{name}={value}" for name, value in slurm.items() if value != "unset"]
-    command = f"source ./env.sh >/dev/null && echo {shown}"
+    command = f"source ./env.sh >/dev/null; echo {shown}"
     done = cluster.exec("env", *given, "bash", "-euo", "pipefail", "-c", command, cwd=cwd)
     if done.returncode != 0:
         return f"status {done.returncode}: {done.stderr.strip()}"
@@ -240,20 +243,20 @@ def test_limits(cluster, tmp_path):
 
 def test_the_code_of_each_start(cluster, tmp_path):
     """Is in log/JOB/code-N, in git or not, and a start says whether it has changed."""
-    for name in ("env.sh", "train.py", "more/model.py"):
+    for name in ("env.sh", "train.py", "more/model.py", "more/tasks/__main__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / "env.sh", tmp_path / name)
 
-    def start(number: int) -> bool:
+    def start(number: int, *script: str) -> bool:
         """Whether it says that the code has changed."""
-        log = 'said=$(source ./env.sh) && echo "$said"'
+        log = 'said=$(source ./env.sh); echo "$said"'
         given = {"SLURM_JOB_ID": 89, "SLURM_JOB_NAME": "n", "SLURM_JOB_NUM_NODES": 1}
         given |= {"SLURM_JOB_NODELIST": "node-1", "SLURM_JOB_CPUS_PER_NODE": 1}
         record = NOTHING.replace(" 0 ", f" {number} ")
         stand_ins(tmp_path, {"squeue": f'echo "89 {record}"'})
         given["PATH"] = f"{tmp_path}:{environment()['PATH']}"
         bash = ["env", *(f"{name}={value}" for name, value in given.items()), "bash", "-euc"]
-        done = cluster.exec(*bash, log, "bash", "train.py", cwd=tmp_path)
+        done = cluster.exec(*bash, log, "bash", *(script or ["train.py"]), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         before, now = (f"log/89/code-{which}" for which in (number - 1, number))
         return (
@@ -263,6 +266,11 @@ def test_the_code_of_each_start(cluster, tmp_path):
     assert [start(0), start(1)] == [False, False]
     (tmp_path / "train.py").write_text("# edited\n")
     assert [start(2), start(3)] == [True, False]
+    # A module beside model.py, and a package
+    for name, module in (("model.py", "more.train"), ("tasks/__main__.py", "more.tasks")):
+        start(7, "-m", module)
+        (tmp_path / "more" / name).write_text("# edited, too\n")
+        assert [start(8, "-m", module), start(9, "-m", module)] == [True, False], module
 
     run("git", "init", "--quiet", cwd=tmp_path)
     run("git", "add", "env.sh", "train.py", "more", cwd=tmp_path)
@@ -271,7 +279,8 @@ def test_the_code_of_each_start(cluster, tmp_path):
     assert [start(4), start(5)] == [True, False]
     (tmp_path / "more/model.py").write_text("# edited\n")
     assert start(6)
-    assert "+# edited" in (tmp_path / "log/89/code-6").read_text()
+    code = tmp_path / "log/89/code-6"
+    assert "+# edited" in code.read_text() and code.stat().st_mode & 0o777 == 0o600
 
 
 def test_rank_under_srun_is_by_node():
@@ -305,7 +314,7 @@ def test_what_srun_is_asked_for(launcher, tmp_path):
     slurm |= {"SLURM_GPUS_ON_NODE": 4, "PATH": f"{tmp_path}:{environment()['PATH']}"}
     if launcher == LAUNCHERS["srun"]:
         slurm |= {"SLURM_NTASKS_PER_NODE": 4, "SLURM_NTASKS": 8}
-    for script in (["train.py", "--epochs", "3"], []):
+    for script in (["train.py", "--epochs", "3"], ["-m", "a.b", "--", "--n"], []):
         done = run(f"./{launcher}", *script, env=environment(**slurm))
         assert done.returncode == 0, done.stderr
         command = " ".join(script) or "distributed/train_ddp.py"
@@ -324,7 +333,7 @@ def test_what_torchrun_is_asked_for(tmp_path):
     before, said, after, patience = done.stdout.splitlines()
     expected = "-m torch.distributed.run --nnodes=2 --node-rank=1 --nproc-per-node=4 "
     expected += "--master-addr=n1 --master-port=61007 --rdzv-id=7.2 --rdzv-conf=timeout=302 "
-    assert said == f"{expected}train.py --epochs 3"
+    assert said == f"{expected}-- train.py --epochs 3"
     assert before == after, "torchrun.sh becomes torchrun, so that Slurm's signals reach it"
     assert int(patience) >= 300, "ranks may save for longer than torchrun's own 30 s"
 
@@ -342,14 +351,80 @@ def test_torchrun_by_hand(cuda, xpu, given, ranks, tmp_path):
     path = f"{tmp_path}:{environment()['PATH']}"
     env = environment(PATH=path, PYTHONPATH=tmp_path, NPROC_PER_NODE=given)
     done = run("./torchrun.sh", "x.py", env=env)
-    asked = f"-m torch.distributed.run --standalone --nproc-per-node={ranks} x.py\n"
+    asked = f"-m torch.distributed.run --standalone --nproc-per-node={ranks} -- x.py\n"
     assert done.stdout == asked, done.stderr
 
 
-def test_a_module(cluster):
-    """docs/frameworks.md: torchrun's -m."""
-    log = cluster.sbatch("--gpus-per-node=2", LAUNCHERS["torchrun"], "-m", "platform").log
-    assert len(re.findall(r"^Linux-", log, re.M)) == 4, log
+def test_what_torchrun_would_take_for_its_own(tmp_path):
+    """Options before the script are sbatch's or torchrun's, and the ranks would not find a file of
+    that name."""
+    stand_ins(tmp_path, {"python3": "echo started"})
+    env = environment(PATH=f"{tmp_path}:{environment()['PATH']}", NNODES=1)
+    done = run("./torchrun.sh", "--nodes=4", "train.py", env=env)
+    said = "torchrun.sh: --nodes=4 is no script: sbatch's options stand before the launcher, and "
+    said += "torchrun's in torchrun.sh\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+
+
+# A command, and how it would be without torchrun's `--`
+WORDS = [
+    ("-m a.b -- --n 5", "-m a.b --n 5"),
+    ("-m -- a.b -- --n", "-m a.b -- --n"),
+    ("x.py -- -- --n", "x.py -- --n"),
+    ("-- x.py a --", "x.py a --"),
+    ("x.py a -- --n", "x.py a -- --n"),
+    ("-m a.b a -- -m", "-m a.b a -- -m"),
+]
+
+
+@pytest.mark.parametrize(("words", "kept"), WORDS)
+def test_torchrun_s_dashes(words, kept, tmp_path):
+    """Are no argument of the script, under srun as little as under torchrun."""
+    stand_ins(tmp_path, {"python": 'echo "$*"', "python3": 'echo "$*"'})
+    given = {"NNODES": 1, "NPROC_PER_NODE": 2, "SLURM_NODEID": 0, "SLURM_LOCALID": 0}
+    given |= {"MASTER_ADDR": "n1", "MASTER_PORT": 1, "SLURM_JOB_ID": 7}
+    env = environment(PATH=f"{tmp_path}:{environment()['PATH']}", **given)
+    done = run("./aux/launch/slurm_rank.sh", "python", *words.split(), env=env)
+    assert done.stdout == f"{kept}\n", done.stderr
+    after = f"-m -- {kept[3:]}" if kept.startswith("-m ") else f"-- {kept}"
+    for nnodes in (1, ""):  # in a job, and by hand
+        done = run("./torchrun.sh", *words.split(), env=env | {"NNODES": str(nnodes)})
+        before, _, rest = done.stdout.partition(f" {after}\n")
+        assert before.split()[-1][:6] in ("--rdzv", "--nproc") and not rest, done
+
+
+SHOWS = """import os, sys
+import model
+os.write(1, " ".join(["RANK", os.environ["RANK"], *sys.argv[1:], "\\n"]).encode())
+"""
+TRAIN = "theirs/scripts/train.py"
+
+
+def test_a_script_that_imports_its_project(cluster, tmp_path):
+    """From the project's folder with -m, and from another one with PYTHONPATH, by the same line
+    under every launcher."""
+    (tmp_path / TRAIN).parent.mkdir(parents=True)
+    (tmp_path / TRAIN).write_text(SHOWS)
+    (tmp_path / "theirs/model.py").touch()
+    for name in [name for files in THREE_FILES.values() for name in files]:
+        copy_file(name, tmp_path)
+        copy_file(name, tmp_path / "theirs")
+
+    submitted = []
+    path = {"PYTHONPATH": f"{tmp_path}/theirs"}
+    for way, launcher in LAUNCHERS.items():
+        log = [*one_rank_a_node(way), f"--output={tmp_path}/%j"]
+        module = [*log, launcher, "-m", "scripts.train", "--", "--n", "5"]
+        submitted.append(cluster.submit(*module, cwd=tmp_path / "theirs"))
+        submitted.append(cluster.submit(*log, launcher, TRAIN, "--n", "5", cwd=tmp_path, env=path))
+    for number in submitted:
+        job = cluster.wait(number)
+        assert job.state == "COMPLETED", job.log
+        said = re.findall(r"^RANK (.*) $", job.log, re.M)
+        assert sorted(said) == ["0 --n 5", "1 --n 5"], job.log
+
+    job = cluster.sbatch(*log, launcher, TRAIN, cwd=tmp_path)
+    assert job.state == "FAILED" and "No module named 'model'" in job.log, job.log
 
 
 BY_HAND = """
@@ -371,29 +446,84 @@ def test_source_env_sh_by_hand(job):
     assert ours.startswith("env.sh is for the launchers: sbatch launch_")
 
 
-@pytest.mark.parametrize("job", [{}, {"SLURM_JOB_ID": 7, "SLURM_PROCID": 1}], ids=["none", "task"])
-def test_a_launcher_that_sbatch_has_not_started(job):
-    """Outside Slurm, or as the second task of a srun."""
-    done = run("bash", LAUNCHERS["torchrun"], env=environment(**job))
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "env.sh is for the launchers: sbatch" in done.stderr
+@pytest.mark.parametrize("launcher", [*LAUNCHERS.values(), "run_script.sh"])
+def test_a_launcher_that_sbatch_has_not_started(launcher):
+    """Outside Slurm, or as the second task of a srun: it goes no further than env.sh."""
+    for job in ({}, {"SLURM_JOB_ID": 7, "SLURM_PROCID": 1}):
+        done = run("bash", launcher, env=environment(**job))
+        assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert "env.sh is for the launchers: sbatch" in done.stderr
 
 
-@pytest.mark.parametrize("fault", ["true", "false", "echo $UNSET"])
-def test_site_sh(fault, cluster, tmp_path):
-    """Its lines may change all settings, and one that fails does not end the job."""
+def test_site_sh(cluster, tmp_path):
+    """Its lines may change all settings."""
     copy_file("env.sh", tmp_path)
-    site = f"{fault}\nexport NCCL_DEBUG=INFO OMP_NUM_THREADS=3\n"
-    (tmp_path / "site.sh").write_text(site)
+    site = tmp_path / "site.sh"
+    site.write_text("export NCCL_DEBUG=INFO OMP_NUM_THREADS=3\n")
     assert source_env(cluster, tmp_path, cwd=tmp_path) == "2 2 4 node-1:61089 4 3 INFO"
-    (tmp_path / "site.sh").write_text("MASTER_ADDR=${MASTER_ADDR}i\n")
+    site.write_text("MASTER_ADDR=${MASTER_ADDR}i\n")
     said = "status 1: env.sh: node-1i does not resolve: set it in site.sh"
     assert source_env(cluster, tmp_path, cwd=tmp_path) == said
     # An address without a name, as those of InfiniBand often are
-    (tmp_path / "site.sh").write_text("MASTER_ADDR=10.99.1.2\n")
+    site.write_text("MASTER_ADDR=10.99.1.2\n")
     assert " 10.99.1.2:61089 " in source_env(cluster, tmp_path, cwd=tmp_path)
-    (tmp_path / "site.sh").write_text("MASTER_ADDR=${MASTER_ADDR%1}2\n")
+    site.write_text("MASTER_ADDR=${MASTER_ADDR%1}2\n")
     assert source_env(cluster, tmp_path, cwd=tmp_path) == "2 2 4 node-2:61089 4 2 WARN"
+
+
+# Environment Modules and Lmod have the shell run `test 0 = 1` or `false` if a module is gone.
+MODULE = """module() { eval "test $2 != gone"; }
+"""
+FAILS = [
+    ("module load gone", "module load gone"),
+    ("  module load nccl && module load gone", "  module load nccl && module load gone"),
+    ("module load \\\n  gone", "module load \\"),
+    ("module load nccl; no_such_command", "module load nccl; no_such_command"),
+    ("source ./ends.sh; false", "source ./ends.sh; false"),
+    ("module load nccl", None),
+    ("module load gone || true", None),
+    ("if module load gone; then echo there; fi", None),
+    ("[[ -e gone ]] && module load gone", None),
+    ('echo "$UNSET"', None),
+    ("source ./ends.sh", None),
+    (". ./ends.sh", None),
+]
+
+
+@pytest.mark.parametrize(("line", "shown"), FAILS)
+def test_a_line_of_site_sh_that_fails(line, shown, cluster, tmp_path):
+    """Ends the job, unless it is another file that ends with a status."""
+    copy_file("env.sh", tmp_path)
+    (tmp_path / "ends.sh").write_text("module load gone\n[[ -e gone ]] && echo there\n")
+    (tmp_path / "site.sh").write_text(f"{MODULE}{line}\nexport OMP_NUM_THREADS=3\n")
+    found = source_env(cluster, tmp_path, cwd=tmp_path)
+    if shown is None:
+        assert found == "2 2 4 node-1:61089 4 3 WARN"
+    else:
+        assert found.startswith("status 1: ")
+        said = f"env.sh: site.sh, line 2 failed: {shown} (may it? add || true)"
+        assert found.splitlines()[-1].removeprefix("status 1: ") == said
+
+
+def test_site_sh_and_venv(cluster, tmp_path):
+    """The Python of .venv is the job's, whatever a module has put into PATH."""
+    copy_file("env.sh", tmp_path)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
+    stand_ins(tmp_path / ".venv/bin", {"python": "true"})
+    stand_ins(tmp_path / "module", {"python": "true"})
+    (tmp_path / "site.sh").write_text('PATH="$PWD/module:$PATH"\n')
+    shown = '"$(type -P python)"'
+    assert (
+        source_env(cluster, tmp_path, cwd=tmp_path, shown=shown) == f"{tmp_path}/.venv/bin/python"
+    )
+
+
+def test_a_log_that_is_no_folder(cluster, tmp_path):
+    """Nothing is kept in it, and the job runs."""
+    copy_file("env.sh", tmp_path)
+    (tmp_path / "log").touch()
+    assert source_env(cluster, tmp_path, cwd=tmp_path) == "2 2 4 node-1:61089 4 2 WARN"
 
 
 @pytest.mark.parametrize("site", ['seen="$*"', 'seen="$*"; set -- another script'])
@@ -472,15 +602,19 @@ def test_whole_lines(way, cluster, tmp_path):
 # --- CPUs, GPUs, memory, environment ---
 
 
-def test_in_salloc(cluster):
-    """A launcher typed in an allocation runs in it, as it would in a job."""
-    size = ["--nodes=2", "--gres=gpu:2", "--cpus-per-task=2", "--ntasks-per-node=2"]
-    done = cluster.exec("salloc", *size, f"./{LAUNCHERS['srun']}", VARIABLES)
+@pytest.mark.parametrize("gpus", [2, 0])
+def test_in_salloc(gpus, cluster):
+    """A launcher typed in an allocation runs in it, as it would in a job. It has no GPUs of the job
+    in whose shell salloc was typed."""
+    outer = {"SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_GPUS": "0,1,2,3,4,5,6,7"}
+    size = ["--nodes=2", "--cpus-per-task=2", "--ntasks-per-node=2"]
+    size += [f"--gres=gpu:{gpus}"] if gpus else []
+    done = cluster.exec("salloc", *size, f"./{LAUNCHERS['srun']}", VARIABLES, env=outer)
     assert done.returncode == 0, done.stderr
     ranks = Job(0, "COMPLETED", 0, done.stdout, 0).ranks()
     assert_five_variables(ranks, [2, 2])
     assert {rank["run"][:-9] for rank in ranks} == {rank["job"] for rank in ranks}
-    assert ", CPUs 4\n" in done.stdout
+    assert re.search(f"ranks 2, GPUs {gpus} of .*, CPUs 4$", done.stdout, re.M), done.stdout
 
 
 def test_sbatch_export(cluster, tmp_path):

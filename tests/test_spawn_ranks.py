@@ -5,6 +5,8 @@ import sys
 
 from conftest import REPOSITORY, environment, free_port, run
 
+SPAWNER = REPOSITORY / "aux/launch/spawn_ranks.py"
+
 
 def job() -> dict[str, str]:
     """The environment of the one node of a job, as env.sh and srun make it."""
@@ -14,7 +16,7 @@ def job() -> dict[str, str]:
 
 
 def in_a_job(script: object, *arguments: object):
-    return run(sys.executable, "aux/launch/spawn_ranks.py", script, *arguments, env=job())
+    return run(sys.executable, SPAWNER, script, *arguments, env=job())
 
 
 ENDS = """
@@ -44,6 +46,31 @@ def test_a_spawned_rank_is_as_under_python(tmp_path):
         assert said == ["loaded 4950", "atexit"], done.stdout
 
 
+MODULE = """
+import multiprocessing, os, sys
+from theirs.other import double
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        said = pool.map(double, [2])
+    os.write(1, f"RANK {os.environ['RANK']} {said} {sys.argv[1:]}\\n".encode())
+"""
+
+
+def test_a_module(tmp_path):
+    """As under python -m, in the current folder. A `--` beside its name is torchrun's."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/train.py").write_text(MODULE)
+    (tmp_path / "theirs/other.py").write_text("def double(x):\n    return 2 * x\n")
+    command = [sys.executable, SPAWNER, "-m", "theirs.train", "--", "--n", "--"]
+    done = run(*command, cwd=tmp_path, env=job())
+    said = sorted(done.stdout.splitlines())
+    assert said == [f"RANK {rank} [4] ['--n', '--']" for rank in (0, 1)], done
+    for words, status in ((["--", "theirs/gone.py"], 1), (["-m"], 1)):
+        done = run(sys.executable, SPAWNER, *words, cwd=tmp_path, env=job())
+        assert done.returncode == status and not done.stdout, done
+
+
 COUNTS = """
 import os, signal, time
 asked = []
@@ -63,8 +90,7 @@ os.write(1, f"RANK {os.environ['RANK']} was asked {len(asked)} times\\n".encode(
 def test_a_signal_is_passed_on_once(tmp_path):
     """A handler that saves must not be entered again while it does."""
     (tmp_path / "script.py").write_text(COUNTS)
-    spawner = REPOSITORY / "aux/launch/spawn_ranks.py"
-    done = run(sys.executable, spawner, "script.py", cwd=tmp_path, env=job())
+    done = run(sys.executable, SPAWNER, "script.py", cwd=tmp_path, env=job())
     said = sorted(re.findall(r"^RANK (.*)$", done.stdout, re.M))
     assert said == ["0 was asked 1 times", "1 was asked 1 times"], done
 

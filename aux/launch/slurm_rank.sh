@@ -2,6 +2,12 @@
 # Becomes the command as one rank. launch_slurm_to_torch.sh has srun start it once for each rank.
 set -euo pipefail
 
+# python SCRIPT, or python -m MODULE: a `--` beside it is for torchrun, and not passed on.
+at=2
+if [[ "${2-}" == -m ]]; then at=3; fi
+if [[ "${*:at:1}" != -- ]]; then at=$((at + 1)); fi
+if [[ "${*:at:1}" == -- ]]; then set -- "${@:1:at-1}" "${@:at+1}"; fi
+
 # RANK is not SLURM_PROCID, because with some topology plugins task 0 is not on the first node. Rank
 # 0 must be there, because MASTER_ADDR is that node.
 export RANK=$((SLURM_NODEID * NPROC_PER_NODE + SLURM_LOCALID))

@@ -2,9 +2,10 @@
 
     srun --ntasks-per-node=1 python aux/launch/spawn_ranks.py distributed/train_ddp.py
     NPROC_PER_NODE=4 python aux/launch/spawn_ranks.py distributed/train_ddp.py
+    python aux/launch/spawn_ranks.py -m package.module
 
 By hand it starts one rank per GPU of this machine, or two on the CPU. Each rank runs the
-script as __main__, with the variables that torchrun would set.
+script or module as __main__, with the variables that torchrun would set.
 """
 
 import os
@@ -27,16 +28,25 @@ if __name__ == "__main__":
     # not requeue a job that has failed.
     signal.signal(signal.SIGTERM, ask)
     signal.signal(signal.SIGUSR1, ask)
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+    words = sys.argv[1:]
+    is_module = words[:1] == ["-m"]
+    if is_module:
+        del words[0]
+    # A `--` beside the script or the module is for torchrun.
+    if "--" in words[:2]:
+        words.remove("--")
+    if not words or words[0] in ("-h", "--help"):
         sys.exit(__doc__)
-    if not os.path.exists(sys.argv[1]):
-        sys.exit(f"spawn_ranks.py: {sys.argv[1]}: No such file or directory")
+    if not is_module and not os.path.exists(words[0]):
+        sys.exit(f"spawn_ranks.py: {words[0]}: No such file or directory")
 
 import torch
 import torch.multiprocessing as mp
 
 
-def run_rank(local_rank: int, ready: Any, node_rank: int, nnodes: int, command: list[str]):
+def run_rank(
+    local_rank: int, ready: Any, node_rank: int, nnodes: int, words: list[str], is_module: bool
+):
     """One rank, in a process of its own. `ready` is a semaphore, released once torch is there."""
     nproc_per_node = int(os.environ["NPROC_PER_NODE"])
     variables = {
@@ -53,13 +63,16 @@ def run_rank(local_rank: int, ready: Any, node_rank: int, nnodes: int, command: 
     # Whole lines: PYTHONUNBUFFERED would write each argument of a print by itself, and the ranks of
     # a node share one log.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    sys.argv = command
-    sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+    sys.argv = words
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(words[0]))
     # The script's loader workers start as under plain python.
     mp.set_start_method(None, force=True)
     ready.release()
     try:
-        runpy.run_path(command[0], run_name="__main__")
+        if is_module:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception:
@@ -73,9 +86,9 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def main(command: list[str]) -> int:
-    """Starts the ranks of this node. Returns 0 once all have ended well, or the status of the first
-    one that has not."""
+def main(words: list[str], is_module: bool) -> int:
+    """Starts the ranks of this node: `words` are a script or a module, and its arguments. Returns 0
+    once all have ended well, or the status of the first one that has not."""
     global asked
     if "NNODES" in os.environ:
         nnodes, node_rank = int(os.environ["NNODES"]), int(os.environ["SLURM_NODEID"])
@@ -89,7 +102,7 @@ def main(command: list[str]) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     ready = mp.get_context("spawn").Semaphore(0)
-    arguments = (ready, node_rank, nnodes, command)
+    arguments = (ready, node_rank, nnodes, words, is_module)
     ranks = mp.spawn(run_rank, arguments, nprocs=nproc_per_node, join=False)
     # Slurm signals only this process, but Ctrl-C at a terminal reaches the ranks as well.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -112,4 +125,4 @@ def main(command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(words, is_module))
