@@ -79,6 +79,26 @@ POSTED = re.findall(
 LINES = [(line, name) for name, lines in POSTED for line in lines.split("\n") if line]
 
 
+# The reasons with GPUs, jobs, time or nodes in them of Slurm's doc/html/job_reason_codes.shtml
+REASONS = """AssocGrpGRES AssocGrpGRESMinutes AssocGrpGRESRunMinutes AssocGrpJobsLimit
+AssocGrpNodeLimit AssocGrpSubmitJobsLimit AssocGrpWallLimit AssocMaxGRESMinutesPerJob
+AssocMaxGRESPerJob AssocMaxGRESPerNode AssocMaxJobsLimit AssocMaxNodePerJobLimit
+AssocMaxSubmitJobLimit AssocMaxWallDurationPerJobLimit AssociationJobLimit AssociationTimeLimit
+BeginTime JobArrayTaskLimit JobHeldAdmin JobHeldUser MaxGRESPerAccount MaxJobsPerAccount
+MaxNodePerAccount MaxSubmitJobsPerAccount PartitionNodeLimit PartitionTimeLimit QOSGrpGRES
+QOSGrpGRESMinutes QOSGrpGRESRunMinutes QOSGrpJobsLimit QOSGrpNodeLimit QOSGrpSubmitJobsLimit
+QOSGrpWallLimit QOSJobLimit QOSMaxGRESMinutesPerJob QOSMaxGRESPerJob QOSMaxGRESPerNode
+QOSMaxGRESPerUser QOSMaxJobsPerUserLimit QOSMaxNodePerJobLimit QOSMaxNodePerUserLimit
+QOSMaxSubmitJobPerUserLimit QOSMaxWallDurationPerJobLimit QOSMinGRES QOSMinNode QOSTimeLimit"""
+
+
+def test_every_reason_is_written_out():
+    """So that a search for it finds its row, and no other one explains it."""
+    for reason in REASONS.split():
+        assert PAGE.count(f"`({reason})`") == 1, reason
+        assert len(explain(f"7 train wrap me PD 0:00 1 ({reason})")) == 1, reason
+
+
 @pytest.mark.parametrize("command", [row for row in ROWS if not re.search(OWN, row)])
 def test_the_page_has_the_line(command):
     for line in ROWS[command][0]:
@@ -91,20 +111,61 @@ def test_one_entry_explains_a_line(line, name):
     assert explain(line) == [name] * bool(name)
 
 
-def test_the_greps_find_the_first_error(tmp_path):
+STARTS = "launch_slurm_with_torchrun.sh: 4 ranks on node-[1-2], rank 0 at node-1:61089. Each"
+
+
+def find_the_first_error(log: str, folder: Path) -> tuple[list[str], list[str]]:
+    """What the page's commands print: lines of errors, and how ranks and tasks ended."""
+    [commands] = re.findall(r"^```sh\n(tac LOG .*?)^```", PAGE, re.M | re.S)
+    first, second = re.match(r"(.*head -n 3\n)(.*)", commands, re.S).groups()
+    (folder / "log").write_text(log)
+    errors = run("bash", "-c", first.replace("LOG", "log"), cwd=folder)
+    return errors.stdout.splitlines(), run("bash", "-c", second, cwd=folder).stdout.splitlines()
+
+
+def test_the_first_error_is_found(tmp_path):
     """Among the lines of ranks that only lost a peer, before it and after it."""
-    [greps] = re.findall(r"^```sh\n(grep -nE.*?)^```", PAGE, re.M | re.S)
-    commands = greps.replace("LOG", str(tmp_path / "log"))
     lost = """[rank1]: torch.distributed.DistBackendError: ncclRemoteError: Connection reset by peer
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"""
-    first = "srun: error: node-1: task 0: Exited with exit code 1"
+    ended = "srun: error: node-1: task 0: Exited with exit code 1"
     errors = [line for line, name in LINES if name not in ("", "Connection closed by peer")]
     errors = [line for line in errors if re.search(r"Error: |error: |NCCL WARN", line)]
     assert len(errors) > 90
     for line in errors:
-        (tmp_path / "log").write_text(f"{lost}\n{line}\n{lost}\n{first}\n")
-        shown = run("bash", "-c", commands).stdout.splitlines()
-        assert shown[0] == f"3:{line}" and shown[-1] in (first, line), line
+        shown, ends = find_the_first_error(f"{lost}\n{line}\n{lost}\n{ended}\n", tmp_path)
+        assert shown[0] == f"3:{line}", line
+        assert ends[-1] == ended
+
+
+# Rank 2 on node-2 was killed, and node-1 ended first.
+KILLED = {
+    "torchrun": """  time      : 2026-11-29_11:36:13
+  host      : node-1
+  rank      : 1 (local_rank: 1)
+  exitcode  : 1 (pid: 567)
+srun: error: node-1: task 0: Exited with exit code 1
+  time      : 2026-11-29_11:36:13
+  host      : node-2
+  rank      : 2 (local_rank: 0)
+  exitcode  : -9 (pid: 194)
+srun: error: node-2: task 1: Exited with exit code 1""",
+    "srun": """srun: error: node-1: task 1: Exited with exit code 1
+srun: error: node-2: task 2: Killed""",
+    "spawn": """spawn_ranks.py: rank 1 on node-1: process 1 terminated with exit code 1
+spawn_ranks.py: rank 2 on node-2: process 0 terminated with signal SIGKILL""",
+}
+
+
+@pytest.mark.parametrize("way", KILLED)
+@pytest.mark.parametrize("begins", [STARTS, "Start 2 on node-1,node-2", ""])
+def test_how_the_ranks_of_the_last_start_ended(begins, way, tmp_path):
+    """With every launcher, and in a log to which requeues and restarts have appended."""
+    earlier = f"{STARTS}\n[rank0]: ValueError: earlier\nsrun: error: node-3: task 0: Killed\n"
+    log = f"{earlier if begins else ''}{begins}\n[rank2]: ValueError: late\n{KILLED[way]}\n"
+    shown, ends = find_the_first_error(log, tmp_path)
+    assert shown[0] == "2:[rank2]: ValueError: late"
+    assert way != "spawn" or shown[1].endswith("terminated with signal SIGKILL"), shown
+    assert ends == KILLED[way].splitlines()
 
 
 def lint(path: Path, capsys) -> str:
