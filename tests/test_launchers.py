@@ -189,6 +189,18 @@ def test_half_of_a_heterogeneous_job(cluster, tmp_path):
     assert found == "2 2 4 node-1:61089 4 2 INFO"
 
 
+HET = ["--ntasks=3", "--gpus-per-node=3", ":", "--ntasks=1", "--gpus-per-node=1"]
+
+
+def test_a_step_over_a_heterogeneous_job(cluster, tmp_path):
+    """As docs/other_jobs.md says, a job script of one's own starts ranks on both parts."""
+    says = "echo $SLURM_PROCID $SLURM_STEP_NUM_TASKS ${CUDA_VISIBLE_DEVICES//[^,]}"
+    wrap = f"--wrap=srun --het-group=0,1 bash -c '{says}'"
+    job = cluster.sbatch(f"--output={tmp_path}/log", *HET, wrap)
+    assert job.state == "COMPLETED", job.log
+    assert sorted(job.log.splitlines()) == ["0 4 ,,", "1 4 ,,", "2 4 ,,", "3 4 "]
+
+
 # What squeue shows, and what the scripts then have of array task and restarts
 JOBS = [
     (f"89 {NOTHING}", "no no"),
@@ -390,7 +402,7 @@ def test_torchrun_s_dashes(words, kept, tmp_path):
     for nnodes in (1, ""):  # in a job, and by hand
         done = run("./torchrun.sh", *words.split(), env=env | {"NNODES": str(nnodes)})
         before, _, rest = done.stdout.partition(f" {after}\n")
-        assert before.split()[-1][:6] in ("--rdzv", "--nproc") and not rest, done
+        assert before.split()[-1].startswith(("--rdzv", "--nproc")) and not rest, done
 
 
 SHOWS = """import os, sys
