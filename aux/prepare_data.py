@@ -37,6 +37,7 @@ from torchvision.datasets.utils import download_url
 sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))
 import mnist
 from token_files import (
+    ENDS,
     hugging_face_tokenizer,
     printable,
     read_vocabulary,
@@ -49,7 +50,6 @@ SHAKESPEARE += "/input.txt"
 SHAKESPEARE_MD5 = "6fb458f1232090904fb40fe944165e91"
 SYNTHETIC_TEXT = "Python documentation (synthetic)"
 DATA_SETS = ["mnist", "shakespeare", "text", "chat", "images"]
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # of Qwen and GPT-2, Llama 3 and Llama 2
 LAST_OF_MNIST = "t10k-labels-idx1-ubyte"  # also the last one that torchvision downloads
 
 

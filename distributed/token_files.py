@@ -26,6 +26,7 @@ import torch
 
 IGNORED = -100  # cross_entropy's ignore_index
 LARGEST = 100_000_000  # bytes of JSON to read, as in Hugging Face's own reader of safetensors
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # of Qwen and GPT-2, Llama 3 and Llama 2
 # torch can index int32 but not uint32, and no vocabulary needs the sign bit.
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "uint32": torch.int32}
 
@@ -293,6 +294,16 @@ def text_functions(tokenizer: dict, file: Path | None) -> tuple[Callable, Callab
         return numbers
 
     return encode, known.decode
+
+
+def end_tokens(config: dict, file: Path | None) -> list[int]:
+    """The tokens with which a text ends: those in the original's config.json, and those that
+    prepare_data.py puts between texts. `file` is the tokenizer.json, if there is one."""
+    ends = config.get("eos_token_id", [])
+    ends = ends if isinstance(ends, list) else [ends]
+    if file:
+        ends = ends + [hugging_face_tokenizer(file).token_to_id(end) for end in ENDS]
+    return [end for end in ends if end is not None]
 
 
 def hugging_face_tokenizer(file: Path | None):

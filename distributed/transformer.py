@@ -13,7 +13,7 @@ import math
 import re
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -360,15 +360,22 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self, tokens: torch.Tensor, count: int, known: int, temperature: float = 0.8
+        self,
+        tokens: torch.Tensor,
+        count: int,
+        known: int,
+        temperature: float = 0.8,
+        ends: Sequence[int] = (),
     ) -> torch.Tensor:
         """`tokens` (B, T) int64 and `count` more, drawn one by one among the first `known` of V:
         (B, T + count). When the context is full, it continues from the later half.
 
-        A lower temperature takes likely tokens more often, and 0 always takes the likeliest.
+        A lower temperature takes likely tokens more often, and 0 always takes the likeliest. A
+        sequence that has drawn one of `ends` only repeats it, and when all have, nothing follows.
         """
         self.eval()
         limit = self.config["max_position_embeddings"]
+        ended = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
         cache, seen, new = {}, 0, tokens[:, -limit:]
         for _ in range(count):
             if seen == limit:
@@ -379,5 +386,11 @@ class Transformer(nn.Module):
                 new = torch.multinomial((logits / temperature).softmax(-1), 1)
             else:
                 new = logits.argmax(-1, keepdim=True)
+            new = torch.where(ended, tokens[:, -1:], new)
             tokens = torch.cat((tokens, new), dim=1)
+            for end in ends:
+                ended |= new == end
+            # It waits for the GPU.
+            if ends and ended.all():
+                break
         return tokens

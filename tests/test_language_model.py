@@ -472,6 +472,24 @@ def test_the_likeliest_with_and_without_a_cache():
     assert warm.max() < 20 and len(warm.unique()) > 10
 
 
+def test_texts_that_end():
+    """Each with its own token; when all have ended, no more is computed."""
+    model = new_model(50)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    tokens = torch.tensor([[3, 1, 4], [1, 5, 9]])
+    endless = model.generate(tokens, 30, 50, temperature=0).tolist()
+    ends = [endless[0][8], endless[1][12]]
+    found = model.generate(tokens, 30, 50, temperature=0, ends=ends).tolist()
+    expected = []
+    for row in endless:
+        last = next(place for place in range(3, 33) if row[place] in ends)
+        expected.append(row[: last + 1])
+    longest = max(map(len, expected))
+    assert min(map(len, expected)) < longest < 33
+    assert found == [row + row[-1:] * (longest - len(row)) for row in expected]
+
+
 def test_how_weights_are_drawn():
     """Those that add to the residual stream are smaller, the deeper the model."""
     sizes = SHAPE | {"num_hidden_layers": 8, "hidden_size": 128, "tie_word_embeddings": False}
