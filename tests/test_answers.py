@@ -7,13 +7,28 @@ import sys
 
 import pytest
 
-from conftest import REPOSITORY, environment, wait_for
-from test_transformers import qwen  # noqa: F401  a fixture
+from conftest import REPOSITORY, environment, ranks, wait_for
+from test_transformers import python, qwen  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.matrix
 
 
+# What the model of argv's folder answers by its template, without a work list
+ANSWER = """
+import json, sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+known = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
+question = [{"role": "user", "content": "prompt 7"}]
+inputs = known.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt",
+    return_dict=True)
+written = model.generate(**inputs, max_new_tokens=100)[0, inputs["input_ids"].size(1) :]
+print(json.dumps(known.decode(written, skip_special_tokens=True)))
+"""
+
+
 def test_answers(packages, qwen, tmp_path):  # noqa: F811
+    """By the chat template, and without it in front of them."""
     prompts = [f"prompt {number}" for number in range(200)]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n")
     folder = tmp_path / "answers"
@@ -28,8 +43,15 @@ def test_answers(packages, qwen, tmp_path):  # noqa: F811
     assert other.wait(timeout=120) == 0
     text = "".join(path.read_text() for path in sorted(folder.glob("*.jsonl")))
     answers = [json.loads(line) for line in text.splitlines()]
-    pairs = zip(answers, prompts, strict=True)
-    assert all(answer.startswith(prompt) for answer, prompt in pairs), answers[:3]
+    assert len(answers) == len(prompts)
+    assert answers[7] == json.loads(python(packages, "-c", ANSWER, qwen).splitlines()[-1])
+
+
+def test_granted_gpus_that_torch_does_not_see(packages, qwen, tmp_path):  # noqa: F811
+    command = ["examples/answers.py", qwen, "/nowhere", tmp_path]
+    done = ranks(0, *command, SLURM_GPUS_ON_NODE=2, **packages)
+    assert done.returncode == 1, done.stdout
+    assert done.stderr.startswith("Slurm granted GPUs, but torch sees none"), done.stderr
 
 
 TASK = """task: sums
