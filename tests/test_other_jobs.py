@@ -202,7 +202,7 @@ def test_a_client_that_cannot_ask_fails(tmp_path):
     (tmp_path / "distributed").symlink_to(REPOSITORY / "distributed")
     (tmp_path / "prompts.txt").write_text("a\nb\n")
     (tmp_path / "served").mkdir()
-    (tmp_path / "served/.9 items by 4").touch()
+    (tmp_path / "served/.list").write_text('{"length": 9, "size": 4}')
     env = environment(SERVERS="n1", PORT=1)
     done = run(sys.executable, "ask.py", cwd=tmp_path, env=env)
     assert done.returncode == 1 and "n1: served has answers to another list" in done.stderr, done
