@@ -1,4 +1,4 @@
-"""SECURITY.md: no shell is given a string, no secret is told, a .pt file cannot run code."""
+"""SECURITY.md: no shell is given a string, no secret is told, what is downloaded runs no code."""
 
 import ast
 import json
@@ -96,3 +96,15 @@ def test_a_config_from_a_stranger_sets_no_option(script, text, tmp_path):
     assert not canary.exists() and sorted(qwen.rglob("*")) == before, done.stdout + done.stderr
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step=1/1" in done.stdout and "checkpoint in checkpoints/mine" in done.stdout
+
+
+def test_each_row_has_its_tests():
+    """What is read from outside, what it can do, and tests of today."""
+    page = (REPOSITORY / ".github/SECURITY.md").read_text()
+    table = page.split("|---|---|---|\n")[1].split("\n\n")[0].splitlines()
+    assert len(table) > 10 and page.count("|---|---|---|\n") == 1
+    tests = "".join(path.read_text() for path in (REPOSITORY / "tests").glob("test_*.py"))
+    for row in table:
+        named = row.split("|")[3].replace("`", "").split(",")
+        for name in named:
+            assert re.search(rf"^def {name.strip()}\(", tests, re.M), f"no test of that name: {row}"
