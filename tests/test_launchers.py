@@ -198,7 +198,7 @@ def test_a_step_over_a_heterogeneous_job(cluster, tmp_path):
     wrap = f"--wrap=srun --het-group=0,1 bash -c '{says}'"
     job = cluster.sbatch(f"--output={tmp_path}/log", *HET, wrap)
     assert job.state == "COMPLETED", job.log
-    assert sorted(job.log.splitlines()) == ["0 4 ,,", "1 4 ,,", "2 4 ,,", "3 4 "]
+    assert sorted(job.log.splitlines()) == ["0 4 ,,", "1 4 ,,", "2 4 ,,", "3 4"]
 
 
 # What squeue shows, and what the scripts then have of array task and restarts
