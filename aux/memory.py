@@ -17,13 +17,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 try:
     import torch
 
-    import transformer
+    import sizes
 except ImportError as error:
     sys.exit(f"{error}: activate the environment with torch, or open docs/memory.html in a browser")
 
-KEYS = (*transformer.SHAPE, "vocab_size", "model_type")
+KEYS = (*sizes.SHAPE, "vocab_size", "model_type")
 QWEN3 = ("0.6b", "1.7b", "4b", "8b", "32b")
-ROWS = {f"qwen3-{size}": (*transformer.ROWS[size][:7], 151_936, "qwen3") for size in QWEN3}
+ROWS = {
+    f"qwen3-{size}": (*(sizes.SIZES[size][name] for name in sizes.SHAPE), 151_936, "qwen3")
+    for size in QWEN3
+}
 # As in their config.json on the hub
 ROWS["llama-3.1-8b"] = (32, 4096, 14_336, 32, 8, 128, False, 128_256, "llama")
 ROWS["llama-3.1-70b"] = (80, 8192, 28_672, 64, 8, 128, False, 128_256, "llama")
@@ -53,11 +56,11 @@ def main():
 
     config = dict(MODELS[args.model])
     config |= {name: vars(args)[name] for name in KEYS if vars(args).get(name)}
-    layer, outside = transformer.count_weights(config)
+    layer, outside = sizes.count_weights(config)
     weights = config["num_hidden_layers"] * layer + outside
     print(f"Weights: {weights:,}")
-    sizes, bf16 = (config, args.batch, args.sequence, args.ranks), args.precision == "bf16"
-    _, line = transformer.plan_memory(torch.device("cpu"), args.recompute, *sizes, bf16=bf16)
+    step, bf16 = (config, args.batch, args.sequence, args.ranks), args.precision == "bf16"
+    _, line = sizes.plan_memory(torch.device("cpu"), args.recompute, *step, bf16=bf16)
     print(line)
 
 

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 sys.path += ["aux", "distributed"]
-import transformer
+import sizes
 from check_ranks import HOST, env, local_rank, open_store, rank, ranks_per_node, world_size
 
 on_gpu = torch.accelerator.is_available() and sys.platform != "darwin"
@@ -349,7 +349,7 @@ def measure(name: str, command: str, pattern: str, ranks: int = 1, one: float = 
     if one and ranks > 1:
         said.append(f"{rate / one / ranks:.0%} of {ranks} times one rank's")
     if "mfu" in values and REACHED:
-        peak = transformer.peak_flops(torch.accelerator.current_accelerator()) / 1e12
+        peak = sizes.peak_flops(torch.accelerator.current_accelerator()) / 1e12
         share = values["mfu"] * peak / float(REACHED[0])
         said.append(f"{share:.0%} of a matmul's {REACHED[0]} TFLOP/s")
     if seconds := run.when("step=10/"):

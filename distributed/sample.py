@@ -68,6 +68,6 @@ try:
 except ValueError as error:
     sys.exit(str(error))
 torch.manual_seed(args.seed)
-known = metadata["tokenizer"]["size"]
-written = model.generate(prompt, args.length, known, args.temperature)[0].tolist()
+vocab_size = metadata["tokenizer"]["size"]
+written = model.generate(prompt, args.length, vocab_size, args.temperature)[0].tolist()
 print(f"Sample from {path}:", decode(written), sep="\n")

@@ -15,7 +15,6 @@ import preemption
 preemption.listen()  # before the slow imports, because Slurm may ask at any time
 
 import argparse
-import functools
 import gc
 import math
 import os
@@ -36,6 +35,7 @@ from torch.nn.functional import cross_entropy
 
 import checkpoint
 import heartbeat
+import sizes
 import token_files  # EDIT: your data
 import transformer  # EDIT: your model
 from parallel_plan import parallel_plan, sum_partial_gradients, whole_loss
@@ -49,10 +49,10 @@ def at_least_1(text: str) -> int:
 
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-add, sizes = parser.add_argument, transformer.SIZES
-add("--size", choices=sizes, default="cpu", help="sets the defaults of these, in this order:")
-for name, value in sizes["cpu"].items():
-    by_size = ", ".join(str(size[name]) for size in sizes.values())
+add, by_name = parser.add_argument, sizes.SIZES
+add("--size", choices=by_name, default="cpu", help="sets the defaults of these, in this order:")
+for name, value in by_name["cpu"].items():
+    by_size = ", ".join(str(size[name]) for size in by_name.values())
     kind = at_least_1 if type(value) is int and name != "warmup_steps" else type(value)
     if kind is not bool:
         add(f"--{name.replace('_', '-')}", type=kind, help=by_size)
@@ -78,17 +78,17 @@ add("--checkpoint-dir", type=Path, help="default: checkpoints/RUN, or the time")
 requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 add("--resume", action="store_true", default=requeued, help="the run in --checkpoint-dir")
 chosen = parser.parse_known_args()[0]
-parser.set_defaults(**sizes[chosen.size])
+parser.set_defaults(**by_name[chosen.size])
 if chosen.init_from:
     import hugging_face
 
-    given = hugging_face.read_config(chosen.init_from)
+    hf_config = hugging_face.read_config(chosen.init_from)
     # No other key sets an option, because the file may be a stranger's.
-    shape = {name: given[name] for name in transformer.SHAPE}
-    parser.set_defaults(**transformer.TUNING | shape)
+    shape = {name: hf_config[name] for name in sizes.SHAPE}
+    parser.set_defaults(**sizes.TUNING | shape)
 args = parser.parse_args()
 if args.init_from:  # other sizes than the folder's are a fault when it is read
-    given |= {name: vars(args)[name] for name in transformer.SHAPE}
+    hf_config |= {name: vars(args)[name] for name in sizes.SHAPE}
 if args.resume and not args.checkpoint_dir and "RUN" not in os.environ:
     parser.error("--resume needs --checkpoint-dir, or the variable RUN, which env.sh sets in a job")
 if args.deterministic:
@@ -139,27 +139,32 @@ if args.sequence_parallel and args.context % size != 0:
 if args.batch_size % (groups * args.accumulation) != 0:
     parts = f"{groups} (groups) x {args.accumulation} (--accumulation)"
     sys.exit(f"--batch-size must be a multiple of {parts}")
-rows = args.batch_size // groups // args.accumulation  # sequences at once
+micro_batch_size = args.batch_size // groups // args.accumulation
 group_number = rank // size
 dataset = token_files.TokenDataset(args.data_dir, args.context, args.batch_size, args.seed)
 
 # --- model ---
 heartbeat.alive(600)  # to draw or read it, and to compile the first step
-known = dataset.vocabulary["tokenizer"]["size"]
-config = given if args.init_from else transformer.new_config(vars(args), args.context, known)
-if known > config["vocab_size"] or args.context > config["max_position_embeddings"]:
+vocab_size = dataset.vocabulary["tokenizer"]["size"]
+config = hf_config if args.init_from else sizes.new_config(vars(args), args.context, vocab_size)
+if vocab_size > config["vocab_size"] or args.context > config["max_position_embeddings"]:
     limits = f"{config['vocab_size']} tokens, and --context {config['max_position_embeddings']}"
     sys.exit(f"{args.init_from} knows {limits} at most")
 bf16 = args.precision == "bf16" or (args.precision is None and on_gpu)
-recompute, line = transformer.plan_memory(
-    device, args.activation_checkpointing, config, rows, args.context, world_size, size, bf16=bf16
+activation_checkpointing, line = sizes.plan_memory(
+    device,
+    args.activation_checkpointing,
+    config,
+    micro_batch_size,
+    args.context,
+    world_size,
+    size,
+    bf16=bf16,
 )
 log(line)
 with torch.device("meta"):  # without memory, because no rank is to hold it whole
-    model = transformer.Transformer(config)  # EDIT: your model
+    model = transformer.Transformer(config, activation_checkpointing)  # EDIT: your model
 layers = model.model.layers  # EDIT: the parts of your model that are gathered one by one
-for layer in layers:
-    layer.recompute = recompute
 compiled = args.compile
 if compiled is None:  # Triton needs a compiler on the node
     compiled = on_gpu and any(map(shutil.which, ("gcc", "clang")))
@@ -192,12 +197,8 @@ if groups > 1:
         last = part in (layers[-1], model)
         fully_shard(part, mesh=mesh["data"], mp_policy=policy, reshard_after_forward=not last)
 
-model.to_empty(device=device)  # memory for this rank's part
-model.tie()
-if args.init_from:
-    model.fill(hugging_face.open_weights(args.init_from, model).__getitem__)
-else:
-    model.fill(functools.partial(model.draw, seed=args.seed))
+pretrained = hugging_face.open_weights(args.init_from, model) if args.init_from else None
+model.init_weights(device, args.seed, pretrained)  # each rank its own part
 # FSDP's policy casts to bfloat16; without FSDP autocast does.
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16 and groups == 1)
 # fused: one kernel updates all weights.
@@ -229,14 +230,16 @@ log(f"Data: {dataset}. Checkpoints: {checkpoints.path}")
 log(f"Precision: {'bf16' if bf16 else 'fp32'}. Compiled: {compiled}")
 
 # --- training ---
-peak = transformer.peak_flops(device) * world_size
-flops_per_token = transformer.flops_per_token(config, args.context)
+peak = sizes.peak_flops(device) * world_size
+flops_per_token = sizes.flops_per_token(config, args.context)
 
 
 def evaluate(step: int):
     model.eval()
     sums = torch.zeros(2, device=device)  # loss, tokens
-    for inputs, targets in dataset.eval_batches(args.eval_windows, rows, group_number, groups):
+    for inputs, targets in dataset.eval_batches(
+        args.eval_windows, micro_batch_size, group_number, groups
+    ):
         heartbeat.alive(600)  # the first one compiles
         inputs, targets = inputs.to(device), targets.to(device)
         with torch.no_grad(), loss_parallel(), autocast:
@@ -247,7 +250,7 @@ def evaluate(step: int):
     model.train()
 
 
-# The weights are others', or those of an earlier job that had no time for this.
+# Evaluate first what comes from --init-from, or from a job that was stopped before it could.
 if (first or args.init_from) and (first % args.eval_every == 0 or first >= args.steps):
     evaluate(first)
 # A rank that collects garbage keeps the others waiting, so all of them do it in the same steps.
@@ -258,10 +261,10 @@ for step in range(first + 1, args.steps + 1):
     inputs, targets, count = batch
     step_loss = torch.zeros((), device=device)
     parts = zip(inputs.chunk(args.accumulation), targets.chunk(args.accumulation), strict=True)
-    for tokens, wanted in parts:
+    for inputs, targets in parts:
         with loss_parallel():  # also around the backward pass
             with autocast:
-                loss = loss_of(model(tokens), wanted) / count
+                loss = loss_of(model(inputs), targets) / count
             # fully_shard takes the mean over all groups.
             (loss * groups).backward()
         step_loss += whole_loss(loss.detach())
@@ -293,8 +296,7 @@ for step in range(first + 1, args.steps + 1):
             line += f" peak_memory_gib={torch.accelerator.max_memory_allocated() / 2**30:.1f}"
         log(f"{line} time_left={timedelta(seconds=round(seconds * (args.steps - step)))}")
         losses, start = [], time.perf_counter()
-    # It waits for the GPU, which still computes the steps.
-    # In the last step in any case, because an evaluation follows.
+    # `asked` waits for the GPU. After the last step it looks in any case, before the evaluation.
     stopped = preemption.asked(device, step if step < args.steps else None)
     pause = time.perf_counter()
     if stopped or step % args.save_every == 0 or step == args.steps:

@@ -10,8 +10,6 @@ are not in a weight are read off the tensor at hand.
 """
 
 import math
-import re
-import sys
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -20,178 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-
-# Models, and how to train them. From 0.6b on the shapes are those of Qwen3's config.json
-# (arxiv.org/abs/2505.09388, table 1), and 0.1b has as many weights as GPT-2. From there on the
-# steps see 20 tokens for each weight (arxiv.org/abs/2203.15556), at the learning rates of GPT-3's
-# models (arxiv.org/abs/2005.14165, table 2.1).
-SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-SHAPE += ("num_key_value_heads", "head_dim", "tie_word_embeddings")
-TRAINING = ("context", "batch_size", "steps", "learning_rate", "warmup_steps", "beta2")
-TRAINING += ("weight_decay",)
-ROWS = {
-    "cpu": (4, 128, 384, 4, 2, 32, True, 64, 12, 2000, 2e-3, 100, 0.99, 0.1),
-    "gpu": (6, 384, 1152, 6, 2, 64, True, 256, 64, 5000, 1e-3, 100, 0.99, 0.1),
-    "0.1b": (12, 768, 2304, 12, 6, 64, True, 1024, 480, 5000, 6e-4, 500, 0.95, 0.1),
-    "0.6b": (28, 1024, 3072, 16, 8, 128, True, 4096, 256, 11_400, 2.5e-4, 1000, 0.95, 0.1),
-    "1.7b": (28, 2048, 6144, 16, 8, 128, True, 4096, 512, 16_400, 2e-4, 2000, 0.95, 0.1),
-    "4b": (36, 2560, 9728, 32, 8, 128, True, 4096, 1024, 19_200, 1.6e-4, 2000, 0.95, 0.1),
-    "8b": (36, 4096, 12_288, 32, 8, 128, False, 4096, 1024, 39_000, 1.2e-4, 2000, 0.95, 0.1),
-    "32b": (64, 5120, 25_600, 64, 8, 128, False, 4096, 2048, 78_100, 1e-4, 2000, 0.95, 0.1),
-}
-SIZES = {size: dict(zip(SHAPE + TRAINING, row, strict=True)) for size, row in ROWS.items()}
-# To continue from weights that others have trained
-TUNING = dict(zip(TRAINING, (1024, 64, 1000, 1e-5, 50, 0.95, 0.0), strict=True))
-
-
-def new_config(sizes: dict, context: int, vocabulary: int) -> dict:
-    """The config.json of a Qwen3 whose SHAPE is in `sizes`, for at least so many tokens. Ends with
-    a sentence if the shape is impossible."""
-    shape = {name: sizes[name] for name in SHAPE}
-    if shape["num_attention_heads"] % shape["num_key_value_heads"] or shape["head_dim"] % 2:
-        rule = "--num-attention-heads must be a multiple of --num-key-value-heads"
-        sys.exit(f"{rule}, and --head-dim even")
-    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu"}
-    # Qwen3 was trained with this theta, and with 1,000,000 from 32,768 tokens on.
-    config |= {"attention_bias": False, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
-    # A vocabulary of whole blocks is faster on GPUs, and can be split.
-    config |= {"max_position_embeddings": context, "vocab_size": math.ceil(vocabulary / 64) * 64}
-    return config | shape | {"torch_dtype": "float32"}
-
-
-def count_weights(config: dict) -> tuple[int, int]:
-    """How many weights a layer has, and how many are outside the layers."""
-    width, size = config["hidden_size"], config["head_dim"]
-    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
-    attention = width * size * (2 * heads + 2 * groups)
-    norms = 2 * width + (2 * size if config["model_type"] == "qwen3" else 0)
-    embeddings = config["vocab_size"] * width * (1 if config["tie_word_embeddings"] else 2)
-    return attention + 3 * width * config["intermediate_size"] + norms, embeddings + width
-
-
-def flops_per_token(config: dict, context: int) -> int:
-    """Of one training step, forward and backward: 6 N + 12 L H D T (PaLM,
-    arxiv.org/abs/2204.02311, appendix B). N is the number of weights that multiply, so an embedding
-    counts only if it is the head."""
-    layers = config["num_hidden_layers"]
-    channels = config["num_attention_heads"] * config["head_dim"]
-    layer, outside = count_weights(config)
-    if not config["tie_word_embeddings"]:
-        outside -= config["vocab_size"] * config["hidden_size"]
-    return 6 * (layers * layer + outside) + 12 * layers * channels * context
-
-
-def memory(
-    config: dict,
-    rows: int,
-    context: int,
-    ranks: int = 1,
-    tensor: int = 1,
-    bf16: bool = True,
-    recompute: bool = False,
-) -> dict[str, float]:
-    """The bytes that a rank takes in a training step with AdamW, estimated from above, because
-    compiled layers keep less.
-
-    `rows` sequences at once; `ranks` hold a model between them, and each layer is computed by
-    `tensor` of them.
-    """
-    number = 2 if bf16 else 4  # bytes of what it computes with
-    width, layers = config["hidden_size"], config["num_hidden_layers"]
-    heads = config["num_attention_heads"] * config["head_dim"]
-    groups = config["num_key_value_heads"] * config["head_dim"]
-    layer, outside = count_weights(config)
-    # Of a layer's input, its two norms and its sum; of queries, keys and values; of SwiGLU
-    kept = 4 * width + (3 * heads + 3 * groups + 4 * config["intermediate_size"]) / tensor
-    activations = layers * width + kept if recompute else layers * kept
-    # In float32, and besides what is computed with: the embedding and two layers are gathered at a
-    # time if the model is split, and all are cast if it is not.
-    held = 4 * (layers * layer + outside) / ranks
-    if ranks > tensor:
-        held += number * (2 * layer + outside) / tensor
-    elif bf16:
-        held += 2 * (layers * layer + outside) / tensor
-    return {
-        "weights": held,
-        "gradients": 4 * (layers * layer + outside) / ranks,
-        "states": 8 * (layers * layer + outside) / ranks,  # AdamW's two moments
-        "activations": number * rows * context * activations,
-        # As they are, and twice in float32 while the loss is computed
-        "logits": (number + 8) * rows * context * config["vocab_size"] / tensor,
-    }
-
-
-# FLOP/s in dense bfloat16, by words in torch's name of the device: "NVIDIA H100 80GB HBM3" is SXM,
-# "NVIDIA H100 PCIe" and "NVIDIA H100 NVL" are slower. From the data sheets (half of their numbers
-# with sparsity) at www.nvidia.com/en-us/data-center/ and www.amd.com/en/products/accelerators/, but
-# H20 and H800, made for China, have none there. Of MI250X each half is a GPU for torch.
-PEAK_FLOPS = {
-    "A10": 125e12,
-    "A30": 165e12,
-    "A40": 150e12,
-    "A100": 312e12,
-    "L4": 121e12,
-    "L40S": 362e12,
-    "H20": 148e12,
-    "H100 HBM3": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H800 PCIe": 756e12,
-    "H800": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "B300": 2250e12,
-    "GB200": 2500e12,
-    "GB300": 2500e12,
-    "MI250X": 191.5e12,
-    "MI300X": 1307e12,
-    "MI325X": 1307e12,
-}
-
-
-def peak_flops(device: torch.device) -> float:
-    """The FLOP/s that a device's data sheet promises; nan if it is not in the table, or is only a
-    part of a GPU."""
-    name = ""
-    if device.type != "cpu":
-        name = torch.get_device_module(device).get_device_name(device)
-    words = set(re.split("[ -]", name))
-    # "NVIDIA A10-4Q" is a virtual GPU.
-    if any(word == "MIG" or re.fullmatch(r"\d+[QCAB]", word) for word in words):
-        return math.nan
-    found = (peak for known, peak in PEAK_FLOPS.items() if words.issuperset(known.split()))
-    return next(found, math.nan)
-
-
-def gpu_memory(device: torch.device) -> float:
-    """A GPU's bytes. A CPU's count as enough."""
-    if device.type == "cpu":
-        return math.inf
-    return torch.get_device_module(device).get_device_properties(device).total_memory
-
-
-def plan_memory(
-    device: torch.device, recompute: bool | None, *sizes, **options
-) -> tuple[bool, str]:
-    """Whether to recompute activations: as it is said, or because `memory` of the other arguments
-    is more than the device's. And a line for the log on what they take."""
-    room = gpu_memory(device)
-    # NCCL takes some of it, and some is lost between tensors.
-    usable = 0.9 * room
-    if recompute is None:
-        recompute = sum(memory(*sizes, **options).values()) > usable
-    need = memory(*sizes, **options, recompute=recompute)
-    total = sum(need.values())
-    unit, scale = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
-    of = "" if room == math.inf else f" of the GPU's {room / scale:.1f}"
-    parts = ", ".join(f"{name} {size / scale:.1f}" for name, size in need.items())
-    line = f"Memory of a rank: about {total / scale:.1f} {unit}{of} ({parts})"
-    if total > usable:
-        less = "more ranks, --accumulation and --activation-checkpointing take less"
-        line += f"\nwarning: this may not fit into the GPU: {less}"
-    return recompute, line
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -258,15 +84,14 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer layer, (B, T, C) to (B, T, C). Its other inputs are attention's.
 
-    With `recompute` its inner activations are dropped and computed again in the backward pass: B
-    T C numbers are kept for it instead of some 20 times as many, for a third more computing
-    (Chen et al. 2016, arxiv.org/abs/1604.06174).
+    With `activation_checkpointing` its inner activations are dropped and computed again in the
+    backward pass: B T C numbers are kept for it instead of some 20 times as many, for a third more
+    computing (Chen et al. 2016, arxiv.org/abs/1604.06174).
     """
 
-    recompute = False
-
-    def __init__(self, config: dict):
+    def __init__(self, config: dict, activation_checkpointing: bool = False):
         super().__init__()
+        self.activation_checkpointing = activation_checkpointing
         width, epsilon = config["hidden_size"], config["rms_norm_eps"]
         self.input_layernorm = nn.RMSNorm(width, epsilon)
         self.self_attn = Attention(config)
@@ -274,7 +99,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, *inputs) -> torch.Tensor:
-        if self.recompute and self.training:
+        if self.activation_checkpointing and self.training:
             return checkpoint(self.layer, *inputs, use_reentrant=False)
         return self.layer(*inputs)
 
@@ -286,12 +111,13 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Tokens (B, T) int64 to logits (B, T, V). `config` is the content of a config.json."""
 
-    def __init__(self, config: dict):
+    def __init__(self, config: dict, activation_checkpointing: bool = False):
         super().__init__()
         self.config, width = config, config["hidden_size"]
         self.model = nn.Module()  # for the names, which begin with it
         self.model.embed_tokens = nn.Embedding(config["vocab_size"], width)
-        self.model.layers = nn.ModuleList(Block(config) for _ in range(config["num_hidden_layers"]))
+        layers = range(config["num_hidden_layers"])
+        self.model.layers = nn.ModuleList(Block(config, activation_checkpointing) for _ in layers)
         self.model.norm = nn.RMSNorm(width, config["rms_norm_eps"])
         self.lm_head = nn.Linear(width, config["vocab_size"], bias=False)
         self.tie()
@@ -302,7 +128,17 @@ class Transformer(nn.Module):
         if self.config["tie_word_embeddings"]:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def draw(self, name: str, seed: int) -> torch.Tensor:
+    def init_weights(self, device: torch.device, seed: int, pretrained: dict | None = None):
+        """Memory on `device` for this rank's part of the weights, and their first values: those of
+        `pretrained`, by name, or drawn from the seed."""
+        self.to_empty(device=device)
+        self.tie()
+        if pretrained is None:
+            self.load_weights(lambda name: self.first_value(name, seed))
+        else:
+            self.load_weights(pretrained.__getitem__)
+
+    def first_value(self, name: str, seed: int) -> torch.Tensor:
         """A weight's first value, whole and on the CPU, as GPT-2 draws it: from the seed and its
         name, so it is the same on any number of ranks."""
         weight = torch.ones(self.get_parameter(name).shape)  # a norm's, unless it is a matrix
@@ -316,7 +152,7 @@ class Transformer(nn.Module):
         return weight
 
     @torch.no_grad()
-    def fill(self, value_of: Callable[[str], torch.Tensor]):
+    def load_weights(self, value_of: Callable[[str], torch.Tensor]):
         """Sets each weight to the value of its name, which is whole. A rank that holds a part of
         the weight reads no more than that part."""
         for name, weight in self.named_parameters():
@@ -363,12 +199,12 @@ class Transformer(nn.Module):
         self,
         tokens: torch.Tensor,
         count: int,
-        known: int,
+        vocab_size: int,
         temperature: float = 0.8,
         ends: Sequence[int] = (),
     ) -> torch.Tensor:
-        """`tokens` (B, T) int64 and `count` more, drawn one by one among the first `known` of V:
-        (B, T + count). When the context is full, it continues from the later half.
+        """`tokens` (B, T) int64 and `count` more, drawn one by one among the first `vocab_size`
+        of V: (B, T + count). When the context is full, it continues from the later half.
 
         A lower temperature takes likely tokens more often, and 0 always takes the likeliest. A
         sequence that has drawn one of `ends` only repeats it, and when all have, nothing follows.
@@ -381,7 +217,7 @@ class Transformer(nn.Module):
             if seen == limit:
                 cache, seen, new = {}, 0, tokens[:, -(limit // 2) :]
             seen += new.size(1)
-            logits = self(new, cache)[:, -1, :known]
+            logits = self(new, cache)[:, -1, :vocab_size]
             if temperature > 0:
                 new = torch.multinomial((logits / temperature).softmax(-1), 1)
             else:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from conftest import environment, once, run
-from transformer import SIZES, count_weights, new_config
+from sizes import SIZES, count_weights, new_config
 
 SINGLE, DDP, TASK = "local/train_single.py", "distributed/train_ddp.py", "local/laptop/train.py"
 PREEMPTIBLE, FSDP, TP = (f"distributed/train_{name}.py" for name in ("preemptible", "fsdp", "tp"))

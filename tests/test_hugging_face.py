@@ -11,8 +11,9 @@ import torch
 
 import hugging_face
 from conftest import ranks
+from sizes import SIZES, new_config
 from test_language_model import FLAGS, values
-from transformer import SIZES, Transformer, new_config
+from transformer import Transformer
 
 
 def random_model(folder: Path, **changed: object) -> Transformer:
@@ -28,7 +29,7 @@ def random_model(folder: Path, **changed: object) -> Transformer:
 
 def read(folder: Path) -> Transformer:
     model = Transformer(hugging_face.read_config(folder))
-    model.fill(hugging_face.open_weights(folder, model).__getitem__)
+    model.load_weights(hugging_face.open_weights(folder, model).__getitem__)
     return model
 
 

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import checkpoint
 import token_files
 from conftest import LAUNCHERS, cells, ranks, run
-from transformer import Transformer, flops_per_token, new_config
+from sizes import flops_per_token, new_config
+from transformer import Transformer
 
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 96, "head_dim": 8}
 SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -33,7 +34,7 @@ FLAGS += ["--save-every", "6", "--device", "cpu"]
 def new_model(vocabulary: int = 128) -> Transformer:
     model = Transformer(new_config(SHAPE | {"tie_word_embeddings": True}, CONTEXT, vocabulary))
     for name, weight in model.named_parameters():
-        weight.data = model.draw(name, seed=0)
+        weight.data = model.first_value(name, seed=0)
     return model
 
 
@@ -329,9 +330,9 @@ def test_what_would_change_the_run_is_refused(trained, text, tmp_path, flags, se
 # memory.
 WATCHED = """
 import gc, os, runpy, signal, sys, time; sys.path.insert(0, "distributed")
-import torch, checkpoint, heartbeat, token_files, transformer
-transformer.peak_flops = lambda device: 1e9
-transformer.gpu_memory = lambda device: float(os.environ.get("ROOM", "inf"))
+import torch, checkpoint, heartbeat, sizes, token_files, transformer
+sizes.peak_flops = lambda device: 1e9
+sizes.gpu_memory = lambda device: float(os.environ.get("ROOM", "inf"))
 alive, collect = heartbeat.alive, gc.collect
 eval_batches, forward = token_files.TokenDataset.eval_batches, transformer.Transformer.forward
 def say(text): print(f"{text}\\n", end="", flush=True)
@@ -341,16 +342,16 @@ def seen_alive(seconds=0):
 def seen_collect(*generation):
     say(f"collected {heartbeat.step}")
     return collect(*generation)
-def seen_batches(self, count, rows, rank, ranks):
-    say(f"evaluated {rows} rows")
+def seen_batches(self, count, size, rank, ranks):
+    say(f"evaluated {size} at once")
     time.sleep(8 if heartbeat.step == 4 else 0)
     if str(heartbeat.step) == os.environ.get("TERM") and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
-    return eval_batches(self, count, rows, rank, ranks)
+    return eval_batches(self, count, size, rank, ranks)
 def seen_forward(self, *inputs):
     assert self.training == torch.is_grad_enabled()
     if heartbeat.step is None:
-        say(f"recompute {self.model.layers[0].recompute}")
+        say(f"recompute {self.model.layers[0].activation_checkpointing}")
     return forward(self, *inputs)
 heartbeat.alive, gc.collect = seen_alive, seen_collect
 token_files.TokenDataset.eval_batches, transformer.Transformer.forward = seen_batches, seen_forward
@@ -370,11 +371,11 @@ def watched(folder: Path, count: int, script: str, text: Path, *flags: object, *
     return ranks(count, *command, "--checkpoint-dir", folder / "out", *flags, **variables)
 
 
-@pytest.mark.parametrize(("script", "rows"), [("train_fsdp.py", 2), ("train_tp.py", 4)])
-def test_what_the_log_says(dense, text, tmp_path, script, rows):
+@pytest.mark.parametrize(("script", "size"), [("train_fsdp.py", 2), ("train_tp.py", 4)])
+def test_what_the_log_says(dense, text, tmp_path, script, size):
     """The mean over the steps since the last line and over the ranks; mfu of all of them; and the
-    loss of five evenly spread windows, which fill no batch, in as many rows as a rank trains with
-    at once. A signal in the last evaluation is heard, and then it is repeated at the next start."""
+    loss of five evenly spread windows, which fill no batch, as many at once as a rank trains
+    with. A signal in the last evaluation is heard, and then it is repeated at the next start."""
     flags = ["--log-every", 4, "--eval-every", 4, "--eval-windows", 5, "--steps", 10, "--keep", 1]
     flags += ["--accumulation", 2]
     done = watched(tmp_path, 2, script, text, *flags, TERM=10)
@@ -382,7 +383,7 @@ def test_what_the_log_says(dense, text, tmp_path, script, rows):
     assert done.stdout.endswith("\nStopped after step 10, saved\n"), done.stdout
     assert "\nMemory of a rank: about " in done.stdout and "recompute False" in done.stdout
     if script == "train_fsdp.py":
-        sizes = [*FLAGS[: 2 * len(SHAPE)], "--vocab-size", 128, "--ranks", 2, "--batch", rows]
+        sizes = [*FLAGS[: 2 * len(SHAPE)], "--vocab-size", 128, "--ranks", 2, "--batch", size]
         sizes += ["--model", "qwen3-0.6b", "--sequence", CONTEXT, "--precision", "fp32"]
         said = run(sys.executable, "aux/memory.py", *sizes).stdout.splitlines()
         assert said[-1] in done.stdout.splitlines(), said
@@ -390,7 +391,7 @@ def test_what_the_log_says(dense, text, tmp_path, script, rows):
     alive = re.findall(r"^alive (\S+) 600$", done.stdout, re.M)
     calls = {"None": 2, "4": 4, "6": 2, "8": 4, "10": 6}
     assert {step: alive.count(step) for step in alive} == calls
-    assert done.stdout.count(f"evaluated {rows} rows\n") == 6
+    assert done.stdout.count(f"evaluated {size} at once\n") == 6
     # A run of ten steps has another learning rate after its warm-up.
     assert values(done.stdout)[4] == pytest.approx(sum(dense[:4]) / 4, abs=3e-6)
     assert list(values(done.stdout)) == [4, 8, 10]
@@ -496,7 +497,7 @@ def test_how_weights_are_drawn():
     model = Transformer(new_config(sizes, 64, 1024))
     for name, weight in model.named_parameters():
         std = 0.02 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
-        drawn = model.draw(name, seed=0)
+        drawn = model.first_value(name, seed=0)
         assert drawn.shape == weight.shape
         if drawn.dim() == 2:
             assert drawn.std().item() == pytest.approx(std, rel=0.05), name

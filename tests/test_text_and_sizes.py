@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+import sizes
 import token_files
 import transformer
 from conftest import REPOSITORY
 from memory import MODELS
-from transformer import (
+from sizes import (
     SIZES,
-    Transformer,
     count_weights,
     flops_per_token,
     memory,
@@ -26,6 +26,7 @@ from transformer import (
     peak_flops,
     plan_memory,
 )
+from transformer import Transformer
 
 
 def test_damaged_data_are_refused(text, tmp_path):
@@ -105,22 +106,20 @@ PUBLISHED = {"0.6b": 596e6, "1.7b": 1.72e9, "4b": 4.02e9, "8b": 8.19e9, "32b": 3
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_sizes_are_those_of_qwen3(size):
     """With its vocabulary; trained on 20 tokens for each weight."""
-    sizes = SIZES[size]
-    config = new_config(sizes, sizes["context"], 151_936)
+    its = SIZES[size]
+    config = new_config(its, its["context"], 151_936)
     with torch.device("meta"):
         weights = sum(weight.numel() for weight in Transformer(config).parameters())
     layer, outside = count_weights(config)
-    assert sizes["num_hidden_layers"] * layer + outside == weights
+    assert its["num_hidden_layers"] * layer + outside == weights
     assert weights == pytest.approx(PUBLISHED[size], rel=0.002)
-    tokens = sizes["batch_size"] * sizes["context"] * sizes["steps"]
+    tokens = its["batch_size"] * its["context"] * its["steps"]
     assert tokens == pytest.approx(20 * weights, rel=0.01)
 
 
 def kept_for_backward(config: dict, layers: int, recompute: bool) -> int:
     """The bytes that a model of so many layers keeps, of two sequences of 64."""
-    model = Transformer(config | {"num_hidden_layers": layers})
-    for block in model.model.layers:
-        block.recompute = recompute
+    model = Transformer(config | {"num_hidden_layers": layers}, recompute)
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     kept = {}
 
@@ -143,7 +142,7 @@ def test_the_memory_of_activations(recompute):
     estimates, found = [], []
     for layers in (2, 3):
         its = config | {"num_hidden_layers": layers}
-        need = memory(its, 2, 64, bf16=False, recompute=recompute)
+        need = memory(its, 2, 64, bf16=False, activation_checkpointing=recompute)
         estimates.append(need["activations"])
         found.append(kept_for_backward(config, layers, recompute))
     width, heads, groups = config["hidden_size"], 4, 2
@@ -156,7 +155,7 @@ def test_memory_by_hand(monkeypatch):
     """Of 8 billion weights on 16 GPUs, in groups of 2: gathered are two layers and the embeddings
     in bfloat16. Recomputed, a layer keeps its input."""
     config = new_config(SIZES["8b"], 4096, 151_936)
-    need = memory(config, rows=1, context=4096, ranks=16, tensor=2, recompute=True)
+    need = memory(config, 1, 4096, ranks=16, tensor=2, activation_checkpointing=True)
     assert need["gradients"] == 4 * 8_190_735_360 / 16
     assert need["states"] == 8 * 8_190_735_360 / 16
     layer, embeddings = 192_946_432, 2 * 151_936 * 4096 + 4096
@@ -166,15 +165,15 @@ def test_memory_by_hand(monkeypatch):
     assert need["logits"] == 10 * 4096 * 151_936 / 2
     assert memory(config, 1, 4096, ranks=1)["weights"] == 6 * 8_190_735_360
     total = sum(need.values()) / 2**30
-    sizes, device = (config, 1, 4096, 16, 2), torch.device("cpu")
-    recompute, line = plan_memory(device, True, *sizes)
+    step, device = (config, 1, 4096, 16, 2), torch.device("cpu")
+    recompute, line = plan_memory(device, True, *step)
     assert recompute and line.startswith(f"Memory of a rank: about {total:.1f} GiB (weights ")
-    more = sum(memory(*sizes).values())
+    more = sum(memory(*step).values())
     # 5 % more than the step needs is not enough.
     narrow = (1.05 * more / 2**30, None, True)
     for gib, asked, expected in ((80, None, False), narrow, (25, None, True), (25, False, False)):
-        monkeypatch.setattr(transformer, "gpu_memory", lambda device, gib=gib: gib * 2**30)
-        recompute, line = plan_memory(device, asked, *sizes)
+        monkeypatch.setattr(sizes, "gpu_memory", lambda device, gib=gib: gib * 2**30)
+        recompute, line = plan_memory(device, asked, *step)
         assert recompute == expected and f"of the GPU's {gib:.1f} (" in line
         assert ("\nwarning: this may not fit" in line) == (gib == 25 and not recompute)
     assert total < 25 < more / 2**30 < 80
@@ -205,6 +204,7 @@ def test_the_page_computes_what_a_run_logs():
             options = {"ranks": ranks, "recompute": recompute, "bf16": bf16}
             given = dict(zip(names, models[name], strict=True)) | options
             found = on_the_page(**given, sequence=4096, batch=rows)
+            options["activation_checkpointing"] = options.pop("recompute")
             assert found == pytest.approx(memory(config, rows, 4096, **options), rel=1e-12), name
 
 
@@ -327,7 +327,7 @@ def test_positions_turn_as_in_qwen_and_llama():
     shape |= {"num_hidden_layers": 1, "intermediate_size": 8}
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
     scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-    config = new_config(transformer.SIZES["cpu"] | shape, 64, 128)
+    config = new_config(SIZES["cpu"] | shape, 64, 128)
     older = {"rope_theta": 500_000.0, "rope_scaling": scaling}
     newer = {"rope_parameters": scaling | {"rope_theta": 500_000.0}}
     for its in (older, newer):

@@ -58,7 +58,7 @@ def compare(theirs, folder):
             torch.nn.init.normal_(weight, std=0.2)
     theirs.save_pretrained(folder / "in", max_shard_size="200KB")
     ours = Transformer(hugging_face.read_config(folder / "in"))
-    ours.fill(hugging_face.open_weights(folder / "in", ours).__getitem__)
+    ours.load_weights(hugging_face.open_weights(folder / "in", ours).__getitem__)
     found = {"files": len(list((folder / "in").glob("*.safetensors")))}
     mine = dict(ours.named_parameters())
     hugging_face.write(folder / "out", ours, mine.__getitem__)

@@ -46,7 +46,7 @@ resource.setrlimit(resource.RLIMIT_DATA, (limit, -1))
 model.to_empty(device="cpu")
 model.tie()
 values = hugging_face.open_weights(folder, model)
-model.fill(values.__getitem__)
+model.load_weights(values.__getitem__)
 resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
 for name, weight in model.named_parameters():
     its = weight.full_tensor() if isinstance(weight, DTensor) else weight

@@ -1,0 +1,199 @@
+"""The sizes of a language model, and what follows from them: config.json, memory, FLOPs and speed.
+
+The fields of a model's shape are those of Hugging Face's config.json.
+"""
+
+import math
+import re
+import sys
+
+import torch
+
+# Models, and how to train them. From 0.6b on the shapes are those of Qwen3's config.json
+# (arxiv.org/abs/2505.09388, table 1), and 0.1b has as many weights as GPT-2. From there on the
+# steps see 20 tokens for each weight (arxiv.org/abs/2203.15556), at the learning rates of GPT-3's
+# models (arxiv.org/abs/2005.14165, table 2.1). EDIT: a column for a model of your own.
+# fmt: off
+NAMES = (                   "cpu", "gpu", "0.1b", "0.6b", "1.7b",   "4b",   "8b",  "32b")
+SHAPE = {
+    "num_hidden_layers":   (    4,     6,     12,     28,     28,     36,     36,     64),
+    "hidden_size":         (  128,   384,    768,   1024,   2048,   2560,   4096,   5120),
+    "intermediate_size":   (  384,  1152,   2304,   3072,   6144,   9728, 12_288, 25_600),
+    "num_attention_heads": (    4,     6,     12,     16,     16,     32,     32,     64),
+    "num_key_value_heads": (    2,     2,      6,      8,      8,      8,      8,      8),
+    "head_dim":            (   32,    64,     64,    128,    128,    128,    128,    128),
+    "tie_word_embeddings": ( True,  True,   True,   True,   True,   True,  False,  False),
+}
+TRAINING = {
+    "context":             (   64,   256,   1024,   4096,   4096,   4096,   4096,   4096),
+    "batch_size":          (   12,    64,    480,    256,    512,   1024,   1024,   2048),
+    "steps":               ( 2000,  5000,   5000, 11_400, 16_400, 19_200, 39_000, 78_100),
+    "learning_rate":       ( 2e-3,  1e-3,   6e-4, 2.5e-4,   2e-4, 1.6e-4, 1.2e-4,   1e-4),
+    "warmup_steps":        (  100,   100,    500,   1000,   2000,   2000,   2000,   2000),
+    "beta2":               ( 0.99,  0.99,   0.95,   0.95,   0.95,   0.95,   0.95,   0.95),
+    "weight_decay":        (  0.1,   0.1,    0.1,    0.1,    0.1,    0.1,    0.1,    0.1),
+}
+# fmt: on
+TABLE = SHAPE | TRAINING
+SIZES = {size: {name: row[i] for name, row in TABLE.items()} for i, size in enumerate(NAMES)}
+# To continue from weights that others have trained
+TUNING = {"context": 1024, "batch_size": 64, "steps": 1000, "learning_rate": 1e-5}
+TUNING |= {"warmup_steps": 50, "beta2": 0.95, "weight_decay": 0.0}
+
+
+# --- config.json ---
+
+
+def new_config(sizes: dict, context: int, vocab_size: int) -> dict:
+    """The config.json of a Qwen3 whose SHAPE is in `sizes`, for at least so many tokens. Ends with
+    a sentence if the shape is impossible."""
+    shape = {name: sizes[name] for name in SHAPE}
+    if shape["num_attention_heads"] % shape["num_key_value_heads"] or shape["head_dim"] % 2:
+        rule = "--num-attention-heads must be a multiple of --num-key-value-heads"
+        sys.exit(f"{rule}, and --head-dim even")
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu"}
+    # Qwen3 was trained with this theta, and with 1,000,000 from 32,768 tokens on.
+    config |= {"attention_bias": False, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
+    # A vocabulary of whole blocks is faster on GPUs, and can be split.
+    config |= {"max_position_embeddings": context, "vocab_size": math.ceil(vocab_size / 64) * 64}
+    return config | shape | {"torch_dtype": "float32"}
+
+
+def count_weights(config: dict) -> tuple[int, int]:
+    """How many weights a layer has, and how many are outside the layers."""
+    width, size = config["hidden_size"], config["head_dim"]
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    attention = width * size * (2 * heads + 2 * groups)
+    norms = 2 * width + (2 * size if config["model_type"] == "qwen3" else 0)
+    embeddings = config["vocab_size"] * width * (1 if config["tie_word_embeddings"] else 2)
+    return attention + 3 * width * config["intermediate_size"] + norms, embeddings + width
+
+
+def flops_per_token(config: dict, context: int) -> int:
+    """Of one training step, forward and backward: 6 N + 12 L H D T (PaLM,
+    arxiv.org/abs/2204.02311, appendix B). N is the number of weights that multiply, so an embedding
+    counts only if it is the head."""
+    layers = config["num_hidden_layers"]
+    channels = config["num_attention_heads"] * config["head_dim"]
+    layer, outside = count_weights(config)
+    if not config["tie_word_embeddings"]:
+        outside -= config["vocab_size"] * config["hidden_size"]
+    return 6 * (layers * layer + outside) + 12 * layers * channels * context
+
+
+# --- memory ---
+
+
+def memory(
+    config: dict,
+    micro_batch_size: int,
+    context: int,
+    ranks: int = 1,
+    tensor: int = 1,
+    bf16: bool = True,
+    activation_checkpointing: bool = False,
+) -> dict[str, float]:
+    """The bytes that a rank takes in a training step with AdamW, estimated from above, because
+    compiled layers keep less.
+
+    `micro_batch_size` sequences at once; `ranks` hold a model between them, and each layer is
+    computed by `tensor` of them.
+    """
+    number = 2 if bf16 else 4  # bytes of what it computes with
+    width, layers = config["hidden_size"], config["num_hidden_layers"]
+    heads = config["num_attention_heads"] * config["head_dim"]
+    groups = config["num_key_value_heads"] * config["head_dim"]
+    layer, outside = count_weights(config)
+    # Of a layer's input, its two norms and its sum; of queries, keys and values; of SwiGLU
+    kept = 4 * width + (3 * heads + 3 * groups + 4 * config["intermediate_size"]) / tensor
+    activations = layers * width + kept if activation_checkpointing else layers * kept
+    # In float32, besides what it computes with. A model that is split gathers the embedding and
+    # two layers at a time. One that is not split is cast whole.
+    held = 4 * (layers * layer + outside) / ranks
+    if ranks > tensor:
+        held += number * (2 * layer + outside) / tensor
+    elif bf16:
+        held += 2 * (layers * layer + outside) / tensor
+    return {
+        "weights": held,
+        "gradients": 4 * (layers * layer + outside) / ranks,
+        "states": 8 * (layers * layer + outside) / ranks,  # AdamW's two moments
+        "activations": number * micro_batch_size * context * activations,
+        # As they are, and twice in float32 while the loss is computed
+        "logits": (number + 8) * micro_batch_size * context * config["vocab_size"] / tensor,
+    }
+
+
+def gpu_memory(device: torch.device) -> float:
+    """A GPU's bytes. A CPU's count as enough."""
+    if device.type == "cpu":
+        return math.inf
+    return torch.get_device_module(device).get_device_properties(device).total_memory
+
+
+def plan_memory(
+    device: torch.device, activation_checkpointing: bool | None, *sizes, **options
+) -> tuple[bool, str]:
+    """Whether to recompute activations: as it is said, or because `memory` of the other arguments
+    is more than the device's. And a line for the log on what they take."""
+    room = gpu_memory(device)
+    # NCCL takes some of it, and some is lost between tensors.
+    usable = 0.9 * room
+    if activation_checkpointing is None:
+        activation_checkpointing = sum(memory(*sizes, **options).values()) > usable
+    need = memory(*sizes, **options, activation_checkpointing=activation_checkpointing)
+    total = sum(need.values())
+    unit, scale = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
+    of = "" if room == math.inf else f" of the GPU's {room / scale:.1f}"
+    parts = ", ".join(f"{name} {size / scale:.1f}" for name, size in need.items())
+    line = f"Memory of a rank: about {total / scale:.1f} {unit}{of} ({parts})"
+    if total > usable:
+        less = "more ranks, --accumulation and --activation-checkpointing take less"
+        line += f"\nwarning: this may not fit into the GPU: {less}"
+    return activation_checkpointing, line
+
+
+# --- speed ---
+
+# FLOP/s in dense bfloat16, by words in torch's name of the device: "NVIDIA H100 80GB HBM3" is SXM,
+# "NVIDIA H100 PCIe" and "NVIDIA H100 NVL" are slower. From the data sheets (half of their numbers
+# with sparsity) at www.nvidia.com/en-us/data-center/ and www.amd.com/en/products/accelerators/, but
+# H20 and H800, made for China, have none there. Of MI250X each half is a GPU for torch.
+PEAK_FLOPS = {
+    "A10": 125e12,
+    "A30": 165e12,
+    "A40": 150e12,
+    "A100": 312e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "H20": 148e12,
+    "H100 HBM3": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H800 PCIe": 756e12,
+    "H800": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "B300": 2250e12,
+    "GB200": 2500e12,
+    "GB300": 2500e12,
+    "MI250X": 191.5e12,
+    "MI300X": 1307e12,
+    "MI325X": 1307e12,
+}
+
+
+def peak_flops(device: torch.device) -> float:
+    """The FLOP/s that a device's data sheet promises; nan if it is not in the table, or is only a
+    part of a GPU."""
+    name = ""
+    if device.type != "cpu":
+        name = torch.get_device_module(device).get_device_name(device)
+    words = set(re.split("[ -]", name))
+    # "NVIDIA A10-4Q" is a virtual GPU.
+    if any(word == "MIG" or re.fullmatch(r"\d+[QCAB]", word) for word in words):
+        return math.nan
+    found = (peak for known, peak in PEAK_FLOPS.items() if words.issuperset(known.split()))
+    return next(found, math.nan)
