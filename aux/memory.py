@@ -33,23 +33,17 @@ ROWS["llama-3.1-70b"] = (80, 8192, 28_672, 64, 8, 128, False, 128_256, "llama")
 MODELS = {name: dict(zip(KEYS, row, strict=True)) for name, row in ROWS.items()}
 
 
-def at_least_1(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
 def main():
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    add = parser.add_argument
+    add, positive = parser.add_argument, sizes.positive
     add("--model", choices=MODELS, default="qwen3-8b", help="sets the sizes below")
     for name, value in MODELS["qwen3-8b"].items():
         if type(value) is int:
-            add(f"--{name.replace('_', '-')}", type=at_least_1, metavar="N")
-    add("--ranks", type=at_least_1, default=1, help="that hold a model between them; 1 is DDP")
-    add("--sequence", type=at_least_1, default=4096, help="tokens of a sequence")
-    add("--batch", type=at_least_1, default=1, help="sequences that a rank computes at once")
+            add(f"--{name.replace('_', '-')}", type=positive, metavar="N")
+    add("--ranks", type=positive, default=1, help="that hold a model between them; 1 is DDP")
+    add("--sequence", type=positive, default=4096, help="tokens of a sequence")
+    add("--batch", type=positive, default=1, help="sequences that a rank computes at once")
     add("--recompute", action="store_true", help="activation checkpointing")
     add("--precision", choices=["bf16", "fp32"], default="bf16", help="to compute in")
     args = parser.parse_args()

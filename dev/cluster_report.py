@@ -69,7 +69,8 @@ DIGITS = f"--data-dir {folder}/digits --epochs 1 --batch-size 96 --log-every 10 
 TEXT = f"--data-dir {folder}/text --num-hidden-layers 2 --hidden-size 64 --context 32"
 TEXT += " --batch-size 96 --learning-rate 0.01 --warmup-steps 5 --steps 50 --log-every 10"
 TEXT += " --precision fp32 --no-compile"
-OPTIONS = {"ddp": DIGITS, "preemptible": DIGITS, "fsdp": TEXT, "tp": TEXT}
+OPTIONS = {"ddp": DIGITS, "preemptible": DIGITS, "fsdp": TEXT}
+LOSSES = [*OPTIONS, f"fsdp --tensor-parallel {min(2, SHARERS)}"]
 # Losses of steps 10 to 50 of one process on a CPU, with torch 2.13.
 EXPECTED = {
     DIGITS: "2.221462 1.449502 1.411333 0.857740 0.801937",
@@ -133,8 +134,10 @@ RECORDER = f"-m torch.distributed.flight_recorder.fr_trace --prefix nccl_rank_ {
 # and for FAULTS with less patience.
 FLOAT8 = "from torchao.float8 import convert_to_float8_training as convert\n"
 FLOAT8 += "convert(model, module_filter_fn=lambda _, name: name != 'lm_head')\n"
+MESHES = "parallel_plan.meshes(device, shard, tensor)"
+MESH = "device_mesh.init_device_mesh(device.type, (1,))"
 COPIES = {
-    "one_rank": ("train_fsdp", {"shard > 1": "True", "shard == 1": "False"}),
+    "one_rank": ("train_fsdp", {"shard > 1": "True", MESHES: f"torch.distributed.{MESH}, None"}),
     "float8": ("train_fsdp", {"layers = model.model": f"{FLOAT8}layers = model.model"}),
     "impatient": ("heartbeat", {"later(300,": "later(20,", "float = 60)": "float = 8)"}),
 }
@@ -313,8 +316,10 @@ def apart(some: dict, others: dict) -> float:
 
 def losses():
     """Each script's losses beside those of one process on a CPU."""
-    for name, options in OPTIONS.items():
-        run = Run(f"distributed/train_{name}.py {options} --checkpoint-dir {folder}/{name}")
+    for number, case in enumerate(LOSSES):
+        name, _, split = case.partition(" ")
+        options, script = OPTIONS[name], f"train_{name}.py {split}".strip()
+        run = Run(f"distributed/{script} {options} --checkpoint-dir {folder}/losses-{number}")
         found = losses_of(run.text)
         expected = dict(zip(("10", "20", "30", "40", "50"), EXPECTED[options].split(), strict=True))
         share, fault = apart(found, expected), run.fault
@@ -324,7 +329,7 @@ def losses():
         result = f"within {share:.4%} of one CPU's"
         if world_size > SHARERS:
             result += f", on {SHARERS} of {world_size} ranks"
-        row(f"losses of `train_{name}.py`", fault, result, run)
+        row(f"losses of `{script}`", fault, result, run)
 
 
 def measure(name: str, command: str, pattern: str, ranks: int = 1, one: float = 0) -> float:

@@ -195,17 +195,21 @@ def open_file(path: Path) -> dict[str, torch.Tensor]:
 def write(
     folder: Path,
     model: torch.nn.Module,
-    value_of: Callable[[str], torch.Tensor],
+    value_of: Callable[[str], torch.Tensor] | None = None,
     like: Path | None = None,
 ):
     """Makes a folder for from_pretrained(), with the tokenizer of the folder `like`, in the dtype
-    that the model's config names.
+    that the model's config names. `value_of` returns a weight by its name; by default it is the
+    model's own.
 
     If the weights are split, all ranks call it: they gather one after the other, and rank 0 writes
     it. An older folder is replaced when the new one is whole. Raises ValueError if a file of the
     tokenizer is a link out of its folder.
     """
     tokenizer = tokenizer_of(like) if like else []
+    if value_of is None:
+        # FSDP leaves some weights gathered and rounded. In the state_dict they are not.
+        value_of = model.state_dict().__getitem__
     config, part = model.config, folder.with_name(f".{folder.name}.part")
     dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
     shapes = {name: list(weight.shape) for name, weight in model.named_parameters()}

@@ -1,8 +1,23 @@
-"""How train_tp.py splits transformer.py, by a plan that the model knows nothing of."""
+"""How train_fsdp.py splits a model and a batch over the ranks, and the plan of tensor parallelism.
+
+    fsdp_mesh, tensor_mesh = parallel_plan.meshes(device, shard, tensor)
+    parallel_plan.split_layers(model, tensor_mesh, sequence_parallel=False, compiled=False)
+    ...
+        with loss_parallel():                       # around the loss and the backward pass
+            ...
+    parallel_plan.sum_partial_gradients(model)      # before the optimizer's step
+
+transformer.py knows nothing of the plan. For another model change the names in `plan`.
+"""
+
+import argparse
+import sys
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -10,14 +25,59 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    parallelize_module,
 )
+
+
+def check(args: argparse.Namespace, world_size: int):
+    """Ends with a sentence if so many ranks cannot share out the model and the batch like that."""
+    tensor, heads = args.tensor_parallel, args.num_key_value_heads
+    if world_size % tensor != 0 or heads % tensor != 0:
+        split = f"{world_size} (ranks) and {heads} (--num-key-value-heads)"
+        sys.exit(f"--tensor-parallel must divide {split}")
+    if args.sequence_parallel and args.context % tensor != 0:
+        sys.exit(f"--context must be a multiple of {tensor} (--tensor-parallel)")
+    groups = world_size // tensor
+    what = "ranks" if tensor == 1 else "groups of --tensor-parallel"
+    if groups % (args.shard or 1) != 0:
+        sys.exit(f"--shard must divide {groups} ({what})")
+    if args.batch_size % (groups * args.accumulation) != 0:
+        parts = f"{groups} ({what}) x {args.accumulation} (--accumulation)"
+        sys.exit(f"--batch-size must be a multiple of {parts}")
+
+
+def meshes(
+    device: torch.device, shard: int, tensor: int
+) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """The ranks as fully_shard takes them, and as parallelize_module does; None if it has nothing
+    to do. `tensor` neighbours share each layer, `shard` such groups hold one copy of the model
+    between them, and the others hold more copies.
+
+    DDP sees to the copies of a model that is not split. But it takes no DTensors, so those of one
+    whose layers are split are fully_shard's.
+    """
+    copies = dist.get_world_size() // shard // tensor
+    if shard == 1 and tensor == 1:
+        return None, None
+    sizes = {"replicate": copies, "shard": shard, "tensor": tensor}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if shard > 1 and tensor > 1:
+        # So that DTensor sums the gradient's norm over both dimensions at once.
+        mesh["shard", "tensor"]._flatten("model")
+    fsdp = None
+    if copies > 1:
+        fsdp = mesh["replicate", "shard"]
+    elif shard > 1:
+        fsdp = mesh["shard"]
+    return fsdp, mesh["tensor"] if tensor > 1 else None
 
 
 class Replicated(ParallelStyle):
     """For a module whose weights are whole on every rank, but DTensors, because clipping and fused
     AdamW take tensors of one kind. Takes and returns a tensor that is the same on all ranks."""
 
-    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, None, self.wrap, self.unwrap)
 
     def wrap(self, module, inputs, device_mesh):
@@ -29,7 +89,17 @@ class Replicated(ParallelStyle):
         return output.to_local()
 
 
-def parallel_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
+class Embedding(RowwiseParallel):
+    """Waits for the other ranks' part of the vectors before it returns them: torch 2.13 cannot
+    compile a layer whose input is still on its way."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        module.register_forward_hook(lambda module, inputs, x: x.clone())
+        return module
+
+
+def plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
     """How each part of the model is split. Between the layers x (B, T, C) is whole on all ranks,
     or split over T.
 
@@ -49,7 +119,7 @@ def parallel_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
     # Of queries and keys (B, T, H, D) a rank has some heads.
     head_norm = SequenceParallel(sequence_dim=2, use_local_output=True)
     return {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=x),
+        "model.embed_tokens": Embedding(input_layouts=Replicate(), output_layouts=x),
         "model.layers.*.input_layernorm": norm,
         "model.layers.*.self_attn": attention,
         "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
@@ -67,12 +137,31 @@ def parallel_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
     }
 
 
-def whole_loss(loss: torch.Tensor) -> torch.Tensor:
-    """A loss that loss_parallel has summed over the ranks already, as a plain tensor."""
-    return loss.to_local() if isinstance(loss, DTensor) else loss
+def split_layers(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, compiled: bool):
+    """Leaves each rank its part of every layer, and compiles the layers if asked to."""
+    parallelize_module(model, mesh, plan(sequence_parallel))
+    model.tie()  # parallelize_module made two parameters out of one
+    # What is recomputed is compiled, because torch 2.13 cannot compile a checkpoint of DTensors.
+    # The loss is left out, because the compiler assumes that the ranks' parts are equally long.
+    for layer in model.model.layers if compiled else ():
+        layer.layer = torch.compile(layer.layer)
 
 
-def sum_partial_gradients(model: torch.nn.Module):
+def full_tensor(x: torch.Tensor) -> torch.Tensor:
+    """A DTensor as a plain tensor, summed over the ranks if that is due; any other as it is."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def sum_over_copies(model: nn.Module, now: bool):
+    """Whether the next backward pass sums the gradients over the copies of the model. If a step has
+    several passes, only the last one need do so."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(now)
+    elif isinstance(model, nn.parallel.DistributedDataParallel):
+        model.require_backward_grad_sync = now
+
+
+def sum_partial_gradients(model: nn.Module):
     """Sums the gradients of norms in one all-reduce, because a rank has only those of its own heads
     (inside of attention) and of its own tokens (elsewhere, with sequence parallelism)."""
     split = [weight for weight in model.parameters() if isinstance(weight.grad, DTensor)]

@@ -1,4 +1,4 @@
-"""Write text from a checkpoint of train_fsdp.py or train_tp.py, however many ranks wrote it.
+"""Write text from a checkpoint of train_fsdp.py, however many ranks wrote it.
 
     python distributed/sample.py checkpoints/JOB --length 500 --prompt "ROMEO:"
 
@@ -37,7 +37,7 @@ if args.device == "auto" and torch.accelerator.is_available():
     device = torch.accelerator.current_accelerator()
 path, metadata = checkpoint.newest(args.checkpoint_dir)
 if "config" not in metadata:
-    sys.exit(f"{path} is not of this version's train_fsdp.py or train_tp.py")
+    sys.exit(f"{path} is not of this version's train_fsdp.py")
 with torch.device("meta"):
     model = Transformer(metadata["config"])
 

@@ -1,13 +1,31 @@
-"""The sizes of a language model, and what follows from them: config.json, memory, FLOPs and speed.
+"""The sizes of language models, and what follows from a size: options, memory, FLOPs and speed.
+
+    args = sizes.parse(parser)                    # the table, as options of the command line
+    config = sizes.config_of(args, vocab_size)    # the model's config.json
+    recompute, line = sizes.plan_memory(device, None, config, micro_batch_size, args.context)
+    speed = sizes.Speed(config, args, device, step)
+    ...
+        log(speed.since_last(step))               # tokens per second, mfu, memory, time left
 
 The fields of a model's shape are those of Hugging Face's config.json.
 """
 
+import argparse
+import contextlib
 import math
 import re
+import shutil
 import sys
+import time
+from datetime import timedelta
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
+
+import hugging_face
+
+# --- the table ---
 
 # Models, and how to train them. From 0.6b on the shapes are those of Qwen3's config.json
 # (arxiv.org/abs/2505.09388, table 1), and 0.1b has as many weights as GPT-2. From there on the
@@ -41,7 +59,62 @@ TUNING = {"context": 1024, "batch_size": 64, "steps": 1000, "learning_rate": 1e-
 TUNING |= {"warmup_steps": 50, "beta2": 0.95, "weight_decay": 0.0}
 
 
+# --- options ---
+
+
+def positive(text: str) -> int:
+    """A type for argparse."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments of the command line. To the parser's own it adds --size, --init-from and the
+    rows of the table, whose defaults follow from these two. `hf_config` is the config.json of
+    --init-from, or None."""
+    add = parser.add_argument
+    add("--size", choices=NAMES, default="cpu", help="sets the defaults of these, in this order:")
+    for name, row in TABLE.items():
+        kind = positive if type(row[0]) is int and name != "warmup_steps" else type(row[0])
+        if kind is not bool:
+            add(f"--{name.replace('_', '-')}", type=kind, help=", ".join(map(str, row)))
+    help = "fine-tune a Qwen3 or Llama of Hugging Face"
+    add("--init-from", type=Path, metavar="FOLDER", help=help)
+
+    chosen = parser.parse_known_args()[0]
+    parser.set_defaults(hf_config=None, **SIZES[chosen.size])
+    if chosen.init_from:
+        hf_config = hugging_face.read_config(chosen.init_from)
+        # No other key sets an option, because the file may be a stranger's.
+        shape = {name: hf_config[name] for name in SHAPE}
+        parser.set_defaults(hf_config=hf_config, **TUNING | shape)
+    return parser.parse_args()
+
+
+def best_precision(device: torch.device) -> str:
+    return "fp32" if device.type == "cpu" else "bf16"
+
+
+def can_compile(device: torch.device) -> bool:
+    """Only on GPUs is it worth its time. Triton needs a C compiler on the node."""
+    return device.type != "cpu" and any(map(shutil.which, ("gcc", "clang")))
+
+
 # --- config.json ---
+
+
+def config_of(args: argparse.Namespace, vocab_size: int) -> dict:
+    """The config.json of the model: that of --init-from, or of a new Qwen3. Ends with a sentence if
+    it has fewer tokens, or a shorter context, than the run needs."""
+    if args.hf_config is None:
+        return new_config(vars(args), args.context, vocab_size)
+    # Other sizes than the folder's are a fault when its weights are read.
+    config = args.hf_config | {name: vars(args)[name] for name in SHAPE}
+    if vocab_size > config["vocab_size"] or args.context > config["max_position_embeddings"]:
+        limits = f"{config['vocab_size']} tokens, and --context {config['max_position_embeddings']}"
+        sys.exit(f"{args.init_from} knows {limits} at most")
+    return config
 
 
 def new_config(sizes: dict, context: int, vocab_size: int) -> dict:
@@ -67,18 +140,6 @@ def count_weights(config: dict) -> tuple[int, int]:
     norms = 2 * width + (2 * size if config["model_type"] == "qwen3" else 0)
     embeddings = config["vocab_size"] * width * (1 if config["tie_word_embeddings"] else 2)
     return attention + 3 * width * config["intermediate_size"] + norms, embeddings + width
-
-
-def flops_per_token(config: dict, context: int) -> int:
-    """Of one training step, forward and backward: 6 N + 12 L H D T (PaLM,
-    arxiv.org/abs/2204.02311, appendix B). N is the number of weights that multiply, so an embedding
-    counts only if it is the head."""
-    layers = config["num_hidden_layers"]
-    channels = config["num_attention_heads"] * config["head_dim"]
-    layer, outside = count_weights(config)
-    if not config["tie_word_embeddings"]:
-        outside -= config["vocab_size"] * config["hidden_size"]
-    return 6 * (layers * layer + outside) + 12 * layers * channels * context
 
 
 # --- memory ---
@@ -154,6 +215,49 @@ def plan_memory(
 
 
 # --- speed ---
+
+
+class Speed:
+    """Tokens per second of all ranks, and what share of their GPUs' peak that is: mfu, the model
+    FLOPs utilization. It begins at `step`."""
+
+    def __init__(self, config: dict, args: argparse.Namespace, device: torch.device, step: int):
+        self.tokens, self.steps = args.batch_size * args.context, args.steps  # of a step; of a run
+        self.flops = flops_per_token(config, args.context)
+        self.peak = peak_flops(device) * dist.get_world_size()
+        self.device, self.step, self.start = device, step, time.perf_counter()
+
+    @contextlib.contextmanager
+    def pause(self):
+        """What happens inside does not count as training."""
+        began = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - began
+
+    def since_last(self, step: int) -> str:
+        """Of the steps since the last call, for the log."""
+        now = time.perf_counter()
+        seconds = (now - self.start) / (step - self.step)
+        self.step, self.start, rate = step, now, self.tokens / seconds
+        line = f"tokens_per_second={rate:.0f}"
+        if not math.isnan(self.peak):
+            line += f" mfu={self.flops * rate / self.peak:.3f}"
+        if self.device.type != "cpu":
+            line += f" peak_memory_gib={torch.accelerator.max_memory_allocated() / 2**30:.1f}"
+        return f"{line} time_left={timedelta(seconds=round(seconds * (self.steps - step)))}"
+
+
+def flops_per_token(config: dict, context: int) -> int:
+    """Of one training step, forward and backward: 6 N + 12 L H D T (PaLM,
+    arxiv.org/abs/2204.02311, appendix B). N is the number of weights that multiply, so an embedding
+    counts only if it is the head."""
+    layers = config["num_hidden_layers"]
+    channels = config["num_attention_heads"] * config["head_dim"]
+    layer, outside = count_weights(config)
+    if not config["tie_word_embeddings"]:
+        outside -= config["vocab_size"] * config["hidden_size"]
+    return 6 * (layers * layer + outside) + 12 * layers * channels * context
+
 
 # FLOP/s in dense bfloat16, by words in torch's name of the device: "NVIDIA H100 80GB HBM3" is SXM,
 # "NVIDIA H100 PCIe" and "NVIDIA H100 NVL" are slower. From the data sheets (half of their numbers

@@ -149,6 +149,7 @@ class TokenDataset:
         if fault := missing_data(folder, context):
             sys.exit(fault)
         self.folder, self.vocabulary = Path(folder), read_vocabulary(folder)
+        self.vocab_size = self.vocabulary["tokenizer"]["size"]
         self.context, self.batch_size, self.seed = context, batch_size, seed
         self.packed = "packed" in self.vocabulary
         # Every stretch of context + 1 tokens, as views of the files. Indexing them with a tensor of
@@ -164,6 +165,12 @@ class TokenDataset:
         self.per_epoch = max(1, places // context)
         if self.packed:
             self.per_epoch = math.ceil(places / context)
+
+    @property
+    def metadata(self) -> dict:
+        """With other values, a step has other windows."""
+        its = {"context": self.context, "batch_size": self.batch_size, "seed": self.seed}
+        return its | {"data": self.vocabulary["id"], "tokenizer": self.vocabulary["tokenizer"]}
 
     def __str__(self) -> str:
         tokenizer, count = self.vocabulary["tokenizer"], self.vocabulary["train_tokens"]

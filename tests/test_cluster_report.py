@@ -14,8 +14,8 @@ from conftest import LAUNCHERS, REPOSITORY, ranks, run
 HANGS = "import time\ntime.sleep(600)\n"
 BROKEN = """
 import os, sys, time
-rank, ranks, name = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[0]
-if "train_tp" in name and rank == 1:
+rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+if "--tensor-parallel" in sys.argv and rank == 1:
     sys.exit(f"no luck in {{os.getcwd()}}/a.py at 10.9.8.7:61000")
 if "--size" in sys.argv:
     print(f"step=30/100 loss=1 tokens_per_second={{800 * ranks + 200}} mfu=0.4")
@@ -72,7 +72,7 @@ def test_broken_scripts(copy):
         said = "**FAILED**: losses, and in parentheses those of one CPU: "
         assert found[f"losses of `train_{name}.py`"].startswith(said), found
     said = "**FAILED**: rank 1: no luck in a.py at ADDRESS:61000"
-    assert found["losses of `train_tp.py`"] == said
+    assert found["losses of `train_fsdp.py --tensor-parallel 2`"] == said
     well = found["losses of `train_preemptible.py`"]
     assert re.fullmatch(r"within 0\.0\d+% of one CPU's, on 4 of 5 ranks", well), well
     speeds = [result for part, result in found.items() if part.startswith("speed-")]

@@ -1,7 +1,7 @@
 """The failure matrix: signals, requeues, dead ranks and nodes, damaged files, on a real cluster.
 
-A job that resumes must have the losses of an uninterrupted run on as many ranks: train_fsdp.py and
-train_tp.py with weights that are bit for bit the same; train_preemptible.py up to
+A job that resumes must have the losses of an uninterrupted run on as many ranks: train_fsdp.py with
+weights that are bit for bit the same, however it splits the model; train_preemptible.py up to
 rounding. Without options a quick part runs, and with `-m matrix` the rest.
 """
 
@@ -44,9 +44,9 @@ LANGUAGE_MODEL = shlex.split(
     "--steps 45 --log-every 1 --eval-every 20 --eval-windows 8"
 )
 STEPS = 45
-SCRIPTS = {PREEMPTIBLE: MNIST, "train_fsdp.py": LANGUAGE_MODEL, "train_tp.py": LANGUAGE_MODEL}
-# Of jobs on two nodes. On two ranks of a node train_tp.py splits its layers.
-RANKS = {PREEMPTIBLE: 2, "train_fsdp.py": 4, "train_tp.py": 4}
+TP = "train_fsdp.py --tensor-parallel 2"
+SCRIPTS = {PREEMPTIBLE: MNIST, "train_fsdp.py": LANGUAGE_MODEL, TP: LANGUAGE_MODEL}
+RANKS = {PREEMPTIBLE: 2, "train_fsdp.py": 4, TP: 4}  # of jobs on two nodes
 IN_ALL_WAYS = [(way, PREEMPTIBLE) for way in LAUNCHERS]
 SRUN, TORCHRUN, SPAWN = zip(LAUNCHERS, SCRIPTS, strict=True)
 FSDP = ("srun", "train_fsdp.py")
@@ -77,7 +77,7 @@ def nothing_runs_on(request):
 
 @pytest.fixture(scope="module")
 def data(tiny, text) -> dict[str, Path]:
-    return {PREEMPTIBLE: tiny, "train_fsdp.py": text, "train_tp.py": text}
+    return {PREEMPTIBLE: tiny, "train_fsdp.py": text, TP: text}
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +89,8 @@ def uninterrupted(data, tmp_path_factory):
         count = count or RANKS[script]
         with lock:
             if (script, count) not in folders:
-                out = folders[script, count] = tmp_path_factory.mktemp(script)
-                command = [f"distributed/{script}", *SCRIPTS[script]]
+                out = folders[script, count] = tmp_path_factory.mktemp(script.split()[0])
+                command = [*f"distributed/{script}".split(), *SCRIPTS[script]]
                 command += ["--data-dir", data[script], "--checkpoint-dir", out]
                 command += ["--save-every", 1]
                 if script != PREEMPTIBLE:
@@ -128,7 +128,7 @@ def assert_same_losses(log: str, reference: Path, steps: int = STEPS):
 
 
 def values(log: str, name: str) -> dict[str, str]:
-    """Those of train_fsdp.py and train_tp.py. Steps that were taken again have the same again."""
+    """Those of train_fsdp.py. Steps that were taken again have the same again."""
     found: dict[str, str] = {}
     for step, value in re.findall(rf"^step=(\d+)/\d+ (?:.* )?{name}=(\S+)", log, re.M):
         assert found.setdefault(step, value) == value, f"step {step}: {name}"
@@ -163,7 +163,8 @@ class Trial:
         # A CPU for each rank: sums of two threads have other last bits.
         size = [*one_rank_a_node(way), "--cpus-per-task=1"] if RANKS[script] == 2 else []
         command = [*size, *sbatch, f"--output={folder}/log", LAUNCHERS[way]]
-        command += ["tests/scripts/slowly.py", slow, f"distributed/{script}", *SCRIPTS[script]]
+        command += ["tests/scripts/slowly.py", slow, *f"distributed/{script}".split()]
+        command += SCRIPTS[script]
         command += ["--data-dir", data[script], "--checkpoint-dir", self.out, *options]
         self.fault_at = time.monotonic()
         self.job = cluster.submit(*command, env=env)

@@ -19,7 +19,8 @@ from conftest import environment, once, run
 from sizes import SIZES, count_weights, new_config
 
 SINGLE, DDP, TASK = "local/train_single.py", "distributed/train_ddp.py", "local/laptop/train.py"
-PREEMPTIBLE, FSDP, TP = (f"distributed/train_{name}.py" for name in ("preemptible", "fsdp", "tp"))
+PREEMPTIBLE, FSDP = "distributed/train_preemptible.py", "distributed/train_fsdp.py"
+TP = f"{FSDP} --tensor-parallel"  # over all ranks, also if there is one
 STEPS = 15
 IMAGES = "--epochs 1 --batch-size 20 --log-every 1"  # 300 images
 TEXT = f"--num-hidden-layers 2 --hidden-size 64 --context 32 --batch-size 8 --steps {STEPS}"
@@ -39,7 +40,7 @@ FORMS = {
 
 
 def stem(value: str | None) -> str:
-    return Path(value or "auto").stem
+    return Path((value or "auto").replace(".py --", "-")).stem
 
 
 def pytest_generate_tests(metafunc):
@@ -66,7 +67,8 @@ def train(request, tmp_path_factory):
     ) -> str:
         folder = folder or tmp_path_factory.mktemp("out") / "checkpoints"
         data = request.getfixturevalue("text" if script in (FSDP, TP) else "tiny")
-        command = [*FORMS[form], "tests/scripts/one_rank.py", script, *ARGUMENTS[script].split()]
+        command = [*FORMS[form], "tests/scripts/one_rank.py", *script.split()]
+        command += [*([ranks] if script == TP else []), *ARGUMENTS[script].split()]
         command += ["--data-dir", data, *([] if script == TASK else ["--checkpoint-dir", folder])]
         # The plain scripts know only auto and cpu.
         command += ["--device", "auto" if device == "cuda" else device, *flags]
@@ -134,7 +136,6 @@ ALONE = [
     (FSDP, "fp32", "none"),
     (FSDP, None, "none"),
     (FSDP, "bf16", "none --compile"),
-    (TP, "bf16", "none"),
     (TASK, None, "none"),
     (TASK, None, "torchrun"),
     (TASK, None, "spawn"),

@@ -12,7 +12,7 @@ import torch
 import hugging_face
 from conftest import ranks
 from sizes import SIZES, new_config
-from test_language_model import FLAGS, values
+from test_language_model import FLAGS, TP, values
 from transformer import Transformer
 
 
@@ -245,7 +245,7 @@ def test_a_rank_reads_its_part_only(how, count, tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
 
 
-TUNED = [("train_fsdp.py", 2), ("train_tp.py --sequence-parallel", 2), ("train_tp.py", 4)]
+TUNED = [("train_fsdp.py", 2), (f"{TP} --sequence-parallel", 2), (TP, 4)]
 
 
 def test_fine_tuned(text, tmp_path):

@@ -38,10 +38,11 @@ def new_model(vocabulary: int = 128) -> Transformer:
     return model
 
 
-def train(script: str, count: int, text: Path, folder: Path, *flags: object, **env: object):
+def train(command: str, count: int, text: Path, folder: Path, *flags: object, **env: object):
     """A training on this machine, of so many ranks, or of one process."""
-    command = [f"distributed/{script}", *FLAGS, "--data-dir", text, "--checkpoint-dir", folder]
-    return ranks(count if count > 1 else 0, *command, *flags, **env)
+    script, *more = f"distributed/{command}".split()
+    its = [script, *FLAGS, "--data-dir", text, "--checkpoint-dir", folder, *more]
+    return ranks(count if count > 1 else 0, *its, *flags, **env)
 
 
 def values(log: str, name: str = "loss") -> dict[int, float]:
@@ -112,7 +113,7 @@ def splits(request, chat, tmp_path_factory) -> dict:
     losses, norms, weights = train_dense(chat)
     torch.save(weights, folder / "dense.pt")
     found = {"dense": {"losses": losses, "norms": norms}}
-    for count in (2, 4):
+    for count in (2, 4, 8) if request.param == "all" else (2, 4):
         command = ["tests/scripts/language_model.py", chat, folder, request.param, *FLAGS]
         done = ranks(count, *command, timeout=240)
         assert done.returncode == 0, done.stderr
@@ -124,7 +125,7 @@ def test_split_equals_dense(splits):
     """Of masked tokens, of which each rank has another number."""
     dense = splits["dense"]
     equal = {split for split in splits if split != "dense" and "bf16" not in split}
-    assert len(equal) in (11, 18)
+    assert len(equal) in (11, 21)
     for split in equal:
         found = splits[split]
         assert len(found["losses"]) == STEPS, split
@@ -202,12 +203,12 @@ def test_collectives_are_few(splits):
 # --- the scripts ---
 
 
-TP = ("train_tp.py", "--sequence-parallel", "--deterministic")
+TP = "train_fsdp.py --tensor-parallel 2"
 RUNS = {
     "fsdp 2": (2, "train_fsdp.py"),
     "fsdp 4": (4, "train_fsdp.py"),
-    "tp 2": (2, *TP),
-    "tp 2 x data 2": (4, *TP, "--tensor-parallel", 2),
+    "tp 2": (2, f"{TP} --sequence-parallel --deterministic"),
+    "tp 2 x data 2": (4, f"{TP} --sequence-parallel --deterministic"),
 }
 
 
@@ -217,9 +218,9 @@ def trained(text, tmp_path_factory):
 
     @functools.cache
     def folder_and_log(name: str) -> tuple[Path, str]:
-        count, script, *flags = RUNS[name]
+        count, command = RUNS[name]
         folder = tmp_path_factory.mktemp("trained")
-        done = train(script, count, text, folder, *flags)
+        done = train(command, count, text, folder)
         assert done.returncode == 0, done.stderr
         assert checkpoint.steps(folder) == [12, 6]
         return folder, done.stdout
@@ -247,20 +248,19 @@ def copied(trained, saved: str, folder: Path, step: int = 6) -> Path:
 
 
 OTHER_SPLITS = [
-    ("fsdp 2", "train_tp.py --sequence-parallel", 2),
+    ("fsdp 2", f"{TP} --sequence-parallel", 2),
     ("tp 2", "train_fsdp.py", 1),
     ("fsdp 4", "train_fsdp.py", 1),
     ("fsdp 4", "train_fsdp.py --shard 1", 2),
-    ("fsdp 4", "train_tp.py --sequence-parallel", 2),
+    ("fsdp 4", f"{TP} --sequence-parallel", 2),
     ("tp 2 x data 2", "train_fsdp.py", 2),
 ]
 
 
 @pytest.mark.parametrize(("saved", "command", "count"), cells(OTHER_SPLITS, *OTHER_SPLITS[:2]))
 def test_resume_under_another_split(trained, text, tmp_path, saved, command, count):
-    script, *flags = command.split()
     folder = copied(trained, saved, tmp_path)
-    done = train(script, count, text, folder, "--resume", *flags)
+    done = train(command, count, text, folder, "--resume")
     assert done.returncode == 0 and "Resumed after step 6\n" in done.stdout, done.stderr
     for name, first in (("loss", 7), ("val_loss", 6)):
         expected = values(trained(saved)[1], name).items()
@@ -365,24 +365,24 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def watched(folder: Path, count: int, script: str, text: Path, *flags: object, **variables: object):
+def watched(folder: Path, count: int, command: str, text: Path, *flags: object, **env: object):
     (folder / "watched.py").write_text(WATCHED)
-    command = [folder / "watched.py", f"distributed/{script}", *FLAGS, "--data-dir", text]
-    return ranks(count, *command, "--checkpoint-dir", folder / "out", *flags, **variables)
+    its = [folder / "watched.py", *f"distributed/{command}".split(), *FLAGS, "--data-dir", text]
+    return ranks(count, *its, "--checkpoint-dir", folder / "out", *flags, **env)
 
 
-@pytest.mark.parametrize(("script", "size"), [("train_fsdp.py", 2), ("train_tp.py", 4)])
-def test_what_the_log_says(dense, text, tmp_path, script, size):
+@pytest.mark.parametrize(("command", "size"), [("train_fsdp.py", 2), (TP, 4)])
+def test_what_the_log_says(dense, text, tmp_path, command, size):
     """The mean over the steps since the last line and over the ranks; mfu of all of them; and the
     loss of five evenly spread windows, which fill no batch, as many at once as a rank trains
     with. A signal in the last evaluation is heard, and then it is repeated at the next start."""
     flags = ["--log-every", 4, "--eval-every", 4, "--eval-windows", 5, "--steps", 10, "--keep", 1]
     flags += ["--accumulation", 2]
-    done = watched(tmp_path, 2, script, text, *flags, TERM=10)
+    done = watched(tmp_path, 2, command, text, *flags, TERM=10)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\nStopped after step 10, saved\n"), done.stdout
     assert "\nMemory of a rank: about " in done.stdout and "recompute False" in done.stdout
-    if script == "train_fsdp.py":
+    if command == "train_fsdp.py":
         sizes = [*FLAGS[: 2 * len(SHAPE)], "--vocab-size", 128, "--ranks", 2, "--batch", size]
         sizes += ["--model", "qwen3-0.6b", "--sequence", CONTEXT, "--precision", "fp32"]
         said = run(sys.executable, "aux/memory.py", *sizes).stdout.splitlines()
@@ -409,7 +409,7 @@ def test_what_the_log_says(dense, text, tmp_path, script, size):
     starts = [int(i) * 16 for i in torch.linspace(0, (len(tokens) - 17) // 16, 5)]
     batch = torch.stack([tokens[start : start + 17] for start in starts])
     loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-    again = watched(tmp_path, 2, script, text, *flags, "--resume")
+    again = watched(tmp_path, 2, command, text, *flags, "--resume")
     assert again.stdout.endswith(f"\nFinished: step=10, checkpoint in {tmp_path}/out\n")
     for log in (done.stdout, again.stdout):
         assert values(log, "val_loss")[10] == pytest.approx(loss.item(), abs=3e-6)
@@ -506,37 +506,37 @@ def test_how_weights_are_drawn():
 
 
 BAD = [
-    ("train_fsdp.py --steps 0", "argument --steps: invalid at_least_1 value: '0'"),
+    ("train_fsdp.py --steps 0", "argument --steps: invalid positive value: '0'"),
     ("train_fsdp.py --num-attention-heads 6", "must be a multiple of --num-key-value-heads"),
     ("train_fsdp.py --batch-size 7", "--batch-size must be a multiple of 2 (ranks) x 1 (--acc"),
     ("train_fsdp.py --shard 3", "--shard must divide 2 (ranks)"),
     ("train_fsdp.py --context 999999999", "--context 999999999 is too long for the"),
     ("train_fsdp.py --data-dir /nowhere", "no prepared text at /nowhere/vocabulary.json"),
-    ("train_tp.py --tensor-parallel 3", "must divide 2 (ranks) and 4 (--num-key-value-heads)"),
-    ("train_tp.py --context 15 --sequence-parallel", "--context must be a multiple of 2 (--t"),
-    ("train_tp.py --accumulation 3", "a multiple of 1 (groups) x 3 (--accumulation)"),
-    ("train_tp.py --checkpoint-dir {}", "has checkpoints: pass --resume, or choose another"),
+    ("train_fsdp.py --tensor-parallel 3", "must divide 2 (ranks) and 4 (--num-key-value-heads)"),
+    (f"{TP} --context 15 --sequence-parallel", "--context must be a multiple of 2 (--t"),
+    (f"{TP} --shard 2", "--shard must divide 1 (groups of --tensor-parallel)"),
+    (f"{TP} --accumulation 3", "a multiple of 1 (groups of --tensor-parallel) x 3 (--acc"),
+    ("train_fsdp.py --keep 0", "--keep must be 1 or more"),
+    ("train_fsdp.py --checkpoint-dir {}", "has checkpoints: pass --resume, or choose another"),
 ]
 
 
 @pytest.mark.parametrize(("command", "sentence"), cells(BAD, BAD[2], BAD[-1]))
 def test_a_mistake_is_a_sentence(trained, text, tmp_path, command, sentence):
-    script, *flags = command.format(trained("fsdp 2")[0]).split()
-    done = train(script, 2, text, tmp_path, *flags)
+    done = train(command.format(trained("fsdp 2")[0]), 2, text, tmp_path)
     assert done.returncode in (1, 2)
     assert sentence in done.stderr and "Traceback (most" not in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())
 
 
 COMPILED = [("train_fsdp.py", 2), ("train_fsdp.py --shard 1", 2)]
-COMPILED += [("train_tp.py --sequence-parallel", 2), ("train_tp.py --activation-checkpointing", 4)]
+COMPILED += [(f"{TP} --sequence-parallel", 2), (f"{TP} --activation-checkpointing", 4)]
 
 
 @pytest.mark.parametrize(("command", "count"), cells(COMPILED))
 def test_compiled_is_equal(command, count, dense, text, tmp_path):
-    script, *flags = command.split()
     cache = {"timeout": 300, "TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache"}
-    done = train(script, count, text, tmp_path, "--compile", *flags, **cache)
+    done = train(command, count, text, tmp_path, "--compile", **cache)
     assert done.returncode == 0, done.stderr
     assert "Compiled: True" in done.stdout
     assert list(values(done.stdout).values()) == pytest.approx(dense, abs=3e-6)
@@ -544,7 +544,7 @@ def test_compiled_is_equal(command, count, dense, text, tmp_path):
 
 # --- on the cluster ---
 
-TWO = [("torchrun", "train_fsdp.py --shard 2"), ("spawn", "train_tp.py")]
+TWO = [("torchrun", "train_fsdp.py --shard 2"), ("spawn", TP)]
 
 
 @pytest.mark.parametrize(("launcher", "script"), cells(TWO, TWO[0]))

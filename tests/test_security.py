@@ -6,7 +6,6 @@ import pickle
 import re
 from pathlib import Path
 
-import pytest
 import torch
 
 from conftest import LAUNCHERS, REPOSITORY, TRACKED, ranks
@@ -79,8 +78,7 @@ def test_a_checkpoint_from_a_stranger_runs_no_code(tiny, tmp_path):
     assert "Weights only load failed" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("script", ["train_fsdp.py", "train_tp.py"])
-def test_a_config_from_a_stranger_sets_no_option(script, text, tmp_path):
+def test_a_config_from_a_stranger_sets_no_option(text, tmp_path):
     """With the folder to write to it would load the pickle there, or replace what is there."""
     qwen, canary = tmp_path / "qwen", tmp_path / "canary"
     random_model(qwen, num_hidden_layers=1)
@@ -90,7 +88,7 @@ def test_a_config_from_a_stranger_sets_no_option(script, text, tmp_path):
     options = {"checkpoint_dir": str(qwen / "run"), "resume": True, "steps": 0, "seed": None}
     (qwen / "config.json").write_text(json.dumps(config | options))
     before = sorted(qwen.rglob("*"))
-    train = [REPOSITORY / "distributed" / script, "--init-from", qwen, "--data-dir", text]
+    train = [REPOSITORY / "distributed/train_fsdp.py", "--init-from", qwen, "--data-dir", text]
     train += ["--context", 16, "--batch-size", 4, "--steps", 1, "--device", "cpu"]
     done = ranks(0, *train, cwd=tmp_path, RUN="mine")
     assert not canary.exists() and sorted(qwen.rglob("*")) == before, done.stdout + done.stderr

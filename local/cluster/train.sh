@@ -8,11 +8,11 @@
 #SBATCH --requeue
 # Tensor parallelism over the nodes of the Docker cluster, on Tiny Shakespeare.
 #
-# Usage: docker exec node-1 sbatch local/cluster/train.sh [arguments of train_tp.py]
+# Usage: docker exec node-1 sbatch local/cluster/train.sh [arguments of train_fsdp.py]
 #        docker exec node-1 sbatch --nodes=3 --ntasks=3 local/cluster/train.sh
 set -euo pipefail
 
 # Two pairs of keys and values for each node, because they are not split.
 nodes=$SLURM_JOB_NUM_NODES
-exec ./launch_slurm_to_torch.sh distributed/train_tp.py --tensor-parallel "$nodes" \
+exec ./launch_slurm_to_torch.sh distributed/train_fsdp.py --tensor-parallel "$nodes" \
     --num-attention-heads $((4 * nodes)) --num-key-value-heads $((2 * nodes)) --steps 200 "$@"

@@ -145,6 +145,7 @@ def train(command: str, folder: Path, flags: list[str], dense: dict) -> dict:
     }
 
 
+TP = "train_fsdp.py --tensor-parallel 2"
 SPLITS = {
     2: {
         "ddp 2": "train_fsdp.py --shard 1",
@@ -154,23 +155,28 @@ SPLITS = {
         "fsdp 2, accumulation 2": "train_fsdp.py --accumulation 2",
         "fsdp 2, recomputed": "train_fsdp.py --activation-checkpointing",
         "fsdp 2, bf16": "train_fsdp.py --precision bf16",
-        "tp 2": "train_tp.py",
-        "tp 2, accumulation 2": "train_tp.py --accumulation 2",
-        "tp 2, recomputed": "train_tp.py --activation-checkpointing",
-        "tp 2, bf16": "train_tp.py --precision bf16",
-        "tp 2, sequence": "train_tp.py --sequence-parallel",
-        "tp 2, sequence, accumulation 2": "train_tp.py --sequence-parallel --accumulation 2",
+        "tp 2": TP,
+        "tp 2, accumulation 2": f"{TP} --accumulation 2",
+        "tp 2, recomputed": f"{TP} --activation-checkpointing",
+        "tp 2, bf16": f"{TP} --precision bf16",
+        "tp 2, sequence": f"{TP} --sequence-parallel",
+        "tp 2, sequence, accumulation 2": f"{TP} --sequence-parallel --accumulation 2",
     },
     4: {
         "fsdp 4": "train_fsdp.py",
         "hybrid 2x2": "train_fsdp.py --shard 2",
         "hybrid 2x2, accumulation 2": "train_fsdp.py --shard 2 --accumulation 2",
-        "tp 4": "train_tp.py --tensor-parallel 4",
-        "tp 4, sequence": "train_tp.py --tensor-parallel 4 --sequence-parallel",
-        "tp 2 x data 2": "train_tp.py --tensor-parallel 2",
-        "tp 2 x data 2, accumulation 2": "train_tp.py --tensor-parallel 2 --accumulation 2",
-        "tp 2 x data 2, sequence": "train_tp.py --tensor-parallel 2 --sequence-parallel",
-        "tp 2 x data 2, bf16": "train_tp.py --tensor-parallel 2 --precision bf16",
+        "tp 4": "train_fsdp.py --tensor-parallel 4",
+        "tp 4, sequence": "train_fsdp.py --tensor-parallel 4 --sequence-parallel",
+        "tp 2 x data 2": TP,
+        "tp 2 x data 2, accumulation 2": f"{TP} --accumulation 2",
+        "tp 2 x data 2, sequence": f"{TP} --sequence-parallel",
+        "tp 2 x data 2, bf16": f"{TP} --precision bf16",
+        "tp 2 x copies 2": f"{TP} --shard 1",
+        "tp 2 x copies 2, accumulation 2": f"{TP} --shard 1 --accumulation 2",
+    },
+    8: {
+        "tp 2 x hybrid 2x2": f"{TP} --shard 2 --accumulation 2",
     },
 }
 # Each kind of split, and each thing that may be done with one, once.

@@ -16,13 +16,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 import hugging_face
+import parallel_plan
 import transformer
-from parallel_plan import parallel_plan
 
 folder, how = Path(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo")
@@ -32,8 +31,7 @@ with torch.device("meta"):
 shape = {"tensor": (1, 2), "fsdp": (2, 1), "both": (2, 2)}[how]
 mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
 if how != "fsdp":
-    parallelize_module(model, mesh["tensor"], parallel_plan(False))
-    model.tie()
+    parallel_plan.split_layers(model, mesh["tensor"], sequence_parallel=False, compiled=False)
 if how != "tensor":
     for part in (*model.model.layers, model):
         fully_shard(part, mesh=mesh["data"])
@@ -43,10 +41,8 @@ status = dict(line.split(":") for line in Path("/proc/self/status").read_text().
 limit = 1024 * int(status["VmData"].split()[0]) + 3 * whole // 4
 # Of memory of its own. What is mapped of a file is not.
 resource.setrlimit(resource.RLIMIT_DATA, (limit, -1))
-model.to_empty(device="cpu")
-model.tie()
 values = hugging_face.open_weights(folder, model)
-model.load_weights(values.__getitem__)
+model.init_weights(torch.device("cpu"), seed=0, pretrained=values)
 resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
 for name, weight in model.named_parameters():
     its = weight.full_tensor() if isinstance(weight, DTensor) else weight
