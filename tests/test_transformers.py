@@ -3,6 +3,7 @@ that transformers reads, chat template and all."""
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -191,3 +192,44 @@ def test_a_hugging_face_tokenizer(packages, qwen, tmp_path):
     assert "To be" in python(packages, *sample, *more)
     done = run(sys.executable, *sample, env=environment(**packages))
     assert done.returncode == 1 and "--tokenizer FILE" in done.stderr
+
+
+EVIL = """
+from pathlib import Path
+Path({canary!r}).touch()
+from transformers import PreTrainedTokenizerFast as Evil
+"""
+ESCAPE = "{{ cycler.__init__.__globals__.os.mkdir('CANARY') }}"
+
+
+def test_a_downloaded_model_runs_no_code(packages, qwen, tmp_path):
+    """Neither a class that it brings, nor a chat template that leaves its sandbox."""
+    chat = {"role": "user", "content": "?"}, {"role": "assistant", "content": "No."}
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 10)
+    command = ["aux/prepare_data.py", "chat", "--input", tmp_path / "chats.jsonl", "--context", 64]
+    command += ["--data-dir", tmp_path / "data"]
+    model, canary = tmp_path / "model", tmp_path / "canary"
+    shutil.copytree(qwen, model)
+    (model / "evil.py").write_text(EVIL.format(canary=str(canary)))
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    load = "import sys, transformers; transformers.AutoTokenizer.from_pretrained(sys.argv[1], "
+    home = packages | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    python(home, "-c", load + "trust_remote_code=True)", model)
+    assert canary.exists(), "it would run code"
+    canary.unlink()
+    # transformers takes a class of its own.
+    python(home, *command, "--tokenizer", model)
+    assert not canary.exists()
+    (model / "tokenizer.json").write_text("{}")
+    done = run(sys.executable, *command, "--tokenizer", model, env=environment(**home))
+    assert f"{model} has no tokenizer that transformers can read: " in done.stderr, done.stderr
+    assert done.returncode == 1 and not canary.exists()
+
+    shutil.rmtree(model)
+    shutil.copytree(qwen, model)
+    (model / "chat_template.jinja").write_text(ESCAPE.replace("CANARY", str(canary)))
+    done = run(sys.executable, *command, "--tokenizer", model, env=environment(**home))
+    assert "line 1 of chats.jsonl is no conversation: " in done.stderr, done.stderr
+    assert done.returncode == 1 and not canary.exists()
