@@ -8,16 +8,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import checkpoint
+import job_processes
 from conftest import (
     LAUNCHERS,
     REPOSITORY,
     cells,
     environment,
+    kill,
     mounted_in_memory,
     ranks,
     run,
@@ -432,6 +435,8 @@ def test_each_signal_is_a_request():
     assert done.stdout == "True\n" * 3, done.stderr
 
 
+# --- processes that a rank starts ---
+
 # The second worker is slow to begin, as on a busy machine.
 POOL = """import os, time
 forks = []
@@ -460,6 +465,259 @@ def test_a_pool_ends_while_it_works(method, tmp_path):
     env = environment(PYTHONPATH=REPOSITORY / "distributed")
     done = run(sys.executable, "script.py", method, cwd=tmp_path, env=env, timeout=20)
     assert done.stdout == "0\nended\n", done.stderr
+
+
+# What the rank has started; then, for SIGTERM to the rank, for SIGTERM to all its processes, and
+# for an error in the rank: its status, or that it waits, and whether what it has started is left.
+TREES = {
+    "daemon": ("0", "0", "1"),
+    "pool": ("0", "0", "1"),
+    "process": ("0, left", "0", "waits, left"),
+    "executor": ("0, left", "0", "waits, left"),
+    "program": ("0, left", "0", "1, left"),
+    "loader": ("0", "0", "1"),
+    "persistent": ("0", "0", "1"),
+    "dataset": ("0", "0", "1"),
+}
+EVENTS = ["rank", "all", "fail"]
+METHODS = ["fork", "spawn", "forkserver"]
+# Each of these is one rank. Those that read data have imported torch, so they are one.
+RANKS = [["daemon"], ["pool"], ["process"], ["executor"], ["program"]]
+RANKS += [["loader", "persistent", "dataset"]]
+# Older forkservers do not import the main file, so SIGTERM ends them, and loader workers with them.
+SERVER_LISTENS = sys.version_info >= (3, 13, 8)
+
+
+class Tree:
+    """A rank of process_tree.py, in a session of its own, and what it has started."""
+
+    def __init__(self, kinds: list[str], method: str, how: str, folder: Path):
+        self.kinds, self.folder, self.mark = kinds, folder, f"TREE={folder}"
+        folder.mkdir()
+        env = environment(OMP_NUM_THREADS=1, TREE=folder, PYTHONPATH=REPOSITORY / "distributed")
+        command = [sys.executable, REPOSITORY / "tests/scripts/process_tree.py", method, how]
+        with (folder / "out").open("w") as out:
+            options = {"cwd": folder, "env": env, "stdout": out, "stderr": out}
+            self.rank = subprocess.Popen([*command, *kinds], start_new_session=True, **options)
+
+    def is_ready(self) -> bool:
+        assert self.rank.poll() in (None, 1), (self.folder / "out").read_text()
+        return "ready\n" in (self.folder / "out").read_text()
+
+    def status(self, seconds: float) -> str:
+        try:
+            return str(self.rank.wait(seconds))
+        except subprocess.TimeoutExpired:
+            return "waits"
+
+    def left(self, seconds: float) -> dict[int, str]:
+        """The processes that are there after this time, if any, and which kind they are."""
+        deadline = time.monotonic() + seconds
+        while found := [process for process, _ in job_processes.having(self.mark)]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        kinds = dict(path.name.split("-")[::-1] for path in self.folder.glob("*-*"))
+        return {process: kinds.get(str(process), "another") for process in found}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_tree_of_processes(method, event, tmp_path):
+    """As fault_tolerance.md says. That a rank with an error waits for a process is Python's own
+    rule, and it ends when that process does."""
+    expected = {kind: outcomes[EVENTS.index(event)] for kind, outcomes in TREES.items()}
+    ranks = RANKS
+    if event == "all" and method == "forkserver" and not SERVER_LISTENS:
+        expected |= {"loader": "1", "persistent": "1"}
+        # A pool that has lost its workers may wait for ever when an error closes it.
+        del expected["dataset"]
+        ranks = [kinds[:2] for kinds in RANKS]
+    how, trees, seen = "fail" if event == "fail" else "stop", [], {}
+    try:
+        for kinds in ranks:
+            trees.append(Tree(kinds, method, how, tmp_path / kinds[0]))
+        wait_for(lambda: all([tree.is_ready() for tree in trees]), 120)
+        for tree in trees:
+            if event == "rank":
+                os.kill(tree.rank.pid, signal.SIGTERM)
+            if event == "all":
+                os.killpg(tree.rank.pid, signal.SIGTERM)
+        for tree in trees:
+            outcome = expected[tree.kinds[0]]
+            status = tree.status(5 if "waits" in outcome else 30)
+            left = tree.left(1 if "left" in outcome else 30)
+            for kind in tree.kinds:
+                seen[kind] = status + ", left" * (kind in left.values())
+            assert "left" in outcome or not left, left
+            if status == "waits":
+                [started] = [process for process, kind in left.items() if kind in tree.kinds]
+                os.kill(started, signal.SIGKILL)
+                assert tree.status(20) == "1"
+    finally:
+        for tree in trees:
+            wait_for(lambda tree=tree: not kill(tree.mark), 20)
+            tree.rank.wait(10)
+    assert seen == expected
+
+
+TASKS = """import multiprocessing, signal, sys
+from concurrent.futures import ProcessPoolExecutor
+import preemption
+preemption.listen()
+
+def meaning():
+    handlers = [signal.getsignal(number) for number in preemption.REQUESTS]
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(preemption.REQUESTS)
+    return "a request" if preemption.set_flag in handlers or blocked else "ordinary"
+
+def put(queue):
+    queue.put(meaning())
+
+def main(method):
+    print("rank:", meaning())
+    context = multiprocessing.get_context(method)
+    queue = context.SimpleQueue()
+    context.Process(target=put, args=(queue,)).start()
+    print("Process:", queue.get())
+    with context.Pool(1) as pool:
+        print("Pool:", pool.apply(meaning))
+    with ProcessPoolExecutor(1, context) as pool:
+        print("Executor:", pool.submit(meaning).result())
+    try:
+        import multiprocess
+    except ImportError:
+        return
+    with multiprocess.get_context(method).Pool(1) as pool:
+        print("multiprocess:", pool.apply(meaning))
+"""
+# With the second, tasks.py is imported for the first task.
+MAINS = {
+    "at_the_top": "import sys, tasks\nif __name__ == '__main__':\n    tasks.main(sys.argv[1])\n",
+    "guarded": "if __name__ == '__main__':\n    import sys, tasks\n    tasks.main(sys.argv[1])\n",
+}
+MEANINGS = [(method, main, "none") for method in METHODS for main in MAINS]
+
+
+@pytest.mark.parametrize(("method", "main", "way"), [*MEANINGS, ("spawn", "at_the_top", "spawn")])
+def test_whose_signals_are_requests(method, main, way, tmp_path):
+    """A rank's, and those of a rank that spawn_ranks.py has spawned; but of no process that a rank
+    starts by multiprocessing, or by the guests' multiprocess if `make test-all` has installed it.
+    It may import the rank's files in its turn."""
+    (tmp_path / "main.py").write_text(MAINS[main])
+    (tmp_path / "tasks.py").write_text(TASKS)
+    minor = f"python3.{sys.version_info.minor}"
+    path = [
+        tmp_path,
+        REPOSITORY / "distributed",
+        REPOSITORY / f".venv-guests/lib/{minor}/site-packages",
+    ]
+    env = environment(PYTHONPATH=":".join(map(str, path)), NPROC_PER_NODE=1)
+    script = tmp_path / "main.py"
+    done = run(*BY_HAND[way], script, method, env=env)
+    said = dict(line.split(": ") for line in done.stdout.splitlines())
+    assert said.pop("rank") == "a request" and len(said) >= 3, done
+    assert set(said.values()) == {"ordinary"}, done
+
+
+WORKERS = """import os, re, signal, subprocess, sys
+import preemption
+preemption.listen()
+import tasks
+
+class Meanings:
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            os.write(writer, tasks.meaning().encode())
+            os._exit(0)
+        os.wait()
+        status = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True).stdout
+        masks = [int(mask, 16) for mask in re.findall("^Sig(?:Blk|Ign):(.*)", status, re.M)]
+        requests = sum(1 << number - 1 for number in preemption.REQUESTS)
+        return os.read(reader, 99).decode(), [mask & requests for mask in masks]
+
+if __name__ == "__main__":
+    from torch.utils.data import DataLoader
+    options = {"batch_size": None, "num_workers": 1, "worker_init_fn": preemption.ignore}
+    print(list(DataLoader(Meanings(), multiprocessing_context=sys.argv[1], **options)))
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_loader_worker_starts(method, tmp_path):
+    """Is told to end as any other process, although the worker itself lives as long as its rank."""
+    (tmp_path / "script.py").write_text(WORKERS)
+    (tmp_path / "tasks.py").write_text(TASKS)
+    env = environment(PYTHONPATH=f"{tmp_path}:{REPOSITORY / 'distributed'}", OMP_NUM_THREADS=1)
+    done = run(sys.executable, "script.py", method, cwd=tmp_path, env=env)
+    assert done.stdout == "[['ordinary', [0, 0]]]\n", done
+
+
+CHILD = """import multiprocessing, os, signal, sys
+import preemption
+preemption.listen()
+import tasks
+from torch.utils.data import DataLoader
+
+class Meanings(list):
+    def __getitem__(self, index):
+        return tasks.meaning()
+
+def in_child():
+    loader = DataLoader(Meanings([0]), None, num_workers=1, multiprocessing_context="fork")
+    print("its loader worker:", *loader, flush=True)
+    signal.signal(signal.SIGTERM, own)
+    context.Process(target=lambda: print(signal.getsignal(signal.SIGTERM).__name__)).start()
+
+def own(number, frame):
+    pass
+
+context = multiprocessing.get_context("fork")
+child = context.Process(target=in_child)
+child.start()
+child.join()
+"""
+
+
+def test_a_child_of_a_rank_is_none(tmp_path):
+    """Nothing is held back from what it starts, and a handler of its own is handed down."""
+    (tmp_path / "script.py").write_text(CHILD)
+    (tmp_path / "tasks.py").write_text(TASKS)
+    env = environment(PYTHONPATH=f"{tmp_path}:{REPOSITORY / 'distributed'}", OMP_NUM_THREADS=1)
+    done = run(sys.executable, "script.py", cwd=tmp_path, env=env)
+    assert done.stdout == "its loader worker: ordinary\nown\n", done
+
+
+SERVER = """import multiprocessing, os, signal, time
+from multiprocessing.forkserver import _forkserver
+import tasks
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tasks"])
+    with context.Pool(1) as pool:
+        print(pool.apply(tasks.meaning))
+    server = _forkserver._forkserver_pid
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        os.kill(server, number)
+    with context.Pool(1) as pool:
+        print(pool.apply(tasks.meaning))
+    print(_forkserver._forkserver_pid == server)
+"""
+
+
+def test_the_fork_server_lives_as_long_as_its_rank(tmp_path):
+    """If it has imported a file that listens: the main one, from Python 3.14 on. Its loader workers
+    would take its end for that of the rank."""
+    (tmp_path / "script.py").write_text(SERVER)
+    (tmp_path / "tasks.py").write_text(TASKS)
+    env = environment(PYTHONPATH=f"{tmp_path}:{REPOSITORY / 'distributed'}")
+    done = run(sys.executable, "script.py", cwd=tmp_path, env=env)
+    assert done.stdout == "ordinary\nordinary\nTrue\n", done
 
 
 # --- a script that is not ours ---
