@@ -391,18 +391,26 @@ def test_from_one_gpu_to_many(cluster, tmp_path):
     assert len(printed) == 4 and len(set(printed)) == 2, both
 
 
+# Convolutions and matmuls add up as on a CPU of 2008, whatever this one is.
+OTHER_KERNELS = {"ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
+
+
 def test_chapter_2_s_script_is_right(tmp_path):
-    """With the lines of chapter 3, two ranks have the losses of one in each step."""
+    """With the lines of chapter 3, two ranks print the losses of one in each step, even on a CPU
+    whose kernels round in another way. In float32 they are 0.002 apart with AVX-512."""
     page = (REPOSITORY / "docs/03_is_it_right.md").read_text()
-    [lines] = re.findall(r"^```python\n(norm = .*?)^```$", page, re.M | re.S)
+    [lines] = re.findall(r"^```python\n(torch\.set_.*?)^```$", page, re.M | re.S)
     network, loss = lines.split("\n\n")
     script = small_project("many_gpus.py", tmp_path)
     text = re.sub("^model = .*$", network, script.read_text(), flags=re.M)
+    assert text.count("torch.float32") == 1
     step = "        loss.backward()\n"
+    text = text.replace("torch.float32", "torch.float64")
     script.write_text(text.replace(step, step + textwrap.indent(loss, "        ")))
     found = []
-    for count in (1, 2):
-        done = ranks(count, script, cwd=tmp_path)
+    for count, kernels in ((1, {}), (2, OTHER_KERNELS)):
+        done = ranks(count, script, cwd=tmp_path, **kernels)
         found.append([float(x) for x in re.findall(r"^loss (\S+)$", done.stdout, re.M)])
         assert len(found[-1]) == 12, done
-    assert found[1] == pytest.approx(found[0], abs=1e-5)
+    # The last of six digits may round the other way.
+    assert found[1] == pytest.approx(found[0], abs=1.1e-6)
