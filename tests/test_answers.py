@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from conftest import REPOSITORY, environment, ranks, wait_for
-from test_transformers import python, qwen  # noqa: F401  a fixture
+from models import python
+from slurm import REPOSITORY, environment, ranks, wait_for
 
 pytestmark = pytest.mark.matrix
 
@@ -27,7 +27,7 @@ print(json.dumps(known.decode(written, skip_special_tokens=True)))
 """
 
 
-def test_answers(packages, qwen, tmp_path):  # noqa: F811
+def test_answers(packages, qwen, tmp_path):
     """By the chat template, and without it in front of them."""
     prompts = [f"prompt {number}" for number in range(200)]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n")
@@ -47,7 +47,7 @@ def test_answers(packages, qwen, tmp_path):  # noqa: F811
     assert answers[7] == json.loads(python(packages, "-c", ANSWER, qwen).splitlines()[-1])
 
 
-def test_granted_gpus_that_torch_does_not_see(packages, qwen, tmp_path):  # noqa: F811
+def test_granted_gpus_that_torch_does_not_see(packages, qwen, tmp_path):
     command = ["examples/answers.py", qwen, "/nowhere", tmp_path]
     done = ranks(0, *command, SLURM_GPUS_ON_NODE=2, **packages)
     assert done.returncode == 1, done.stdout
@@ -69,7 +69,7 @@ metric_list:
 """
 
 
-def test_lm_eval(packages, qwen, cluster, tmp_path):  # noqa: F811
+def test_lm_eval(packages, qwen, cluster, tmp_path):
     """The page's command runs, on two ranks as on one, and prints one table. On CPUs each rank asks
     all questions, so how they are divided on GPUs is not seen here."""
     questions = [{"question": f"{number} of", "answer": number % 3} for number in range(50)]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, run, wait_for
-from test_containers import Site, documented
+from containers import Site, documented
+from slurm import LAUNCHERS, run, wait_for
 
 pytestmark = [
     pytest.mark.matrix,

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 import check_site
-from conftest import LAUNCHERS, REPOSITORY, cells, run, stand_ins
-from test_launchers import VARIABLES
-from test_style import violations
+from copies import VARIABLES, violations
+from slurm import LAUNCHERS, REPOSITORY, cells, run, stand_ins
 
 CHECK = "aux/check_site.py"
 CONFIG = """Configuration data as of 2026-11-27T00:00:00

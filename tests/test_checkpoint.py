@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import checkpoint
-from conftest import REPOSITORY, ranks
+from slurm import REPOSITORY, ranks
 
 GUEST = (REPOSITORY / "examples/with_fsdp.py").read_text()
 # The five lines, seeds, and a loop that knows which step it takes.

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAUNCHERS, NAMESPACES, REPOSITORY, Cluster, environment, run, wait_for
-from test_launchers import VARIABLES, assert_five_variables
+from copies import VARIABLES, assert_five_variables
+from slurm import LAUNCHERS, NAMESPACES, REPOSITORY, Cluster, environment, run, wait_for
 
 
 @pytest.fixture(scope="module")

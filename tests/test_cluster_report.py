@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import cluster_report
-from conftest import LAUNCHERS, REPOSITORY, ranks, run
+from slurm import LAUNCHERS, REPOSITORY, ranks, run
 
 # In the place of check_ranks.py, and of train scripts.
 HANGS = "import time\ntime.sleep(600)\n"

@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from conftest import (
+from containers import STAND_INS, Site, documented
+from copies import NASTY, NOTHING, copy_file
+from pages import steps, try_block
+from slurm import (
     DIST_PACKAGES,
     LAUNCHERS,
     NAMESPACES,
@@ -26,38 +28,9 @@ from conftest import (
     stand_ins,
     wait_for,
 )
-from test_launchers import NASTY, NOTHING, copy_file
-from test_readme import copy_of_repository, steps, try_block
 
-STAND_INS = REPOSITORY / "tests/scripts/stand-ins"
 INSIDE = "tests/scripts/inside.py"
 PACKAGES = "base-files bash coreutils dash libstdc++6 python3"
-
-
-@dataclass
-class Site:
-    """A folder for images, one of them, and what is mounted: a Python with torch."""
-
-    folder: Path
-    image: Path
-    torch: str
-
-    @property
-    def environment(self) -> dict[str, str]:
-        path = f"{STAND_INS / 'bin'}:{environment()['PATH']}"
-        containers = str(self.folder / "containers")
-        return {"PATH": path, "ENROOT_STAND_IN": str(self.folder), "ENROOT_DATA_PATH": containers}
-
-    def clone(self, name: str, **settings: object) -> Path:
-        """A copy of the repository with the settings edited in run_script.sh, as a user would."""
-        clone = copy_of_repository(self.folder / name)
-        text = (clone / "run_script.sh").read_text()
-        for setting, value in ({"IMAGE": self.image, "MOUNTS": self.torch} | settings).items():
-            line = rf"^export CONTAINER_{setting}=\S*"
-            text, count = re.subn(line, f"export CONTAINER_{setting}={value}", text, flags=re.M)
-            assert count == 1
-        (clone / "run_script.sh").write_text(text)
-        return clone
 
 
 @pytest.fixture(scope="module")
@@ -209,18 +182,6 @@ def test_not_requeued(in_a_job):
 
 def test_its_status_is_that_of_srun(in_a_job):
     assert in_a_job("train.py", srun="exit 3", scontrol="echo n1").returncode == 3
-
-
-def documented(runtime: str, clone: Path) -> Path:
-    """The clone, its run_script.sh edited as docs/containers.md says."""
-    page = (clone / "docs/containers.md").read_text()
-    [lines] = re.findall(rf"^```\n((?:    .*\n)*?.*{runtime}(?:.*\n)*?)```$", page, re.M)
-    script = (clone / "run_script.sh").read_text()
-    line = r"^    .*\./aux/launch/enroot\.sh .*\n"
-    script, count = re.subn(line, lambda _: lines, script, flags=re.M)
-    assert count == 1
-    (clone / "run_script.sh").write_text(script)
-    return clone
 
 
 def test_pyxis(in_a_job):

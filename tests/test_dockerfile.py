@@ -7,13 +7,13 @@ import sysconfig
 
 import pytest
 
-from conftest import DIST_PACKAGES, environment, run
-from test_docker import engine, succeed  # noqa: F401  the first is a fixture
-from test_readme import copy_of_repository
+from engines import succeed
+from pages import copy_of_repository
+from slurm import DIST_PACKAGES, environment, run
 
 
 @pytest.fixture(scope="module")
-def base_image(engine, debian, tmp_path_factory):  # noqa: F811
+def base_image(engine, debian, tmp_path_factory):
     """Debian with Python, pip and uv, and a package that uv finds without a network."""
     root, variables = tmp_path_factory.mktemp("base"), environment(**engine)
     packages = root / DIST_PACKAGES[1:]
@@ -36,7 +36,7 @@ def base_image(engine, debian, tmp_path_factory):  # noqa: F811
 
 
 @pytest.mark.matrix  # two minutes, most of them for images
-def test_built_by_hand(engine, base_image, tiny, tmp_path):  # noqa: F811
+def test_built_by_hand(engine, base_image, tiny, tmp_path):
     """`docker build` takes the code, and nothing that git ignores; a training runs in it."""
     clone, image, env = copy_of_repository(tmp_path), f"{base_image}:ours", environment(**engine)
     (clone / "requirements.txt").write_text("jinja2\n")

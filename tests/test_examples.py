@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from conftest import LAUNCHERS, REPOSITORY, environment, ranks, run, wait_for
+from slurm import LAUNCHERS, REPOSITORY, environment, ranks, run, wait_for
 
 pytestmark = pytest.mark.matrix
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import lint_sbatch
-from conftest import REPOSITORY, at_once, cells, environment, run, wait_for
-from test_docker import engine  # noqa: F401  a fixture
+from slurm import REPOSITORY, at_once, cells, environment, run, wait_for
 
 FOLDER = REPOSITORY / "docs/labs"
 sys.path.append(str(FOLDER))

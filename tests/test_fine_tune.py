@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from test_transformers import python, qwen  # noqa: F401  the second is a fixture
+from models import python
 
 pytestmark = pytest.mark.matrix
 
@@ -25,7 +25,7 @@ with torch.no_grad():
 
 
 @pytest.mark.parametrize("lora", [[], ["--lora", 4]], ids=["full", "lora"])
-def test_tuned(lora, packages, qwen, tmp_path):  # noqa: F811
+def test_tuned(lora, packages, qwen, tmp_path):
     """Two ranks learn what one learns, and transformers has the loss of a resumed model."""
     (tmp_path / "text").write_text(TEXT)
     options = ["--model", qwen, "--text", tmp_path / "text", "--batch-size", 8, "--context", 32]

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import environment, once, run
 from sizes import SIZES, count_weights, new_config
+from slurm import environment, once, run
 
 SINGLE, DDP, TASK = "local/train_single.py", "distributed/train_ddp.py", "local/laptop/train.py"
 PREEMPTIBLE, FSDP = "distributed/train_preemptible.py", "distributed/train_fsdp.py"

@@ -20,7 +20,8 @@ import pytest
 import heartbeat
 import ledger
 import watch_job
-from conftest import (
+from ddp_runs import submit
+from slurm import (
     LAUNCHERS,
     REPOSITORY,
     cells,
@@ -32,7 +33,6 @@ from conftest import (
     stand_ins,
     wait_for,
 )
-from test_preemption import submit
 
 WATCH = REPOSITORY / "aux/watch_job.py"
 

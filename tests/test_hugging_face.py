@@ -10,21 +10,9 @@ import pytest
 import torch
 
 import hugging_face
-from conftest import ranks
-from sizes import SIZES, new_config
-from test_language_model import FLAGS, TP, values
+from models import FLAGS, TP, random_model, values
+from slurm import ranks
 from transformer import Transformer
-
-
-def random_model(folder: Path, **changed: object) -> Transformer:
-    """A model whose weights are all random numbers of bfloat16, in a folder."""
-    small = {"num_hidden_layers": 2, "tie_word_embeddings": False}
-    model = Transformer(new_config(SIZES["cpu"] | small, 64, 256) | changed)
-    torch.manual_seed(0)
-    for weight in model.parameters():
-        weight.data = torch.randn_like(weight).bfloat16().float()
-    hugging_face.write(folder, model, dict(model.named_parameters()).__getitem__)
-    return model
 
 
 def read(folder: Path) -> Transformer:

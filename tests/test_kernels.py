@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import (
+from slurm import (
     BACKEND,
     KERNELS,
     LAUNCHERS,
@@ -21,16 +21,7 @@ from conftest import (
     one_rank_a_node,
     wait_for,
 )
-from test_fault_tolerance import (
-    MNIST,
-    PREEMPTIBLE,
-    REQUEUED,
-    Trial,
-    assert_same_losses,
-    data,  # noqa: F401
-    remount,
-    uninterrupted,  # noqa: F401
-)
+from trials import MNIST, PREEMPTIBLE, REQUEUED, Trial, assert_same_losses, remount
 
 pytestmark = pytest.mark.kernels
 FSDP = "train_fsdp.py"
@@ -95,8 +86,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_a_checkpoint_that_a_node_has_just_looked_for(
     cluster,
-    data,  # noqa: F811
-    uninterrupted,  # noqa: F811
+    data,
+    uninterrupted,
     tmp_path,
 ):
     """In vain, before it was saved on another one, with or without its folder. All ranks resume."""
@@ -121,7 +112,7 @@ def test_a_checkpoint_that_a_node_has_just_looked_for(
 # --- a training and its server ---
 
 
-def training(cluster, way: str, data, folder: Path, *options, **more) -> Trial:  # noqa: F811
+def training(cluster, way: str, data, folder: Path, *options, **more) -> Trial:
     """With a checkpoint every five steps."""
     return Trial(cluster, way, PREEMPTIBLE, data, folder, "--save-every", 5, *options, **more)
 
@@ -146,7 +137,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_stopped_and_resumed(asked, cluster, data, uninterrupted, tmp_path):  # noqa: F811
+def test_stopped_and_resumed(asked, cluster, data, uninterrupted, tmp_path):
     """Saved on NFS, requeued and resumed, with equal losses; a model in parts bit for bit."""
 
     def scenario(way, script):
@@ -165,7 +156,7 @@ def test_stopped_and_resumed(asked, cluster, data, uninterrupted, tmp_path):  # 
     at_once(scenario, ASKED[asked])
 
 
-def test_a_rank_that_hangs_is_named(cluster, data, tmp_path):  # noqa: F811
+def test_a_rank_that_hangs_is_named(cluster, data, tmp_path):
     """By heartbeats on NFS: in the log, and by watch_job.py."""
     trial = training(cluster, "torchrun", data, tmp_path, slow=0, STUCK=1)
     said = r"^\[Rank 0 on node-\d\] no step for 6\d s. First to look at: "
@@ -178,7 +169,7 @@ def test_a_rank_that_hangs_is_named(cluster, data, tmp_path):  # noqa: F811
     assert trial.ends().state == "CANCELLED"
 
 
-def test_a_server_that_hangs(cluster, state, data, uninterrupted, tmp_path):  # noqa: F811
+def test_a_server_that_hangs(cluster, state, data, uninterrupted, tmp_path):
     """For 40 seconds nobody reaches it; later it does not answer. The run waits, and goes on."""
     trial = training(cluster, "torchrun", data, tmp_path, slow=2)
     trial.train_a_little()
@@ -194,7 +185,7 @@ def test_a_server_that_hangs(cluster, state, data, uninterrupted, tmp_path):  # 
     assert "no step for" not in trial.log, trial.log
 
 
-def test_a_node_without_the_server(cluster, data, uninterrupted, tmp_path):  # noqa: F811
+def test_a_node_without_the_server(cluster, data, uninterrupted, tmp_path):
     """Its rank goes on, but is silent, which watch_job.py says. Then all is as before."""
     trial = training(cluster, "srun", data, tmp_path, slow=2)
     node = trial.train_a_little()[1]
@@ -209,7 +200,7 @@ def test_a_node_without_the_server(cluster, data, uninterrupted, tmp_path):  # n
     completes(trial, uninterrupted(PREEMPTIBLE))
 
 
-def test_a_full_server(cluster, disk, data, uninterrupted, tmp_path):  # noqa: F811
+def test_a_full_server(cluster, disk, data, uninterrupted, tmp_path):
     """The run continues, and only an end that cannot be saved is a failure."""
     reference, out = uninterrupted(PREEMPTIBLE), ["--checkpoint-dir", disk / "out"]
     checkpoint = sum(path.stat().st_size for path in (reference / "step_45").iterdir())
@@ -295,7 +286,7 @@ def test_whom_a_signal_reaches(children, cluster, state, tmp_path):
 # --- the last one: a node does not come back ---
 
 
-def test_power_cut(cluster, state, data, uninterrupted, tmp_path):  # noqa: F811
+def test_power_cut(cluster, state, data, uninterrupted, tmp_path):
     """A kernel ends without a word. Its job starts again on other nodes."""
     trial = training(cluster, "srun", data, tmp_path, sbatch=["--exclude=node-1"], slow=1)
     node = trial.train_a_little()[1]

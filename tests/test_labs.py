@@ -6,21 +6,21 @@ import re
 import pytest
 
 import record
-from conftest import LAUNCHERS, NAMESPACES, wait_for
+from pages import HOME, assert_shown, bash, shown_by
 from prepare_data import draw_images
-from test_readme import HOME, assert_shown, bash, clone, shown_by  # noqa: F401
+from slurm import LAUNCHERS, NAMESPACES, wait_for
 
 pytestmark = pytest.mark.matrix
 
 
-def test_many_gpus(clone):  # noqa: F811  the fixture
+def test_many_gpus(clone):
     """Chapter 2, with two steps in an epoch if it is not recorded."""
     draw_images(clone / "data/images", *([] if record.RECORDING else (128, 20)))
     fresh = bash("./torchrun.sh examples/many_gpus.py", clone, NPROC_PER_NODE=2)
     assert_shown(shown_by(2, r"\[Rank: 1 \| \w+ \| cpu"), fresh)
 
 
-def test_one_script_twice(clone):  # noqa: F811
+def test_one_script_twice(clone):
     """Chapter 2's lab: each line is there twice, with the same loss."""
     draw_images(clone / "lab/data/images", 128, 20)
     fresh = bash("cd lab; ../torchrun.sh ../examples/one_gpu.py", clone, NPROC_PER_NODE=2)
@@ -29,7 +29,7 @@ def test_one_script_twice(clone):  # noqa: F811
     assert len(lines) == 6 and lines[::2] == lines[1::2], fresh
 
 
-def test_endless_loop(clone, cluster):  # noqa: F811
+def test_endless_loop(clone, cluster):
     """Chapter 6: what the log says after a minute."""
     options = ["--export=ALL,PYTHONPATH=distributed", "--output=endless.out"]
     command = [LAUNCHERS["torchrun"], "docs/labs/endless_loop.py"]
@@ -45,7 +45,7 @@ def test_endless_loop(clone, cluster):  # noqa: F811
     assert_shown(shown_by(6, r"\[Rank.*no step for"), fresh)
 
 
-def test_kill_a_rank(clone, cluster):  # noqa: F811
+def test_kill_a_rank(clone, cluster):
     """Fault tolerance: the last rank of the second node, after five lines of steps."""
 
     def on_the_cluster(command: str) -> str:
@@ -77,7 +77,7 @@ def test_kill_a_rank(clone, cluster):  # noqa: F811
     )
 
 
-def test_silent_mistakes(clone):  # noqa: F811
+def test_silent_mistakes(clone):
     """Chapter 9."""
     padding = "./torchrun.sh docs/labs/padding_broken.py"
     commands = f"./torchrun.sh docs/labs/set_epoch_broken.py\n{padding}\n"

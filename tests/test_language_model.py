@@ -13,22 +13,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import checkpoint
 import token_files
-from conftest import LAUNCHERS, cells, ranks, run
+from models import BATCH_SIZE, CONTEXT, FLAGS, SHAPE, STEPS, TP, WARMUP_STEPS, saved_state, values
 from sizes import flops_per_token, new_config
+from slurm import LAUNCHERS, cells, ranks, run
 from transformer import Transformer
-
-SHAPE = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 96, "head_dim": 8}
-SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 4}
-CONTEXT, BATCH_SIZE, STEPS, WARMUP_STEPS = 16, 8, 12, 3
-FLAGS = [x for name, value in SHAPE.items() for x in (f"--{name.replace('_', '-')}", str(value))]
-FLAGS += f"--context {CONTEXT} --batch-size {BATCH_SIZE} --steps {STEPS}".split()
-FLAGS += f"--warmup-steps {WARMUP_STEPS} --learning-rate 0.001 --precision fp32".split()
-FLAGS += ["--log-every", "1", "--eval-every", "6", "--eval-windows", "50"]
-FLAGS += ["--save-every", "6", "--device", "cpu"]
 
 
 def new_model(vocabulary: int = 128) -> Transformer:
@@ -43,12 +34,6 @@ def train(command: str, count: int, text: Path, folder: Path, *flags: object, **
     script, *more = f"distributed/{command}".split()
     its = [script, *FLAGS, "--data-dir", text, "--checkpoint-dir", folder, *more]
     return ranks(count if count > 1 else 0, *its, *flags, **env)
-
-
-def values(log: str, name: str = "loss") -> dict[int, float]:
-    """The values of one name by step."""
-    found = re.findall(rf"^step=(\d+)/\d+ (?:.* )?{name}=(\S+)", log, re.M)
-    return {int(step): float(value) for step, value in found}
 
 
 # --- equality ---
@@ -203,7 +188,6 @@ def test_collectives_are_few(splits):
 # --- the scripts ---
 
 
-TP = "train_fsdp.py --tensor-parallel 2"
 RUNS = {
     "fsdp 2": (2, "train_fsdp.py"),
     "fsdp 4": (4, "train_fsdp.py"),
@@ -266,11 +250,6 @@ def test_resume_under_another_split(trained, text, tmp_path, saved, command, cou
         expected = values(trained(saved)[1], name).items()
         rest = {step: value for step, value in expected if step >= first}
         assert values(done.stdout, name) == pytest.approx(rest, abs=3e-6)
-
-
-def saved_state(path: Path, part: str) -> dict:
-    dcp_to_torch_save(path, path / "whole.pt")
-    return torch.load(path / "whole.pt", weights_only=False)[part]
 
 
 def test_the_command_line_holds_after_a_resume(trained, text, tmp_path):

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 import submission
-from conftest import NAMESPACES, REPOSITORY, environment, ranks, run, stand_ins
-from test_launchers import NASTY
-from test_readme import HOME, assert_shown, copy_of_repository, steps
+from copies import NASTY
+from pages import HOME, assert_shown, copy_of_repository, steps
+from slurm import NAMESPACES, REPOSITORY, environment, ranks, run, stand_ins
 
 ROOM = REPOSITORY / "local/laptop"
 TASK = "local/laptop/train.py"

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from conftest import (
+from copies import (
+    NASTY,
+    NOTHING,
+    STRANGER,
+    THREE_FILES,
+    VARIABLES,
+    assert_five_variables,
+    copy_file,
+    in_all_ways,
+)
+from slurm import (
     LAUNCHERS,
     PATIENCE,
     REPOSITORY,
@@ -20,12 +30,6 @@ from conftest import (
     stand_ins,
 )
 
-VARIABLES, STRANGER = "tests/scripts/variables.py", "tests/scripts/stranger.py"
-NASTY = ["a b", "it's", 'say "x"', "*", "$HOME", "", "line\nbreak", "--flag=v", "; touch canary"]
-NASTY += ["`touch canary`", "\\", "$(touch canary)", "--"]
-# What begins an option of torchrun's own
-NASTY += ["--n", "5", "--log=3", "--max", "--run", "--start", "--local", "--node", "--no"]
-NASTY += ["--event", "--monitor", "--master", "--rdzv", "--nproc_per_n=3", "-m", "-t"]
 # What a careless shell has left in the environment of the one who types sbatch,
 STRAY = {"NPROC_PER_NODE": "a[$(touch canary)]", "MASTER_ADDR": "$(touch canary)"}
 STRAY |= {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "7", "NNODES": "5", "MASTER_PORT": "1"}
@@ -40,34 +44,6 @@ GPUS_PER_SOCKET=1 GPUS_PER_TASK=1 MEM_PER_CPU=100 MEM_PER_GPU=100 MEM_PER_NODE=1
 NTASKS_PER_CORE=1 NTASKS_PER_GPU=1 NTASKS_PER_SOCKET=1 OVERCOMMIT=1 STEP_GPUS=1 STEP_ID=0
 STEP_NODELIST=node-7 STEP_NUM_NODES=1 STEP_NUM_TASKS=1 STEP_TASKS_PER_NODE=1 TRES_PER_TASK=cpu:1"""
 STRAY |= dict(f"SLURM_{word}".split("=") for word in OUTER.split())
-
-
-def assert_five_variables(ranks: list[dict], sizes: list[int]):
-    """Ranks 0..n-1, local ranks from 0 on each node, and one size, address and port for all."""
-    count = sum(sizes)
-    assert [rank["rank"] for rank in ranks] == list(range(count))
-    assert {rank["world_size"] for rank in ranks} == {count}
-    nodes: dict[str, list[int]] = {}
-    for rank in ranks:
-        nodes.setdefault(rank["host"], []).append(rank["local_rank"])
-        assert rank["signals"] == ["SIG_DFL", "SIG_DFL"], "nobody has them ignored"
-    assert all(rank["local_world_size"] == len(nodes[rank["host"]]) for rank in ranks)
-    assert sorted(map(len, nodes.values())) == sorted(sizes)
-    assert all(local_ranks == list(range(len(local_ranks))) for local_ranks in nodes.values())
-    assert len({(rank["master_addr"], rank["master_port"]) for rank in ranks}) == 1
-    assert ranks[0]["master_addr"] == ranks[0]["host"]
-    assert int(ranks[0]["master_port"]) == 61000 + int(ranks[0]["job"]) % 4536
-
-
-def in_all_ways(
-    cluster, tmp_path, *script: object, size: tuple | list = (), **options
-) -> dict[str, Job]:
-    """A job by every launcher, all at once, of two nodes x two ranks or of another `size`."""
-    submitted = {}
-    for way, launcher in LAUNCHERS.items():
-        command = [f"--output={tmp_path}/{way}-%j", *size, launcher, *script]
-        submitted[way] = cluster.submit(*command, **options)
-    return {way: cluster.wait(number) for way, number in submitted.items()}
 
 
 # --- sizes, addresses, arguments ---
@@ -109,8 +85,6 @@ def test_ranks_on_the_cpu_are_the_tasks(cluster, tmp_path):
 # --- env.sh ---
 
 
-# In the order of env.sh's fields, without the job's id
-NOTHING = "1 N/A N/A 0 N/A N/A N/A"
 SIZE = '"$NNODES" "$NPROC_PER_NODE" "$WORLD_SIZE" "$MASTER_ADDR:$MASTER_PORT" '
 SIZE += '"$CPUS_PER_NODE" "$OMP_NUM_THREADS" "$NCCL_DEBUG"'
 
@@ -550,17 +524,6 @@ def test_site_sh_and_the_script(site, cluster, tmp_path):
 
 
 # --- the files to copy ---
-
-THREE_FILES = {
-    "srun": ["env.sh", LAUNCHERS["srun"], "aux/launch/slurm_rank.sh"],
-    "torchrun": ["env.sh", LAUNCHERS["torchrun"], "torchrun.sh"],
-    "spawn": ["env.sh", LAUNCHERS["spawn"], "aux/launch/spawn_ranks.py"],
-}
-
-
-def copy_file(name: str, folder: Path):
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(REPOSITORY / name, folder / name)
 
 
 def test_three_files_and_a_strangers_script(cluster, tmp_path):

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import lint_sbatch
-from conftest import REPOSITORY, run, stand_ins
+from slurm import REPOSITORY, run, stand_ins
 
 HEADER = """#!/bin/bash
 #SBATCH --nodes=2

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import job_processes
-from conftest import NAMESPACES, REPOSITORY, at_once, environment, run, stand_ins, wait_for
-from test_readme import bash, clone, steps, try_block  # noqa: F401  a fixture
+from pages import bash, steps, try_block
+from slurm import NAMESPACES, REPOSITORY, at_once, environment, run, stand_ins, wait_for
 
 PAGE = REPOSITORY / "docs/other_jobs.md"
 
@@ -23,7 +23,7 @@ def block(words: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def vllm(clone, tmp_path_factory) -> dict[str, str]:  # noqa: F811
+def vllm(clone, tmp_path_factory) -> dict[str, str]:
     """The environment of a job that finds a stand-in for it."""
     server = f'exec {sys.executable} {REPOSITORY}/tests/scripts/completions.py "$@"'
     folder = stand_ins(tmp_path_factory.mktemp("bin"), {"vllm": server})
@@ -31,14 +31,14 @@ def vllm(clone, tmp_path_factory) -> dict[str, str]:  # noqa: F811
 
 
 @pytest.mark.matrix
-def test_a_trainer_and_its_server(clone, cluster, vllm):  # noqa: F811
+def test_a_trainer_and_its_server(clone, cluster, vllm):
     bash(block("> both.sh"), clone, (NAMESPACES, "exec"), **cluster.environment, **vllm)
     [log] = clone.glob("both.sh_*.out")
     assert log.read_text().count("\nFinished: epoch=1") == 1, log.read_text()
 
 
 @pytest.mark.matrix
-def test_servers_and_a_list(clone, cluster, vllm):  # noqa: F811
+def test_servers_and_a_list(clone, cluster, vllm):
     (clone / "both.sh").write_text(script_of_the_page("both.sh"))
     counted = bash(block("> ask.py"), clone, (NAMESPACES, "exec"), **cluster.environment, **vllm)
     prompts = (clone / "prompts.txt").read_text().splitlines()
@@ -93,7 +93,7 @@ VARIABLES["server silent"] = {"SILENT": "1"}
 
 
 @pytest.mark.matrix
-def test_ends(clone, cluster, vllm, tmp_path):  # noqa: F811
+def test_ends(clone, cluster, vllm, tmp_path):
     """Whatever ends, all end, with the right state, and hold no node."""
     (clone / "trainer.py").write_text(TRAINER)
     script = script_of_the_page("both.sh")
@@ -208,7 +208,7 @@ def test_a_client_that_cannot_ask_fails(tmp_path):
     assert done.returncode == 1 and "n1: served has answers to another list" in done.stderr, done
 
 
-def test_an_evaluation(clone, cluster):  # noqa: F811
+def test_an_evaluation(clone, cluster):
     """A package, by `-m`. Rank 0 has the answers of all four."""
     [(language, commands, shown)] = [step for step in steps(PAGE) if "-m evaluation" in step[1]]
     try_block(language, commands, shown, clone, (NAMESPACES, "exec"), **cluster.environment)
@@ -222,7 +222,7 @@ def ray(packages) -> dict[str, str]:
 
 
 @pytest.mark.matrix
-def test_ray(clone, cluster, ray):  # noqa: F811
+def test_ray(clone, cluster, ray):
     """On CPUs: what Slurm has granted, on two nodes. Its temporary folder is gone."""
     [step] = [step for step in steps(PAGE) if "> ray.sh" in step[1]]
     printed = try_block(*step, clone, (NAMESPACES, "exec"), **cluster.environment, **ray)
@@ -237,7 +237,7 @@ def test_ray(clone, cluster, ray):  # noqa: F811
 
 
 @pytest.mark.matrix
-def test_the_end_of_ray(clone, cluster, ray, tmp_path):  # noqa: F811
+def test_the_end_of_ray(clone, cluster, ray, tmp_path):
     """The command is killed, or all get SIGTERM. No process is left on any node."""
     waits = script_of_the_page("where.py").replace("sleep(2)", "sleep(600)")
     (clone / "waits.py").write_text(waits)

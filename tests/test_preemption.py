@@ -15,8 +15,19 @@ import pytest
 
 import checkpoint
 import job_processes
-from conftest import (
-    LAUNCHERS,
+from copies import THREE_FILES, copy_file
+from ddp_runs import (
+    EVALUATED,
+    PREEMPTIBLE,
+    STEPS,
+    assert_same_curve,
+    copies,
+    evaluations,
+    losses,
+    small_project,
+    submit,
+)
+from slurm import (
     REPOSITORY,
     cells,
     environment,
@@ -26,17 +37,6 @@ from conftest import (
     run,
     stand_ins,
     wait_for,
-)
-from test_launchers import THREE_FILES, copy_file
-from test_plain_scripts import (
-    EVALUATED,
-    PREEMPTIBLE,
-    STEPS,
-    assert_same_curve,
-    evaluations,
-    losses,
-    one_process,  # noqa: F401
-    small_project,
 )
 
 HOOKED = ["tests/scripts/slowly.py", 0, PREEMPTIBLE]
@@ -51,7 +51,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize(("at", "stopped"), [(3, 10), (12, 15)])
-def test_one_rank_is_asked(at, stopped, one_process, mnist, tmp_path):  # noqa: F811
+def test_one_rank_is_asked(at, stopped, one_process, mnist, tmp_path):
     """Both stop after the same step, save and do not evaluate, for which there may be no time. The
     resumed run takes the steps that are left, and has the losses of one that was not stopped."""
     train = ["--data-dir", mnist, *STEPS, "--checkpoint-dir", tmp_path]
@@ -721,27 +721,6 @@ def test_the_fork_server_lives_as_long_as_its_rank(tmp_path):
 
 
 # --- a script that is not ours ---
-
-
-def copies(folder: Path, way: str):
-    """What a copier has: a launcher's three files, two files from here, and a script."""
-    for name in THREE_FILES[way]:
-        copy_file(name, folder)
-    for name in ("distributed/preemption.py", "distributed/heartbeat.py"):
-        shutil.copy(REPOSITORY / name, folder)
-    shutil.copy(REPOSITORY / "tests/scripts/resnet.py", folder / "train.py")
-
-
-ONE_NODE = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2", "--output=log.out"]
-
-
-def submit(cluster, way: str, folder: Path, **env) -> int:
-    copies(folder, way)
-    command = [*ONE_NODE, "--ntasks-per-node=1", LAUNCHERS[way], "train.py"]
-    # One thread a rank, so that sums are rounded alike.
-    edited = (folder / "env.sh").read_text() + "export OMP_NUM_THREADS=1\n"
-    (folder / "env.sh").write_text(edited)
-    return cluster.submit(*command, cwd=folder, env=env)
 
 
 @pytest.mark.matrix

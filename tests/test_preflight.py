@@ -18,7 +18,7 @@ import torch.distributed as dist
 import check_ranks
 import ledger
 import watch_job
-from conftest import (
+from slurm import (
     LAUNCHERS,
     REPOSITORY,
     at_once,

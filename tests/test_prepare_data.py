@@ -17,7 +17,7 @@ import torchvision
 
 import prepare_data
 import token_files
-from conftest import run
+from slurm import run
 
 SCRIPT = "aux/prepare_data.py"
 TEXT = "".join(f"Line {i}: to be, or not to be.\r\n" for i in range(2000)) + "Ende: ÄÖÜ"

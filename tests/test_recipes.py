@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from conftest import NAMESPACES, REPOSITORY, environment, run
-from test_readme import clone, copy_of_repository, steps, try_block  # noqa: F401  a fixture
+from pages import copy_of_repository, steps, try_block
+from slurm import NAMESPACES, REPOSITORY, environment, run
 
 PAGE = REPOSITORY / "docs/recipes.md"
 BLOCKS = [step for step in steps(PAGE) if step[0] == "bash"]
 pytestmark = pytest.mark.matrix
 
 
-def recipe(word: str, clone, cluster) -> str:  # noqa: F811
+def recipe(word: str, clone, cluster) -> str:
     """Runs the block that has this word. Returns what it prints, which is what the page shows."""
     [(language, commands, shown)] = [step for step in BLOCKS if word in step[1]]
     return try_block(language, commands, shown, clone, (NAMESPACES, "exec"), **cluster.environment)
@@ -32,11 +32,11 @@ def local_disk():
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_an_allocation(clone, cluster):  # noqa: F811
+def test_an_allocation(clone, cluster):
     assert "VERDICT: all well, 4 ranks" in recipe("salloc", clone, cluster)
 
 
-def test_a_sweep(clone, cluster):  # noqa: F811
+def test_a_sweep(clone, cluster):
     losses = re.findall(r"_([012])\.out:test_loss=(\S+) ", recipe("sweep.sh", clone, cluster))
     assert [task for task, _ in losses] == ["0", "1", "2"]
     assert len({loss for _, loss in losses}) == 3, "each with its own learning rate"
@@ -67,19 +67,19 @@ def test_settings_that_are_drawn():
     assert all(0.001 <= float(rate) <= 0.1 for rate in jobs)
 
 
-def test_a_chain(clone, cluster, text):  # noqa: F811
+def test_a_chain(clone, cluster, text):
     shutil.copytree(text, clone / "data/shakespeare")
     chain = recipe("afterok", clone, cluster)
     assert re.search(r"^Sample from checkpoints/\d+/step_20:\n", chain, re.M), chain
     assert "not found" not in chain, chain
 
 
-def test_own_text(clone, cluster):  # noqa: F811
+def test_own_text(clone, cluster):
     printed = recipe("prepare_data.py text", clone, cluster)
     assert "\nSample from checkpoints/text/step_100:\n" in printed, printed
 
 
-def test_data_on_local_disks(clone, cluster, local_disk):  # noqa: F811
+def test_data_on_local_disks(clone, cluster, local_disk):
     staged = recipe("staged.sh", clone, cluster)
     assert (clone / "staged.out").read_text().count("\nFinished: epoch=1") == 1
     assert f" {local_disk}/mnist.tar-" in staged
@@ -105,7 +105,7 @@ def test_jobs_that_start_fast(cluster, local_disk, tiny, tmp_path):
     assert (folder / "compiled.tar").exists() and (local_disk / "compiled.tar").is_dir()
 
 
-def test_a_profile(clone, text, tmp_path):  # noqa: F811
+def test_a_profile(clone, text, tmp_path):
     """Chapter 4's lines in train_fsdp.py, with a folder for each rank."""
     chapter = (REPOSITORY / "docs/04_faster.md").read_text()
     [before, after] = re.findall(r"^```python\n(.*?)^\.\.\.\n(.*?)^```$", chapter, re.M | re.S)[0]

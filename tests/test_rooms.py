@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import REPOSITORY, TRACKED
+from slurm import REPOSITORY, TRACKED
 from write_diffs import with_diffs
 
 FOLDERS = "aux aux/launch dev distributed docs/labs examples local local/cluster"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from conftest import LAUNCHERS, REPOSITORY, TRACKED, ranks
-from test_hugging_face import random_model
-from test_launchers import in_all_ways
+from copies import in_all_ways
+from models import random_model
+from slurm import LAUNCHERS, REPOSITORY, TRACKED, ranks
 
 SECRET = "canary-3f1d9c"  # no part of any other text
 

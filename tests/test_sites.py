@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from conftest import LAUNCHERS, REPOSITORY, at_once
-from test_launchers import VARIABLES
+from copies import VARIABLES
+from slurm import LAUNCHERS, REPOSITORY, at_once
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ import heartbeat
 import job_processes
 import requeue_failed
 import spare
-from conftest import (
+from copies import copy_file
+from slurm import (
     LAUNCHERS,
     REPOSITORY,
     Cluster,
@@ -27,7 +28,6 @@ from conftest import (
     stand_ins,
     wait_for,
 )
-from test_launchers import copy_file
 
 LAUNCHER = "launch_slurm_with_spare.sh"
 TWO_TASKS = "srun: error: n2: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Killed\n"

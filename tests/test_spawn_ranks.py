@@ -3,7 +3,7 @@
 import re
 import sys
 
-from conftest import REPOSITORY, environment, free_port, run
+from slurm import REPOSITORY, environment, free_port, run
 
 SPAWNER = REPOSITORY / "aux/launch/spawn_ranks.py"
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from conftest import REPOSITORY, environment, run, stand_ins
+from slurm import REPOSITORY, environment, run, stand_ins
 
 FASTER, SECOND_NODE = (
     (REPOSITORY / "docs" / name).read_text() for name in ("04_faster.md", "05_a_second_node.md")

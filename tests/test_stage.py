@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import REPOSITORY, environment, mounted_in_memory, run, stand_ins, wait_for
+from slurm import REPOSITORY, environment, mounted_in_memory, run, stand_ins, wait_for
 
 SOURCE = f"set -euo pipefail; source {REPOSITORY}/aux/launch/stage.sh"
 

@@ -4,12 +4,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import tomllib
 
-from conftest import LAUNCHERS, REPOSITORY, TRACKED, run
+from copies import violations
+from slurm import LAUNCHERS, REPOSITORY, TRACKED, run
 
 # Jobs run on Python 3.10, as Ubuntu 22.04 has it, and the submission from a laptop on 3.11.
 ON_SUBMISSION = ["local/laptop/submission.py"]
@@ -125,13 +125,6 @@ def test_the_tests_that_tested_md_lists():
 
 
 # --- Python's versions ---
-
-
-def violations(version: str, *paths: object) -> str:
-    """What vermin finds that is newer than `version`; empty if nothing is."""
-    options = ["--no-tips", "--eval-annotations", "--violations", f"--target={version}-"]
-    done = run(Path(sys.executable).with_name("vermin"), *options, *paths)
-    return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
 def test_jobs_run_on_python_3_10():

@@ -15,7 +15,6 @@ import torch
 import sizes
 import token_files
 import transformer
-from conftest import REPOSITORY
 from memory import MODELS
 from sizes import (
     SIZES,
@@ -26,6 +25,7 @@ from sizes import (
     peak_flops,
     plan_memory,
 )
+from slurm import REPOSITORY
 from transformer import Transformer
 
 

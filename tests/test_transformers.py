@@ -5,25 +5,16 @@ import json
 import re
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 
-from conftest import environment, run
+from models import python
+from slurm import environment, run
 
 pytestmark = pytest.mark.matrix
 
 FLAGS = "--batch-size 8 --context 128 --learning-rate 0.003 --warmup-steps 5 --log-every 10"
 FLAGS += " --eval-windows 8 --device cpu --weight-decay 0"
-
-
-def python(packages: dict, *command: object, ranks: int = 0) -> str:
-    """What a command prints, of so many ranks, or, with 0, without the variables of a rank."""
-    start = ["aux/launch/spawn_ranks.py"] if ranks else []
-    env = environment(**packages, NPROC_PER_NODE=ranks, OMP_NUM_THREADS=1)
-    done = run(sys.executable, *start, *command, env=env, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 # Into a folder in several files, into ours, and out again. Norms of a fresh model are 1, which a
@@ -93,38 +84,6 @@ def test_equal_to_transformers(packages, tmp_path):
         assert found["files"] > 3 and found["said"] == [], name
         assert found["logits"] < 1e-5 and found["gradients"] < 3e-5 and found["step"] < 1e-5, found
         assert found["again"] and found["text"], name
-
-
-# A tiny Qwen3 in bfloat16, with a tokenizer of bytes, and a template that shows an empty thought
-# before the last answer only, as Qwen3's does.
-MAKE = """
-import sys, torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-words = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-words.decoder = decoders.ByteLevel()
-made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|im_end|>", pad_token="<|pad|>")
-made.add_tokens(["<|im_start|>"], special_tokens=True)
-made.chat_template = '''{% for m in messages %}<|im_start|>{{ m.role }}
-{% if m.role == "assistant" and loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}'''
-made.save_pretrained(sys.argv[1])
-torch.manual_seed(1)
-config = Qwen3Config(vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
-    tie_word_embeddings=True)
-Qwen3ForCausalLM(config).bfloat16().save_pretrained(sys.argv[1])
-"""
-
-
-@pytest.fixture(scope="module")
-def qwen(packages, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("qwen")
-    python(packages, "-c", MAKE, folder)
-    return folder
 
 
 # The loss over all windows of val.bin, what counts in them, and an answer to a question

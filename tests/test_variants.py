@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from conftest import LAUNCHERS, REPOSITORY, Cluster, at_once, wait_for
-from test_fault_tolerance import PREEMPTIBLE, Trial
-from test_launchers import VARIABLES, assert_five_variables
+from copies import VARIABLES, assert_five_variables
+from slurm import LAUNCHERS, REPOSITORY, Cluster, at_once, wait_for
+from trials import PREEMPTIBLE, Trial
 
 pytestmark = pytest.mark.matrix
 

@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 
 import work_list
-from conftest import (
+from copies import copy_file
+from pages import bash, steps
+from slurm import (
     LAUNCHERS,
     NAMESPACES,
     REPOSITORY,
@@ -28,8 +30,6 @@ from conftest import (
     stand_ins,
     wait_for,
 )
-from test_launchers import copy_file
-from test_readme import bash, clone, steps  # noqa: F401  a fixture
 
 PAGE = REPOSITORY / "docs/other_jobs.md"
 
@@ -439,7 +439,7 @@ def test_granted_gpus_that_torch_does_not_see(small, tmp_path):
 
 
 @pytest.fixture
-def model(clone, tmp_path) -> Path:  # noqa: F811
+def model(clone, tmp_path) -> Path:
     """A checkpoint in the place of the page's, with a token for each byte."""
     prepare = [sys.executable, "aux/prepare_data.py", "text", "--tokenizer", "bytes"]
     prepare += ["--input", *sorted(clone.glob("docs/*.md")), "--data-dir", tmp_path / "data"]
@@ -452,7 +452,7 @@ def model(clone, tmp_path) -> Path:  # noqa: F811
 
 
 @pytest.mark.matrix
-def test_prompts_on_the_cluster(clone, model, cluster, tmp_path):  # noqa: F811
+def test_prompts_on_the_cluster(clone, model, cluster, tmp_path):
     """The page's block, by torchrun. Then the list twice in one, by srun: stopped, requeued and
     continued. Every answer is there once, in the order of the list."""
     [block] = [text for language, text, _ in steps(PAGE) if "answer_prompts.py" in text]
