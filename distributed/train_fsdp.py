@@ -4,7 +4,7 @@
     ./torchrun.sh distributed/train_fsdp.py               # one rank per GPU, or two
     sbatch launch_slurm_with_torchrun.sh distributed/train_fsdp.py --size 0.6b --accumulation 8
     sbatch launch_slurm_with_torchrun.sh distributed/train_fsdp.py --init-from qwen --data-dir mine
-    python distributed/sample.py checkpoints/JOB          # writes text
+    python aux/sample.py checkpoints/JOB          # writes text
 
 A run that was stopped and resumed on as many ranks has the weights of one that was not, bit for bit
 (on GPUs with --deterministic). However the ranks share out the model, the steps are those of one

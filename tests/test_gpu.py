@@ -205,7 +205,7 @@ def test_asynchronous_checkpoints(device, train, on_cpu, tmp_path, ranks):
     log = train(FSDP, device, *flags, "--resume", form="spawn", ranks=ranks, folder=folder)
     assert "Resumed after step 10\n" in log
     assert losses(log) == pytest.approx(on_cpu(FSDP)[0][10:], rel=TOLERANCE["fp32"])
-    command = ["distributed/sample.py", folder, "--length", 40, "--prompt", "The "]
+    command = ["aux/sample.py", folder, "--length", 40, "--prompt", "The "]
     written = run(sys.executable, *command, "--device", device).stdout
     assert re.search(rf"^Sample from .*/step_{STEPS}:\nThe ", written, re.M), written
 

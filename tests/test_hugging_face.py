@@ -251,7 +251,7 @@ def test_fine_tuned(text, tmp_path):
         assert done.returncode == 0, done.stderr
         found.append([values(done.stdout, name) for name in ("loss", "val_loss")])
         assert (folder / "model/tokenizer.json").read_text() == "{}"
-        command = ["distributed/sample.py", folder, "--export", folder / "exported"]
+        command = ["aux/sample.py", folder, "--export", folder / "exported"]
         assert ranks(0, *command).returncode == 0
         written = (folder / "model/model.safetensors").read_bytes()
         assert written == (folder / "exported/model.safetensors").read_bytes()
@@ -260,7 +260,7 @@ def test_fine_tuned(text, tmp_path):
     linked = tmp_path / "linked"
     linked.mkdir()
     (linked / "tokenizer.json").symlink_to("../model/tokenizer.json")
-    command = ["distributed/sample.py", folder, "--export", tmp_path / "no"]
+    command = ["aux/sample.py", folder, "--export", tmp_path / "no"]
     done = ranks(0, *command, "--tokenizer", linked / "tokenizer.json")
     assert done.stderr.startswith(f"{linked}: the link tokenizer.json leads out of it")
     assert done.returncode == 1 and not list(tmp_path.glob("*no*"))

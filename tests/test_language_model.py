@@ -427,7 +427,7 @@ def test_weights_that_are_not_finite(save_every, said, text, tmp_path):
 
 def test_sample_in_one_process(trained):
     """Of 128 numbers, 103 are characters."""
-    command = ["distributed/sample.py", trained("tp 2")[0], "--length", 100, "--device", "cpu"]
+    command = ["aux/sample.py", trained("tp 2")[0], "--length", 100, "--device", "cpu"]
     done = ranks(0, *command, "--prompt", "The ", "--temperature", 5)
     assert done.returncode == 0, done.stderr
     written = done.stdout.split("step_12:\n")[1]

@@ -146,7 +146,7 @@ def test_a_hugging_face_tokenizer(packages, qwen, tmp_path):
     python(packages, *command, "--tokenizer", file)
     flags = [*FLAGS.split(), *data, "--steps", 3, "--checkpoint-dir", tmp_path / "run"]
     python(packages, "distributed/train_fsdp.py", *flags)
-    sample = ["distributed/sample.py", tmp_path / "run"]
+    sample = ["aux/sample.py", tmp_path / "run"]
     more = ["--prompt", "To be", "--length", 3, "--tokenizer", file]
     assert "To be" in python(packages, *sample, *more)
     done = run(sys.executable, *sample, env=environment(**packages))

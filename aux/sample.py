@@ -1,11 +1,11 @@
 """Write text from a checkpoint of train_fsdp.py, however many ranks wrote it.
 
-    python distributed/sample.py checkpoints/JOB --length 500 --prompt "ROMEO:"
+    python aux/sample.py checkpoints/JOB --length 500 --prompt "ROMEO:"
 
 With --export it writes the model into a folder instead, for transformers and vLLM: safetensors,
 config.json, and the tokenizer with all that lies beside it. It holds one weight at a time.
 
-    python distributed/sample.py checkpoints/JOB --export my-model --tokenizer qwen/tokenizer.json
+    python aux/sample.py checkpoints/JOB --export my-model --tokenizer qwen/tokenizer.json
 """
 
 import argparse
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))
 import checkpoint
 import hugging_face
 import token_files
