@@ -9,8 +9,8 @@ An answer depends on the prompt and its line, and not on the rank. It is what th
 behind the prompt, up to the token that ends a text, and there is no chat template: for a model that
 has one, export it with sample.py and take examples/answers.py.
 
-The model is one checkpoint of train_fsdp.py, and not the newest of a run, which may
-be another one before the list is done. For another model replace `load`.
+The model is one checkpoint of train_fsdp.py, and not the newest of a run, which may be another one
+before the list is done. For another model replace `load`.
 """
 
 import preemption
