@@ -1,4 +1,4 @@
-"""Print the memory that a model takes on each GPU, before you ask for the GPUs.
+"""Print the memory that a model takes on each GPU, as sizes.py computes it, before the job.
 
     python aux/memory.py --model qwen3-8b --ranks 8
     python aux/memory.py --model llama-3.1-70b --ranks 64 --sequence 8192 --recompute

@@ -1,6 +1,6 @@
 """Write the diffs, excerpts and the tree of the documents anew: each is what its command prints.
 
-    python dev/write_diffs.py *.md docs/*.md              # changes the files, prints their names
+    python dev/write_diffs.py $(git ls-files '*.md')      # changes the files, prints their names
 
 The command is a comment, which readers do not see, above a blank line and the block:
 <!-- git diff --no-index -U2 OLD NEW -->, with "blocks data, model" after NEW to show only these,
@@ -42,11 +42,11 @@ def tree(folders: list[str]) -> str:
         listed = subprocess.run(
             ["git", "ls-files", folder], cwd=REPOSITORY, capture_output=True, text=True
         )
-        lines.append(f"{folder + '/':28}{first_sentence(REPOSITORY / folder / 'README.md')}")
+        lines.append(f"{folder + '/':30}{first_sentence(REPOSITORY / folder / 'README.md')}")
         for name in listed.stdout.splitlines():
             path = REPOSITORY / name
             if path.parent == REPOSITORY / folder and path.suffix in (".py", ".sh"):
-                lines.append(f"  {path.name:26}{first_sentence(path)}")
+                lines.append(f"  {path.name:28}{first_sentence(path)}")
     return "\n".join([*lines, ""])
 
 

@@ -1,4 +1,4 @@
-"""The same on many GPUs: the model, the schedule and the batch over all ranks are as before."""
+"""Chapter 2's script on many GPUs: one_gpu.py, with its model, its schedule and its batch."""
 
 import faulthandler
 import os

@@ -1,4 +1,4 @@
-"""The same in a job that Slurm may end: it stops within an epoch, saves, and resumes there."""
+"""Chapter 7's: many_gpus.py in a job that Slurm may end. It saves within an epoch, and resumes."""
 
 import preemption
 

@@ -1,4 +1,4 @@
-"""An ordinary script for one GPU: a resnet learns classes of JPEGs, and keeps its best weights."""
+"""Chapter 2's script for one GPU: a resnet learns classes of JPEGs, and keeps its best weights."""
 
 import time
 

@@ -16,7 +16,7 @@ def test_a_job_for_each_size(tmp_path):
     [loop] = re.findall(r"^```sh\n(for size in .*?)^```$", SECOND_NODE, re.M | re.S)
     tools = stand_ins(tmp_path / "tools", {"sbatch": 'echo "$@"'})
     done = run("bash", "-c", loop, env=environment(PATH=f"{tools}:/usr/bin:/bin"))
-    command = "--job-name={0}x{1} --nodes={0} --gpus-per-node={1} --cpus-per-task={2}"
+    command = "--no-requeue --job-name={0}x{1} --nodes={0} --gpus-per-node={1} --cpus-per-task={2}"
     command += " launch_slurm_with_torchrun.sh ../mine/my_script.py"
     sizes = ((1, 1, 8), (1, 8, 64), (2, 8, 64))
     assert done.stdout.splitlines() == [command.format(*size) for size in sizes]
