@@ -1,30 +1,90 @@
-"""Accelerate, as its documentation has it: prepare(), backward(), end_training()."""
+"""Accelerate on many GPUs: the batch and the schedule of one, and a job that may be stopped.
+
+    sbatch launch_slurm_with_torchrun.sh examples/with_accelerate.py [FOLDER]
+
+It needs preemption.py. FOLDER holds the checkpoints of the run that it continues. Without one, each
+job has a folder of its own, which a requeue keeps.
+"""
+
+import sys
+
+sys.path.append("distributed")  # EDIT: where preemption.py is
+import preemption
+
+preemption.listen()  # before the slow imports, because Slurm may ask at any time
 
 import os
+import shutil
+from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader, TensorDataset
 
+EPOCHS, BATCH, SAVE_EVERY = 3, 32, 10
+run = os.environ.get("RUN", "by_hand")  # the job's number, which env.sh exports
+folder = Path(sys.argv[1] if len(sys.argv) > 1 else f"checkpoints/{run}")
+
+# split_batches: the loader's batch is that of all ranks, and a schedule steps once a step.
+# The order of the samples comes from the seed and the epoch, so that a run can resume within one.
+data = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=0)
 # On CPUs Accelerate has to be told, or each rank trains by itself.
-accelerator = Accelerator(cpu=not torch.cuda.is_available())
+accelerator = Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=data)
 
-images = torch.randn(256, 16)
-train_set = TensorDataset(images, images.sum(1, keepdim=True))
-loader = DataLoader(train_set, batch_size=16, shuffle=True)
-model = torch.nn.Linear(16, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+torch.manual_seed(0)  # the same weights, on any number of ranks
+inputs = torch.randn(512, 16)
+train_set = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+loader = DataLoader(train_set, BATCH, shuffle=True, drop_last=True)
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(loader))
+model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 
-for inputs, targets in loader:
-    optimizer.zero_grad()
-    loss = torch.nn.functional.mse_loss(model(inputs), targets)
-    accelerator.backward(loss)
-    optimizer.step()
 
+def checkpoints() -> list[Path]:
+    """Those that are whole, the oldest first."""
+    return sorted(folder.glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
+
+
+def save(step: int):
+    """Under another name first, because a kill may come in between."""
+    accelerator.save_state(folder / "part")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        os.replace(folder / "part", folder / f"step_{step}")
+        for old in checkpoints()[:-2]:
+            shutil.rmtree(old)
+
+
+step = 0
+if checkpoints():
+    last = checkpoints()[-1]
+    accelerator.load_state(last)
+    step = int(last.name.split("_")[1])
+    if accelerator.is_main_process:  # accelerator.print() would print it once on each node
+        print(f"Resumed after step {step}", flush=True)
+for epoch in range(step // len(loader), EPOCHS):
+    rest = accelerator.skip_first_batches(loader, step % len(loader))
+    rest.set_epoch(epoch)
+    for inputs, targets in rest:
+        rate = schedule.get_last_lr()[0]
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        step += 1
+        mean = accelerator.reduce(loss.detach(), "mean").item()
+        if accelerator.is_main_process:
+            print(f"step={step} learning_rate={rate:.8f} loss={mean:.6f}", flush=True)
+
+        stopped = preemption.asked(accelerator.device, step)
+        if stopped or step % SAVE_EVERY == 0:
+            save(step)
+        if stopped:
+            preemption.end(True, arguments=str(folder))
+
+weights = accelerator.unwrap_model(model)[0].weight.sum()
 rank, world_size = accelerator.process_index, accelerator.num_processes
-weights = accelerator.unwrap_model(model).weight.sum()
 print(f"rank {rank} of {world_size}: weights {weights:.6f}\n", end="")
-accelerator.wait_for_everyone()
-accelerator.end_training()
-os._exit(0)  # gloo may abort a Python that shuts down: docs/troubleshooting.md
+preemption.end(False)

@@ -3,7 +3,7 @@
 import signal
 import subprocess
 
-pytest_plugins = ["ddp_runs", "engines", "models", "pages", "slurm", "trials"]
+pytest_plugins = ["slurm", "pages", "engines", "models", "ddp_runs", "trials"]
 
 # Like ctrl-C: by way of the fixtures, which end the cluster.
 signal.signal(signal.SIGTERM, signal.default_int_handler)

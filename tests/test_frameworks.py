@@ -1,0 +1,439 @@
+"""Scripts of other frameworks: docs/frameworks.md, and what its tables say of them.
+
+`make test-all` installs the frameworks into .venv-guests, beside the torch of .venv.
+"""
+
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from slurm import LAUNCHERS, REPOSITORY, at_once, one_rank_a_node, ranks, run, wait_for
+
+pytestmark = pytest.mark.matrix
+
+FOLDER = REPOSITORY / "examples"
+PAGE = (REPOSITORY / "docs/frameworks.md").read_text()
+# The table of launchers: a link to the script, then "yes" or "no" for each launcher.
+CELL = r" \| (yes|no)\b[^|]*"
+ROW = rf"^\| [^|]*with_(\w+)\.py\){CELL * 3} \|$"
+TABLE = {
+    guest: dict(zip(LAUNCHERS, cells, strict=True)) for guest, *cells in re.findall(ROW, PAGE, re.M)
+}
+# Those of the table of frameworks
+GUESTS = ["trainer", "accelerate", "lightning", "deepspeed", "fsdp"]
+
+Step = tuple[int, str, float]  # its number, the learning rate as printed, the loss
+
+
+# --- what one process trains ---
+
+# The same model, data and order without any framework.
+PLAIN = """
+import sys, torch
+torch.manual_seed(0)
+inputs = torch.randn(512, 16)
+targets = inputs.sum(1, keepdim=True)
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+epochs, step = int(sys.argv[1]), 0
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * 16)
+for epoch in range(epochs):
+    order = torch.randperm(512, generator=torch.Generator().manual_seed(epoch))
+    for batch in order.split(32):
+        step, rate = step + 1, schedule.get_last_lr()[0]
+        loss = torch.nn.functional.mse_loss(model(inputs[batch]), targets[batch])
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        print(f"step={step} learning_rate={rate:.8f} loss={loss.item():.6f}")
+"""
+
+
+def lines(guest: str, log: str) -> list[tuple[str, ...]]:
+    """A step's number (the Trainer prints epochs), its learning rate and its loss, as printed."""
+    if guest == "trainer":
+        found = re.findall(
+            r"\{'loss': '(\S+)', .*'learning_rate': '(\S+)', 'epoch': '(\S+)'\}", log
+        )
+        return [(epoch, rate, loss) for loss, rate, epoch in found]
+    return re.findall(r"^step=(\d+) learning_rate=(\S+) loss=(\S+)$", log, re.M)
+
+
+def steps(guest: str, log: str, nodes: int = 2, per_epoch: int = 16) -> list[Step]:
+    """The steps that a log shows, each as often as it was trained, in their order."""
+    if guest != "trainer":
+        return [(int(step), rate, float(loss)) for step, rate, loss in lines(guest, log)]
+    found = Counter(lines(guest, log))
+    # Rank 0 of each node prints it.
+    assert all(count % nodes == 0 for count in found.values()), found
+    each = [line for line, count in found.items() for _ in range(count // nodes)]
+    whole = [(round(float(epoch) * per_epoch), rate, float(loss)) for epoch, rate, loss in each]
+    return sorted(whole)
+
+
+def of_one_process(guest: str, packages: dict, folder: Path, epochs: int = 3) -> list[Step]:
+    """A plain loop's, and for the Trainer, whose model is another one, its own on one rank."""
+    if guest == "trainer":
+        script = variant(guest, folder, epochs)
+        done = ranks(1, script, folder / "saved", **packages)
+    else:
+        done = run(sys.executable, "-c", PLAIN, epochs)
+    assert done.returncode == 0, done.stderr
+    expected = steps(guest, done.stdout, nodes=1)
+    assert [step for step, *_ in expected] == list(range(1, epochs * 16 + 1))
+    return expected
+
+
+def assert_same(found: list[Step], expected: list[Step]):
+    """The same steps, each once, at the same rates, with the same losses but for rounding, which
+    was 0.00002 of them at most; but the Trainer prints four digits. With a rate that is 1 % too
+    high they are 0.001 of them apart in the fourth step, and 0.1 at the end."""
+    assert [step[:2] for step in found] == [step[:2] for step in expected]
+    assert [loss for *_, loss in found] == pytest.approx([loss for *_, loss in expected], rel=1e-3)
+
+
+# --- the scripts, as they are and changed ---
+
+LISTEN = "preemption.listen()  # before the slow imports, because Slurm may ask at any time\n"
+
+
+def variant(guest: str, folder: Path, epochs: int = 3, code: str = "", changes: tuple = ()) -> Path:
+    """A copy of a script in a new folder: with more epochs, with code behind its
+    `preemption.listen()`, and with other words, given as pairs."""
+    text = (FOLDER / f"with_{guest}.py").read_text()
+    for old, new in [(" = 3, 32", f" = {epochs}, 32"), *changes, (LISTEN, LISTEN + code)]:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    folder.mkdir()
+    script = folder / f"with_{guest}.py"
+    script.write_text(text)
+    return script
+
+
+def trained_together(log: str) -> bool:
+    """Whether four ranks say that they are of four, and all have the same weights."""
+    said = re.findall(r"^rank (\d) of (\d+): weights (\S+)$", log, re.M)
+    ranks, sizes, weights = zip(*said, strict=True) if said else ((), (), ())
+    return sorted(ranks) == list("0123") and set(sizes) == {"4"} and len(set(weights)) == 1
+
+
+def test_the_table_has_every_guest():
+    assert {f"with_{guest}" for guest in TABLE} == {path.stem for path in FOLDER.glob("with_*.py")}
+
+
+@pytest.mark.parametrize("guest", TABLE)
+def test_guest(guest, packages, cluster, tmp_path):
+    """Four ranks on two nodes train what one process trains, under the launchers of the table."""
+    script = f"examples/with_{guest}.py"
+    jobs = {}
+    for way, launcher in LAUNCHERS.items():
+        command = [f"--output={tmp_path}/%j", launcher, script, tmp_path / way]
+        jobs[way] = cluster.submit(*command, env=packages)
+    expected = of_one_process(guest, packages, tmp_path / "one") if guest in GUESTS else []
+    for way, ended in [(way, cluster.wait(job, timeout=300)) for way, job in jobs.items()]:
+        right = ended.state == "COMPLETED" and trained_together(ended.log)
+        assert right == (TABLE[guest][way] == "yes"), f"{way}: {ended.state}\n{ended.log}"
+        if guest in GUESTS:
+            assert_same(steps(guest, ended.log), expected)
+
+
+def test_script_that_spawns(cluster, tmp_path):
+    """By the copy of a launcher that the page makes."""
+    [command] = re.findall(r"^sed .*$", PAGE, re.M)
+    made = run("bash", "-c", command.replace("> ", f"> {tmp_path}/"))
+    assert made.returncode == 0, made.stderr
+    launcher = tmp_path / command.rpartition(" ")[2]
+    ended = cluster.sbatch(f"--output={tmp_path}/%j", launcher, FOLDER / "with_spawn.py")
+    assert ended.state == "COMPLETED" and trained_together(ended.log), ended.log
+
+
+# --- without the scripts' lines: what each framework does by itself ---
+
+BY_ITSELF = {
+    "trainer": [
+        ("per_device_train_batch_size=BATCH // world_size", "per_device_train_batch_size=BATCH"),
+        ("    callbacks=[Stop()],\n", ""),
+        # With the bar, rank 0 alone prints.
+        ("    disable_tqdm=True,  # no bar in a log\n", ""),
+    ],
+    "accelerate": [
+        ("(split_batches=True,", "("),
+        # What the loader's length is, once it is prepared for two ranks
+        ("EPOCHS * len(loader))", "EPOCHS * len(loader) // 2)"),
+        ("preemption.asked(accelerator.device, step)", "False"),
+    ],
+    "lightning": [
+        ("(train_set, BATCH // world_size,", "(train_set, BATCH,"),
+        ('{"scheduler": schedule, "interval": "step"}', "schedule"),
+        ("[Stop(), ", "["),
+    ],
+    "deepspeed": [
+        ('"train_batch_size"', '"train_micro_batch_size_per_gpu"'),
+        ("preemption.asked(engine.device, step)", "False"),
+    ],
+    "fsdp": [
+        ("per_rank = BATCH // world_size", "per_rank = BATCH"),
+        ("preemption.asked(device, step)", "False"),
+    ],
+}
+# A step of a second, in all frameworks
+SLOW = """
+import os, time, torch
+backward = torch.Tensor.backward
+def slowly(*arguments, **options):
+    if int(os.environ.get("SLURM_RESTART_COUNT", 0)) < 2:
+        time.sleep(1)
+    backward(*arguments, **options)
+torch.Tensor.backward = slowly
+"""
+TWO = "--gpus-per-node=1"  # ranks, one on each of two nodes
+# Blocks of several bars run into each other, and then the log is not UTF-8.
+NO_BLOCKS = {"TQDM_BAR_FORMAT": "{n} of {total}\n"}
+
+
+def saved_steps(guest: str, folder: Path) -> list[int]:
+    """The steps of the checkpoints, whole or not."""
+    name = {"trainer": "checkpoint-*", "lightning": "*step=*.ckpt", "deepspeed": "global_step*"}
+    found = folder.glob(name.get(guest, "step_*"))
+    return sorted(int(re.findall(r"\d+", path.stem)[-1]) for path in found)
+
+
+def test_batch_by_itself(packages, cluster, tmp_path):
+    """Two ranks train with twice the batch, and so in half the steps. The rates are those of every
+    second step, or what each framework makes of the schedule."""
+
+    def trains(guest: str):
+        folder = tmp_path / guest
+        script = variant(guest, folder, changes=BY_ITSELF[guest])
+        command = [f"--output={folder}/log", TWO, LAUNCHERS["torchrun"], script, folder / "saved"]
+        ended = cluster.sbatch(*command, env=packages | NO_BLOCKS, timeout=300)
+        assert ended.state == "COMPLETED", ended.log
+        expected = of_one_process(guest, packages, folder / "one")
+        numbers, rates, losses = zip(*steps(guest, ended.log, 1, 8), strict=True)
+        assert list(numbers) == list(range(1, 25)) and len(expected) == 48
+        assert losses[-1] != pytest.approx(expected[-1][2], rel=0.001)
+        of_one = [rate for _, rate, _ in expected]
+        if guest == "accelerate":
+            # The schedule steps twice a step: at half time it is at its end, and then rises again.
+            assert float(rates[12]) == 0 and float(rates[-1]) > 0.009, rates
+        elif guest == "lightning":
+            # It steps once an epoch.
+            assert [len(set(rates[first : first + 8])) for first in (0, 8, 16)] == [1, 1, 1]
+            assert len(set(rates)) == 3, rates
+        elif guest == "deepspeed":
+            # It was made for the steps of one process.
+            assert list(rates) == of_one[:24]
+        else:
+            assert list(rates) == of_one[::2]
+
+    at_once(trains, [(guest,) for guest in GUESTS])
+
+
+def test_sigterm_by_itself(packages, cluster, tmp_path):
+    """SIGTERM and the time limit end it, nothing is saved, and it is not requeued."""
+
+    def ends(guest: str):
+        folder = tmp_path / guest
+        changes = [*BY_ITSELF[guest], ("import preemption\n\n", "import preemption\n" + SLOW)]
+        script = variant(guest, folder, 100, changes=changes)
+        script.write_text(script.read_text().replace(LISTEN, ""))
+        for state, limit in (("FAILED", 10), ("TIMEOUT", 2)):
+            log, saved = folder / state, folder / f"{state}-saved"
+            command = [f"--output={log}", TWO, f"--time={limit}", LAUNCHERS["torchrun"], script]
+            job = cluster.submit(*command, saved, env=packages | NO_BLOCKS)
+            wait_for(lambda log=log: log.exists() and len(lines(guest, log.read_text())) > 3, 180)
+            if state == "FAILED":
+                cluster.exec("scancel", "--signal=TERM", job)
+            ended = cluster.wait(job, timeout=240)
+            assert (ended.state, cluster.show(job)["Restarts"]) == (state, "0"), ended.log
+            # Only what it saves every ten steps, or in each epoch of eight.
+            assert all(step % 10 == 0 or step % 8 == 0 for step in saved_steps(guest, saved))
+
+    at_once(ends, [(guest,) for guest in GUESTS])
+
+
+# --- stopped, killed and resumed ---
+
+
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """A folder to submit from, in which the runs' folders are."""
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    for name in ("env.sh", "torchrun.sh", *LAUNCHERS.values(), "aux", "distributed", ".venv"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    return folder
+
+
+def test_stopped(packages, cluster, clone, tmp_path):
+    """By SIGTERM, then by its time limit. It saves, is requeued, finds its folder by RUN, and has
+    trained each step once, as one process would have."""
+
+    def resumes(guest: str, way: str):
+        folder = tmp_path / f"{guest}-{way}"
+        script = variant(guest, folder, 8, SLOW)
+        command = [f"--output={folder}/log", *one_rank_a_node(way), "--time=2"]
+        job = cluster.submit(*command, LAUNCHERS[way], script, env=packages, cwd=clone)
+        log = folder / "log"
+        wait_for(lambda: log.exists() and len(lines(guest, log.read_text())) > 2, 120)
+        cluster.exec("scancel", "--signal=TERM", job)
+        cluster.start_again(job)
+        wait_for(lambda: cluster.show(job)["JobState"] == "RUNNING", 60)
+        cluster.start_again(job, 240)
+        ended = cluster.wait(job, 180)
+        assert ended.state == "COMPLETED", ended.log
+        assert ended.log.count("Requeued: it resumes by itself") == 2, ended.log
+        assert "DUE TO TIME LIMIT" in ended.log, ended.log
+        expected = of_one_process(guest, packages, folder / "one", 8)
+        assert_same(steps(guest, ended.log), expected)
+        assert saved_steps(guest, clone / f"checkpoints/{job}")
+
+    cases = [("trainer", "torchrun"), ("accelerate", "srun"), ("deepspeed", "spawn")]
+    cases += [("fsdp", "torchrun"), ("lightning", "torchrun"), ("lightning", "srun")]
+    at_once(resumes, cases)
+
+
+# SIGKILL to one rank while it saves for the second time
+KILL = """
+import os, shutil, signal, time, torch
+now, asked = 0, preemption.asked
+def asks(device, step=None):
+    global now
+    now = step
+    return asked(device, step)
+preemption.asked = asks
+def kill_in(module, name, rank, when):
+    function = getattr(module, name)
+    def killed(*arguments, **options):
+        if os.environ["RANK"] == rank and when(*arguments):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+    setattr(module, name, killed)
+"""
+BEFORE_THE_OPTIMIZER = "kill_in(torch, 'save', '0', lambda *_: now == 20)"
+KILLS = {
+    "trainer": BEFORE_THE_OPTIMIZER,
+    "accelerate": BEFORE_THE_OPTIMIZER,
+    # A file that is moved from /tmp to another file system is copied.
+    "lightning": """
+def half(source, target):
+    with open(source, "rb") as whole, open(target, "wb") as part:
+        part.write(whole.read(1000))
+    return True
+def when(source, target):
+    return now == 32 and target.endswith("last.ckpt") and half(source, target)
+kill_in(shutil, "move", "0", when)
+""",
+    # Meanwhile rank 0 would write `latest`.
+    "deepspeed": """
+def when(state, path):
+    return now == 20 and "optim" in str(path) and not time.sleep(5)
+kill_in(torch, "save", "1", when)
+""",
+    "fsdp": """
+import checkpoint
+kill_in(checkpoint.Folder, "publish", "0", lambda *arguments: arguments[-1] == 20)
+""",
+}
+
+
+def test_killed_in_a_save(packages, cluster, tmp_path):
+    """The next start takes the checkpoint before, and trains what one process would have."""
+
+    def resumes(guest: str):
+        folder = tmp_path / guest
+        script = variant(guest, folder, code=KILL + KILLS[guest] + "\n")
+        saved = folder / "saved"
+        command = [f"--output={folder}/%j", TWO, LAUNCHERS["torchrun"]]
+        ended = cluster.sbatch(*command, script, saved, env=packages, timeout=180)
+        assert ended.state == "FAILED" and "SIGKILL" in ended.log, ended.log
+        expected = of_one_process(guest, packages, folder / "one")
+        before = steps(guest, ended.log)
+        assert_same(before, expected[: len(before)])
+        if guest == "trainer":
+            # As if the kill had come later still
+            state = (saved / "checkpoint-10/trainer_state.json").read_text()
+            (saved / "checkpoint-20/trainer_state.json").write_text(state[: len(state) // 2])
+        script = FOLDER / f"with_{guest}.py"
+        ended = cluster.sbatch(*command, script, saved, env=packages, timeout=180)
+        assert ended.state == "COMPLETED", ended.log
+        found = steps(guest, ended.log)
+        assert_same(found, expected[-len(found) :])
+        # Lightning saves at the end of each epoch, and was killed in the second file of the second.
+        assert (len(before), found[0][0]) == ((32, 33) if guest == "lightning" else (20, 11))
+
+    at_once(resumes, [(guest,) for guest in GUESTS])
+
+
+# --- more of what the page says ---
+
+
+def test_lightning_requeues_itself(packages, cluster, tmp_path):
+    """At SIGUSR1, if srun starts the ranks. It saves wherever a rank happens to be, and so hangs if
+    one is in a collective already: in steps of a second all are at the same line when it comes."""
+    changes = [("[Stop(), ", "["), ("ckpt_path=last", 'ckpt_path="last"')]
+    script = variant("lightning", tmp_path / "copy", 1000, SLOW, changes)
+    script.write_text(script.read_text().replace(LISTEN, ""))
+    command = [f"--output={tmp_path}/log", *one_rank_a_node("srun"), LAUNCHERS["srun"], script]
+    job = cluster.submit(*command, tmp_path / "saved", env=packages)
+    wait_for(lambda: list(tmp_path.glob("saved/*.ckpt")), 180)
+    cluster.exec("scancel", "--signal=USR1", job)
+    cluster.start_again(job, 180)
+    assert (tmp_path / "saved/hpc_ckpt_1.ckpt").exists()
+    words = "Restored all states from the checkpoint at "
+    wait_for(lambda: words in (tmp_path / "log").read_text(), 180)
+    cluster.exec("scancel", job)
+    assert cluster.wait(job).state == "CANCELLED"
+
+
+def test_evaluation_of_the_trainer(packages, tmp_path):
+    """Its loss is that of one rank if ranks x batch divides the set, and else another one."""
+    odd = '[{"input_ids": row, "labels": row} for row in torch.zeros(1, 16, dtype=torch.long)]'
+    losses = []
+    for data in ("examples[:15]", "examples[:8]"):
+        changes = [("examples[512:]", f"{data} + {odd}")]
+        changes += [("eval_batch_size=BATCH // world_size", "eval_batch_size=8")]
+        for count in (1, 2):
+            folder = tmp_path / f"{len(losses)}"
+            script = variant("trainer", folder, 1, changes=changes)
+            done = ranks(count, script, folder / "saved", **packages)
+            assert done.returncode == 0, done.stderr
+            losses.append(float(re.findall(r"'eval_loss': '(\S+)'", done.stdout)[0]))
+    sixteen, nine = losses[:2], losses[2:]
+    assert sixteen[0] == sixteen[1] and abs(nine[0] - nine[1]) > 0.01, losses
+
+
+ORDER = """
+import deepspeed, torch
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+model = torch.nn.Linear(1, 1)
+engine, _, loader, _ = deepspeed.initialize(
+    model=model,
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    training_data=list(range(64)),
+    config={"train_batch_size": 8},
+)
+for _ in range(2):
+    print("ORDER", [sample for batch in loader for sample in batch.tolist()])
+"""
+
+
+def test_order_of_deepspeed_s_loader(packages, tmp_path):
+    """It is the same in each epoch."""
+    (tmp_path / "order.py").write_text(ORDER)
+    done = ranks(1, tmp_path / "order.py", **packages)
+    first, second = re.findall("^ORDER .*$", done.stdout, re.M)
+    assert first == second and "[0, 1, 2, 3" not in first
+
+
+def test_the_page_shows_the_scripts():
+    """Each Python block is a piece of a script, as it is."""
+    scripts = [path.read_text() for path in FOLDER.glob("with_*.py")]
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+    assert len(blocks) == 3
+    for block in blocks:
+        assert any(block in script for script in scripts), block
