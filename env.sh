@@ -33,8 +33,8 @@ for asked in ${per_node//,/ }; do # gres:gpu:2, or gres/gpu:a100:4 gres/nic:1
     if [[ "$asked" =~ [:/]gpu(:[^:]+)?:([0-9]+)$ ]]; then gpus=$((gpus + BASH_REMATCH[2])); fi
 done
 # A salloc inherits those of the job in whose shell it was typed.
-if ((!is_batch)) && [[ ! "$(scontrol show job --details "$SLURM_JOB_ID")" =~ GRES=[^\ ]*gpu ]]; then
-    unset SLURM_GPUS_ON_NODE
+if ((!is_batch)) && shown=$(scontrol show job --details "$SLURM_JOB_ID"); then
+    if [[ ! "$shown" =~ GRES=[^\ ]*gpu ]]; then unset SLURM_GPUS_ON_NODE; fi
 fi
 # An --exclusive job is granted all GPUs of a node, but uses those that it asked for.
 gpus=${gpus:-${SLURM_GPUS_ON_NODE:-0}}
@@ -69,6 +69,7 @@ export SLURM_EXPORT_ENV=ALL SLURM_MPI_TYPE=none OMP_NUM_THREADS=$CPUS_PER_RANK
 mkdir --parents "log/$SLURM_JOB_ID" || true
 code=log/$SLURM_JOB_ID/code-$restarts before=log/$SLURM_JOB_ID/code-$((restarts - 1))
 script=${1:-distributed/train_ddp.py} module=${2-}
+if [[ "$script" == -- ]]; then script=$module; elif [[ "$module" == -- ]]; then module=${3-}; fi
 if [[ "$script" == -m ]]; then script=${module//.//}; fi # package.module: package/module.py
 (
     umask 077 # a secret in a file that you have edited is for nobody else
@@ -89,7 +90,7 @@ export NCCL_DEBUG="${NCCL_DEBUG:-WARN}" PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 # site.sh is yours: modules, and changes of the above, such as MASTER_ADDR=${MASTER_ADDR}i. It does
 # not see the script and its arguments, which conda's activate would take for its own.
 # A line of it that fails ends the job, because without its module NCCL may use TCP for days. But
-# what it sources may end with a test that is false, as /etc/profile does.
+# what it sources may end with a test that is false, as /etc/profile does, so `source` may fail.
 site_sh_failed() {
     if [[ "${BASH_SOURCE[1]}" == ./site.sh && ! "$BASH_COMMAND" =~ ^(source|\.)" " ]]; then
         local line=${BASH_LINENO[0]}

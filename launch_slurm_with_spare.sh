@@ -14,7 +14,8 @@
 # the same job, from its last checkpoint. A node that cannot run a step is left out, and so is one
 # on which a rank has failed twice. bad_nodes.txt remembers both for later jobs, unless the rank
 # failed at one step twice: delete a line if you disagree. A run that fails three times without a
-# save ends. aux/launch/spare.py decides, and says why in the log. It needs Python 3.10 on the first node.
+# save ends. aux/launch/spare.py decides, and says why in the log. It needs Python 3.10 on the
+# first node.
 #
 # Your script resumes if SLURM_RESTART_COUNT is not 0, as after a requeue.
 #

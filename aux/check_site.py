@@ -434,7 +434,8 @@ def unusual(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
     # A line is a date, a node, and why launch_slurm_with_spare.sh has left it out.
     # Others may write there as well.
     path = Path("bad_nodes.txt")
-    listed = path.read_text("utf-8", "replace") if path.is_file() else ""
+    readable = path.is_file() and os.access(path, os.R_OK)
+    listed = path.read_text("utf-8", "replace") if readable else ""
     lines = re.findall(r"^\S+ ([\w.-]+) (.+)$", listed, re.M)
     if bad := {node: why for node, why in lines if why.isprintable()}:
         what = "; ".join(f"{node}: {why}" for node, why in sorted(bad.items()))

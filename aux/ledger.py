@@ -35,7 +35,7 @@ def ledger(starts: list[list[dict]], ends: list[str]) -> dict:
     taken = [
         (beats[0]["first_step"], beats[0]["step"])
         for beats in starts
-        if beats[0]["first_step"] is not None
+        if None not in (beats[0]["first_step"], beats[0]["step"])
     ]
     found["steps"] = taken[-1][1] - taken[0][0] + 1 if taken else 0
     pairs = itertools.pairwise(taken)

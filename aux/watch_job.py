@@ -38,7 +38,7 @@ from heartbeat import HOST, describe, holds_back, holds_up, plain, read_beats, s
 def main():
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=text)
-    parser.add_argument("job", metavar="JOB", help="the number in log/JOB, or local")
+    parser.add_argument("job", metavar="JOB", help="the number in log/JOB, JOB/PROGRAM, or local")
     help = "how long a rank may go without a heartbeat or a step (default: 60)"
     parser.add_argument("--after", type=float, default=60, metavar="SECONDS", help=help)
     parser.add_argument("--this-node", action="store_true", help=argparse.SUPPRESS)

@@ -92,7 +92,7 @@ TOKENS = r"step=30/.* tokens_per_second=(?P<tokens>\d+)( mfu=(?P<mfu>\S+))?"
 TOKENS += r"( peak_memory_gib=(?P<gib>\S+))?"
 IMAGES = r"epoch=3 step=(\d+)/\1 .* images_per_second=(?P<images>\d+)"
 JPEGS = r"images_per_second=(?P<images>\S+)( gpu_busy=(?P<busy>\S+) peak_memory_gib=(?P<gib>\S+))?"
-TRAIN, ONE_RANK = "distributed/train_fsdp.py", f"{folder}/copies/one_rank.py"
+TRAIN, ONE_RANK = "distributed/train_fsdp.py", "dev/variants.py one_rank"
 ENDLESS = "--steps 100000 --log-every 10"
 QWEN = f"--data-dir {folder}/qwen {ENDLESS} --size"
 GPT2 = f"--data-dir {folder}/gpt2 {ENDLESS} --size 0.1b"  # as many weights, and its tokens
@@ -103,7 +103,7 @@ ALONE = {
     "0.6b": (f"{TRAIN} {QWEN} 0.6b --batch-size 4", TOKENS),
     "0.6b-fsdp": (f"{ONE_RANK} {QWEN} 0.6b --batch-size 4", TOKENS),
     "1.7b": (f"{TRAIN} {QWEN} 1.7b --batch-size 4", TOKENS),
-    "1.7b-float8": (f"{folder}/copies/float8.py {QWEN} 1.7b --batch-size 4", TOKENS),
+    "1.7b-float8": (f"dev/variants.py float8 {QWEN} 1.7b --batch-size 4", TOKENS),
     "8b": (f"{TRAIN} {QWEN} 8b --batch-size 2 --activation-checkpointing", TOKENS),
     "0.1b-eager": (f"{TRAIN} {GPT2} --batch-size 32 --no-compile", TOKENS),
     "0.1b": (f"{TRAIN} {GPT2} --batch-size 32", TOKENS),
@@ -117,40 +117,6 @@ for number, change in enumerate(CHANGES, start=1):  # each beside those before i
     ALONE[f"jpegs-{change}"] = (" ".join([*ALONE["jpegs"][:1], *CHANGES[:number]]), JPEGS)
 # No fault of a small GPU, or of a machine without torchao
 LEFT_OUT = r"No module named 'torchao'|Memory of a rank: [^(]*(?= \(.*\nwarning: this may not fit)"
-
-# What the last rank does at a place of train_ddp.py, and the pattern of what rank 0 says of it.
-STEP, MEETING = "        optimizer.step()", "with heartbeat.meeting("
-JOIN = "dist.TCPStore(env['MASTER_ADDR'], int(env['MASTER_PORT']), world_size, False)"
-FAULTS = {
-    "killed": (STEP, "if step == 21: os.kill(os.getpid(), 9)", r"ncclRemote.*|Connection .*"),
-    "away": (MEETING, f"{JOIN}, time.sleep(60)", r'away.py", line \d+ in <module>'),
-    "loops": (STEP, "while step == 21: pass", rf"First to look at: rank {SHARERS - 1} on .*"),
-    "broadcast": (
-        STEP,
-        "if step == 21: dist.broadcast(loss.detach(), 0)",
-        r"Watchdog.*|Timed.*|Connection closed.*",
-    ),
-}
-# It names the first collective of which the flight recorders' dumps differ. Only NCCL leaves them.
-RECORDER = f"-m torch.distributed.flight_recorder.fr_trace --prefix nccl_rank_ {folder}"
-
-# Copies of scripts with changes: as if their only rank were one of several, with torchao's matmuls,
-# and for FAULTS with less patience.
-FLOAT8 = "from torchao.float8 import convert_to_float8_training as convert\n"
-FLOAT8 += "convert(model, module_filter_fn=lambda _, name: name != 'lm_head')\n"
-MESHES = "parallel_plan.meshes(device, shard, tensor)"
-MESH = "device_mesh.init_device_mesh(device.type, (1,))"
-COPIES = {
-    "one_rank": ("train_fsdp", {"shard > 1": "True", MESHES: f"torch.distributed.{MESH}, None"}),
-    "float8": ("train_fsdp", {"layers = model.model": f"{FLOAT8}layers = model.model"}),
-    "impatient": ("heartbeat", {"later(300,": "later(20,", "float = 60)": "float = 8)"}),
-}
-for name, (place, does, _) in FAULTS.items():
-    indent = " " * (len(place) - len(place.lstrip()))
-    lines = f"{indent}if rank == world_size - 1:\n{indent}    {does}\n{place}"
-    patience = {"device_id=bound)": "device_id=bound, timeout=timedelta(seconds=20))"}
-    patience["import heartbeat"] = "import impatient as heartbeat"
-    COPIES[name] = ("train_ddp", {place: lines} | patience)
 
 
 # --- a script on all ranks ---
@@ -442,26 +408,16 @@ def hang():
     quote(f"rank {last} is frozen", named, run)
 
 
-def fault(name: str, does: str, pattern: str):
-    """What rank 0 says of the last rank's fault, and when it ends."""
-    run = Run(f"{folder}/copies/{name}.py {OPTIONS['ddp']} --checkpoint-dir {folder}/{name}")
-    seconds = run.times[-1] - run.when("step=20/")
-    quote(f"the last rank: `{does}`", pattern, run, f". Rank 0 has ended after {seconds:.0f} s")
-    if name == "broadcast" and on_gpu:
-        quote("the flight recorder", "Error type: .*", Run(RECORDER, ranks=1))
-
-
-GROUPS = {"alone": [*ALONE], "faults": [*FAULTS]}
+GROUPS = {"alone": [*ALONE]}
 PARTS = {part.__name__: part for part in (checks, losses, speed, stop, hang, save)}
 PARTS |= {name: functools.partial(measure, name, *row) for name, row in ALONE.items()}
-PARTS |= {name: functools.partial(fault, name, *row[1:]) for name, row in FAULTS.items()}
 
 
 # --- the page ---
 
 
 def prepare():
-    """Digits, a text of words drawn at random, tokens drawn at random, and COPIES."""
+    """Digits, a text of words drawn at random, and tokens drawn at random."""
     from prepare_data import draw_mnist, write_tokens
 
     raw = folder / "digits/MNIST/raw"
@@ -482,22 +438,6 @@ def prepare():
             said[f"{split}_tokens"] = count
         said |= {"dtype": "uint32", "source": "tokens drawn at random", "id": name}
         (folder / name / "vocabulary.json").write_text(json.dumps(said))
-    copy_scripts()
-
-
-def copy_scripts():
-    """COPIES, in a folder of their own."""
-    (folder / "copies").mkdir(parents=True)
-    path = f"import sys\nsys.path.append({os.path.abspath('distributed')!r})"
-    for name, (script, changes) in COPIES.items():
-        text = Path(f"distributed/{script}.py").read_text()
-        for old, new in changes.items():
-            if old not in text:
-                text = f"\nimport sys\nsys.exit({f'{script}.py has no {old} to change'!r})"
-                break
-            text = text.replace(old, new)
-        text = text.replace("\nimport ", f"\n{path}\nimport ", 1)
-        (folder / f"copies/{name}.py").write_text(text)
 
 
 def asked(command: str) -> str:
@@ -544,8 +484,8 @@ def main():
     parts = [name for part in parser.parse_args().parts for name in GROUPS.get(part, [part])]
     if not PARTS.keys() >= {*parts}:
         parser.error(f"PART is one {help}")
-    if world_size == 1 and {"hang", *FAULTS} & {*parts}:
-        parser.error("hang and faults need two ranks: sbatch a launcher, or ./torchrun.sh")
+    if world_size == 1 and "hang" in parts:
+        parser.error("hang needs two ranks: sbatch a launcher, or ./torchrun.sh")
     store.set(f"host/{rank}", HOST)
     names = [store.get(f"host/{other}").decode() for other in range(world_size)]
     HOSTS.extend(dict.fromkeys(names))

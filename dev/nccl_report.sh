@@ -76,8 +76,7 @@ run() {
     timeout 60 ./local/cluster/namespaces.sh up --nodes 12 --cpus 64 --gpus 1 || true
     nodes losses 4 losses &
     nodes stop 4 stop &
-    nodes faults 2 killed away loops &
-    nodes broadcast 2 checks broadcast &
+    nodes checks 2 checks hang &
     # Meanwhile the models compile, and find that done when they are timed.
     timeout 250 python3 dev/cluster_report.py 0.6b 1.7b &>/dev/null &
     timeout 250 python3 dev/cluster_report.py 1.7b-float8 0.6b-fsdp &>/dev/null &

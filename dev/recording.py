@@ -23,7 +23,7 @@ PICTURE = REPOSITORY / "docs/figures/recording.svg"
 CLUSTER = [REPOSITORY / "local/cluster/namespaces.sh"]
 LAUNCHER = "launch_slurm_with_torchrun.sh"
 COPIED = ["env.sh", "torchrun.sh", LAUNCHER, "aux/watch_job.py"]
-COPIED += [f"distributed/{name}.py" for name in ("heartbeat", "preemption", "mnist")]
+COPIED += [f"distributed/{name}.py" for name in ("heartbeat", "preemption", "checkpoint", "mnist")]
 # Rank 3 of the first start, in its 450th batch.
 HANG = """
     batches[0] += 1

@@ -133,7 +133,7 @@ if tensor > 1:
     parallel_plan.split_layers(model, tensor_mesh, args.sequence_parallel, compiled)
 elif compiled:
     loss_of = torch.compile(loss_of)
-    for part in layers if shard > 1 else [model]:
+    for part in [model] if fsdp_mesh is None else layers:
         part.compile()
 if fsdp_mesh is not None:
     # A rank keeps its part of weights, gradients and AdamW's moments in float32.

@@ -7,8 +7,9 @@
 The list is anything with a length and slices, of what JSON can hold, or of paths.
 answers/000000100.jsonl holds the answers from item 100 on, one line each, and appears when all of
 them are there, so `cat answers/*.jsonl` is in the order of the list. Processes need a folder that
-all of them see, and no process group. Start as many as you like, whenever you like. After a kill,
-start them again, in any number. The list is complete when one of them ends without an error.
+all of them see, on a file system with hard links, and no process group. Start as many as you like,
+whenever you like. After a kill, start them again, in any number. The list is complete when one of
+them ends without an error.
 
 A folder belongs to one list: to these items, in parts of this size, answered by this `model`, a
 name for whatever else the answers depend on. Any other list is refused.

@@ -524,6 +524,7 @@ ASKED = [
     ("ntasks_per_node=2", "", [], "-per-node=2 --gpus-per-node=2 launch_slurm_to_torch.sh "),
     ("nodes='2', exclusive=True", "", ["--nodes=3"], " --nodes=3 --ntasks-per-node=1 --exclusive "),
     ("ntasks_per_node=3", "gpus_per_node = 3", [], " --gpus-per-node=3 "),
+    ("nodes=1", "gpus-per-node = 0", [], " --gpus-per-node=0 "),
     ("nodes=1", "gpus_per_node = 3", ["--gpus-per-node=0"], " --gpus-per-node=0 "),
     ("ntasks_per_node=4, gpus_per_node='a100:4'", "", [], " --gpus-per-node=a100:4 "),
     ("nodes=1", "gpus_per_node = 3", [], "3 GPUs on a node.*: write gpus_per_node=1 or"),
@@ -571,7 +572,7 @@ HOST = 'hostname = "login"'
         ("[plain.submit]", "[plain.submti]", "[plain] has no key 'submti'"),
         ('backend = "ssh"', 'backend = "shh"', 'needs backend = "ssh" or "local"'),
         ("environment = []", 'environment = "X"', "environment must be a list of strings"),
-        ("[plain.cluster]", "[plain", "is not TOML: Expected ']' at the end of a table"),
+        ("[plain.cluster]", "[plain", "is not read: Expected ']' at the end of a table"),
         ("link =", 'type = "container"\nimage = "me/x"\nlink =', "needs image, with its registry"),
     ],
 )

@@ -158,6 +158,8 @@ def bad_nodes(tells: bool = False) -> set[str]:
 
 def lines_of_bad_nodes() -> list[str]:
     """With their ends. Bytes that are not UTF-8 survive in a string that is written back."""
+    if BAD_NODES.is_fifo():  # a stranger's, which would keep the job waiting
+        return []
     try:
         return BAD_NODES.read_text("utf-8", "surrogateescape").splitlines(keepends=True)
     except FileNotFoundError:

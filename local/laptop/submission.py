@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 SLURMFILE = HERE / "Slurmfile.toml"
 # Options of sbatch with which there is no one job to follow
-REFUSED = r"--(array|clusters|test-only|wrap)(=|$)|-[aM]"
+REFUSED = r"--(array|clusters|test-only|wrap)(=|$)"
 
 
 def fail(sentence: str):
@@ -79,8 +79,8 @@ def read_slurmfile(name: str) -> dict[str, dict]:
     first fault."""
     try:
         environments = tomllib.loads(SLURMFILE.read_text())
-    except tomllib.TOMLDecodeError as error:
-        fail(f"{SLURMFILE} is not TOML: {error}")
+    except (OSError, ValueError) as error:
+        fail(f"{SLURMFILE} is not read: {error}")
     if name not in environments:
         fail(f"no environment {name!r} in {SLURMFILE}; it has {', '.join(environments) or 'none'}")
     given = environments[name]
@@ -108,7 +108,8 @@ def read_slurmfile(name: str) -> dict[str, dict]:
     for variable in cluster["environment"]:
         if variable not in os.environ:
             fail(f"{variable} is listed in {SLURMFILE}, but is not set in this shell")
-    return {"cluster": cluster, "packaging": packaging, "submit": given.get("submit", {})}
+    submit = {name.replace("-", "_"): value for name, value in given.get("submit", {}).items()}
+    return {"cluster": cluster, "packaging": packaging, "submit": submit}
 
 
 def check(where: str, table: dict, keys: dict[str, type]):
