@@ -139,8 +139,9 @@ def test_all_is_well(cluster, copy):
 @pytest.mark.matrix
 def test_fsdp_over_one_rank(text, tmp_path):
     """The row trains as train_fsdp.py does, with its weights in FSDP's hands."""
-    train = "--num-hidden-layers 2 --hidden-size 64 --context 32 --batch-size 4 --steps 3".split()
-    train += ["--log-every", 1, "--no-compile", "--device", "cpu", "--data-dir", text]
+    train = ["--num-hidden-layers", 2, "--hidden-size", 64, "--context", 32, "--batch-size", 4]
+    train += ["--steps", 3, "--log-every", 1, "--no-compile", "--device", "cpu"]
+    train += ["--data-dir", text]
     losses = []
     for script in (["distributed/train_fsdp.py"], ["dev/variants.py", "one_rank"]):
         done = run(sys.executable, *script, *train, "--checkpoint-dir", tmp_path / script[-1][:3])

@@ -160,9 +160,13 @@ def test_a_job_that_is_not_requeued(ends, state, tmp_path):
 def slurm_answers(monkeypatch, *answers):
     """Instead of Slurm, one answer after the other. Returns the commands."""
     asked, answers = [], iter(answers)
-    monkeypatch.setattr(
-        requeue_failed, "slurm", lambda *command: asked.append(command) or next(answers)
-    )
+
+    def slurm(*command: str) -> str | None:
+        asked.append(command)
+        return next(answers)
+
+    for module in (requeue_failed, spare):
+        monkeypatch.setattr(module, "slurm", slurm)
     monkeypatch.setattr(requeue_failed.time, "sleep", lambda seconds: None)
     return asked
 
