@@ -434,6 +434,6 @@ def test_the_page_shows_the_scripts():
     """Each Python block is a piece of a script, as it is."""
     scripts = [path.read_text() for path in FOLDER.glob("with_*.py")]
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         assert any(block in script for script in scripts), block
