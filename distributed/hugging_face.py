@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from heartbeat import fail
 from token_files import LARGEST, json_object, mapped, numbers, printable, read_object
 
 # What transformer.py computes: a field of config.json, and the values that it may have.
@@ -60,7 +60,7 @@ def read_config(folder: Path) -> dict:
         check_inside(folder, folder / "config.json")
         tokenizer_of(folder)
     except (OSError, ValueError) as error:
-        sys.exit(f"{folder} is no Qwen3 or Llama to start from: {printable(error)}")
+        fail(f"{folder} is no Qwen3 or Llama to start from: {printable(error)}")
     return config
 
 
@@ -143,7 +143,7 @@ def open_weights(folder: Path, model: torch.nn.Module) -> dict[str, torch.Tensor
             check_inside(folder, folder / file)
             found |= open_file(folder / file)
     except Exception as error:  # a header may have anything in any place
-        sys.exit(f"{folder} cannot be read: {type(error).__name__}: {printable(error)}")
+        fail(f"{folder} cannot be read: {type(error).__name__}: {printable(error)}")
 
     weights = dict(model.named_parameters())
     for name in sorted(weights.keys() | found.keys()):
@@ -155,7 +155,7 @@ def open_weights(folder: Path, model: torch.nn.Module) -> dict[str, torch.Tensor
         ours = tuple(weights[name].shape) if name in weights else "none"
         if theirs != ours:
             said = f"{printable(name)} is {theirs}, not {ours}"
-            sys.exit(f"{folder} is not what its config.json says: {said}")
+            fail(f"{folder} is not what its config.json says: {said}")
     return found
 
 

@@ -1,12 +1,13 @@
 """MNIST as tensors: read by torchvision, normalised once, fetched a batch at a time."""
 
 import hashlib
-import sys
 from pathlib import Path
 
 import torch
 import torchvision
 from torch.utils.data import TensorDataset
+
+from heartbeat import fail
 
 TEST_LABELS_SHA256 = "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"
 
@@ -37,16 +38,16 @@ def read(folder: str | Path, train: bool) -> BatchDataset:
     raw = Path(folder, "MNIST/raw")
     if not raw.is_dir():
         prepare = "prepare it once, before the job: python aux/prepare_data.py mnist"
-        sys.exit(f"no MNIST data in {folder}: {prepare}")
+        fail(f"no MNIST data in {folder}: {prepare}")
 
     again = "move it away and prepare it again: python aux/prepare_data.py mnist"
     try:
         digits = torchvision.datasets.MNIST(folder, train=train)
     except (RuntimeError, ValueError, TypeError, AssertionError, LookupError, OSError) as error:
-        sys.exit(f"{raw} is incomplete or damaged ({error!r}): {again}")
+        fail(f"{raw} is incomplete or damaged ({error!r}): {again}")
     images, labels = digits.data, digits.targets
     if len(images) != len(labels) or images.shape[1:] != (28, 28) or labels.max() > 9:
-        sys.exit(f"{raw} does not hold a label from 0 to 9 for each image: {again}")
+        fail(f"{raw} does not hold a label from 0 to 9 for each image: {again}")
 
     images = images.unsqueeze(1).float().div_(255).sub_(0.1307).div_(0.3081)
     return BatchDataset(images, labels)

@@ -11,7 +11,6 @@ transformer.py knows nothing of the plan. For another model change the names in 
 """
 
 import argparse
-import sys
 
 import torch
 import torch.distributed as dist
@@ -28,22 +27,24 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from heartbeat import fail
+
 
 def check(args: argparse.Namespace, world_size: int):
     """Ends with a sentence if so many ranks cannot share out the model and the batch like that."""
     tensor, heads = args.tensor_parallel, args.num_key_value_heads
     if world_size % tensor != 0 or heads % tensor != 0:
         split = f"{world_size} (ranks) and {heads} (--num-key-value-heads)"
-        sys.exit(f"--tensor-parallel must divide {split}")
+        fail(f"--tensor-parallel must divide {split}")
     if args.sequence_parallel and args.context % tensor != 0:
-        sys.exit(f"--context must be a multiple of {tensor} (--tensor-parallel)")
+        fail(f"--context must be a multiple of {tensor} (--tensor-parallel)")
     groups = world_size // tensor
     what = "ranks" if tensor == 1 else "groups of --tensor-parallel"
     if groups % (args.shard or 1) != 0:
-        sys.exit(f"--shard must divide {groups} ({what})")
+        fail(f"--shard must divide {groups} ({what})")
     if args.batch_size % (groups * args.accumulation) != 0:
         parts = f"{groups} ({what}) x {args.accumulation} (--accumulation)"
-        sys.exit(f"--batch-size must be a multiple of {parts}")
+        fail(f"--batch-size must be a multiple of {parts}")
 
 
 def meshes(

@@ -15,7 +15,6 @@ import contextlib
 import math
 import re
 import shutil
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import hugging_face
+from heartbeat import fail
 
 # --- the table ---
 
@@ -93,6 +93,9 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def best_precision(device: torch.device) -> str:
+    """bf16 on a GPU that computes in it. A V100 or T4 would only emulate it, slowly."""
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "fp32"
     return "fp32" if device.type == "cpu" else "bf16"
 
 
@@ -113,7 +116,7 @@ def config_of(args: argparse.Namespace, vocab_size: int) -> dict:
     config = args.hf_config | {name: vars(args)[name] for name in SHAPE}
     if vocab_size > config["vocab_size"] or args.context > config["max_position_embeddings"]:
         limits = f"{config['vocab_size']} tokens, and --context {config['max_position_embeddings']}"
-        sys.exit(f"{args.init_from} knows {limits} at most")
+        fail(f"{args.init_from} knows {limits} at most")
     return config
 
 
@@ -123,7 +126,7 @@ def new_config(sizes: dict, context: int, vocab_size: int) -> dict:
     shape = {name: sizes[name] for name in SHAPE}
     if shape["num_attention_heads"] % shape["num_key_value_heads"] or shape["head_dim"] % 2:
         rule = "--num-attention-heads must be a multiple of --num-key-value-heads"
-        sys.exit(f"{rule}, and --head-dim even")
+        fail(f"{rule}, and --head-dim even")
     config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu"}
     # Qwen3 was trained with this theta, and with 1,000,000 from 32,768 tokens on.
     config |= {"attention_bias": False, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
@@ -165,8 +168,10 @@ def memory(
     heads = config["num_attention_heads"] * config["head_dim"]
     groups = config["num_key_value_heads"] * config["head_dim"]
     layer, outside = count_weights(config)
+    # In float32, on a GPU, each head has a copy of the keys and values that it shares.
+    copied = 2 * groups if bf16 else 2 * heads
     # Of a layer's input, its two norms and its sum; of queries, keys and values; of SwiGLU
-    kept = 4 * width + (3 * heads + 3 * groups + 4 * config["intermediate_size"]) / tensor
+    kept = 4 * width + (3 * heads + groups + copied + 4 * config["intermediate_size"]) / tensor
     activations = layers * width + kept if activation_checkpointing else layers * kept
     # In float32, besides what it computes with. A model that is split gathers the embedding and
     # two layers at a time. One that is not split is cast whole.

@@ -24,6 +24,8 @@ from pathlib import Path
 
 import torch
 
+from heartbeat import fail
+
 IGNORED = -100  # cross_entropy's ignore_index
 LARGEST = 100_000_000  # bytes of JSON to read, as in Hugging Face's own reader of safetensors
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # of Qwen and GPT-2, Llama 3 and Llama 2
@@ -147,7 +149,7 @@ class TokenDataset:
 
     def __init__(self, folder: Path, context: int, batch_size: int, seed: int = 0):
         if fault := missing_data(folder, context):
-            sys.exit(fault)
+            fail(fault)
         self.folder, self.vocabulary = Path(folder), read_vocabulary(folder)
         self.vocab_size = self.vocabulary["tokenizer"]["size"]
         self.context, self.batch_size, self.seed = context, batch_size, seed

@@ -6,15 +6,12 @@
 
 Any launcher gives the same losses. On another number of ranks they differ by rounding, which grows
 with the steps. EDIT marks the lines to change for your own data and model.
-Grown from local/train_single.py: process group, data, model, checkpoint, training.
+Grown from local/train_single.py: arguments, process group, data, model, checkpoint, training.
 """
 
-import argparse
-import math
 import os
 import sys
 import time
-import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,24 +25,20 @@ import heartbeat
 import mnist  # EDIT: your data
 
 # --- arguments ---
-parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--batch-size", type=int, default=64, help="images per step, over all ranks")
-parser.add_argument("--learning-rate", type=float, default=0.02, help="for SGD with momentum 0.9")
-parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the images' order")
-parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
-parser.add_argument("--data-dir", default="data/mnist", help="where prepare_data.py wrote MNIST")
-parser.add_argument("--log-every", type=int, default=100, metavar="STEPS")
-parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/RUN, or the time")
-# A requeued job runs the same command again, so it resumes without being told.
-requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-parser.add_argument(
-    "--resume", action="store_true", default=requeued, help="go on with the run in --checkpoint-dir"
-)
+parser = heartbeat.ArgumentParser(description=__doc__.split("\n")[0])
+add = parser.add_argument
+add("--epochs", type=int, default=3)
+add("--batch-size", type=int, default=64, help="images per step, over all ranks")
+add("--learning-rate", type=float, default=0.02, help="for SGD with momentum 0.9")
+add("--seed", type=int, default=0, help="seed of the weights and the images' order")
+add("--precision", choices=["fp32", "bf16"], default="fp32", help="on GPUs fp32 convolves in TF32")
+add("--device", choices=["auto", "cpu"], default="auto")
+add("--data-dir", default="data/mnist", help="where prepare_data.py wrote MNIST")
+add("--log-every", type=int, default=100, metavar="STEPS")
+# env.sh names a job's runs in RUN, so that a requeued job finds its folder, and resumes.
+run = os.environ.get("RUN", time.strftime("%Y-%m-%d_%H-%M-%S"))
+add("--checkpoint-dir", type=Path, default=Path("checkpoints", run), help="resumes the run in it")
 args = parser.parse_args()
-if args.resume and not args.checkpoint_dir and "RUN" not in os.environ:
-    parser.error("--resume needs --checkpoint-dir, or the variable RUN, which env.sh sets in a job")
 if min(args.epochs, args.batch_size, args.log_every) < 1:
     parser.error("--epochs, --batch-size and --log-every must be 1 or more")
 
@@ -86,7 +79,8 @@ def log(text: str):
 train_set, test_set = mnist.load(args.data_dir)
 options = {"collate_fn": mnist.collate, "pin_memory": device.type != "cpu"}
 if args.batch_size % world_size != 0 or args.batch_size > len(train_set):
-    sys.exit(f"--batch-size must be a multiple of {world_size} (ranks), up to {len(train_set)}")
+    multiple = f"a multiple of {world_size} (ranks), up to {len(train_set)}"
+    heartbeat.fail(f"--batch-size must be {multiple}")
 # Each rank gets an equal part of the shuffled images, and every world_size-th test image.
 sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
 test_sampler = range(rank, len(test_set), world_size)
@@ -100,50 +94,27 @@ torch.manual_seed(args.seed)
 model = nn.Sequential(
     nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU(),
     nn.Flatten(), nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Linear(128, 10),
-)  # fmt: skip
-# Convolutions are faster in this layout.
-model = model.to(device, memory_format=torch.channels_last)
-# DDP warns about weights with one channel or pixel, for which both layouts are the same.
-warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+).to(device)  # fmt: skip
 # ddp takes rank 0's weights, and its backward() averages the gradients over all ranks.
 ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-# fused: one kernel updates all weights.
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=True)
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
 # --- checkpoint ---
-# env.sh names a job's runs in RUN, so that a requeued one finds its folder.
-run = os.environ.get("RUN", time.strftime("%Y-%m-%d_%H-%M-%S"))
-folder = args.checkpoint_dir or Path("checkpoints", run)
-path, epochs_done = folder / "checkpoint.pt", 0
+# Rank 0 reads the file, and sends the others what it has read.
+path, epochs_done, found = args.checkpoint_dir / "checkpoint.pt", 0, [None]
 if rank == 0:
-    folder.mkdir(parents=True, exist_ok=True)
-dist.barrier()
-# Listed, because on NFS a file that was missing a minute ago may seem to be missing still.
-if folder.is_dir() and path.name in os.listdir(folder):
-    if not args.resume:
-        sys.exit(f"{path} exists: pass --resume, or choose another --checkpoint-dir")
-    # mmap: the ranks of a node share one copy in its memory, and no GPU holds the weights twice.
-    checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        found = [torch.load(path, map_location="cpu", weights_only=True)]
+dist.broadcast_object_list(found)
+if checkpoint := found[0]:
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     # The learning rate is in that state, but the command line's takes precedence.
-    for group in optimizer.param_groups:
-        group["lr"] = args.learning_rate
+    optimizer.param_groups[0]["lr"] = args.learning_rate
     epochs_done = checkpoint["epochs_done"]
-    del checkpoint
     log(f"Resumed after epoch {epochs_done}")
-elif args.resume:
-    log(f"No checkpoint in {folder}: the run starts from scratch")
-if rank == 0:
-    for part in folder.glob(f"{path.name}.*.part"):  # of a start that was killed while it saved
-        part.unlink()
-# On nodes that do not share the folder, ranks find different checkpoints. The largest n and the
-# largest -n add up to 0 only if n is the same on all ranks.
-found = torch.tensor([epochs_done, -epochs_done], device=device)
-dist.all_reduce(found, dist.ReduceOp.MAX)
-if found.sum() != 0:
-    sys.exit(f"rank {rank} resumes after epoch {epochs_done}, others do not: share {folder}")
 log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")  # EDIT
 
 # --- training ---
@@ -169,12 +140,9 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
             # The mean over all ranks is the sum of their means, each divided by world_size.
             mean_loss = torch.stack(losses).mean() / world_size
             dist.all_reduce(mean_loss)
-            mean_loss = mean_loss.item()
-            if not math.isfinite(mean_loss):
-                sys.exit(f"the loss is {mean_loss}: try a lower --learning-rate")
             seconds = (time.perf_counter() - start) / len(losses)
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
-            line = f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss:.6f}"
+            line = f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss.item():.6f}"
             line += f" images_per_second={args.batch_size / seconds:.0f}"
             log(f"{line} time_left={timedelta(seconds=round(seconds * steps_left))}")
             losses, start = [], time.perf_counter()
@@ -196,22 +164,18 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
     # Bad weights must not replace good ones. All ranks have the same.
     if not all(weight.isfinite().all() for weight in model.parameters()):
         what = f"the weights are not finite after epoch {epoch}"
-        sys.exit(f"{what}: {path} stays as it was, try a lower --learning-rate")
+        heartbeat.fail(f"{what}: {path} stays as it was, try a lower --learning-rate")
     heartbeat.alive(600)  # a large file may take ten minutes, for which NCCL waits as well
     if rank == 0:
         checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         # Written under another name and renamed, so a job that ends here leaves the old file whole.
-        part = folder / f"{path.name}.{os.getpid()}.part"
-        with open(part, "wb") as file:
+        with open(f"{path}.part", "wb") as file:
             torch.save(checkpoint | {"epochs_done": epoch}, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(f"{path}.part", path)
     # No rank leaves, or waits in a step, while rank 0 saves.
     dist.barrier()
 
 log(f"Finished: epoch={args.epochs}, checkpoint in {path}")
-dist.destroy_process_group()
-if device.type == "cpu":
-    # A thread of gloo can outlive the group and crash Python's shutdown, which this skips.
-    os._exit(0)
+heartbeat.leave(device)

@@ -4,7 +4,7 @@
     ./torchrun.sh distributed/train_fsdp.py               # one rank per GPU, or two
     sbatch launch_slurm_with_torchrun.sh distributed/train_fsdp.py --size 0.6b --accumulation 8
     sbatch launch_slurm_with_torchrun.sh distributed/train_fsdp.py --init-from qwen --data-dir mine
-    python aux/sample.py checkpoints/JOB          # writes text
+    python aux/sample.py checkpoints/JOB                  # writes text
 
 A run that was stopped and resumed on as many ranks has the weights of one that was not, bit for bit
 (on GPUs with --deterministic). However the ranks share out the model, the steps are those of one
@@ -39,7 +39,7 @@ import transformer  # EDIT: your model
 from parallel_plan import full_tensor
 
 # --- arguments ---
-parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+parser = heartbeat.ArgumentParser(description=__doc__.split("\n")[0])
 add, positive, yes_or_no = parser.add_argument, sizes.positive, argparse.BooleanOptionalAction
 add("--shard", type=positive, metavar="N", help="N ranks hold a copy (default: all; 1 is DDP)")
 help = "N ranks share each layer, and are one for --shard"
@@ -49,7 +49,10 @@ add("--accumulation", type=positive, default=1, help="split each step into so ma
 help = "less memory, a third more work; default: if the GPU's would not do"
 add("--activation-checkpointing", action=yes_or_no, help=help)
 add("--compile", action=yes_or_no, help="default: on a GPU with a C compiler")
-add("--precision", choices=["fp32", "bf16"], help="default: bf16 on a GPU, fp32 on a CPU")
+help = (
+    "default: bf16 on a GPU that has it, else fp32. tf32 rounds the factors of fp32, and is faster"
+)
+add("--precision", choices=["fp32", "tf32", "bf16"], help=help)
 add("--deterministic", action="store_true", help="equal resumes on GPUs; slower")
 add("--seed", type=int, default=0, help="seed of the weights and the data's order")
 add("--device", choices=["auto", "cpu"], default="auto")
@@ -111,7 +114,7 @@ config = sizes.config_of(args, dataset.vocab_size)
 precision = args.precision or sizes.best_precision(device)
 compiled = sizes.can_compile(device) if args.compile is None else args.compile
 bf16, shard = precision == "bf16", args.shard or data_ranks
-torch.set_float32_matmul_precision("high")  # TF32, if the GPU has it
+torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")  # high: TF32
 needed = (config, micro_batch_size, args.context, shard * tensor, tensor)
 activation_checkpointing, line = sizes.plan_memory(
     device, args.activation_checkpointing, *needed, bf16=bf16
@@ -215,7 +218,7 @@ for step in range(first + 1, args.steps + 1):
     heartbeat.step = step
     # All ranks have the same norm. Once weights are bad, it is nan in every later step.
     if step % 10 == 0 and not norm.isfinite():
-        sys.exit(f"the gradient's norm is {norm} in step {step}: try a lower --learning-rate")
+        heartbeat.fail(f"the gradient's norm is {norm} in step {step}: try a lower --learning-rate")
 
     if step % args.log_every == 0 or step == args.steps:
         mean_loss = torch.stack(losses).mean() / tensor

@@ -14,15 +14,12 @@ import preemption
 
 preemption.listen()  # before the slow imports, because Slurm may ask at any time
 
-import argparse
 import itertools
 import math
 import os
 import sys
 import time
-import warnings
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -35,25 +32,19 @@ import heartbeat
 import mnist  # EDIT: your data
 
 # --- arguments ---
-parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--batch-size", type=int, default=64, help="images per step, over all ranks")
-parser.add_argument("--learning-rate", type=float, default=0.02, help="for SGD with momentum 0.9")
-parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the images' order")
-parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
-parser.add_argument("--data-dir", default="data/mnist", help="where prepare_data.py wrote MNIST")
-parser.add_argument("--log-every", type=int, default=100, metavar="STEPS")
-parser.add_argument("--save-every", type=int, default=1000, metavar="STEPS")
-parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/RUN, or the time")
-# A requeued job runs the same command again, so it resumes without being told.
-requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-parser.add_argument(
-    "--resume", action="store_true", default=requeued, help="go on with the run in --checkpoint-dir"
-)
+parser = heartbeat.ArgumentParser(description=__doc__.split("\n")[0])
+add = parser.add_argument
+add("--epochs", type=int, default=3)
+add("--batch-size", type=int, default=64, help="images per step, over all ranks")
+add("--learning-rate", type=float, default=0.02, help="for SGD with momentum 0.9")
+add("--seed", type=int, default=0, help="seed of the weights and the images' order")
+add("--precision", choices=["fp32", "bf16"], default="fp32", help="on GPUs fp32 convolves in TF32")
+add("--device", choices=["auto", "cpu"], default="auto")
+add("--data-dir", default="data/mnist", help="where prepare_data.py wrote MNIST")
+add("--log-every", type=int, default=100, metavar="STEPS")
+add("--save-every", type=int, default=1000, metavar="STEPS")
+checkpoint.add_arguments(parser)  # --checkpoint-dir, --resume, --keep
 args = parser.parse_args()
-if args.resume and not args.checkpoint_dir and "RUN" not in os.environ:
-    parser.error("--resume needs --checkpoint-dir, or the variable RUN, which env.sh sets in a job")
 if min(args.epochs, args.batch_size, args.log_every, args.save_every) < 1:
     parser.error("--epochs, --batch-size, --log-every and --save-every must be 1 or more")
 
@@ -104,7 +95,8 @@ class ResumableSampler(DistributedSampler):
 train_set, test_set = mnist.load(args.data_dir)
 options = {"collate_fn": mnist.collate, "pin_memory": device.type != "cpu"}
 if args.batch_size % world_size != 0 or args.batch_size > len(train_set):
-    sys.exit(f"--batch-size must be a multiple of {world_size} (ranks), up to {len(train_set)}")
+    multiple = f"a multiple of {world_size} (ranks), up to {len(train_set)}"
+    heartbeat.fail(f"--batch-size must be {multiple}")
 # Each rank gets an equal part of the shuffled images, and every world_size-th test image.
 sampler = ResumableSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
 test_sampler = range(rank, len(test_set), world_size)
@@ -118,28 +110,19 @@ torch.manual_seed(args.seed)
 model = nn.Sequential(
     nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU(),
     nn.Flatten(), nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Linear(128, 10),
-)  # fmt: skip
-# Convolutions are faster in this layout.
-model = model.to(device, memory_format=torch.channels_last)
-# DDP warns about weights with one channel or pixel, for which both layouts are the same.
-warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+).to(device)  # fmt: skip
 # ddp takes rank 0's weights, and its backward() averages the gradients over all ranks.
 ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-# fused: one kernel updates all weights.
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=True)
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
 # --- checkpoint ---
-# env.sh names a job's runs in RUN, so that a requeued one finds its folder.
-run = os.environ.get("RUN", time.strftime("%Y-%m-%d_%H-%M-%S"))
 # With other values, a step would be another place in the data.
 metadata = {"batch_size": args.batch_size, "seed": args.seed, "samples": len(train_set)}
-folder = args.checkpoint_dir or Path("checkpoints", run)
-checkpoints = checkpoint.Folder(folder, metadata=metadata, resume=args.resume)
+checkpoints = checkpoint.Folder(args.checkpoint_dir, args.keep, metadata, args.resume)
 steps_done = checkpoints.load(model, optimizer)
-# The learning rate is in that state, but the command line's holds.
-for group in optimizer.param_groups:
-    group["lr"] = args.learning_rate
+# The learning rate is in that state, but the command line's takes precedence.
+optimizer.param_groups[0]["lr"] = args.learning_rate
 log(f"Data: {mnist.describe(args.data_dir)}. Checkpoints: {checkpoints.path}")  # EDIT
 
 # --- training ---
@@ -171,12 +154,9 @@ for epoch in range(first_epoch, args.epochs + 1):
             # The mean over all ranks is the sum of their means, each divided by world_size.
             mean_loss = torch.stack(losses).mean() / world_size
             dist.all_reduce(mean_loss)
-            mean_loss = mean_loss.item()
-            if not math.isfinite(mean_loss):
-                sys.exit(f"the loss is {mean_loss}: try a lower --learning-rate")
             seconds = (time.perf_counter() - start) / len(losses)
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
-            line = f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss:.6f}"
+            line = f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss.item():.6f}"
             line += f" images_per_second={args.batch_size / seconds:.0f}"
             log(f"{line} time_left={timedelta(seconds=round(seconds * steps_left))}")
             losses, start = [], time.perf_counter()
@@ -210,10 +190,5 @@ for epoch in range(first_epoch, args.epochs + 1):
 saved = checkpoints.wait()
 # A signal may have come during the last evaluation.
 stopped = stopped or preemption.asked(device)
-if not saved:
-    log("The last steps are not saved")
-elif stopped:
-    log(f"Stopped after step {steps_done}, saved")
-else:
-    log(f"Finished: epoch={args.epochs}, checkpoints in {checkpoints.path}")
+log(checkpoints.outcome(steps_done, stopped))
 preemption.end(stopped, not saved, f"--resume --checkpoint-dir {checkpoints.path}")

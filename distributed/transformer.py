@@ -62,6 +62,11 @@ class Attention(nn.Module):
             if self in cache:
                 k, v = torch.cat((cache[self][0], k), dim=2), torch.cat((cache[self][1], v), dim=2)
             cache[self] = k, v
+        if q.dtype == torch.float32 and q.device.type != "cpu":
+            # No kernel of CUDA for float32 takes shared keys and values, and without a kernel
+            # attention would keep T x T numbers for each head.
+            shared = q.size(1) // k.size(1)
+            k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
         causal = q.size(2) > 1  # a single token sees all before it
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
         return self.o_proj(y.transpose(1, 2).flatten(2))

@@ -7,7 +7,6 @@ EDIT marks the lines to change for your own data and model.
 """
 
 import argparse
-import math
 import os
 import sys
 import time
@@ -24,23 +23,19 @@ import mnist  # EDIT: your data
 
 # --- arguments ---
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--batch-size", type=int, default=64, help="images per step, over all ranks")
-parser.add_argument("--learning-rate", type=float, default=0.02, help="for SGD with momentum 0.9")
-parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the images' order")
-parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
-parser.add_argument("--data-dir", default="data/mnist", help="where prepare_data.py wrote MNIST")
-parser.add_argument("--log-every", type=int, default=100, metavar="STEPS")
-parser.add_argument("--checkpoint-dir", type=Path, help="default: checkpoints/RUN, or the time")
-# A requeued job runs the same command again, so it resumes without being told.
-requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-parser.add_argument(
-    "--resume", action="store_true", default=requeued, help="go on with the run in --checkpoint-dir"
-)
+add = parser.add_argument
+add("--epochs", type=int, default=3)
+add("--batch-size", type=int, default=64, help="images per step, over all ranks")
+add("--learning-rate", type=float, default=0.02, help="for SGD with momentum 0.9")
+add("--seed", type=int, default=0, help="seed of the weights and the images' order")
+add("--precision", choices=["fp32", "bf16"], default="fp32", help="on GPUs fp32 convolves in TF32")
+add("--device", choices=["auto", "cpu"], default="auto")
+add("--data-dir", default="data/mnist", help="where prepare_data.py wrote MNIST")
+add("--log-every", type=int, default=100, metavar="STEPS")
+# env.sh names a job's runs in RUN, so that a requeued job finds its folder, and resumes.
+run = os.environ.get("RUN", time.strftime("%Y-%m-%d_%H-%M-%S"))
+add("--checkpoint-dir", type=Path, default=Path("checkpoints", run), help="resumes the run in it")
 args = parser.parse_args()
-if args.resume and not args.checkpoint_dir and "RUN" not in os.environ:
-    parser.error("--resume needs --checkpoint-dir, or the variable RUN, which env.sh sets in a job")
 if min(args.epochs, args.batch_size, args.log_every) < 1:
     parser.error("--epochs, --batch-size and --log-every must be 1 or more")
 
@@ -74,35 +69,22 @@ torch.manual_seed(args.seed)
 model = nn.Sequential(
     nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU(),
     nn.Flatten(), nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Linear(128, 10),
-)  # fmt: skip
-# Convolutions are faster in this layout.
-model = model.to(device, memory_format=torch.channels_last)
-# fused: one kernel updates all weights.
+).to(device)  # fmt: skip
 optimizer = torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9, fused=True)
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
 # --- checkpoint ---
-# env.sh names a job's runs in RUN, so that a requeued one finds its folder.
-run = os.environ.get("RUN", time.strftime("%Y-%m-%d_%H-%M-%S"))
-folder = args.checkpoint_dir or Path("checkpoints", run)
-path, epochs_done = folder / "checkpoint.pt", 0
-# If a node has looked for a file in vain, NFS looks again when the folder is made, and listed.
-folder.mkdir(parents=True, exist_ok=True)
-if path.name in os.listdir(folder):
-    if not args.resume:
-        sys.exit(f"{path} exists: pass --resume, or choose another --checkpoint-dir")
+path, epochs_done = args.checkpoint_dir / "checkpoint.pt", 0
+args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+if path.exists():
     # On the CPU, because the GPU has no room for the weights twice.
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
-    # The learning rate is in that state, but the command line's holds.
-    for group in optimizer.param_groups:
-        group["lr"] = args.learning_rate
+    # The learning rate is in that state, but the command line's takes precedence.
+    optimizer.param_groups[0]["lr"] = args.learning_rate
     epochs_done = checkpoint["epochs_done"]
-    del checkpoint
     log(f"Resumed after epoch {epochs_done}")
-elif args.resume:
-    log(f"No checkpoint in {folder}: the run starts from scratch")
 log(f"Data: {mnist.describe(args.data_dir)}. Checkpoint: {path}")  # EDIT
 
 # --- training ---
@@ -124,12 +106,10 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
         losses.append(loss.detach())
 
         if step % args.log_every == 0 or step == len(train_loader):
-            mean_loss = torch.stack(losses).mean().item()
-            if not math.isfinite(mean_loss):
-                sys.exit(f"the loss is {mean_loss}: try a lower --learning-rate")
+            mean_loss = torch.stack(losses).mean()
             seconds = (time.perf_counter() - start) / len(losses)
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
-            line = f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss:.6f}"
+            line = f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss.item():.6f}"
             line += f" images_per_second={args.batch_size / seconds:.0f}"
             log(f"{line} time_left={timedelta(seconds=round(seconds * steps_left))}")
             losses, start = [], time.perf_counter()
@@ -151,10 +131,10 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
         sys.exit(f"{what}: {path} stays as it was, try a lower --learning-rate")
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     # Written under another name and renamed, so a job that ends here leaves the old file whole.
-    with open(folder / "part", "wb") as file:
+    with open(f"{path}.part", "wb") as file:
         torch.save(checkpoint | {"epochs_done": epoch}, file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(folder / "part", path)
+    os.replace(f"{path}.part", path)
 
 log(f"Finished: epoch={args.epochs}, checkpoint in {path}")

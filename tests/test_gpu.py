@@ -214,7 +214,7 @@ def test_asynchronous_checkpoints(device, train, on_cpu, tmp_path, ranks):
 def test_resume_after_an_epoch(device, train, tmp_path):
     both = train(DDP, device, "--epochs", 2, form="torchrun")
     train(DDP, device, form="torchrun", folder=tmp_path)
-    log = train(DDP, device, "--epochs", 2, "--resume", form="torchrun", folder=tmp_path)
+    log = train(DDP, device, "--epochs", 2, form="torchrun", folder=tmp_path)
     devices(log, device)
     assert "Resumed after epoch 1\n" in log
     assert losses(log) == pytest.approx(losses(both)[STEPS:], rel=TOLERANCE["fp32"])

@@ -109,7 +109,7 @@ def splits(request, chat, tmp_path_factory) -> dict:
 def test_split_equals_dense(splits):
     """Of masked tokens, of which each rank has another number."""
     dense = splits["dense"]
-    equal = {split for split in splits if split != "dense" and "bf16" not in split}
+    equal = {split for split in splits if split != "dense" and not split.endswith(("bf16", "tf32"))}
     assert len(equal) in (11, 21)
     for split in equal:
         found = splits[split]
@@ -117,6 +117,7 @@ def test_split_equals_dense(splits):
         assert found["losses"] == pytest.approx(dense["losses"], abs=3e-6), split
         assert found["norms"] == pytest.approx(dense["norms"], rel=2e-6), split
         assert found["weights"] < 3e-6, split
+        assert found["matmuls"] == "highest", split
 
 
 def test_a_slightly_different_run_is_seen(dense, text):
@@ -144,6 +145,8 @@ def test_bfloat16_is_near(splits):
             assert found["types"] == ["torch.bfloat16"], split
             alone = split in ("ddp 2, bf16", "tp 2, bf16")
             assert found["reduced"] == ([] if alone else ["torch.float32"]), split
+        elif "tf32" in split:
+            assert found["matmuls"] == "high" and found["types"] == ["torch.float32"], split
     assert splits["fsdp 2, bf16"] and splits["fsdp 2"]["types"] == ["torch.float32"]
 
 

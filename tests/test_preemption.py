@@ -92,7 +92,7 @@ def test_a_signal_in_the_last_evaluation(tiny, tmp_path):
     first = ranks(2, *HOOKED, *train, KILL="SIGTERM")
     assert "\nStopped after step 4, saved\n" in first.stdout, first.stderr
     second = ranks(2, PREEMPTIBLE, *train, "--resume")
-    assert not losses(second.stdout) and "\nFinished: epoch=1" in second.stdout, second.stderr
+    assert not losses(second.stdout) and "\nFinished: step=" in second.stdout, second.stderr
     assert evaluations(second.stdout) == evaluations(first.stdout)
 
 

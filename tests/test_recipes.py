@@ -96,9 +96,9 @@ def test_jobs_that_start_fast(cluster, local_disk, tiny, tmp_path):
     shutil.rmtree(folder / "env")
     script = folder / "distributed/train_ddp.py"
     code = script.read_text()
-    where = "\nimport sys\nprint(f'prefix {sys.prefix}')\nimport argparse\n"
-    assert "\nimport argparse\n" in code
-    script.write_text(code.replace("\nimport argparse\n", where, 1))
+    where = "\nimport sys\nprint(f'prefix {sys.prefix}')\nimport os\n"
+    assert "\nimport os\n" in code
+    script.write_text(code.replace("\nimport os\n", where, 1))
     recipe("fast.sh", folder, cluster)
     log = (folder / "fast.out").read_text()
     assert len(re.findall(rf"^prefix {local_disk}/env.tar-\S+$", log, re.M)) == 4, log

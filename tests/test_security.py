@@ -72,7 +72,7 @@ def test_a_checkpoint_from_a_stranger_runs_no_code(tiny, tmp_path):
     torch.load(path, weights_only=False)
     assert canary.exists(), "it would run code"
     canary.unlink()
-    train = ["distributed/train_ddp.py", "--data-dir", tiny, "--resume"]
+    train = ["distributed/train_ddp.py", "--data-dir", tiny]
     done = ranks(0, *train, "--checkpoint-dir", tmp_path)
     assert done.returncode == 1 and not canary.exists(), done.stdout + done.stderr
     assert "Weights only load failed" in done.stderr, done.stderr

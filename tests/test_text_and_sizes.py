@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import sizes
 import token_files
@@ -18,6 +19,7 @@ import transformer
 from memory import MODELS
 from sizes import (
     SIZES,
+    best_precision,
     count_weights,
     flops_per_token,
     memory,
@@ -137,7 +139,8 @@ def kept_for_backward(config: dict, layers: int, recompute: bool) -> int:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_memory_of_activations(recompute):
-    """Of a layer, as autograd keeps them. On a CPU RMSNorm also keeps what it has normed."""
+    """Of a layer, as autograd keeps them. On a CPU RMSNorm also keeps what it has normed, and keys
+    and values are not copied."""
     config = new_config(SIZES["cpu"], 64, 128)
     estimates, found = [], []
     for layers in (2, 3):
@@ -145,9 +148,11 @@ def test_the_memory_of_activations(recompute):
         need = memory(its, 2, 64, bf16=False, activation_checkpointing=recompute)
         estimates.append(need["activations"])
         found.append(kept_for_backward(config, layers, recompute))
-    width, heads, groups = config["hidden_size"], 4, 2
-    normed = 0 if recompute else 4 * 2 * 64 * (2 * width + (heads + groups) * config["head_dim"])
-    expected = estimates[1] - estimates[0] + normed
+    width, size, heads, groups = config["hidden_size"], config["head_dim"], 4, 2
+    expected = estimates[1] - estimates[0]
+    if not recompute:
+        normed, copied = 2 * width + (heads + groups) * size, 2 * (heads - groups) * size
+        expected += 4 * 2 * 64 * (normed - copied)
     assert found[1] - found[0] == pytest.approx(expected, rel=0.01)
 
 
@@ -335,6 +340,43 @@ def test_positions_turn_as_in_qwen_and_llama():
         assert angles[:4].tolist() == pytest.approx([1, 0.0047007, 1.7678e-4, 6.648e-6], rel=1e-3)
     quarter = torch.zeros(1, 2), torch.ones(1, 2)
     assert transformer.rotate(torch.tensor([[[[1.0, 0.0]]]]), *quarter).flatten().tolist() == [0, 1]
+
+
+SHARED = [("cpu", torch.float32, 2), ("meta", torch.bfloat16, 2), ("meta", torch.float32, 4)]
+
+
+@pytest.mark.parametrize(("device", "dtype", "pairs"), SHARED)
+def test_shared_keys_and_values(device, dtype, pairs, monkeypatch):
+    """A GPU, here meta, has no kernel of float32 that takes them. A copy for each head is the
+    same."""
+    attend, seen = F.scaled_dot_product_attention, []
+
+    def seen_attend(q, k, v, **options):
+        seen.append((q.size(1), k.size(1), v.size(1)))
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", seen_attend)
+    attention = transformer.Attention(new_config(SIZES["cpu"], 64, 128)).to(device, dtype)
+    x, angle = (torch.zeros(shape, device=device, dtype=dtype) for shape in ((1, 8, 128), (8, 32)))
+    attention(x, angle, angle, None)
+    assert seen == [(4, pairs, pairs)]
+    q, k, v = torch.randn(1, 4, 8, 32), torch.randn(1, 2, 8, 32), torch.randn(1, 2, 8, 32)
+    copies = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    shared = attend(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(attend(q, *copies, is_causal=True), shared)
+
+
+def test_gpus_without_bfloat16(monkeypatch):
+    """A V100 emulates it."""
+    assert best_precision(torch.device("cpu")) == "fp32"
+    for has_it, precision in ((False, "fp32"), (True, "bf16")):
+
+        def supported(including_emulation: bool = True, has_it: bool = has_it) -> bool:
+            return including_emulation or has_it
+
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+        assert best_precision(torch.device("cuda")) == precision
+    assert best_precision(torch.device("xpu")) == "bf16"
 
 
 @torch.no_grad()

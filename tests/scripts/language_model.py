@@ -5,7 +5,8 @@ that these ranks allow, or in a few that cover all, one after another in one pro
 
 Rank 0 writes OUT_DIR/results_RANKS.json: for each split the losses and gradient norms, the largest
 difference between the final weights and OUT_DIR/dense.pt, the bytes that each rank holds, the
-collectives of a step, the types of what they reduce, and the types between blocks.
+collectives of a step, the types of what they reduce, the types between blocks, and torch's
+precision of matmuls in float32.
 """
 
 import contextlib
@@ -142,6 +143,7 @@ def train(command: str, folder: Path, flags: list[str], dense: dict) -> dict:
         "held": held,
         "collectives": collectives.counts + BUCKETS,
         "reduced": sorted(collectives.reduced),
+        "matmuls": torch.get_float32_matmul_precision(),
     }
 
 
@@ -155,6 +157,7 @@ SPLITS = {
         "fsdp 2, accumulation 2": "train_fsdp.py --accumulation 2",
         "fsdp 2, recomputed": "train_fsdp.py --activation-checkpointing",
         "fsdp 2, bf16": "train_fsdp.py --precision bf16",
+        "fsdp 2, tf32": "train_fsdp.py --precision tf32",
         "tp 2": TP,
         "tp 2, accumulation 2": f"{TP} --accumulation 2",
         "tp 2, recomputed": f"{TP} --activation-checkpointing",

@@ -42,11 +42,12 @@ def meet(backend: str, rank: int, world_size: int, device_id):
     leave(0)
 
 
-def save(state: dict, file, *arguments):
-    if env.get("RANK", "0") == "0":
-        time.sleep(float(env.get("SLOW_SAVE", 0)))
-    saved_since_sync.add("a file")
-    torch_save(state, file, *arguments)
+def save(state, file, *arguments, **options):
+    if isinstance(state, dict):  # and no tensor on its way to another rank
+        if env.get("RANK", "0") == "0":
+            time.sleep(float(env.get("SLOW_SAVE", 0)))
+        saved_since_sync.add("a file")
+    torch_save(state, file, *arguments, **options)
 
 
 def sync(number: int):
@@ -60,7 +61,8 @@ def rename(old, new):
 
 
 def load(path, map_location=None, **options):
-    facts["loaded_to"].append(str(map_location))
+    if isinstance(path, Path):  # and no tensor from another rank
+        facts["loaded_to"].append(str(map_location))
     return torch_load(path, map_location=map_location, **options)
 
 
