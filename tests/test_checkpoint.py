@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import checkpoint
 from slurm import REPOSITORY, ranks
 
-GUEST = (REPOSITORY / "examples/with_fsdp.py").read_text()
+GUEST = (REPOSITORY / "tests/scripts/plain_fsdp.py").read_text()
 # The five lines, seeds, and a loop that knows which step it takes.
 LINES = {
     "import torch\n": "import sys, checkpoint, torch\n",
