@@ -98,6 +98,8 @@ CHANGES = [
     ("", "DefMemPerCPU: without --mem a job gets 2000 MB for each CPU"),
     ("DefMemPerNode=UNLIMITED>DefMemPerNode=64000", "a job gets 64000 MB for each node"),
     ("DefMemPerNode=UNLIMITED>DefMemPerNode=64000", NO_MEMORY),
+    # The partition's own replaces the cluster's, whichever of the two it is.
+    ("DefMemPerNode=UNLIMITED>DefMemPerNode=64000", "!MB for each CPU"),
     ("", "PreemptType: whether and how a job is preempted depends on its QOS: sacctmgr show qos"),
     (PRIORITY, "PreemptMode=REQUEUE: a preempted job has 30 sec for its checkpoint"),
     (f"{PRIORITY} GraceTime=0>GraceTime=60", "a preempted job has 60 s for its checkpoint"),

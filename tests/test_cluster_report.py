@@ -1,6 +1,7 @@
 """dev/cluster_report.py: what is well, and what is broken, each in a row of the page."""
 
 import getpass
+import itertools
 import re
 import shutil
 import sys
@@ -89,6 +90,25 @@ def test_broken_scripts(copy):
 )
 def test_as_many_ranks_as_can_share_a_batch(count, share):
     assert cluster_report.sharers(count) == share
+
+
+def test_how_long_saves_hold_the_training_up(monkeypatch):
+    """A step takes a tenth of a second, those after the two saves 1 and 2 s, and the next ones a
+    fifth."""
+    took = dict.fromkeys(range(1, 106), 0.1) | {51: 1.0, 101: 2.0}
+    took |= dict.fromkeys((52, 53, 54, 102, 103, 104), 0.2)
+
+    class Run(cluster_report.Run):
+        def __init__(self, *_, **__):
+            self.text = "".join(f"step={step}/100000 loss=1\n" for step in took)
+            self.times = [*itertools.accumulate(took.values())]
+            self.fault, self.seconds, self.key = "", 9, "run-1"
+
+    monkeypatch.setattr(cluster_report, "Run", Run)
+    monkeypatch.setattr(cluster_report, "ROWS", [])
+    cluster_report.save()
+    said = "they hold the training up for 0.90 and 1.90 s, and the three steps after take 2.00 to"
+    assert f"{said} 2.00 of the usual 0.100 s" in cluster_report.ROWS[0]
 
 
 DEAF = """

@@ -421,6 +421,17 @@ def test_a_log_that_becomes_shorter(tmp_path):
     assert (tmp_path / "asked").read_text() == "\n\n"
 
 
+@pytest.mark.parametrize(("exit_code", "status"), [("3:0", 3), ("0:9", 1), ("255:0", 1)])
+def test_the_status_of_a_job(exit_code, status, tmp_path):
+    """255 would be that of a lost connection, which is tried again."""
+    said = {"squeue": 'echo "FAILED (None) on n1, run time 9"'}
+    said["scontrol"] = f'echo "   Requeue=0 Restarts=0 ExitCode={exit_code}"'
+    path = stand_ins(tmp_path / "tools", said)
+    command = ["sh", ROOM / "remote.sh", "wait_for", 7, "log", 0]
+    done = run(*command, cwd=tmp_path, env=environment(PATH=f"{path}:/usr/bin:/bin"))
+    assert done.returncode == status, done
+
+
 @pytest.mark.parametrize("name", ["../out", "a/../../out", "/tmp/out", "link"])
 def test_a_cluster_writes_nowhere_else(name, tmp_path, monkeypatch):
     """Whatever its archive holds."""

@@ -276,6 +276,13 @@ def test_conversations_are_packed(tmp_path, monkeypatch, capsys):
             inputs, targets = text.read(split, torch.tensor([start]))
             assert bytes(inputs[0].tolist()) == b"<user>a.<assistant>b." * 2 + bytes(8)
             assert targets[targets >= 0].tolist() == [*b"b.b."]
+    # Again only if the template has changed
+    written = []
+    for shown in ("old", "old", "new"):
+        (tmp_path / "chat_template.jinja").write_text(shown)
+        prepare(monkeypatch, *command)
+        written.append((tmp_path / "data/train.bin").stat().st_mtime_ns)
+    assert written[0] == written[1] < written[2]
     (tmp_path / "chat.jsonl").write_text("\n".join([*lines, '{"message": 1}']))
     with pytest.raises(SystemExit, match=r"line 21 of chat\.jsonl is no conversation: 'messages'"):
         prepare(monkeypatch, *command)
@@ -356,6 +363,12 @@ def test_large_files_have_their_whole_checksums(tmp_path):
     (tmp_path / "train.bin").write_bytes(bytes(17 << 20))
     (tmp_path / "SHA256SUMS").write_bytes(prepare_data.sums_of(tmp_path / "train.bin"))
     assert damaged(tmp_path) == ""
+
+
+def test_digits_are_those_of_their_seed():
+    """On every node and in every start."""
+    first, again, other = (prepare_data.draw_digits(10, seed) for seed in (0, 0, 1))
+    assert first == again != other
 
 
 def test_synthetic_digits_are_like_mnist(mnist_full):
