@@ -30,6 +30,9 @@ from slurm import (
     stand_ins,
 )
 
+# What begins an option of torchrun's own. Behind a `--` torchrun would take it as it is.
+ABBREVIATED = ["--n", "5", "--log=3", "--max", "--run", "--start", "--local", "--node", "--no"]
+ABBREVIATED += ["--event", "--monitor", "--master", "--rdzv", "--nproc_per_n=3", "-m", "-t"]
 # What a careless shell has left in the environment of the one who types sbatch,
 STRAY = {"NPROC_PER_NODE": "a[$(touch canary)]", "MASTER_ADDR": "$(touch canary)"}
 STRAY |= {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "7", "NNODES": "5", "MASTER_PORT": "1"}
@@ -52,7 +55,8 @@ STRAY |= dict(f"SLURM_{word}".split("=") for word in OUTER.split())
 def test_a_job_gets_what_its_header_asks_for(cluster, tmp_path):
     """And hostile arguments as they are, in spite of an outer job's environment."""
     here = {"size": [f"--chdir={REPOSITORY}"], "cwd": tmp_path}
-    for way, job in in_all_ways(cluster, tmp_path, VARIABLES, *NASTY, env=STRAY, **here).items():
+    command = [VARIABLES, *ABBREVIATED, *NASTY]
+    for way, job in in_all_ways(cluster, tmp_path, *command, env=STRAY, **here).items():
         shown, tasks = cluster.show(job.id), 2 if way == "srun" else 1
         assert job.state == "COMPLETED", job.log
         assert shown["NumNodes"] == "2" and shown["NumTasks"] == str(2 * tasks)
@@ -60,7 +64,7 @@ def test_a_job_gets_what_its_header_asks_for(cluster, tmp_path):
         assert re.search("gres.gpu:2", shown["TresPerNode"])
         assert shown["CPUs/Task"] == str(16 // tasks)
         assert_five_variables(job.ranks(), [2, 2])
-        assert all(rank["arguments"] == NASTY for rank in job.ranks())
+        assert all(rank["arguments"] == command[1:] for rank in job.ranks())
         assert {len(rank["cuda"].split(",")) for rank in job.ranks()} == {2}
         for rank in job.ranks():
             assert rank["run"] == str(job.id)
@@ -293,7 +297,8 @@ STARTS = {
 def test_what_srun_is_asked_for(launcher, tmp_path):
     """On two nodes of four GPUs and 48 CPUs. The launcher outlives a SIGTERM."""
     programs = {"scontrol": "if [[ $2 == hostnames ]]; then printf 'n1\\nn2\\n'; fi"}
-    programs["srun"] = 'kill -TERM "$PPID"; printf "%s\\n" "$*"'
+    # srun gives a step as many GPUs as this variable says.
+    programs["srun"] = 'kill -TERM "$PPID"; printf "%s\\n" "$SLURM_GPUS_PER_NODE GPUs: $*"'
     stand_ins(tmp_path, programs | {"getent": "true", "squeue": f"echo 7 {NOTHING}"})
     slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "n", "SLURM_JOB_NUM_NODES": 2}
     slurm |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_CPUS_PER_NODE": "48(x2)"}
@@ -304,7 +309,7 @@ def test_what_srun_is_asked_for(launcher, tmp_path):
         done = run(f"./{launcher}", *script, env=environment(**slurm))
         assert done.returncode == 0, done.stderr
         command = " ".join(script) or "distributed/train_ddp.py"
-        assert done.stdout.splitlines()[-1] == f"{STARTS[launcher]} {command}"
+        assert done.stdout.splitlines()[-1] == f"4 GPUs: {STARTS[launcher]} {command}"
 
 
 def test_what_torchrun_is_asked_for(tmp_path):

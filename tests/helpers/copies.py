@@ -9,9 +9,6 @@ from slurm import LAUNCHERS, REPOSITORY, Job, run
 VARIABLES, STRANGER = "tests/scripts/variables.py", "tests/scripts/stranger.py"
 NASTY = ["a b", "it's", 'say "x"', "*", "$HOME", "", "line\nbreak", "--flag=v", "; touch canary"]
 NASTY += ["`touch canary`", "\\", "$(touch canary)", "--"]
-# What begins an option of torchrun's own
-NASTY += ["--n", "5", "--log=3", "--max", "--run", "--start", "--local", "--node", "--no"]
-NASTY += ["--event", "--monitor", "--master", "--rdzv", "--nproc_per_n=3", "-m", "-t"]
 
 
 def assert_five_variables(ranks: list[dict], sizes: list[int]):
