@@ -53,7 +53,7 @@ test-all: .venv/tests .venv-guests/ready slurm docker sshd accounting  ## what m
 	$(MAKE) test-torch TORCH="$(sort $(firstword $(TORCH)) $(lastword $(TORCH)))"
 
 record: .venv/tests slurm  ## write the pages' outputs anew, on an idle machine: run, and look at git diff (root; twelve minutes)
-	RECORD=1 .venv/bin/python -m pytest tests/test_readme.py tests/test_labs.py \
+	RECORD=1 .venv/bin/python -m pytest tests/test_docs.py tests/test_labs.py \
 	    -m 'not scale' -k 'make_train or chapter or test_labs' $(ARGS)
 
 test-torch:     ## every script under other versions of torch, each in its own environment (TORCH="2.10.0 2.12.1")
@@ -75,10 +75,10 @@ test-slurm: .venv/tests docker  ## the launchers, signals and sites' variants un
 	    version=$$(./dev/slurm_root.sh $$release slurmd -V) || { failed+=" $$release"; continue; }; \
 	    echo "$$release: $$version"; \
 	    test $(addprefix tests/test_,$(slurm_tests:=.py)) || failed+=" $$release"; \
-	    test -m matrix tests/test_variants.py tests/test_apptainer.py || failed+=" $$release"; \
+	    test -m matrix tests/test_slurm_conf.py tests/test_apptainer.py || failed+=" $$release"; \
 	done; \
 	[[ -z $$failed ]] || { echo "Not reached, or with failures:$$failed" >&2; exit 1; }
-slurm_tests = launchers sites cluster preflight preemption heartbeat fault_tolerance
+slurm_tests = launchers sites namespaces check_ranks preemption heartbeat fault_tolerance
 
 test-kernels: export BACKEND = kernels
 test-kernels: .venv/tests slurm kernels  ## on nodes with a kernel each, cgroup v2 and NFS (root; Debian)

@@ -1,5 +1,5 @@
 """Hugging Face's folders without their packages: in, out and in again.
-test_transformers.py compares with transformers."""
+test_transformer.py compares with transformers."""
 
 import json
 import math

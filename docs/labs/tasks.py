@@ -7,7 +7,7 @@
     python3 docs/labs/tasks.py hang JOB RANK NODE    # grade who it is
 
 A grader submits the answer, waits for the job's end, and looks at its state, its nodes and its log.
-It does not read the answer. tests/test_failures.py grades each broken script and each fixed one.
+It does not read the answer. tests/test_labs.py grades each broken script and each fixed one.
 """
 
 import re

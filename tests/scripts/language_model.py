@@ -1,4 +1,4 @@
-"""Run under torchrun by tests/test_language_model.py: the train scripts themselves, in every split
+"""Run under torchrun by tests/test_train_fsdp.py: the train scripts themselves, in every split
 that these ranks allow, or in a few that cover all, one after another in one process group.
 
     torchrun ... language_model.py DATA_DIR OUT_DIR few|all FLAG ...

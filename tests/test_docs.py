@@ -48,9 +48,9 @@ def test_the_comparison_can_fail():
 
 
 def test_every_block_is_run():
-    """Here, but five pages: containers.md in test_containers.py, local/laptop/README.md in
-    test_laptop.py, local/cluster/README.md in test_docker.py, recipes.md in test_recipes.py,
-    other_jobs.md in test_work_list.py and test_other_jobs.py."""
+    """Here, but five pages: containers.md in test_enroot.py, local/laptop/README.md in
+    test_laptop.py, local/cluster/README.md in test_docker_compose.py, recipes.md in
+    test_recipes.py, other_jobs.md in test_work_list.py and test_programs.py."""
     tried = (1, 3, 7, 8, 9, 10, 11, "launchers")  # by try_chapter
     chapters = [CHAPTERS[chapter] for chapter in tried]
     others = [path for path in DOCUMENTS if path not in chapters]
