@@ -151,6 +151,19 @@ def test_a_fault_of_one_rank_ends_all_with_a_sentence(found, fault):
     assert fault != "other_values" or first["same"] == 1
 
 
+def test_a_rank_s_own_weights_are_not_lost(found):
+    """Every rank would resume with rank 0's, without a word."""
+    [first, second] = found["own_weights"]
+    own = r"experts has other values on rank 1 than on rank 0, .*: make it a DTensor, .*\n"
+    for how in ("plain", "by_hand"):
+        assert first[how]["ends"] == second[how]["ends"] == 1
+        assert re.fullmatch(own, first[how]["says"]) and second[how]["says"] == ""
+        assert first[how]["names"] == ["owner"]
+    for how in ("dtensor", "copies"):
+        assert first[how]["says"] == "" and first[how]["names"] == ["owner", "step_1"]
+    assert first["dtensor"]["own"] and second["dtensor"]["own"]
+
+
 def test_a_start_that_was_replaced_writes_nothing(found):
     """Its restarts are compared as numbers: 10 is later than 9."""
     first, second = found["zombie"]

@@ -18,11 +18,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "distributed"))
 
 import checkpoint
+import tensor_parallel_by_hand
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -269,6 +272,33 @@ def not_finite():
     return attempt(lambda: runs.save(2, model, optimizer)) | {"names": names("finite")}
 
 
+def own_weights():
+    """Each rank has experts of its own under a name for all: as plain tensors, also those that
+    tensor parallelism by hand leaves it, and as DTensors. Copies that only rounding parts are no
+    weights of its own."""
+    whole = torch.nn.Linear(4, 4)
+    mine = torch.full((4, 3), rank + 1.0)
+    kinds = {
+        "plain": mine,
+        "dtensor": DTensor.from_local(mine, init_device_mesh("cpu", (2,)), [Shard(0)]),
+        "by_hand": tensor_parallel_by_hand.RowLinear(whole, rank, 2).weight.detach(),
+        "copies": torch.full((4, 3), 1 + 1e-7 * rank),
+    }
+    return {name: saved_and_loaded(name, weight) for name, weight in kinds.items()}
+
+
+def saved_and_loaded(name: str, weight: torch.Tensor) -> dict:
+    model = torch.nn.Module()
+    model.experts = torch.nn.Parameter(weight.clone())
+    optimizer, runs = torch.optim.AdamW(model.parameters()), checkpoint.Folder(FOLDER / name)
+    found = attempt(lambda: runs.save(1, model, optimizer)) | {"written": runs.wait()}
+    dist.barrier()  # rank 0 gives the name
+    with torch.no_grad():
+        model.experts.zero_()
+    attempt(lambda: runs.load(model, optimizer))
+    return found | {"own": bool((model.experts == weight).all()), "names": names(name)}
+
+
 def other_values():
     """A tuple is a list in JSON, and no other value."""
     saved("values", (1,), metadata={"betas": (0.9, 0.95), "config": {"layers": 8}})
@@ -354,7 +384,7 @@ SCENARIOS = (whole, copied_at_once, truncated, missing_file, all_damaged, killed
 SCENARIOS += (whatever_else, without_what_it_asks_for, copies_of_what_all_hold, one_to_keep)
 SCENARIOS += (unseen_by_one, two_names, saved_twice)
 SCENARIOS += (full_disk, not_finite, other_values, not_shared, zombie, two_jobs)
-SCENARIOS += (of_no_run,)
+SCENARIOS += (of_no_run, own_weights)
 for scenario in SCENARIOS:
     found = scenario()
     everywhere = [None, None]
