@@ -154,6 +154,8 @@ for epoch in range(first_epoch, args.epochs + 1):
             # The mean over all ranks is the sum of their means, each divided by world_size.
             mean_loss = torch.stack(losses).mean() / world_size
             dist.all_reduce(mean_loss)
+            if not mean_loss.isfinite():
+                heartbeat.fail(f"the loss is {mean_loss.item()}: try a lower --learning-rate")
             seconds = (time.perf_counter() - start) / len(losses)
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
             line = f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss.item():.6f}"

@@ -107,6 +107,8 @@ for epoch in range(epochs_done + 1, args.epochs + 1):
 
         if step % args.log_every == 0 or step == len(train_loader):
             mean_loss = torch.stack(losses).mean()
+            if not mean_loss.isfinite():
+                sys.exit(f"the loss is {mean_loss.item()}: try a lower --learning-rate")
             seconds = (time.perf_counter() - start) / len(losses)
             steps_left = (args.epochs - epoch + 1) * len(train_loader) - step
             line = f"epoch={epoch} step={step}/{len(train_loader)} loss={mean_loss.item():.6f}"
