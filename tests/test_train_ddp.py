@@ -140,7 +140,7 @@ def test_what_a_resumed_run_is_told(script, tiny, tmp_path):
 
 @pytest.mark.parametrize("script", [SINGLE, DDP, PREEMPTIBLE])
 def test_a_loss_that_is_not_finite(script, tiny, tmp_path):
-    """Ends the run at the next line of the log, and not at the end of the epoch or the next save."""
+    """Ends the run at the next line of the log, before the epoch ends and before the next save."""
     given = ["--data-dir", tiny, "--batch-size", 10, "--log-every", 2, "--learning-rate", 1e8]
     bad = ranks(0, script, *given, "--checkpoint-dir", tmp_path)
     assert bad.returncode == 1, bad
