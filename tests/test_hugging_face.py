@@ -1,17 +1,19 @@
-"""Hugging Face's folders without their packages: in, out and in again.
-test_transformer.py compares with transformers."""
+"""hugging_face.py: folders in, out and in again, without Hugging Face's packages and with them.
+test_transformer.py compares the numbers."""
 
 import json
 import math
+import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import hugging_face
-from models import FLAGS, TP, random_model, values
-from slurm import ranks
+from models import FLAGS, TP, python, random_model, values
+from slurm import environment, ranks, run
 from transformer import Transformer
 
 
@@ -278,3 +280,120 @@ def test_fine_tuned(text, tmp_path):
 
 TRAINING = ("--context", "--batch-size", "--steps", "--warmup-steps", "--learning-rate")
 TRAINING += ("--precision", "--log-every", "--eval-every", "--eval-windows", "--device")
+
+
+# --- with transformers and tokenizers ---
+
+SMALL = "--batch-size 8 --context 128 --learning-rate 0.003 --warmup-steps 5 --log-every 10"
+SMALL += " --eval-windows 8 --device cpu --weight-decay 0"
+
+
+# The loss over all windows of val.bin, what counts in them, and an answer to a question
+CHAT = """
+import sys; sys.path.insert(0, "distributed")
+import torch, token_files
+from transformers import AutoModelForCausalLM, AutoTokenizer
+known = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+text = token_files.TokenDataset(sys.argv[2], 128, 1)
+[(inputs, targets)] = text.eval_batches(8, 8, 0, 1)
+with torch.no_grad():
+    logits = model(inputs).logits
+print(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item())
+print(repr(known.decode(targets[targets >= 0])))
+question = [{"role": "user", "content": "What is 7?"}]
+prompt = known.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt",
+    return_dict=True)
+written = model.generate(**prompt, do_sample=False, max_new_tokens=40)[0]
+print(repr(known.decode(written[prompt["input_ids"].size(1) :])))
+"""
+ANSWER = "<think></think>It is a number.<|im_end|>\n"
+
+
+@pytest.mark.matrix
+def test_fine_tuned_on_conversations(packages, qwen, tmp_path):
+    """Only answers are learnt, each as the chat template shows it when it is the last."""
+    lines = []
+    for number in range(500):
+        messages = []
+        for digit in (number * 7 // 10 % 10, number // 3 % 10):
+            messages += [{"role": "user", "content": f"What is {digit}?"}]
+            messages += [{"role": "assistant", "content": "It is a number."}]
+        lines.append(json.dumps({"messages": messages}))
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    command = ["aux/prepare_data.py", "chat", "--input", tmp_path / "chats.jsonl", "--context", 128]
+    command += ["--tokenizer", qwen, "--data-dir", tmp_path / "data"]
+    assert "259 different ones: chats.jsonl" in python(packages, *command)
+
+    loss, learnt, _ = python(packages, "-c", CHAT, qwen, tmp_path / "data").splitlines()
+    assert eval(learnt).startswith(2 * ANSWER) and not eval(learnt).replace(ANSWER, "")
+    flags = [*SMALL.split(), "--data-dir", tmp_path / "data", "--steps", 80]
+    flags += ["--init-from", qwen, "--checkpoint-dir", tmp_path / "run"]
+    log = python(packages, "distributed/train_fsdp.py", *flags, ranks=2)
+    first, last = map(float, re.findall(r"^step=\d+/\d+ val_loss=(\S+)$", log, re.M))
+    assert first == pytest.approx(float(loss), abs=2e-5)
+    tuned = tmp_path / "run/model"
+    loss, _, answer = python(packages, "-c", CHAT, tuned, tmp_path / "data").splitlines()
+    # Its weights are rounded to bfloat16, as they were.
+    assert last == pytest.approx(float(loss), rel=0.1) and last < 0.1
+    assert eval(answer).startswith(ANSWER.removesuffix("\n")), answer
+
+
+@pytest.mark.matrix
+def test_a_hugging_face_tokenizer(packages, qwen, tmp_path):
+    """sample.py needs it, and says so."""
+    (tmp_path / "input.txt").write_text(
+        "".join(f"{i} is less than {i + 1}.\n" for i in range(2000))
+    )
+    file, data = qwen / "tokenizer.json", ["--data-dir", tmp_path / "data"]
+    command = ["aux/prepare_data.py", "text", *data, "--input", tmp_path / "input.txt"]
+    python(packages, *command, "--tokenizer", file)
+    flags = [*SMALL.split(), *data, "--steps", 3, "--checkpoint-dir", tmp_path / "run"]
+    python(packages, "distributed/train_fsdp.py", *flags)
+    sample = ["aux/sample.py", tmp_path / "run"]
+    more = ["--prompt", "To be", "--length", 3, "--tokenizer", file]
+    assert "To be" in python(packages, *sample, *more)
+    done = run(sys.executable, *sample, env=environment(**packages))
+    assert done.returncode == 1 and "--tokenizer FILE" in done.stderr
+
+
+EVIL = """
+from pathlib import Path
+Path({canary!r}).touch()
+from transformers import PreTrainedTokenizerFast as Evil
+"""
+ESCAPE = "{{ cycler.__init__.__globals__.os.mkdir('CANARY') }}"
+
+
+@pytest.mark.matrix
+def test_a_downloaded_model_runs_no_code(packages, qwen, tmp_path):
+    """Neither a class that it brings, nor a chat template that leaves its sandbox."""
+    chat = {"role": "user", "content": "?"}, {"role": "assistant", "content": "No."}
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 10)
+    command = ["aux/prepare_data.py", "chat", "--input", tmp_path / "chats.jsonl", "--context", 64]
+    command += ["--data-dir", tmp_path / "data"]
+    model, canary = tmp_path / "model", tmp_path / "canary"
+    shutil.copytree(qwen, model)
+    (model / "evil.py").write_text(EVIL.format(canary=str(canary)))
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    load = "import sys, transformers; transformers.AutoTokenizer.from_pretrained(sys.argv[1], "
+    home = packages | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    python(home, "-c", load + "trust_remote_code=True)", model)
+    assert canary.exists(), "it would run code"
+    canary.unlink()
+    # transformers takes a class of its own.
+    python(home, *command, "--tokenizer", model)
+    assert not canary.exists()
+    (model / "tokenizer.json").write_text("{}")
+    done = run(sys.executable, *command, "--tokenizer", model, env=environment(**home))
+    assert f"{model} has no tokenizer that transformers can read: " in done.stderr, done.stderr
+    assert done.returncode == 1 and not canary.exists()
+
+    shutil.rmtree(model)
+    shutil.copytree(qwen, model)
+    (model / "chat_template.jinja").write_text(ESCAPE.replace("CANARY", str(canary)))
+    done = run(sys.executable, *command, "--tokenizer", model, env=environment(**home))
+    assert "line 1 of chats.jsonl is no conversation: " in done.stderr, done.stderr
+    assert done.returncode == 1 and not canary.exists()

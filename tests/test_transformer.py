@@ -1,20 +1,118 @@
-"""The model beside Hugging Face's: the same numbers from the same folders, and a fine-tuned one
-that transformers reads, chat template and all."""
+"""transformer.py: its parts, the texts that it writes, and all of it beside Hugging Face's."""
 
 import json
-import re
-import shutil
-import sys
 
 import pytest
+import torch
+import torch.nn.functional as F
 
-from models import python
-from slurm import environment, run
+import transformer
+from models import CONTEXT, SHAPE, python
+from sizes import SIZES, new_config
+from transformer import Transformer
 
-pytestmark = pytest.mark.matrix
 
-FLAGS = "--batch-size 8 --context 128 --learning-rate 0.003 --warmup-steps 5 --log-every 10"
-FLAGS += " --eval-windows 8 --device cpu --weight-decay 0"
+def test_positions_turn_as_in_qwen_and_llama():
+    """(x, y) becomes (x cos - y sin, y cos + x sin). Llama 3.1's files scale the slow turns, under
+    the name rope_scaling. In newer ones it is rope_parameters, with theta inside."""
+    shape = {"num_attention_heads": 1, "num_key_value_heads": 1, "hidden_size": 8, "head_dim": 8}
+    shape |= {"num_hidden_layers": 1, "intermediate_size": 8}
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    config = new_config(SIZES["cpu"] | shape, 64, 128)
+    older = {"rope_theta": 500_000.0, "rope_scaling": scaling}
+    newer = {"rope_parameters": scaling | {"rope_theta": 500_000.0}}
+    for its in (older, newer):
+        [angles] = Transformer(config | its).angles(1, 1, torch.device("cpu"))
+        assert angles[:4].tolist() == pytest.approx([1, 0.0047007, 1.7678e-4, 6.648e-6], rel=1e-3)
+    quarter = torch.zeros(1, 2), torch.ones(1, 2)
+    assert transformer.rotate(torch.tensor([[[[1.0, 0.0]]]]), *quarter).flatten().tolist() == [0, 1]
+
+
+SHARED = [("cpu", torch.float32, 2), ("meta", torch.bfloat16, 2), ("meta", torch.float32, 4)]
+
+
+@pytest.mark.parametrize(("device", "dtype", "pairs"), SHARED)
+def test_shared_keys_and_values(device, dtype, pairs, monkeypatch):
+    """A GPU, here meta, has no kernel of float32 that takes them. A copy for each head is the
+    same."""
+    attend, seen = F.scaled_dot_product_attention, []
+
+    def seen_attend(q, k, v, **options):
+        seen.append((q.size(1), k.size(1), v.size(1)))
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", seen_attend)
+    attention = transformer.Attention(new_config(SIZES["cpu"], 64, 128)).to(device, dtype)
+    x, angle = (torch.zeros(shape, device=device, dtype=dtype) for shape in ((1, 8, 128), (8, 32)))
+    attention(x, angle, angle, None)
+    assert seen == [(4, pairs, pairs)]
+    q, k, v = torch.randn(1, 4, 8, 32), torch.randn(1, 2, 8, 32), torch.randn(1, 2, 8, 32)
+    copies = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    shared = attend(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(attend(q, *copies, is_causal=True), shared)
+
+
+@torch.no_grad()
+def test_the_gate_is_that_of_qwen_and_llama():
+    """silu is near 0 far below 0."""
+    mlp = transformer.MLP({"hidden_size": 1, "intermediate_size": 1})
+    for part, weight in ((mlp.gate_proj, -20.0), (mlp.up_proj, 1.0), (mlp.down_proj, 1.0)):
+        part.weight.fill_(weight)
+    assert abs(mlp(torch.ones(1, 1, 1)).item()) < 1e-6
+
+
+def new_model() -> Transformer:
+    model = Transformer(new_config(SHAPE | {"tie_word_embeddings": True}, CONTEXT, 50))
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    return model
+
+
+def test_the_likeliest_with_and_without_a_cache():
+    """Beyond the context it continues from the later half."""
+    model = new_model()
+    tokens = torch.tensor([[3, 1, 4], [1, 5, 9]])
+    found = model.generate(tokens, 2 * CONTEXT, 50, temperature=0)
+    first = 0
+    for place in range(3, tokens.size(1) + 2 * CONTEXT):
+        if place - first > CONTEXT:
+            first = place - CONTEXT // 2
+        likeliest = model(found[:, first:place])[:, -1, :50].argmax(-1)
+        assert found[:, place].tolist() == likeliest.tolist(), place
+    warm = model.generate(tokens, 40, 20, temperature=9)[:, 3:]
+    assert warm.max() < 20 and len(warm.unique()) > 10
+
+
+def test_texts_that_end():
+    """Each with its own token; when all have ended, no more is computed."""
+    model = new_model()
+    tokens = torch.tensor([[3, 1, 4], [1, 5, 9]])
+    endless = model.generate(tokens, 30, 50, temperature=0).tolist()
+    ends = [endless[0][8], endless[1][12]]
+    found = model.generate(tokens, 30, 50, temperature=0, ends=ends).tolist()
+    expected = []
+    for row in endless:
+        last = next(place for place in range(3, 33) if row[place] in ends)
+        expected.append(row[: last + 1])
+    longest = max(map(len, expected))
+    assert min(map(len, expected)) < longest < 33
+    assert found == [row + row[-1:] * (longest - len(row)) for row in expected]
+
+
+def test_how_weights_are_drawn():
+    """Those that add to the residual stream are smaller, the deeper the model."""
+    sizes = SHAPE | {"num_hidden_layers": 8, "hidden_size": 128, "tie_word_embeddings": False}
+    model = Transformer(new_config(sizes, 64, 1024))
+    for name, weight in model.named_parameters():
+        std = 0.02 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        drawn = model.first_value(name, seed=0)
+        assert drawn.shape == weight.shape
+        if drawn.dim() == 2:
+            assert drawn.std().item() == pytest.approx(std, rel=0.05), name
+        else:
+            assert drawn.eq(1).all(), name
 
 
 # Into a folder in several files, into ours, and out again. Norms of a fresh model are 1, which a
@@ -76,6 +174,7 @@ print(json.dumps({name: compare(x, Path(sys.argv[1], name)) for name, x in famil
 """
 
 
+@pytest.mark.matrix
 def test_equal_to_transformers(packages, tmp_path):
     """The logits of a folder that was in and out again bit for bit, all else nearly."""
     families = json.loads(python(packages, "-c", COMPARE, tmp_path).splitlines()[-1])
@@ -84,111 +183,3 @@ def test_equal_to_transformers(packages, tmp_path):
         assert found["files"] > 3 and found["said"] == [], name
         assert found["logits"] < 1e-5 and found["gradients"] < 3e-5 and found["step"] < 1e-5, found
         assert found["again"] and found["text"], name
-
-
-# The loss over all windows of val.bin, what counts in them, and an answer to a question
-CHAT = """
-import sys; sys.path.insert(0, "distributed")
-import torch, token_files
-from transformers import AutoModelForCausalLM, AutoTokenizer
-known = AutoTokenizer.from_pretrained(sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
-text = token_files.TokenDataset(sys.argv[2], 128, 1)
-[(inputs, targets)] = text.eval_batches(8, 8, 0, 1)
-with torch.no_grad():
-    logits = model(inputs).logits
-print(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item())
-print(repr(known.decode(targets[targets >= 0])))
-question = [{"role": "user", "content": "What is 7?"}]
-prompt = known.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt",
-    return_dict=True)
-written = model.generate(**prompt, do_sample=False, max_new_tokens=40)[0]
-print(repr(known.decode(written[prompt["input_ids"].size(1) :])))
-"""
-ANSWER = "<think></think>It is a number.<|im_end|>\n"
-
-
-def test_fine_tuned_on_conversations(packages, qwen, tmp_path):
-    """Only answers are learnt, each as the chat template shows it when it is the last."""
-    lines = []
-    for number in range(500):
-        messages = []
-        for digit in (number * 7 // 10 % 10, number // 3 % 10):
-            messages += [{"role": "user", "content": f"What is {digit}?"}]
-            messages += [{"role": "assistant", "content": "It is a number."}]
-        lines.append(json.dumps({"messages": messages}))
-    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
-    command = ["aux/prepare_data.py", "chat", "--input", tmp_path / "chats.jsonl", "--context", 128]
-    command += ["--tokenizer", qwen, "--data-dir", tmp_path / "data"]
-    assert "259 different ones: chats.jsonl" in python(packages, *command)
-
-    loss, learnt, _ = python(packages, "-c", CHAT, qwen, tmp_path / "data").splitlines()
-    assert eval(learnt).startswith(2 * ANSWER) and not eval(learnt).replace(ANSWER, "")
-    flags = [*FLAGS.split(), "--data-dir", tmp_path / "data", "--steps", 80]
-    flags += ["--init-from", qwen, "--checkpoint-dir", tmp_path / "run"]
-    log = python(packages, "distributed/train_fsdp.py", *flags, ranks=2)
-    first, last = map(float, re.findall(r"^step=\d+/\d+ val_loss=(\S+)$", log, re.M))
-    assert first == pytest.approx(float(loss), abs=2e-5)
-    tuned = tmp_path / "run/model"
-    loss, _, answer = python(packages, "-c", CHAT, tuned, tmp_path / "data").splitlines()
-    # Its weights are rounded to bfloat16, as they were.
-    assert last == pytest.approx(float(loss), rel=0.1) and last < 0.1
-    assert eval(answer).startswith(ANSWER.removesuffix("\n")), answer
-
-
-def test_a_hugging_face_tokenizer(packages, qwen, tmp_path):
-    """sample.py needs it, and says so."""
-    (tmp_path / "input.txt").write_text(
-        "".join(f"{i} is less than {i + 1}.\n" for i in range(2000))
-    )
-    file, data = qwen / "tokenizer.json", ["--data-dir", tmp_path / "data"]
-    command = ["aux/prepare_data.py", "text", *data, "--input", tmp_path / "input.txt"]
-    python(packages, *command, "--tokenizer", file)
-    flags = [*FLAGS.split(), *data, "--steps", 3, "--checkpoint-dir", tmp_path / "run"]
-    python(packages, "distributed/train_fsdp.py", *flags)
-    sample = ["aux/sample.py", tmp_path / "run"]
-    more = ["--prompt", "To be", "--length", 3, "--tokenizer", file]
-    assert "To be" in python(packages, *sample, *more)
-    done = run(sys.executable, *sample, env=environment(**packages))
-    assert done.returncode == 1 and "--tokenizer FILE" in done.stderr
-
-
-EVIL = """
-from pathlib import Path
-Path({canary!r}).touch()
-from transformers import PreTrainedTokenizerFast as Evil
-"""
-ESCAPE = "{{ cycler.__init__.__globals__.os.mkdir('CANARY') }}"
-
-
-def test_a_downloaded_model_runs_no_code(packages, qwen, tmp_path):
-    """Neither a class that it brings, nor a chat template that leaves its sandbox."""
-    chat = {"role": "user", "content": "?"}, {"role": "assistant", "content": "No."}
-    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 10)
-    command = ["aux/prepare_data.py", "chat", "--input", tmp_path / "chats.jsonl", "--context", 64]
-    command += ["--data-dir", tmp_path / "data"]
-    model, canary = tmp_path / "model", tmp_path / "canary"
-    shutil.copytree(qwen, model)
-    (model / "evil.py").write_text(EVIL.format(canary=str(canary)))
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    config |= {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
-    (model / "tokenizer_config.json").write_text(json.dumps(config))
-    load = "import sys, transformers; transformers.AutoTokenizer.from_pretrained(sys.argv[1], "
-    home = packages | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    python(home, "-c", load + "trust_remote_code=True)", model)
-    assert canary.exists(), "it would run code"
-    canary.unlink()
-    # transformers takes a class of its own.
-    python(home, *command, "--tokenizer", model)
-    assert not canary.exists()
-    (model / "tokenizer.json").write_text("{}")
-    done = run(sys.executable, *command, "--tokenizer", model, env=environment(**home))
-    assert f"{model} has no tokenizer that transformers can read: " in done.stderr, done.stderr
-    assert done.returncode == 1 and not canary.exists()
-
-    shutil.rmtree(model)
-    shutil.copytree(qwen, model)
-    (model / "chat_template.jinja").write_text(ESCAPE.replace("CANARY", str(canary)))
-    done = run(sys.executable, *command, "--tokenizer", model, env=environment(**home))
-    assert "line 1 of chats.jsonl is no conversation: " in done.stderr, done.stderr
-    assert done.returncode == 1 and not canary.exists()

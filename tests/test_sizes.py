@@ -1,0 +1,172 @@
+"""sizes.py and memory.py: the numbers of models and GPUs that no GPU is here to show."""
+
+import json
+import math
+import re
+import textwrap
+
+import pytest
+import torch
+
+import sizes
+from memory import MODELS
+from sizes import (
+    SIZES,
+    best_precision,
+    count_weights,
+    flops_per_token,
+    memory,
+    new_config,
+    peak_flops,
+    plan_memory,
+)
+from slurm import REPOSITORY
+from transformer import Transformer
+
+NAMES = """312 NVIDIA A100-SXM4-80GB
+312 NVIDIA A100 80GB PCIe; nan NVIDIA A100-SXM4-40GB MIG 3g.20gb
+989 NVIDIA H100 80GB HBM3; 756 NVIDIA H100 PCIe; 835 NVIDIA H100 NVL; 756 NVIDIA H800 PCIe
+989 NVIDIA H200; 835 NVIDIA H200 NVL; 989 NVIDIA GH200 480GB; 2250 NVIDIA B200; 2500 NVIDIA GB200
+2250 NVIDIA B300 SXM6 AC; 362 NVIDIA L40S; nan NVIDIA L40; 125 NVIDIA A10; nan NVIDIA A10G
+nan NVIDIA A10-4Q; nan NVIDIA GeForce RTX 4090; 1307 AMD Instinct MI300X OAM
+191.5 AMD Instinct MI250X; nan AMD Instinct MI300A"""
+
+
+@pytest.mark.parametrize("line", re.split("; |\n", NAMES))
+def test_peak_flops_are_those_of_the_data_sheet_or_unknown(line, monkeypatch):
+    """In TFLOP/s."""
+    expected, _, name = line.partition(" ")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = peak_flops(torch.device("cuda"))
+    assert found == pytest.approx(1e12 * float(expected), nan_ok=True)
+    assert math.isnan(peak_flops(torch.device("cpu")))
+
+
+# Of the weights that Hugging Face says its files have.
+PUBLISHED = {"0.6b": 596e6, "1.7b": 1.72e9, "4b": 4.02e9, "8b": 8.19e9, "32b": 32.8e9}
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_sizes_are_those_of_qwen3(size):
+    """With its vocabulary; trained on 20 tokens for each weight."""
+    its = SIZES[size]
+    config = new_config(its, its["context"], 151_936)
+    with torch.device("meta"):
+        weights = sum(weight.numel() for weight in Transformer(config).parameters())
+    layer, outside = count_weights(config)
+    assert its["num_hidden_layers"] * layer + outside == weights
+    assert weights == pytest.approx(PUBLISHED[size], rel=0.002)
+    tokens = its["batch_size"] * its["context"] * its["steps"]
+    assert tokens == pytest.approx(20 * weights, rel=0.01)
+
+
+def kept_for_backward(config: dict, layers: int, recompute: bool) -> int:
+    """The bytes that a model of so many layers keeps, of two sequences of 64."""
+    model = Transformer(config | {"num_hidden_layers": layers}, recompute)
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept = {}
+
+    def pack(tensor: torch.Tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = model(torch.zeros(2, 64, dtype=torch.long))
+    assert logits.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_memory_of_activations(recompute):
+    """Of a layer, as autograd keeps them. On a CPU RMSNorm also keeps what it has normed, and keys
+    and values are not copied."""
+    config = new_config(SIZES["cpu"], 64, 128)
+    estimates, found = [], []
+    for layers in (2, 3):
+        its = config | {"num_hidden_layers": layers}
+        need = memory(its, 2, 64, bf16=False, activation_checkpointing=recompute)
+        estimates.append(need["activations"])
+        found.append(kept_for_backward(config, layers, recompute))
+    width, size, heads, groups = config["hidden_size"], config["head_dim"], 4, 2
+    expected = estimates[1] - estimates[0]
+    if not recompute:
+        normed, copied = 2 * width + (heads + groups) * size, 2 * (heads - groups) * size
+        expected += 4 * 2 * 64 * (normed - copied)
+    assert found[1] - found[0] == pytest.approx(expected, rel=0.01)
+
+
+def test_memory_by_hand(monkeypatch):
+    """Of 8 billion weights on 16 GPUs, in groups of 2: gathered are two layers and the embeddings
+    in bfloat16. Recomputed, a layer keeps its input."""
+    config = new_config(SIZES["8b"], 4096, 151_936)
+    need = memory(config, 1, 4096, ranks=16, tensor=2, activation_checkpointing=True)
+    assert need["gradients"] == 4 * 8_190_735_360 / 16
+    assert need["states"] == 8 * 8_190_735_360 / 16
+    layer, embeddings = 192_946_432, 2 * 151_936 * 4096 + 4096
+    assert need["weights"] == 4 * 8_190_735_360 / 16 + 2 * (2 * layer + embeddings) / 2
+    split = 3 * 4096 + 3 * 1024 + 4 * 12_288
+    assert need["activations"] == 2 * 4096 * (36 * 4096 + 4 * 4096 + split / 2)
+    assert need["logits"] == 10 * 4096 * 151_936 / 2
+    assert memory(config, 1, 4096, ranks=1)["weights"] == 6 * 8_190_735_360
+    total = sum(need.values()) / 2**30
+    step, device = (config, 1, 4096, 16, 2), torch.device("cpu")
+    recompute, line = plan_memory(device, True, *step)
+    assert recompute and line.startswith(f"Memory of a rank: about {total:.1f} GiB (weights ")
+    more = sum(memory(*step).values())
+    # 5 % more than the step needs is not enough.
+    narrow = (1.05 * more / 2**30, None, True)
+    for gib, asked, expected in ((80, None, False), narrow, (25, None, True), (25, False, False)):
+        monkeypatch.setattr(sizes, "gpu_memory", lambda device, gib=gib: gib * 2**30)
+        recompute, line = plan_memory(device, asked, *step)
+        assert recompute == expected and f"of the GPU's {gib:.1f} (" in line
+        assert ("\nwarning: this may not fit" in line) == (gib == 25 and not recompute)
+    assert total < 25 < more / 2**30 < 80
+
+
+PAGE = (REPOSITORY / "docs/memory.html").read_text()
+
+
+def on_the_page(**given: float) -> dict[str, float]:
+    """The numbers of its function `bytes`, whose lines are Python but for `const` and `;`."""
+    pattern = r"^function bytes.*?^(  const attention.*?)^  return \{(.*?)\};$"
+    lines, kinds = re.search(pattern, PAGE, re.M | re.S).groups()
+    exec(textwrap.dedent(lines).replace("const ", "").replace(";", ""), given)
+    return {kind: given[kind] for kind in kinds.split(", ")}
+
+
+def test_the_page_computes_what_a_run_logs():
+    """For the models of aux/memory.py, of which the page has a list."""
+    names = re.search(r"^// (.*), as below$", PAGE, re.M)[1].split(", ")
+    models = json.loads(re.search(r"^const MODELS = (\{.*?\});", PAGE, re.M | re.S)[1])
+    assert list(models) == list(MODELS)
+    layouts = [(1, 1, False, True), (8, 1, True, True), (64, 3, False, False), (1, 2, True, False)]
+    for name, config in MODELS.items():
+        layer, outside = count_weights(config)
+        weights = config["num_hidden_layers"] * layer + outside
+        assert weights == {"llama-3.1-70b": 70_553_706_496}.get(name, weights)
+        for ranks, rows, recompute, bf16 in layouts:
+            options = {"ranks": ranks, "recompute": recompute, "bf16": bf16}
+            given = dict(zip(names, models[name], strict=True)) | options
+            found = on_the_page(**given, sequence=4096, batch=rows)
+            options["activation_checkpointing"] = options.pop("recompute")
+            assert found == pytest.approx(memory(config, rows, 4096, **options), rel=1e-12), name
+
+
+def test_gpus_without_bfloat16(monkeypatch):
+    """A V100 emulates it."""
+    assert best_precision(torch.device("cpu")) == "fp32"
+    for has_it, precision in ((False, "fp32"), (True, "bf16")):
+
+        def supported(including_emulation: bool = True, has_it: bool = has_it) -> bool:
+            return including_emulation or has_it
+
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+        assert best_precision(torch.device("cuda")) == precision
+    assert best_precision(torch.device("xpu")) == "bf16"
+
+
+def test_flops_of_a_known_model():
+    """6 for each weight but the embedding's, and 12 x layers x heads x head_dim x context."""
+    assert flops_per_token(new_config(SIZES["8b"], 4096, 151_936), 4096) == 52_658_190_336
