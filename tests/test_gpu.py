@@ -190,6 +190,29 @@ def test_cluster_report(device, ranks):
     assert (" cuda:0 " in done.stdout) == (device == "cuda"), done.stdout
 
 
+@pytest.mark.gpu
+def test_tf32(device):
+    """Defaults, as chapter 4 has them, and chapter 3's variable, which overrides a switch."""
+    code = f"""
+import torch
+torch.manual_seed(0)
+print(torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision)
+torch.set_float32_matmul_precision("high")
+print(torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision)
+x = torch.randn(256, 256, dtype=torch.float64)
+y = x.to("{device}", torch.float32)
+print(((y @ y).double().cpu() / (x @ x) - 1).abs().median().item())
+"""
+    errors = []
+    for override in ({}, {"NVIDIA_TF32_OVERRIDE": 0}):
+        done = run(sys.executable, "-c", code, env=environment(**override))
+        first, second, error = done.stdout.splitlines()
+        assert (first, second) == ("tf32 none", "tf32 tf32"), done.stdout
+        errors.append(float(error))
+    # TF32 has ten bits behind the binary point, float32 23.
+    assert errors[1] < 1e-5 and (device == "cpu" or errors[0] > 1e-4), errors
+
+
 # --- save and resume ---
 
 
