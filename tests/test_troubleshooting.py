@@ -3,6 +3,7 @@
 import re
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,16 +51,24 @@ def messages(text: str) -> list[str]:
     return [double or single for double, single in re.findall(r"``(.+?)``|`([^`]+)`", text)]
 
 
-def entries() -> list[list[str]]:
-    """The messages of each entry of the page: a heading and its line "Also:", or a row of a table
-    whose head is "it says" or "reason"."""
+@cache
+def sections() -> list[tuple[str, list[str], list[list[str]]]]:
+    """The page in parts: the text below a heading, its messages and those of its rows. Messages
+    stand in the heading, in the line "Also:", and in tables whose head is "it says" or "reason"."""
     found = []
-    for section in re.split(r"^(?=### )", PAGE, flags=re.M):
+    for section in re.split(r"^(?=##)", PAGE, flags=re.M):
         heading = re.findall(r"\A### (`.*)", section)
         also = re.findall(r"^Also: (.*?)\.$", section, re.M | re.S)
         tables = re.findall(r"^\| (?:it says|reason) \|.*\n\|.*\n((?:\|.*\n)+)", section, re.M)
-        rows = [row.split(" | ")[0] for row in "".join(tables).splitlines()]
-        found += map(messages, [" ".join(heading + also), *rows])
+        rows = [messages(row.split(" | ")[0]) for row in "".join(tables).splitlines()]
+        found.append((section, messages(" ".join(heading + also)), rows))
+    return found
+
+
+@cache
+def entries() -> list[list[str]]:
+    """The messages of each entry: of a heading, or of a row."""
+    found = [said for _, of_heading, rows in sections() for said in (of_heading, *rows)]
     return [said for said in found if said]
 
 
@@ -76,19 +85,45 @@ POSTED = re.findall(
     r"^== *(.*)\n((?:(?!==).*\n)*)", (REPOSITORY / "tests/posted.txt").read_text(), re.M
 )
 LINES = [(line, name) for name, lines in POSTED for line in lines.split("\n") if line]
+WORDS = [(line[2:], name) for line, name in LINES if line.startswith("? ")]
+LINES = [(line, name) for line, name in LINES if not line.startswith("? ")]
 
 
-# The reasons with GPUs, jobs, time or nodes in them of Slurm's doc/html/job_reason_codes.shtml
-REASONS = """AssocGrpGRES AssocGrpGRESMinutes AssocGrpGRESRunMinutes AssocGrpJobsLimit
-AssocGrpNodeLimit AssocGrpSubmitJobsLimit AssocGrpWallLimit AssocMaxGRESMinutesPerJob
-AssocMaxGRESPerJob AssocMaxGRESPerNode AssocMaxJobsLimit AssocMaxNodePerJobLimit
-AssocMaxSubmitJobLimit AssocMaxWallDurationPerJobLimit AssociationJobLimit AssociationTimeLimit
-BeginTime JobArrayTaskLimit JobHeldAdmin JobHeldUser MaxGRESPerAccount MaxJobsPerAccount
-MaxNodePerAccount MaxSubmitJobsPerAccount PartitionNodeLimit PartitionTimeLimit QOSGrpGRES
-QOSGrpGRESMinutes QOSGrpGRESRunMinutes QOSGrpJobsLimit QOSGrpNodeLimit QOSGrpSubmitJobsLimit
-QOSGrpWallLimit QOSJobLimit QOSMaxGRESMinutesPerJob QOSMaxGRESPerJob QOSMaxGRESPerNode
-QOSMaxGRESPerUser QOSMaxJobsPerUserLimit QOSMaxNodePerJobLimit QOSMaxNodePerUserLimit
-QOSMaxSubmitJobPerUserLimit QOSMaxWallDurationPerJobLimit QOSMinGRES QOSMinNode QOSTimeLimit"""
+# The reasons of a waiting job in Slurm 26.05's src/common/job_state_reason.c, without
+# ReqNodeNotAvail and those for burst buffers, energy and unknown resources.
+REASONS = """AccountNotAllowed AccountingPolicy AssocGrpBilling AssocGrpBillingMinutes
+AssocGrpBillingRunMinutes AssocGrpCPUMinutesLimit AssocGrpCPURunMinutesLimit AssocGrpCpuLimit
+AssocGrpGRES AssocGrpGRESMinutes AssocGrpGRESRunMinutes AssocGrpJobsLimit AssocGrpLicense
+AssocGrpLicenseMinutes AssocGrpLicenseRunMinutes AssocGrpMemLimit AssocGrpMemMinutes
+AssocGrpMemRunMinutes AssocGrpNodeLimit AssocGrpNodeMinutes AssocGrpNodeRunMinutes
+AssocGrpSubmitJobsLimit AssocGrpWallLimit AssocMaxBillingMinutesPerJob AssocMaxBillingPerJob
+AssocMaxBillingPerNode AssocMaxCpuMinutesPerJobLimit AssocMaxCpuPerJobLimit AssocMaxCpuPerNode
+AssocMaxGRESMinutesPerJob AssocMaxGRESPerJob AssocMaxGRESPerNode AssocMaxJobsLimit
+AssocMaxLicenseMinutesPerJob AssocMaxLicensePerJob AssocMaxMemMinutesPerJob AssocMaxMemPerJob
+AssocMaxMemPerNode AssocMaxNodeMinutesPerJob AssocMaxNodePerJobLimit AssocMaxSubmitJobLimit
+AssocMaxWallDurationPerJobLimit AssociationJobLimit AssociationResourceLimit AssociationTimeLimit
+BadConstraints BeginTime Cleaning Constraints DeadLine Dependency DependencyNeverSatisfied
+FedJobLock InvalidAccount InvalidQOS JobArrayTaskLimit JobHeldAdmin JobHeldUser JobHoldMaxRequeue
+Licenses MaxBillingPerAccount MaxBillingRunMinsPerAccount MaxBillingRunMinsPerUser MaxCpuPerAccount
+MaxCpuRunMinsPerAccount MaxCpuRunMinsPerUser MaxGRESPerAccount MaxGRESRunMinsPerAccount
+MaxGRESRunMinsPerUser MaxJobsPerAccount MaxLicensePerAccount MaxLicenseRunMinsPerAccount
+MaxLicenseRunMinsPerUser MaxMemPerLimit MaxMemoryPerAccount MaxMemoryRunMinsPerAccount
+MaxMemoryRunMinsPerUser MaxNodePerAccount MaxNodeRunMinsPerAccount MaxNodeRunMinsPerUser
+MaxPoweredUpNodes MaxSubmitJobsPerAccount MpiPortsBusy NodeDown None NvidiaImexChannels
+PartitionConfig PartitionDown PartitionInactive PartitionNodeLimit PartitionTimeLimit Priority
+Prolog QOSGrpBilling QOSGrpBillingMinutes QOSGrpBillingRunMinutes QOSGrpCPUMinutesLimit
+QOSGrpCPURunMinutesLimit QOSGrpCpuLimit QOSGrpGRES QOSGrpGRESMinutes QOSGrpGRESRunMinutes
+QOSGrpJobsLimit QOSGrpLicense QOSGrpLicenseMinutes QOSGrpLicenseRunMinutes QOSGrpMemLimit
+QOSGrpMemoryMinutes QOSGrpMemoryRunMinutes QOSGrpNodeLimit QOSGrpNodeMinutes QOSGrpNodeRunMinutes
+QOSGrpSubmitJobsLimit QOSGrpWallLimit QOSJobLimit QOSMaxBillingMinutesPerJob QOSMaxBillingPerJob
+QOSMaxBillingPerNode QOSMaxBillingPerUser QOSMaxCpuMinutesPerJobLimit QOSMaxCpuPerJobLimit
+QOSMaxCpuPerNode QOSMaxCpuPerUserLimit QOSMaxGRESMinutesPerJob QOSMaxGRESPerJob QOSMaxGRESPerNode
+QOSMaxGRESPerUser QOSMaxJobsPerUserLimit QOSMaxLicenseMinutesPerJob QOSMaxLicensePerJob
+QOSMaxLicensePerUser QOSMaxMemoryMinutesPerJob QOSMaxMemoryPerJob QOSMaxMemoryPerNode
+QOSMaxMemoryPerUser QOSMaxNodeMinutesPerJob QOSMaxNodePerJobLimit QOSMaxNodePerUserLimit
+QOSMaxSubmitJobPerUserLimit QOSMaxWallDurationPerJobLimit QOSMinBilling QOSMinCpuNotSatisfied
+QOSMinGRES QOSMinLicense QOSMinMemory QOSMinNode QOSNotAllowed QOSResourceLimit QOSTimeLimit
+QOSUsageThreshold Reservation ReservationDeleted ReservationInvalid Resources SchedDefer"""
 
 
 def test_every_reason_is_written_out():
@@ -96,6 +131,12 @@ def test_every_reason_is_written_out():
     for reason in REASONS.split():
         assert PAGE.count(f"`({reason})`") == 1, reason
         assert len(explain(f"7 train wrap me PD 0:00 1 ({reason})")) == 1, reason
+
+
+def test_no_message_is_broken_over_two_lines():
+    """And no command: a search looks at one line."""
+    prose = re.sub(r"^```.*?^```$", "", PAGE, flags=re.M | re.S)
+    assert [line for line in prose.splitlines() if line.count("`") % 2] == []
 
 
 @pytest.mark.parametrize("command", [row for row in ROWS if not re.search(OWN, row)])
@@ -108,6 +149,33 @@ def test_the_page_has_the_line(command):
 def test_one_entry_explains_a_line(line, name):
     """And none a line of a job that has nothing wrong."""
     assert explain(line) == [name] * bool(name)
+
+
+def first_hit(words: str) -> str:
+    """The first message of the entry to which the page's first line with these words belongs, or
+    the heading of a part that has no message."""
+    for section, of_heading, rows in sections():
+        for line in section.splitlines():
+            if words in line:
+                row = messages(line.split(" | ")[0])
+                if line.startswith("|") and row in rows:
+                    return row[0]
+                return (of_heading or [section.splitlines()[0].lstrip("# ")])[0]
+    raise AssertionError(f"no line of the page has: {words}")
+
+
+@pytest.mark.parametrize(("words", "name"), WORDS)
+def test_a_search_finds_the_entry(words, name):
+    """Words that people search for stand in one line of the page, and not before their entry."""
+    assert first_hit(words) == name
+
+
+@pytest.mark.parametrize("said", entries(), ids=lambda said: said[0])
+def test_the_messages_of_an_entry_are_found_in_it(said):
+    """For a message with "..." that is its longest part."""
+    for message in said:
+        words = max(message.split("..."), key=len).strip()
+        assert first_hit(words) == said[0], message
 
 
 STARTS = "launch_slurm_with_torchrun.sh: 4 ranks on node-[1-2], rank 0 at node-1:61089. Each"
