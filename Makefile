@@ -78,7 +78,7 @@ test-slurm: .venv/tests docker  ## the launchers, signals and sites' variants un
 	    test -m matrix tests/test_slurm_conf.py tests/test_apptainer.py || failed+=" $$release"; \
 	done; \
 	[[ -z $$failed ]] || { echo "Not reached, or with failures:$$failed" >&2; exit 1; }
-slurm_tests = launchers sites namespaces check_ranks preemption heartbeat fault_tolerance
+slurm_tests = launchers sites namespaces check_ranks preemption heartbeat watch_job fault_tolerance
 
 test-kernels: export BACKEND = kernels
 test-kernels: .venv/tests slurm kernels  ## on nodes with a kernel each, cgroup v2 and NFS (root; Debian)
@@ -86,7 +86,7 @@ test-kernels: .venv/tests slurm kernels  ## on nodes with a kernel each, cgroup 
 	.venv/bin/python -m pytest -m kernels tests/test_kernels.py $(ARGS)
 kernels_tests = launchers.py::test_three_files_and_a_strangers_script \
     launchers.py::test_a_failing_rank_ends_the_job launchers.py::test_in_salloc \
-    heartbeat.py::test_a_script_without_heartbeats
+    watch_job.py::test_a_script_without_heartbeats
 
 test-scale: .venv/tests slurm  ## 4,096 ranks on 512 nodes (root; 10 GB of memory, four minutes)
 	.venv/bin/python -m pytest tests -m scale $(ARGS)

@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import runpy
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -16,20 +15,7 @@ import torch
 import torch.distributed as dist
 
 import check_ranks
-import ledger
-import watch_job
-from slurm import (
-    LAUNCHERS,
-    REPOSITORY,
-    at_once,
-    cells,
-    environment,
-    heartbeat_of,
-    one_rank_a_node,
-    ranks,
-    run,
-    stand_ins,
-)
+from slurm import LAUNCHERS, REPOSITORY, at_once, cells, one_rank_a_node, ranks, stand_ins
 
 # In a sitecustomize.py of the job's ranks
 ON_ONE_NODE = "import os\nif os.environ.get('SLURM_NODEID') == '{}':\n    "
@@ -617,56 +603,6 @@ def test_a_bare_srun_whose_task_0_is_on_the_second_node(cluster, tmp_path):
     rows = re.findall(r"^(\d) +0 +(\S+)", said["node-1"].stdout, re.M)
     assert rows == [("0", "node-1"), ("1", "node-2")], said["node-1"]
     assert "VERDICT: all well, 2 ranks started by srun" in said["node-1"].stdout
-
-
-def test_watch_job_shows_the_latest_start(tmp_path):
-    """By time, not by name. And a rank that writes rarely is not silent."""
-    for start, age in (("ranks-10", 1), ("ranks-2", 5), ("ranks-9", 30)):
-        folder = tmp_path / "log/local" / start
-        folder.mkdir(parents=True)
-        (folder / "0").write_text(heartbeat_of(0, host=start, step=7))
-        # Of 4,096 ranks each writes every 136 s.
-        beat = heartbeat_of(1, host=start, step=7, time=time.time() - 100, interval=136)
-        (folder / "1").write_text(beat)
-        os.utime(folder, 2 * (time.time() - age,))
-    done = run(sys.executable, watch_job.__file__, "local", cwd=tmp_path)
-    assert re.search(r"^   0  ranks-10 +7 ", done.stdout, re.M) and done.returncode == 0, done
-    assert "All 2 ranks are alive" in done.stdout
-
-
-def test_ledger_counts_starts(tmp_path):
-    """As numbers: a run with spare nodes has ranks-100 and so on."""
-    for start, first in ((0, 1), (2, 11), (10, 21), (100, 31)):
-        folder = tmp_path / f"log/7/ranks-{start}"
-        folder.mkdir(parents=True)
-        beat = heartbeat_of(0, world_size=1, host=f"n{start}", first_step=first, step=first + 11)
-        (folder / "0").write_text(beat)
-    done = run(sys.executable, ledger.__file__, "7", cwd=tmp_path)
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["starts"] == 4 and found["slowest"]["host"] == "n100", done
-    assert found["steps"] == 42 and found["steps_lost"] == 6
-
-
-def test_watch_job_finds_the_ranks_of_a_bare_srun(monkeypatch):
-    """No batch shell, no loader worker, and nothing that watch_job.py has started."""
-    job = os.getpid()
-    batch = environment(SLURM_JOB_ID=job, SLURM_PROCID=0, SLURM_NTASKS=2)
-    task = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": 3, "SLURM_STEP_NUM_TASKS": 2}
-    tasks = [environment(**task, SLURM_PROCID=i, SLURM_NODEID=1 - i) for i in (0, 1)]
-    started = []
-    try:
-        for env in (batch, *tasks, tasks[0]):
-            command = [sys.executable, "-c", "input()"]
-            started.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE))
-            # A process's start is counted in hundredths of a second.
-            time.sleep(0.05)
-        found = watch_job.ranks_here(str(job))
-        monkeypatch.setenv("SLURM_STEP_ID", "3")
-        assert watch_job.ranks_here(str(job)) == []
-    finally:
-        for process in started:
-            process.communicate()
-    assert found == [(i, 2, started[1 + i].pid) for i in (0, 1)]
 
 
 # --- in the long run ---

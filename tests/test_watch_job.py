@@ -1,0 +1,314 @@
+"""aux/watch_job.py: which rank to look at, whether a script has heartbeats or none."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import heartbeat
+import ledger
+import watch_job
+from slurm import (
+    LAUNCHERS,
+    REPOSITORY,
+    cells,
+    environment,
+    free_port,
+    heartbeat_of,
+    kill,
+    run,
+    stand_ins,
+    wait_for,
+)
+
+WATCH = watch_job.__file__
+
+
+def test_watch_job_shows_the_latest_start(tmp_path):
+    """By time, not by name. And a rank that writes rarely is not silent."""
+    for start, age in (("ranks-10", 1), ("ranks-2", 5), ("ranks-9", 30)):
+        folder = tmp_path / "log/local" / start
+        folder.mkdir(parents=True)
+        (folder / "0").write_text(heartbeat_of(0, host=start, step=7))
+        # Of 4,096 ranks each writes every 136 s.
+        beat = heartbeat_of(1, host=start, step=7, time=time.time() - 100, interval=136)
+        (folder / "1").write_text(beat)
+        os.utime(folder, 2 * (time.time() - age,))
+    done = run(sys.executable, WATCH, "local", cwd=tmp_path)
+    assert re.search(r"^   0  ranks-10 +7 ", done.stdout, re.M) and done.returncode == 0, done
+    assert "All 2 ranks are alive" in done.stdout
+
+
+def test_watch_job_finds_the_ranks_of_a_bare_srun(monkeypatch):
+    """No batch shell, no loader worker, and nothing that watch_job.py has started."""
+    job = os.getpid()
+    batch = environment(SLURM_JOB_ID=job, SLURM_PROCID=0, SLURM_NTASKS=2)
+    task = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": 3, "SLURM_STEP_NUM_TASKS": 2}
+    tasks = [environment(**task, SLURM_PROCID=i, SLURM_NODEID=1 - i) for i in (0, 1)]
+    started = []
+    try:
+        for env in (batch, *tasks, tasks[0]):
+            command = [sys.executable, "-c", "input()"]
+            started.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE))
+            # A process's start is counted in hundredths of a second.
+            time.sleep(0.05)
+        found = watch_job.ranks_here(str(job))
+        monkeypatch.setenv("SLURM_STEP_ID", "3")
+        assert watch_job.ranks_here(str(job)) == []
+    finally:
+        for process in started:
+            process.communicate()
+    assert found == [(i, 2, started[1 + i].pid) for i in (0, 1)]
+
+
+def test_watch_job_and_the_last_task_of_an_array(tmp_path):
+    """Its id stands for the array, so Slurm also shows other tasks."""
+    path = stand_ins(
+        tmp_path / "bin", {"squeue": "printf '8 2\\n7 3\\n9 2\\n'", "srun": "echo $* >asked"}
+    )
+    env = environment(PATH=f"{path}:/usr/bin:/bin")
+    run(sys.executable, WATCH, "7", cwd=tmp_path, env=env)
+    assert " --nodes=3 --ntasks=3 " in (tmp_path / "asked").read_text()
+    (tmp_path / "log/7/ranks-0").mkdir(parents=True)
+    (tmp_path / "log/7/ranks-0/0").write_text(heartbeat_of(0))
+    stand_ins(path, {"squeue": "echo 8"})
+    watched = run(sys.executable, WATCH, "7", cwd=tmp_path, env=env)
+    assert watched.stderr == "watch_job.py: job 7 has ended, its log says how\n", watched
+
+
+STUCK = [
+    # NCCL: the others wait for a GPU, outside torch.distributed.
+    ([9, 9, 9, 8, 9, 9], [False] * 6, [], "n1"),
+    ([9, 9, 9, 8, 9, 9], [False] * 2 + [True] * 4, [], "n1"),
+    # gloo: all are at one step, one of them waits for nobody.
+    ([9] * 6, [True] * 3 + [False] + [True] * 2, [], "n1"),
+    ([9] * 6, [True] * 6, [], None),
+    ([9, 8, 9, 9, 9, 9], [False] * 6, [4], "n2"),
+    ([9] * 6, [True] * 6, [0, 5], "n0,n2"),
+]
+
+
+@pytest.mark.parametrize(("steps", "waits", "silent", "exclude"), STUCK)
+def test_watch_job_excludes_the_node_of_the_rank_that_hangs(
+    steps, waits, silent, exclude, tmp_path
+):
+    """All have stood still for two minutes."""
+    folder = tmp_path / "log/local/ranks-0"
+    folder.mkdir(parents=True)
+    for rank in range(6):
+        values = {"host": f"n{rank // 2}", "world_size": 6, "step": steps[rank]}
+        values |= {"waits": waits[rank], "seconds_in_step": 120.0}
+        values |= {"time": time.time() - (100 if rank in silent else 0)}
+        (folder / str(rank)).write_text(heartbeat_of(rank, **values))
+    done = run(sys.executable, WATCH, "local", cwd=tmp_path)
+    assert done.returncode == (exclude is not None), done.stdout + done.stderr
+    end = r"All 6 ranks are alive, at step 9\. No step for 12\d s\."
+    end = rf".* sbatch --exclude={exclude}" if exclude else end
+    assert re.fullmatch(end, done.stdout.splitlines()[-1]), done.stdout
+    patient = run(sys.executable, WATCH, "local", "--after=200", cwd=tmp_path).stdout
+    assert patient.endswith("s. If one hangs, it is named after 200 s.\n"), patient
+
+
+@pytest.mark.parametrize("way", cells([("torchrun",), ("spawn",)], ("torchrun",)))
+def test_a_script_without_heartbeats(way, cluster, tmp_path):
+    """py-spy reads the stack of each rank, on its node."""
+    log, script = tmp_path / "log.out", REPOSITORY / "tests/scripts/stuck.py"
+    number = cluster.submit(f"--output={log}", LAUNCHERS[way], script)
+    wait_for(lambda: log.exists() and log.read_text().count("is in step 10") == 4, 120)
+    watch = (sys.executable, "aux/watch_job.py", number)
+    assert "\nAll 4 ranks have met.\n" in cluster.exec(*watch).stdout
+    # The others may not wait yet.
+    wait_for(lambda: "First to look at: rank 2 " in cluster.exec(*watch).stdout, 60)
+    watched = cluster.exec(*watch)
+    cluster.exec("scancel", number)
+    assert watched.returncode == 1, watched
+    row = r"^   (\d)  (\S+) +\d+  <module> \(\S+stuck\.py:\d+\)$"
+    hosts = dict(re.findall(row, watched.stdout, re.M))
+    assert sorted(hosts) == ["0", "1", "2", "3"] and hosts["0"] != hosts["2"] == hosts["3"]
+    line = 1 + script.read_text().splitlines().index("        time.sleep(0.1)")
+    said = (
+        rf"^First to look at: rank 2 on {hosts['2']}, in\n(    .*\n)*    <module> \(\S+:{line}\)$"
+    )
+    assert re.search(said, watched.stdout, re.M), watched.stdout
+
+
+WAYS = cells([("torchrun",), ("srun",), ("spawn",)], ("torchrun",), ("srun",))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_never_meet(way, cluster, tmp_path):
+    """nanochat's are such on CPUs, and their job is COMPLETED. Under torchrun its agents are
+    connected to MASTER_PORT."""
+    command = [f"--output={tmp_path}/log-%j", LAUNCHERS[way], "tests/scripts/alone.py"]
+    jobs = {cluster.submit(*command): False, cluster.submit(*command, env={"MEET": 1}): True}
+    for number, meet in jobs.items():
+        log = tmp_path / f"log-{number}"
+        wait_for(lambda log=log: log.exists() and log.read_text().count("world size: 4") == 4, 180)
+        watched = cluster.exec(sys.executable, "aux/watch_job.py", number)
+        cluster.exec("scancel", number)
+        assert re.search(r"^   3  node-\d+ +\d+  <module> \(.*alone.py", watched.stdout, re.M), (
+            watched
+        )
+        said = "\nNo process group: none of 4 ranks is connected to MASTER_PORT, where ranks\n"
+        assert (said in watched.stdout) == (not meet), watched
+        assert ("\nAll 4 ranks have met.\n" in watched.stdout) == meet, watched
+        assert watched.returncode == 1 or meet, watched
+
+
+# A rank whose child is in the process group, and one that has another connection.
+CONNECTS = """import os, socket, sys
+rank, port, other = map(int, sys.argv[1:])
+if rank > 0 or os.fork() == 0:
+    connection = socket.create_connection(("127.0.0.1", other if rank else port))
+input()
+"""
+
+
+def test_a_rank_that_has_not_met(monkeypatch, capsys):
+    """Seen without py-spy."""
+    monkeypatch.setattr(watch_job.shutil, "which", lambda program: "absent/py-spy")
+    started, job = [], str(os.getpid())
+    with socket.create_server(("127.0.0.1", 0)) as store, socket.create_server(("", 0)) as other:
+        ports = [str(server.getsockname()[1]) for server in (store, other)]
+        try:
+            for rank in (0, 1):
+                env = environment(RANK=rank, WORLD_SIZE=2, MASTER_PORT=ports[0], SLURM_JOB_ID=job)
+                command = [sys.executable, "-c", CONNECTS, str(rank), *ports]
+                started.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE))
+            with store.accept()[0], other.accept()[0]:
+                node = watch_job.look_into_this_node(job)
+        finally:
+            for process in started:
+                process.communicate()
+    assert [rank["met"] for rank in node["ranks"]] == [True, False]
+    assert watch_job.show(job, [node]) == 1
+    said = capsys.readouterr()
+    assert said.out == f"Not in the process group: rank 1 on {heartbeat.HOST}\n"
+    assert said.err.endswith(f"there is no py-spy on {heartbeat.HOST}: pip install py-spy\n")
+
+
+def test_a_loader_worker_that_hangs(capsys):
+    """The rank stands in dataloader.py, and the line is its worker's."""
+    job, port = str(os.getpid()), free_port()
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
+    command = [sys.executable, REPOSITORY / "tests/scripts/stuck_worker.py"]
+    started = [
+        subprocess.Popen(command, env=environment(**place, RANK=rank, SLURM_JOB_ID=job))
+        for rank in (0, 1)
+    ]
+    try:
+
+        def is_named() -> bool:
+            node = watch_job.look_into_this_node(job)
+            watch_job.show(job, [node])
+            said.append(capsys.readouterr().out)
+            return "First to look at: rank 1 " in said[-1] and "loader workers" in said[-1]
+
+        said = []
+        wait_for(is_named, 60)
+        [shown] = re.findall(r"py-spy dump --subprocesses --pid=\d+$", said[-1], re.M)
+        assert f"    srun --jobid={job} --overlap --nodes=1 --ntasks=1 --nodelist=" in said[-1]
+        dumped = run(Path(sys.executable).with_name("py-spy"), *shown.split()[1:]).stdout
+    finally:
+        kill(f"SLURM_JOB_ID={job}")
+        for process in started:
+            process.wait()
+    assert re.search(r"__getitem__ \(.*stuck_worker\.py:\d+\)", dumped), dumped
+    # Its line of the script is another one than the others'.
+    assert "Most of the others" not in said[-1]
+
+
+def test_under_a_framework_all_are_in_one_line(capsys):
+    """So what the others are in is shown as well. A Dataset without workers is no such case."""
+    line = "train (script.py:7)"
+    ranks_there = []
+    for rank, call in enumerate(("save", "save", "all_gather", "evaluate", "save")):
+        its = {"rank": rank, "host": f"n{rank}", "frame": line, "pid": 7}
+        ranks_there.append(its | {"stack": ["main (cli.py:1)", line, f"{call} (library.py:9)"]})
+    stack = f"    main (cli.py:1)\n    {line}\n    {{}} (library.py:9)\n"
+    most = f"Most of the others are in\n{stack.format('save')}"
+    for heading in ("", "Rank 2 is in"):
+        watch_job.print_more("7", ranks_there[2:3], ranks_there, heading)
+        its = f"{heading}\n{stack.format('all_gather')}" if heading else ""
+        assert capsys.readouterr().out == its + most
+    own = ["next (/v/torch/utils/data/dataloader.py:1)", "__getitem__ (script.py:9)"]
+    ranks_there[2] |= {"stack": [line, *own], "frame": own[1]}
+    watch_job.print_more("7", ranks_there[2:3], ranks_there, "Rank 2 is in")
+    assert capsys.readouterr().out == ""
+
+
+def test_two_programs_in_a_job(tmp_path):
+    """Each has ranks of its own."""
+    for program, step in (("GENERATOR", 7), ("TRAINER", 9)):
+        folder = tmp_path / f"log/7/{program}/ranks-0"
+        folder.mkdir(parents=True)
+        for rank in (0, 1):
+            beat = heartbeat_of(rank, host=program, step=step, time=time.time())
+            (folder / str(rank)).write_text(beat)
+    path = stand_ins(tmp_path / "bin", {"squeue": "echo 7", "scontrol": "false", "sacct": "false"})
+    env = environment(PATH=f"{path}:/usr/bin:/bin")
+
+    def tells(program: Path, what: str):
+        return run(sys.executable, program, what, cwd=tmp_path, env=env)
+
+    both = tells(WATCH, "7")
+    assert re.findall(r"^(\S+):$|at step (\d+)", both.stdout, re.M) == [
+        ("7/GENERATOR", ""),
+        ("", "7"),
+        ("7/TRAINER", ""),
+        ("", "9"),
+    ]
+    assert both.returncode == 0
+    (tmp_path / "log/7/GENERATOR/ranks-0/1").unlink()
+    both = tells(WATCH, "7")
+    assert both.returncode == 1 and "at step 9" in both.stdout
+    assert both.stderr == "1 of 2 ranks have sent none, first rank 1.\n"
+    one = tells(WATCH, "7/TRAINER")
+    assert one.returncode == 0 and "GENERATOR" not in one.stdout and "at step 9" in one.stdout
+    counted = tells(ledger.__file__, "7/TRAINER")
+    assert json.loads(counted.stdout.splitlines()[-1])["slowest"]["host"] == "TRAINER"
+    said = "ledger.py: no heartbeats in log/7, but of its programs GENERATOR, TRAINER\n"
+    assert tells(ledger.__file__, "7").stderr == said
+
+
+def test_what_nccl_reports(monkeypatch):
+    """Its own words, from the address at which NCCL's RAS threads listen."""
+    asked = []
+
+    def answer():
+        connection, _ = server.accept()
+        with connection:
+            asked.append(connection.recv(100))
+            connection.sendall(b"NCCL version 2.28.9\nErrors\n======\nrank 3 is behind\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer, daemon=True).start()
+        monkeypatch.setenv("NCCL_RAS_ADDR", f"127.0.0.1:{server.getsockname()[1]}")
+        assert watch_job.nccl_status().endswith("======\nrank 3 is behind")
+    assert asked == [b"verbose status\n"]
+    assert watch_job.nccl_status() is None, "NCCL is not there"
+
+
+def test_a_job_that_does_not_run(tmp_path):
+    done = run(sys.executable, WATCH, 7, cwd=tmp_path)
+    said = f"watch_job.py: no recent heartbeats in log/7 of {tmp_path}, and no such job runs"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == said
+
+
+def test_without_py_spy(tmp_path):
+    """A node says what to install."""
+    env = environment(RANK=0, WORLD_SIZE=1, SLURM_JOB_ID=os.getpid())
+    with subprocess.Popen([sys.executable, "-c", "input()"], env=env, stdin=subprocess.PIPE):
+        python = tmp_path / "python"
+        python.symlink_to(sys.executable)
+        (tmp_path / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
+        path = {"env": environment(PATH="/usr/bin:/bin")}
+        done = run(python, WATCH, os.getpid(), "--this-node", **path)
+    assert re.search(r'"there is no py-spy on \S+: pip install py-spy"', done.stdout), done
