@@ -139,6 +139,29 @@ def test_no_message_is_broken_over_two_lines():
     assert [line for line in prose.splitlines() if line.count("`") % 2] == []
 
 
+MOMENTS = [
+    "at the start",
+    "when weights are read",
+    "at a resume",
+    "in the first step",
+    "in each evaluation",
+    "at each save",
+    "slowly",
+    "in the last minute",
+]
+
+
+def test_when_memory_runs_out():
+    """Each moment has a row, for the GPU or the node, and a lab that it names is a pair."""
+    [table] = re.findall(r"^\| when \|.*\n\|.*\n((?:\|.*\n)+)", PAGE, re.M)
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()]
+    assert list(dict.fromkeys(row[0] for row in rows)) == MOMENTS
+    assert all(re.match("GPU|node", row[1]) for row in rows)
+    labs = [row[4].strip("`") for row in rows if len(row) == 5]
+    pairs = {task_of(command) for command in ROWS}
+    assert len(labs) >= 4 and pairs.issuperset(labs), set(labs) - pairs
+
+
 @pytest.mark.parametrize("command", [row for row in ROWS if not re.search(OWN, row)])
 def test_the_page_has_the_line(command):
     for line in ROWS[command][0]:
