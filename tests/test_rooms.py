@@ -36,7 +36,8 @@ def test_a_folder_opens_with_its_rule(folder):
 
 def test_a_launcher_starts_what_is_in_distributed_or_a_script_there_imports_it():
     paths = [REPOSITORY / "distributed" / name for name in files("distributed", ".py")]
-    imported = set().union(*(imports(path.read_text()) for path in paths))
+    scripts = [*paths, *(REPOSITORY / "examples" / name for name in files("examples", ".py"))]
+    imported = set().union(*(imports(path.read_text()) for path in scripts))
     for path in paths:
         started = rf"(launch_\S+|torchrun)\.sh distributed/{path.name}"
         assert path.stem in imported or re.search(started, PAGES + path.read_text()), path.name

@@ -1,12 +1,11 @@
-"""distributed/work_list.py: each item once, whoever is killed. The recipe that everybody writes,
-and the page's list of prompts on the cluster."""
+"""distributed/work_list.py: each item once, whoever is killed. And the recipe that everybody
+writes."""
 
 import glob
 import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,20 +17,7 @@ import pytest
 
 import work_list
 from copies import copy_file
-from pages import bash, steps
-from slurm import (
-    LAUNCHERS,
-    NAMESPACES,
-    REPOSITORY,
-    environment,
-    one_rank_a_node,
-    ranks,
-    run,
-    stand_ins,
-    wait_for,
-)
-
-PAGE = REPOSITORY / "docs/other_jobs.md"
+from slurm import REPOSITORY, environment, run, stand_ins, wait_for
 
 # Items 0 to 1999, or ITEMS, of MEAN seconds, where a write takes 5 ms, so that some kills are in
 # one. The process that begins the item POISON is killed.
@@ -365,120 +351,3 @@ def test_the_recipe_that_loses_answers(tmp_path, monkeypatch):
     Path("answers/0.jsonl").write_text('{"item": 0, "answer')
     with pytest.raises(json.JSONDecodeError):
         rank(0)
-
-
-@pytest.fixture(scope="module")
-def small(text, tmp_path_factory) -> Path:
-    """A checkpoint of a model whose tokens are characters."""
-    folder = tmp_path_factory.mktemp("small")
-    train = ["distributed/train_fsdp.py", "--data-dir", text, "--steps", 1, "--device", "cpu"]
-    done = ranks(0, *train, "--num-hidden-layers", 1, "--checkpoint-dir", folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "step_1"
-
-
-def answer(checkpoint: Path, folder: Path, *options: object, **variables):
-    (folder / "prompts").write_text("".join(f"The {letter}\n" for letter in "abcdefghij"))
-    command = ["distributed/answer_prompts.py", checkpoint, folder / "prompts", folder / "answers"]
-    return ranks(0, *command, "--length", 40, "--part", 2, *options, **variables)
-
-
-def test_answers_end(small, tmp_path):
-    """They begin behind the prompt, and end before the token that ends a text."""
-    ends = shutil.copytree(small, tmp_path / "step_1") / "about.json"
-    about, found = json.loads(ends.read_text()), []
-    for folder in (tmp_path / "endless", tmp_path / "words"):
-        folder.mkdir()
-        done = answer(ends.parent, folder)
-        assert done.returncode == 0, done.stderr
-        assert f"10 answers of {ends.parent}\n" in done.stdout
-        found.append([line["answer"] for line in answers(folder / "answers")])
-        about["config"]["eos_token_id"] = [about["tokenizer"]["characters"].index(" ")]
-        ends.write_text(json.dumps(about))
-    endless, words = found
-    assert [len(text) for text in endless] == [40] * 10
-    assert words == [text.split(" ")[0] for text in endless] != endless
-
-
-def test_another_checkpoint(small, tmp_path):
-    """Does not go on with a list; and a run is no checkpoint, because it may get newer ones."""
-    assert answer(small, tmp_path).returncode == 0
-    before = answers(tmp_path / "answers")
-    (tmp_path / "answers/000000004.jsonl").unlink()
-    newer = shutil.copytree(small, tmp_path / "run/step_2")
-    for checkpoint, options, said in (
-        (newer, [], f"its model is {small}, 40 tokens, not {newer}, 40 tokens."),
-        (small, ["--length", 9], f"its model is {small}, 40 tokens, not {small}, 9 tokens."),
-        (newer.parent, [], f"{newer.parent} is no checkpoint. In this folder are: step_2\n"),
-    ):
-        done = answer(checkpoint, tmp_path, *options)
-        assert done.returncode == 1 and said in done.stderr, done.stderr
-        assert "Traceback" not in done.stderr and len(answers(tmp_path / "answers")) == 8
-    assert answer(small, tmp_path).returncode == 0
-    assert answers(tmp_path / "answers") == before
-
-
-def test_prompts_that_kill(small, tmp_path):
-    """Are named in a sentence, when all others have answers."""
-    (tmp_path / "answers").mkdir()
-    for number in (1, 2, 3):
-        begun = work_list.begun_file(tmp_path / "answers", 4, number)
-        begun.touch()
-        os.utime(begun, (0, 0))
-    done = answer(small, tmp_path)
-    assert done.returncode == 1 and len(answers(tmp_path / "answers")) == 8
-    assert done.stderr.startswith(f"{tmp_path}/answers has no answers to the items 4 to 5 (the fi")
-    assert done.stderr.count("\n") == 1
-
-
-def test_granted_gpus_that_torch_does_not_see(small, tmp_path):
-    done = answer(small, tmp_path, SLURM_GPUS_ON_NODE=2)
-    assert done.returncode == 1, done.stdout
-    assert done.stderr.startswith("Slurm granted GPUs, but torch sees none"), done.stderr
-    assert answer(small, tmp_path, "--device", "cpu", SLURM_GPUS_ON_NODE=2).returncode == 0
-
-
-@pytest.fixture
-def model(clone, tmp_path) -> Path:
-    """A checkpoint in the place of the page's, with a token for each byte."""
-    prepare = [sys.executable, "aux/prepare_data.py", "text", "--tokenizer", "bytes"]
-    prepare += ["--input", *sorted(clone.glob("docs/*.md")), "--data-dir", tmp_path / "data"]
-    assert run(*prepare, cwd=clone).returncode == 0
-    train = ["distributed/train_fsdp.py", "--data-dir", tmp_path / "data", "--steps", 2]
-    train += ["--checkpoint-dir", clone / "checkpoints/text", "--device", "cpu"]
-    done = ranks(0, *train, cwd=clone)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return (clone / "checkpoints/text/step_2").rename(clone / "checkpoints/text/step_100")
-
-
-@pytest.mark.matrix
-def test_prompts_on_the_cluster(clone, model, cluster, tmp_path):
-    """The page's block, by torchrun. Then the list twice in one, by srun: stopped, requeued and
-    continued. Every answer is there once, in the order of the list."""
-    [block] = [text for language, text, _ in steps(PAGE) if "answer_prompts.py" in text]
-    counted = bash(block, clone, (NAMESPACES, "exec"), **cluster.environment)
-    prompts = (clone / "prompts.txt").read_text().splitlines()
-    numbers = re.findall(r"^ *(\d+) (?:prompts.txt|answers.jsonl)$", counted, re.M)
-    assert numbers == [str(len(prompts))] * 2, counted
-    expected = [json.loads(line) for line in (clone / "answers.jsonl").read_text().splitlines()]
-    assert [answer["prompt"] for answer in expected] == prompts
-    assert all(len(answer["answer"]) > 10 for answer in expected)
-
-    (tmp_path / "prompts").write_text("\n".join(prompts + prompts) + "\n")
-    folder = tmp_path / "answers"
-    command = [f"--output={tmp_path}/log", f"--chdir={clone}", *one_rank_a_node("srun")]
-    command += [LAUNCHERS["srun"], "distributed/answer_prompts.py", model, tmp_path / "prompts"]
-    number = cluster.submit(*command, folder, "--part", 1, "--length", 20, cwd=clone)
-    wait_for(lambda: len(answers(folder)) > 10, 120)
-    cluster.exec("scancel", "--signal=TERM", number)
-    wait_for(lambda: cluster.show(number)["Restarts"] == "1", 60)
-    assert len(answers(folder)) < len(prompts) * 2, "there is something to continue"
-    for begun in folder.glob(".*.begun"):
-        begun.unlink()
-    cluster.start_again(number, 60)
-    job = cluster.wait(number, timeout=240)
-    assert job.state == "COMPLETED", job
-    assert job.log.count("Requeued: it resumes by itself") == 1
-    found = answers(folder)
-    assert found[: len(prompts)] == expected
-    assert [answer["prompt"] for answer in found] == prompts + prompts
