@@ -217,7 +217,7 @@ def test_a_model_from_the_hub(packages, qwen, tmp_path):
 @pytest.mark.matrix
 def test_a_folder_that_is_not_from_the_hub(packages, small, tmp_path):
     """A checkpoint is read only if the reader says that it is one: its index is a pickle."""
-    done = ranks(0, "examples/answers.py", small, tmp_path / "p", tmp_path, **packages)
+    done = ranks(0, "examples/answers.py", small, "README.md", tmp_path, **packages)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     said = "no model from the hub (one of train_fsdp.py needs --checkpoint): "
     assert said in done.stderr, done.stderr
