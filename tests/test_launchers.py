@@ -1,9 +1,8 @@
-"""env.sh and the launchers on the real cluster: counts, addresses, arguments, CPUs, GPUs, and
-every way to fail."""
+"""The launchers on the real cluster: counts, addresses, arguments, CPUs, GPUs, and every way to
+fail. test_fault_tolerance.py has signals, time limits and --no-requeue."""
 
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from slurm import (
     PATIENCE,
     REPOSITORY,
     Job,
+    at_once,
     cells,
     environment,
     one_rank_a_node,
@@ -86,191 +86,48 @@ def test_ranks_on_the_cpu_are_the_tasks(cluster, tmp_path):
         assert job.log.splitlines()[0].endswith("Each node: ranks 3, GPUs 0 of 0, CPUs 6"), job.log
 
 
-# --- env.sh ---
+@pytest.fixture(scope="module")
+def without_sizes(tmp_path_factory):
+    """A folder with launchers whose headers ask for no CPUs and no GPUs."""
+    folder = tmp_path_factory.mktemp("without-sizes")
+    for name in ("env.sh", "torchrun.sh", "aux", "distributed", "tests"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    for name in LAUNCHERS.values():
+        line = re.compile(r"^#SBATCH --(cpus-per-task|gpus-per-node)=.*\n", re.M)
+        text, count = line.subn("", (REPOSITORY / name).read_text())
+        assert count == 2
+        (folder / name).write_text(text)
+    return folder
 
 
-SIZE = '"$NNODES" "$NPROC_PER_NODE" "$WORLD_SIZE" "$MASTER_ADDR:$MASTER_PORT" '
-SIZE += '"$CPUS_PER_NODE" "$OMP_NUM_THREADS" "$NCCL_DEBUG"'
-
-
-def source_env(
-    cluster,
-    folder: Path,
-    record: str = NOTHING,
-    cwd: Path = REPOSITORY,
-    shown: str = SIZE,
-    squeue: str = 'echo "$SLURM_JOB_ID $RECORD"',
-    **variables,
-) -> str:
-    """What env.sh makes of Slurm's variables, on a node, and of squeue's record of the job."""
-    stand_ins(folder, {"squeue": squeue, "sleep": "exit"})
-    slurm = {"PATH": f"{folder}:{environment()['PATH']}", "RECORD": record, "HOSTNAME": "node-1"}
-    slurm |= {"SLURM_JOB_ID": 89, "SLURM_PROCID": 0, "SLURM_JOB_NAME": "name"}
-    slurm |= {"SLURM_JOB_NUM_NODES": 2, "SLURM_JOB_NODELIST": "node-[1-2]"}
-    slurm |= {"SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_NTASKS": 4, "SLURM_NTASKS_PER_NODE": 2}
-    slurm |= {"SLURM_JOB_CPUS_PER_NODE": "4(x2)"} | variables
-    given = [f"{name}={value}" for name, value in slurm.items() if value != "unset"]
-    command = f"source ./env.sh >/dev/null; echo {shown}"
-    done = cluster.exec("env", *given, "bash", "-euo", "pipefail", "-c", command, cwd=cwd)
-    if done.returncode != 0:
-        return f"status {done.returncode}: {done.stderr.strip()}"
-    return done.stdout.strip()
-
-
-# Slurm's variables; the GPUs asked for on each node, in a job, and the CPUs for each GPU, in
-# squeue's words; and what env.sh makes of them.
-SIZES = """
-                                      | N/A                    | 2 2 4 node-1:61089 4 2 WARN
-JOB_ID=4537                           | N/A                    | 2 2 4 node-1:61001 4 2 WARN
-JOB_NODELIST=node-[2,7]               | N/A                    | 2 2 4 node-2:61089 4 2 WARN
-GPUS_ON_NODE=8                        | N/A                    | 2 8 16 node-1:61089 4 1 WARN
-GPUS_ON_NODE=2 CPUS_PER_TASK=16       | N/A                    | 2 2 4 node-1:61089 32 16 WARN
-NTASKS_PER_NODE=unset NTASKS=unset    | N/A                    | 2 1 2 node-1:61089 4 4 WARN
-# The fewest, because srun asks for as many CPUs on every node.
-JOB_CPUS_PER_NODE=48,16               | N/A                    | 2 2 4 node-1:61089 16 8 WARN
-JOB_CPUS_PER_NODE=8,16                | N/A                    | 2 2 4 node-1:61089 8 4 WARN
-JOB_CPUS_PER_NODE=48(x2),16           | N/A                    | 2 2 4 node-1:61089 16 8 WARN
-# The CPUs of a task are those of the shell in which sbatch was typed.
-CPUS_PER_TASK=1                       | N/A N/A gres:gpu:2     | 2 2 4 node-1:61089 4 2 WARN
-# An exclusive node is granted with all its GPUs, and its steps get only those asked for.
-GPUS_ON_NODE=8                        | gres:gpu:2             | 2 2 4 node-1:61089 4 2 WARN
-GPUS_ON_NODE=8                        | gres/gpu:a100:4        | 2 4 8 node-1:61089 4 1 WARN
-GPUS_ON_NODE=8                        | gres:gpu:0             | 2 2 4 node-1:61089 4 2 WARN
-GPUS_ON_NODE=8                        | gres/gpu:2,gres/nic:1  | 2 2 4 node-1:61089 4 2 WARN
-GPUS_ON_NODE=8                        | gres/nic:1             | 2 8 16 node-1:61089 4 1 WARN
-# Those of the shell in which sbatch was typed do not count.
-GPUS_PER_NODE=1                       | gres:gpu:4             | 2 4 8 node-1:61089 4 1 WARN
-GPUS_PER_NODE=1 GPUS_ON_NODE=4        | N/A                    | 2 4 8 node-1:61089 4 1 WARN
-# Two types on a node; and a type without a number, where as many as granted count.
-GPUS_ON_NODE=8               | gres:gpu:a100:2,gres:gpu:v100:1 | 2 3 6 node-1:61089 4 1 WARN
-GPUS_ON_NODE=1                        | gres:gpu:a100          | 2 1 2 node-1:61089 4 4 WARN
-GPUS_ON_NODE=2                        | N/A gres:gpu:4         | 2 2 4 node-1:61089 4 2 WARN
-GPUS_ON_NODE=2   | N/A gres/gpu:a100:5 | env.sh: --gpus=5 on 2 nodes: use --gpus-per-node
-NTASKS=7 NTASKS_PER_NODE=4  | N/A      | env.sh: 7 tasks on 2 nodes: use --ntasks-per-node
-"""
-
-
-@pytest.mark.parametrize("row", re.findall(r"^[^#\n].*", SIZES, re.M))
-def test_env_sh(row, cluster, tmp_path):
-    given, asked, expected = (part.strip() for part in row.split("|"))
-    record = ["1", "N/A", "N/A", "0", *asked.split(), "N/A", "N/A"][:7]
-    variables = dict(f"SLURM_{word}".split("=") for word in given.split())
-    found = source_env(cluster, tmp_path, " ".join(record), **variables)
-    assert found.removeprefix("status 1: ") == expected
-
-
-def test_half_of_a_heterogeneous_job(cluster, tmp_path):
-    """It would train alone, and the other half idle. And NCCL_DEBUG is the user's."""
-    said = "status 1: env.sh: srun leaves out nodes of a heterogeneous job (A : B)"
-    assert source_env(cluster, tmp_path, NOTHING.replace("1 N/A", "1 89")) == said
-    found = source_env(cluster, tmp_path, NCCL_DEBUG="INFO")
-    assert found == "2 2 4 node-1:61089 4 2 INFO"
-
-
-HET = ["--ntasks=3", "--gpus-per-node=3", ":", "--ntasks=1", "--gpus-per-node=1"]
-
-
-def test_a_step_over_a_heterogeneous_job(cluster, tmp_path):
-    """As docs/other_jobs.md says, a job script of one's own starts ranks on both parts."""
-    says = "echo $SLURM_PROCID $SLURM_STEP_NUM_TASKS ${CUDA_VISIBLE_DEVICES//[^,]}"
-    wrap = f"--wrap=srun --het-group=0,1 bash -c '{says}'"
-    job = cluster.sbatch(f"--output={tmp_path}/log", *HET, wrap)
-    assert job.state == "COMPLETED", job.log
-    assert sorted(job.log.splitlines()) == ["0 4 ,,", "1 4 ,,", "2 4 ,,", "3 4"]
-
-
-# What squeue shows, and what the scripts then have of array task and restarts
-JOBS = [
-    (f"89 {NOTHING}", "no no"),
-    ("89 1 N/A N/A 2 N/A N/A N/A", "no 2"),
-    ("89 1 N/A 5 0 N/A N/A N/A", "5 no"),
-    # The id of an array's last task shows the whole array.
-    ("90 1 N/A 4 7 N/A N/A N/A\n89 1 N/A 5 1 N/A N/A N/A", "5 1"),
+OPTIONS = [
+    # sbatch's options, ranks, CPUs of a node
+    (["--gpus-per-node=2", "--cpus-per-gpu=4"], 4, 8),
+    (["--gpus-per-node=2", "--exclusive"], 4, 64),
+    (["--gpus-per-node=2"], 4, 2),
+    (["--gres=gpu:2", "--cpus-per-task=2"], 4, 4),
+    (["--gpus-per-task=1"], 4, 2),
+    (["--gpus=2"], 2, 2),
+    # In spite of the GPUs of a job in which sbatch is typed
+    ([], 4, 2),
 ]
 
 
-@pytest.mark.parametrize(("record", "expected"), JOBS)
-def test_a_job_that_another_one_has_submitted(record, expected, cluster, tmp_path):
-    """Is an array's task, or was requeued, only if Slurm says so."""
-    left = {"SLURM_ARRAY_JOB_ID": 3, "SLURM_ARRAY_TASK_ID": 5, "SLURM_RESTART_COUNT": 1}
-    # With the first of these no rank opens the store at which they meet.
-    left |= {"TORCHELASTIC_USE_AGENT_STORE": True, "GROUP_RANK": 1, "JOB_RESTARTS": 0}
-    shown = '"${SLURM_ARRAY_TASK_ID-no}" "${SLURM_RESTART_COUNT-no}" '
-    shown += '"${!TORCHELASTIC_@}${GROUP_RANK-}${JOB_RESTARTS-}"'
-    options = {"shown": shown, "squeue": 'echo "$RECORD"'}
-    assert source_env(cluster, tmp_path, record, **options, **left) == expected
+def test_ranks_and_cpus_by_every_option(without_sizes, cluster, tmp_path):
+    """Two nodes x two tasks: ranks are GPUs, and share the CPUs of the node."""
 
+    def scenario(index, options, ranks, cpus):
+        log, outer = f"--output={tmp_path}/{index}", {"SLURM_GPUS_ON_NODE": "8"}
+        command = [log, *options, LAUNCHERS["srun"], VARIABLES]
+        job = cluster.sbatch(*command, cwd=without_sizes, env=outer)
+        assert job.state == "COMPLETED", job.log
+        assert [rank["rank"] for rank in job.ranks()] == list(range(ranks)), job.log
+        # A crash in a library is a traceback.
+        assert all(rank["faulthandler"] for rank in job.ranks())
+        first = rf"{LAUNCHERS['srun']}: {ranks} ranks on node-\S+, rank 0 at node-.*, CPUs {cpus}\n"
+        assert re.match(first, job.log), job.log
 
-BUSY = """echo >>"$(dirname "$0")/asked"
-if (($(wc --lines <"$(dirname "$0")/asked") < 3)); then echo "Zero Bytes" >&2; exit 1; fi
-echo "$SLURM_JOB_ID $RECORD"
-"""
-
-
-def test_what_squeue_shows_a_user_by_default(cluster, tmp_path):
-    """Is for the user's own terminal."""
-    squeue = '[[ -z "${SQUEUE_STATES-}" ]] && echo "$SLURM_JOB_ID $RECORD"'
-    options = {"squeue": squeue, "shown": '"$NNODES"'}
-    assert source_env(cluster, tmp_path, SQUEUE_STATES="PD", **options) == "2"
-
-
-def test_slurmctld_is_busy(cluster, tmp_path):
-    """A job's first second is not to be its last one, after days in the queue."""
-    assert source_env(cluster, tmp_path, squeue=BUSY, shown='"$NNODES"') == "2"
-    for silent in ("exit 1", "true"):
-        said = source_env(cluster, tmp_path, squeue=silent)
-        assert said == "status 1: env.sh: squeue does not show job 89"
-
-
-def test_limits(cluster, tmp_path):
-    """The soft limits of the login node, which Slurm passes on, are raised to Linux's."""
-    (tmp_path / "low.sh").write_text("ulimit -S -n 100 -l 64\n")
-    shown = '"$(ulimit -S -n) $(ulimit -S -l)" = "$(ulimit -H -n) $(ulimit -H -l)"'
-    low = {"BASH_ENV": tmp_path / "low.sh"}
-    soft, hard = source_env(cluster, tmp_path, shown=shown, **low).split(" = ")
-    assert soft == hard and soft.split() != ["100", "64"]
-
-
-def test_the_code_of_each_start(cluster, tmp_path):
-    """Is in log/JOB/code-N, in git or not, and a start says whether it has changed."""
-    for name in ("env.sh", "train.py", "more/model.py", "more/tasks/__main__.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(REPOSITORY / "env.sh", tmp_path / name)
-
-    def start(number: int, *script: str) -> bool:
-        """Whether it says that the code has changed."""
-        log = 'said=$(source ./env.sh); echo "$said"'
-        given = {"SLURM_JOB_ID": 89, "SLURM_JOB_NAME": "n", "SLURM_JOB_NUM_NODES": 1}
-        given |= {"SLURM_JOB_NODELIST": "node-1", "SLURM_JOB_CPUS_PER_NODE": 1}
-        record = NOTHING.replace(" 0 ", f" {number} ")
-        stand_ins(tmp_path, {"squeue": f'echo "89 {record}"'})
-        given["PATH"] = f"{tmp_path}:{environment()['PATH']}"
-        bash = ["env", *(f"{name}={value}" for name, value in given.items()), "bash", "-euc"]
-        done = cluster.exec(*bash, log, "bash", *(script or ["train.py"]), cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        before, now = (f"log/89/code-{which}" for which in (number - 1, number))
-        return (
-            f"The code has changed since this job's last start: diff {before} {now}" in done.stdout
-        )
-
-    assert [start(0), start(1)] == [False, False]
-    (tmp_path / "train.py").write_text("# edited\n")
-    assert [start(2), start(3)] == [True, False]
-    # A module beside model.py, and a package
-    for name, module in (("model.py", "more.train"), ("tasks/__main__.py", "more.tasks")):
-        start(7, "-m", module)
-        (tmp_path / "more" / name).write_text("# edited, too\n")
-        assert [start(8, "-m", module), start(9, "-m", module)] == [True, False], module
-
-    run("git", "init", "--quiet", cwd=tmp_path)
-    run("git", "add", "env.sh", "train.py", "more", cwd=tmp_path)
-    name = ["-c", "user.name=n", "-c", "user.email=e"]
-    assert run("git", *name, "commit", "-qm", "one", cwd=tmp_path).returncode == 0
-    assert [start(4), start(5)] == [True, False]
-    (tmp_path / "more/model.py").write_text("# edited\n")
-    assert start(6)
-    code = tmp_path / "log/89/code-6"
-    assert "+# edited" in code.read_text() and code.stat().st_mode & 0o777 == 0o600
+    at_once(scenario, [(index, *case) for index, case in enumerate(OPTIONS)])
 
 
 def test_rank_under_srun_is_by_node():
@@ -312,78 +169,6 @@ def test_what_srun_is_asked_for(launcher, tmp_path):
         assert done.stdout.splitlines()[-1] == f"4 GPUs: {STARTS[launcher]} {command}"
 
 
-def test_what_torchrun_is_asked_for(tmp_path):
-    """SIGTERM is ignored until torchrun handles it, because a job that it ends is lost."""
-    says = '"$*" "$$" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"'
-    stand_ins(tmp_path, {"python3": f"kill -TERM $$; printf '%s\\n' {says}"})
-    given = {"NNODES": 2, "NPROC_PER_NODE": 4, "MASTER_ADDR": "n1", "MASTER_PORT": 61007}
-    given |= {"SLURM_NODEID": 1, "SLURM_JOB_ID": 7, "SLURM_RESTART_COUNT": 2}
-    path = f"{tmp_path}:{environment()['PATH']}"
-    shell = ["bash", "-c", 'echo $$; exec ./torchrun.sh "$@"', "bash", "train.py", "--epochs", 3]
-    done = run(*shell, env=environment(PATH=path, **given))
-    before, said, after, patience = done.stdout.splitlines()
-    expected = "-m torch.distributed.run --nnodes=2 --node-rank=1 --nproc-per-node=4 "
-    expected += "--master-addr=n1 --master-port=61007 --rdzv-id=7.2 --rdzv-conf=timeout=302 "
-    assert said == f"{expected}-- train.py --epochs 3"
-    assert before == after, "torchrun.sh becomes torchrun, so that Slurm's signals reach it"
-    assert int(patience) >= 300, "ranks may save for longer than torchrun's own 30 s"
-
-
-@pytest.mark.parametrize(
-    ("cuda", "xpu", "given", "ranks"), [(8, 0, "", 8), (0, 3, "", 3), (0, 0, "", 2), (8, 0, 4, 4)]
-)
-def test_torchrun_by_hand(cuda, xpu, given, ranks, tmp_path):
-    """One rank for each device that torch sees, and any free port: two runs do not meet."""
-    counts = f"class cuda:\n    device_count = lambda: {cuda}\n"
-    counts += f"class xpu:\n    device_count = lambda: {xpu}\n"
-    (tmp_path / "torch.py").write_text(counts)
-    python = f'if [[ $1 == -c ]]; then exec {sys.executable} "$@"; fi; echo "$*"'
-    stand_ins(tmp_path, {"python3": python})
-    path = f"{tmp_path}:{environment()['PATH']}"
-    env = environment(PATH=path, PYTHONPATH=tmp_path, NPROC_PER_NODE=given)
-    done = run("./torchrun.sh", "x.py", env=env)
-    asked = f"-m torch.distributed.run --standalone --nproc-per-node={ranks} -- x.py\n"
-    assert done.stdout == asked, done.stderr
-
-
-def test_what_torchrun_would_take_for_its_own(tmp_path):
-    """Options before the script are sbatch's or torchrun's, and the ranks would not find a file of
-    that name."""
-    stand_ins(tmp_path, {"python3": "echo started"})
-    env = environment(PATH=f"{tmp_path}:{environment()['PATH']}", NNODES=1)
-    done = run("./torchrun.sh", "--nodes=4", "train.py", env=env)
-    said = "torchrun.sh: --nodes=4 is no script: sbatch's options stand before the launcher, and "
-    said += "torchrun's in torchrun.sh\n"
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
-
-
-# A command, and how it would be without torchrun's `--`
-WORDS = [
-    ("-m a.b -- --n 5", "-m a.b --n 5"),
-    ("-m -- a.b -- --n", "-m a.b -- --n"),
-    ("x.py -- -- --n", "x.py -- --n"),
-    ("-- x.py a --", "x.py a --"),
-    ("x.py a -- --n", "x.py a -- --n"),
-    ("-m a.b a -- -m", "-m a.b a -- -m"),
-]
-
-
-@pytest.mark.parametrize(("words", "kept"), WORDS)
-def test_torchrun_s_dashes(words, kept, tmp_path):
-    """Are no argument of the script, under srun as little as under torchrun."""
-    stand_ins(tmp_path, {"python": 'echo "$*"', "python3": 'echo "$*"'})
-    given = {"NNODES": 1, "NPROC_PER_NODE": 2, "SLURM_NODEID": 0, "SLURM_LOCALID": 0}
-    given |= {"MASTER_ADDR": "n1", "MASTER_PORT": 1, "SLURM_JOB_ID": 7}
-    env = environment(PATH=f"{tmp_path}:{environment()['PATH']}", **given)
-    done = run("./aux/launch/slurm_rank.sh", "python", *words.split(), env=env)
-    assert done.stdout == f"{kept}\n", done.stderr
-    after = f"-m -- {kept[3:]}" if kept.startswith("-m ") else f"-- {kept}"
-    for nnodes in (1, ""):  # in a job, and by hand
-        done = run("./torchrun.sh", *words.split(), env=env | {"NNODES": str(nnodes)})
-        before, _, rest = done.stdout.partition(f" {after}\n")
-        assert before.split()[-1].startswith(("--rdzv", "--nproc")) and not rest, done
-
-
 SHOWS = """import os, sys
 import model
 os.write(1, " ".join(["RANK", os.environ["RANK"], *sys.argv[1:], "\\n"]).encode())
@@ -418,25 +203,6 @@ def test_a_script_that_imports_its_project(cluster, tmp_path):
     assert job.state == "FAILED" and "No module named 'model'" in job.log, job.log
 
 
-BY_HAND = """
-state() { set +o; shopt; compgen -e; trap; umask; pwd; }
-before=$(state)
-source ./env.sh
-echo "status $?"
-[[ "$(state)" != "$before" ]] || echo "the shell is as it was"
-"""
-
-
-@pytest.mark.parametrize("job", [{}, {"SLURM_JOB_ID": 7}], ids=["login", "salloc"])
-def test_source_env_sh_by_hand(job):
-    """One sentence, and the shell stays as it was."""
-    done = run("bash", "--norc", "--noprofile", "-i", "-c", BY_HAND, env=environment(**job))
-    assert done.stdout == "status 1\nthe shell is as it was\n", done.stdout + done.stderr
-    # bash itself complains of a shell without a terminal.
-    [ours] = [line for line in done.stderr.splitlines() if not line.startswith("bash: ")]
-    assert ours.startswith("env.sh is for the launchers: sbatch launch_")
-
-
 @pytest.mark.parametrize("launcher", [*LAUNCHERS.values(), "run_script.sh"])
 def test_a_launcher_that_sbatch_has_not_started(launcher):
     """Outside Slurm, or as the second task of a srun: it goes no further than env.sh."""
@@ -444,88 +210,6 @@ def test_a_launcher_that_sbatch_has_not_started(launcher):
         done = run("bash", launcher, env=environment(**job))
         assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
         assert "env.sh is for the launchers: sbatch" in done.stderr
-
-
-def test_site_sh(cluster, tmp_path):
-    """Its lines may change all settings."""
-    copy_file("env.sh", tmp_path)
-    site = tmp_path / "site.sh"
-    site.write_text("export NCCL_DEBUG=INFO OMP_NUM_THREADS=3\n")
-    assert source_env(cluster, tmp_path, cwd=tmp_path) == "2 2 4 node-1:61089 4 3 INFO"
-    site.write_text("MASTER_ADDR=${MASTER_ADDR}i\n")
-    said = "status 1: env.sh: node-1i does not resolve: set it in site.sh"
-    assert source_env(cluster, tmp_path, cwd=tmp_path) == said
-    # An address without a name, as those of InfiniBand often are
-    site.write_text("MASTER_ADDR=10.99.1.2\n")
-    assert " 10.99.1.2:61089 " in source_env(cluster, tmp_path, cwd=tmp_path)
-    site.write_text("MASTER_ADDR=${MASTER_ADDR%1}2\n")
-    assert source_env(cluster, tmp_path, cwd=tmp_path) == "2 2 4 node-2:61089 4 2 WARN"
-
-
-# Environment Modules and Lmod have the shell run `test 0 = 1` or `false` if a module is gone.
-MODULE = """module() { eval "test $2 != gone"; }
-"""
-FAILS = [
-    ("module load gone", "module load gone"),
-    ("  module load nccl && module load gone", "  module load nccl && module load gone"),
-    ("module load \\\n  gone", "module load \\"),
-    ("module load nccl; no_such_command", "module load nccl; no_such_command"),
-    ("source ./ends.sh; false", "source ./ends.sh; false"),
-    ("module load nccl", None),
-    ("module load gone || true", None),
-    ("if module load gone; then echo there; fi", None),
-    ("[[ -e gone ]] && module load gone", None),
-    ('echo "$UNSET"', None),
-    ("source ./ends.sh", None),
-    (". ./ends.sh", None),
-]
-
-
-@pytest.mark.parametrize(("line", "shown"), FAILS)
-def test_a_line_of_site_sh_that_fails(line, shown, cluster, tmp_path):
-    """Ends the job, unless it is another file that ends with a status."""
-    copy_file("env.sh", tmp_path)
-    (tmp_path / "ends.sh").write_text("module load gone\n[[ -e gone ]] && echo there\n")
-    (tmp_path / "site.sh").write_text(f"{MODULE}{line}\nexport OMP_NUM_THREADS=3\n")
-    found = source_env(cluster, tmp_path, cwd=tmp_path)
-    if shown is None:
-        assert found == "2 2 4 node-1:61089 4 3 WARN"
-    else:
-        assert found.startswith("status 1: ")
-        said = f"env.sh: site.sh, line 2 failed: {shown} (may it? add || true)"
-        assert found.splitlines()[-1].removeprefix("status 1: ") == said
-
-
-def test_site_sh_and_venv(cluster, tmp_path):
-    """The Python of .venv is the job's, whatever a module has put into PATH."""
-    copy_file("env.sh", tmp_path)
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
-    stand_ins(tmp_path / ".venv/bin", {"python": "true"})
-    stand_ins(tmp_path / "module", {"python": "true"})
-    (tmp_path / "site.sh").write_text('PATH="$PWD/module:$PATH"\n')
-    shown = '"$(type -P python)"'
-    assert (
-        source_env(cluster, tmp_path, cwd=tmp_path, shown=shown) == f"{tmp_path}/.venv/bin/python"
-    )
-
-
-def test_a_log_that_is_no_folder(cluster, tmp_path):
-    """Nothing is kept in it, and the job runs."""
-    copy_file("env.sh", tmp_path)
-    (tmp_path / "log").touch()
-    assert source_env(cluster, tmp_path, cwd=tmp_path) == "2 2 4 node-1:61089 4 2 WARN"
-
-
-@pytest.mark.parametrize("site", ['seen="$*"', 'seen="$*"; set -- another script'])
-def test_site_sh_and_the_script(site, cluster, tmp_path):
-    """It neither sees the arguments, nor changes them; and an error still ends the shell."""
-    copy_file("env.sh", tmp_path)
-    (tmp_path / "site.sh").write_text(f"{site}\n")
-    arguments, shown = "set -- train.py 'a b'", '"$seen:$#:$1:$2:${-//[^eu]}"'
-    (tmp_path / "shell.sh").write_text(arguments)
-    found = source_env(cluster, tmp_path, cwd=tmp_path, shown=shown, BASH_ENV=tmp_path / "shell.sh")
-    assert found == ":2:train.py:a b:eu"
 
 
 # --- the files to copy ---
@@ -595,6 +279,23 @@ def test_in_salloc(gpus, cluster):
     assert_five_variables(ranks, [2, 2])
     assert {rank["run"][:-9] for rank in ranks} == {rank["job"] for rank in ranks}
     assert re.search(f"ranks 2, GPUs {gpus} of .*, CPUs 4$", done.stdout, re.M), done.stdout
+
+
+def test_a_launcher_in_a_step(cluster):
+    """In `srun bash` a launcher shares its resources."""
+    commands = f"./{LAUNCHERS['srun']} {VARIABLES}"
+    size = ["--nodes=1", "--gpus-per-node=2", "--cpus-per-task=2"]
+    done = cluster.exec("srun", *size, "bash", "-c", commands, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r'"rank": (\d)', done.stdout)) == ["0", "1"], done.stdout
+    assert re.search(r"^bash: 2 ranks on node-\d+, rank 0 at", done.stdout, re.M), done.stdout
+
+
+def test_an_mpi_plugin_that_does_not_load(cluster, tmp_path):
+    """As with MpiDefault=pmix where its library is missing: srun would start nothing."""
+    size = ["--nodes=1", "--gpus-per-node=1", f"--output={tmp_path}/log"]
+    job = cluster.sbatch("--export=ALL,SLURM_MPI_TYPE=absent", *size, LAUNCHERS["srun"], VARIABLES)
+    assert job.state == "COMPLETED", job.log
 
 
 def test_sbatch_export(cluster, tmp_path):
