@@ -53,8 +53,8 @@ test-all: .venv/tests .venv-guests/ready slurm docker sshd accounting  ## what m
 	$(MAKE) test-torch TORCH="$(sort $(firstword $(TORCH)) $(lastword $(TORCH)))"
 
 record: .venv/tests slurm  ## write the pages' outputs anew, on an idle machine: run, and look at git diff (root; twelve minutes)
-	RECORD=1 .venv/bin/python -m pytest tests/test_docs.py tests/test_labs.py \
-	    -m 'not scale' -k 'make_train or chapter or test_labs' $(ARGS)
+	RECORD=1 .venv/bin/python -m pytest tests/test_docs.py \
+	    -m 'not scale' -k 'make_train or chapter or test_lab' $(ARGS)
 
 test-torch:     ## every script under other versions of torch, each in its own environment (TORCH="2.10.0 2.12.1")
 	for version in $(TORCH); do \

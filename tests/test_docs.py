@@ -1,5 +1,5 @@
-"""The commands of README and docs, run as they stand, block by block, in a copy of the
-repository; diffs, pictures. Blocks of bash and console are run, those of sh only shown."""
+"""README and docs: their commands, run as they stand in a copy of the repository, what these show,
+diffs, links, and computed numbers. Blocks of bash and console are run, those of sh only shown."""
 
 import os
 import re
@@ -7,10 +7,23 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import record
-from pages import CHAPTERS, DOCUMENTS, assert_shown, bash, shown_by, steps, try_block, try_chapter
-from slurm import LAUNCHERS, NAMESPACES, REPOSITORY, at_once, environment, run
+from pages import (
+    CHAPTERS,
+    DOCUMENTS,
+    HOME,
+    assert_shown,
+    bash,
+    shown_by,
+    steps,
+    try_block,
+    try_chapter,
+)
+from prepare_data import draw_images
+from sizes import SIZES
+from slurm import LAUNCHERS, NAMESPACES, REPOSITORY, at_once, environment, run, stand_ins, wait_for
 from write_diffs import DIFF, with_diffs
 
 TEXT = "\n".join(path.read_text() for path in DOCUMENTS)
@@ -191,6 +204,195 @@ def test_files_of_a_copy(clone):
     scripts = [f"distributed/{name}.py" for name in ("train_ddp", "heartbeat", "mnist")]
     assert {str(path.relative_to(project)) for path in files} == {*named["torchrun"], *scripts}
     assert (project / ".venv/bin/python").exists()
+
+
+# --- what pages show below blocks of sh: the commands in the order in which one types them ---
+
+
+@pytest.mark.matrix
+def test_lab_many_gpus(clone):
+    """Chapter 2, with two steps in an epoch if it is not recorded."""
+    draw_images(clone / "data/images", *([] if record.RECORDING else (128, 20)))
+    fresh = bash("./torchrun.sh examples/many_gpus.py", clone, NPROC_PER_NODE=2)
+    assert_shown(shown_by(2, r"\[Rank: 1 \| \w+ \| cpu"), fresh)
+
+
+@pytest.mark.matrix
+def test_lab_one_script_twice(clone):
+    """Chapter 2's lab: each line is there twice, with the same loss."""
+    draw_images(clone / "lab/data/images", 128, 20)
+    fresh = bash("cd lab; ../torchrun.sh ../examples/one_gpu.py", clone, NPROC_PER_NODE=2)
+    # A line's break may come after the other process's line.
+    lines = sorted(re.findall(r"epoch=\d loss=\S+ accuracy=\S+(?= )", fresh))
+    assert len(lines) == 6 and lines[::2] == lines[1::2], fresh
+
+
+@pytest.mark.matrix
+def test_lab_endless_loop(clone, cluster):
+    """Chapter 6: what the log says after a minute."""
+    options = ["--export=ALL,PYTHONPATH=distributed", "--output=endless.out"]
+    command = [LAUNCHERS["torchrun"], "docs/labs/endless_loop.py"]
+    variables = {"SBATCH_EXPORT": "NONE"}  # as at some sites
+    job = cluster.submit(*options, *command, env=variables, cwd=clone)
+    log = clone / "endless.out"
+    said = re.compile(r"\[Rank \d on .*no step for(.|\n)*endless_loop\.py:\d+\)\n")
+    try:
+        wait_for(lambda: log.exists() and said.search(log.read_text()), 180)
+    finally:
+        cluster.exec("scancel", job)
+    fresh = said.search(log.read_text())[0].replace(str(clone), HOME)
+    assert_shown(shown_by(6, r"\[Rank.*no step for"), fresh)
+
+
+@pytest.mark.matrix
+def test_lab_kill_a_rank(clone, cluster):
+    """Fault tolerance: the last rank of the second node, after five lines of steps."""
+
+    def on_the_cluster(command: str) -> str:
+        return bash(command, clone, (NAMESPACES, "exec"), **cluster.environment)
+
+    train = "distributed/train_preemptible.py --epochs 500 --log-every 20 --save-every 20"
+    submit = "sbatch --parsable --nodes=3 --output=lab.out launch_slurm_with_spare.sh"
+    job = on_the_cluster(f"{submit} {train}").strip()
+    log = clone / "lab.out"
+    try:
+        wait_for(
+            lambda: log.exists() and re.search(r"(?s)^Start 1 .* loss=", log.read_text(), re.M), 240
+        )
+        node = re.search(r"^Start 1 on \S+,(\S+)$", log.read_text(), re.M)[1]
+        there = f"srun --jobid={job} --overlap --nodelist={node} --nodes=1 --ntasks=1"
+        rank = on_the_cluster(f"{there} pgrep --full train_preemptible").split()[-1]
+        wait_for(lambda: log.read_text().count(" loss=") >= 5, 240)
+        on_the_cluster(f"{there} kill -9 {rank}")
+        wait_for(lambda: re.search(r"(?s)^Resumed after.* loss=", log.read_text(), re.M), 240)
+    finally:
+        on_the_cluster(f"scancel {job}")
+    fresh = bash("grep -E '^(Start|Resumed|srun: error|epoch)' lab.out", clone)
+    # The page's epoch has not ended, while those of the small data take four steps.
+    fresh = re.sub(r"^epoch=\d+ test_loss.*\n", "", fresh, flags=re.M)
+    # Those of the end, which came after the look.
+    assert_shown(
+        shown_by("fault_tolerance", "Start 1 on"),
+        re.match(r"(?s).*^Resumed.*?\nepoch.*?\n", fresh, re.M)[0],
+    )
+
+
+@pytest.mark.matrix
+def test_lab_silent_mistakes(clone):
+    """Chapter 9."""
+    padding = "./torchrun.sh docs/labs/padding_broken.py"
+    commands = f"./torchrun.sh docs/labs/set_epoch_broken.py\n{padding}\n"
+    fresh = bash(f"{commands}NPROC_PER_NODE=4 {padding}", clone, NPROC_PER_NODE=2)
+    assert_shown(shown_by(9, "epoch 1 begins with"), fresh)
+
+
+# --- what pages compute from measured numbers, and the loop that measures ---
+
+OWN_SCRIPT, FASTER, SECOND_NODE, FINE_TUNING = (
+    (REPOSITORY / f"docs/{name}.md").read_text()
+    for name in ("02_your_own_script", "04_faster", "05_a_second_node", "fine_tuning")
+)
+
+
+def test_a_job_for_each_size(tmp_path):
+    """The loop of chapter 5, with a stand-in for sbatch: each GPU has its eight CPUs."""
+    [loop] = re.findall(r"^```sh\n(for size in .*?)^```$", SECOND_NODE, re.M | re.S)
+    tools = stand_ins(tmp_path / "tools", {"sbatch": 'echo "$@"'})
+    done = run("bash", "-c", loop, env=environment(PATH=f"{tools}:/usr/bin:/bin"))
+    command = "--no-requeue --job-name={0}x{1} --nodes={0} --gpus-per-node={1} --cpus-per-task={2}"
+    command += " launch_slurm_with_torchrun.sh ../mine/my_script.py"
+    sizes = ((1, 1, 8), (1, 8, 64), (2, 8, 64))
+    assert done.stdout.splitlines() == [command.format(*size) for size in sizes]
+
+
+def test_one_table_of_the_project():
+    """Hours and cost follow from the images per second. The figure and the next chapter repeat
+    them, and the bars are as long as their numbers."""
+    row = r"^\| `?([\w.]+[^|`]*)`? \| ([\d,]+) \| \d+ % \| [\d.]+ \| ([\d.]+) \| (\d+) \|$"
+    rows = re.findall(row, FASTER, re.M)
+    names, shown, hours, costs = zip(*rows, strict=True)
+    rates = [int(rate.replace(",", "")) for rate in shown]
+    computed = [90 * 1.28e6 / rate / 3600 for rate in rates]
+    assert len(rows) == 7
+    assert [float(value) for value in hours] == [round(value, 1) for value in computed]
+    assert [int(value) for value in costs] == [round(3 * value) for value in computed]
+
+    figure = (REPOSITORY / "docs/figures/speed.svg").read_text()
+    bar = r'>([^<]+)</text>\n<rect .* width="([\d.]+)" height="20"/>\n<text .*>([\d,]+)</text>'
+    found, widths, numbers = zip(*re.findall(bar, figure), strict=True)
+    assert (found, numbers) == (names, shown)
+    scale = float(widths[-1]) / rates[-1]
+    assert [float(width) for width in widths] == pytest.approx([scale * x for x in rates], abs=0.1)
+    spoken = re.search('aria-label="(.*)"', figure)[1]
+    assert re.findall(r"\b([\d,]*\d{3})[,.]", spoken) == [*shown]
+
+    ours = re.findall(r"^\| one H200, .* \| ([\d,]+) \| ([\d.]+) \|.*\| us \|$", SECOND_NODE, re.M)
+    assert ours == [(shown[0], hours[0]), (shown[-1], hours[-1])]
+
+    # A default start has TF32 for its convolutions, and no workers. What a step waits for the
+    # loader is the first row's step less the second's, or that part of it in which the GPU is idle.
+    first, second, third = (128 / rate for rate in rates[:3])
+    default = [128 / (waits + third) for waits in (0.64 * first, first - second)]
+    prose = " ".join(FASTER.split())
+    low, high = map(int, re.search(r"had some (\d+) to (\d+) images/s, by comp", prose).groups())
+    assert [low, high] == [round(rate, -1) for rate in default]
+    factor = 2 * rates[-1] / (low + high)
+    assert round(factor) == 6 and "about six times as fast as a default start" in prose
+
+
+def test_what_a_second_node_costs_is_computed():
+    """All-reduces of 16 ranks, and how much faster two nodes are than one."""
+    rows = re.findall(
+        r"^\| (?:eight|one) adapters? of .*? \| (.*GB/s) \| (.*) \|$", SECOND_NODE, re.M
+    )
+    assert len(rows) == 3
+    for busbw, cells in rows:
+        buses = [float(value) for value in re.findall(r"[\d.]+", busbw)]
+        columns = [re.findall(r"[\d.]+", cell) for cell in cells.split(" | ")]
+        for times, factors, weights, step in (
+            (*columns[:2], 25.6e6, 128 / 3.110),
+            (*columns[2:], 124e6, 32 * 1024 / 538),
+        ):
+            sent = [4 * weights * 2 * 15 / 16 / bus / 1e6 for bus in buses]
+            faster = [2 * step / max(step, step / 3 + ms) for ms in sent]
+            assert [float(ms) for ms in times] == pytest.approx(sent, rel=0.15)
+            # A cell has one number if both are the same.
+            assert {float(factor) for factor in factors} == {round(value, 1) for value in faster}
+
+
+def test_a_loss_over_tokens():
+    """Chapter 2's sum of two ranks' gradients is that of one process, with unequal counts."""
+    [written] = re.findall(r"`backward\(\)` on `(.+?)`", OWN_SCRIPT)
+    weight, values = torch.tensor(3.0, requires_grad=True), torch.arange(1.0, 6.0)
+    parts, means = (values[:1], values[1:]), []
+    for part in parts:
+        names = {"summed_loss": (weight * part).square().sum(), "world_size": 2, "count": 5}
+        [gradient] = torch.autograd.grad(eval(written, names), weight)
+        means.append(gradient / 2)  # as DDP averages
+    [whole] = torch.autograd.grad((weight * values).square().mean(), weight)
+    assert sum(means) == pytest.approx(whole)
+
+
+def test_weights_of_lora():
+    """Two matrices of rank 16 beside each linear layer of Qwen3-8B."""
+    size = SIZES["8b"]
+    hidden, heads, key_values, head, mlp = (
+        size[name]
+        for name in (
+            "hidden_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+        )
+    )
+    outputs = (heads * head, key_values * head, key_values * head, mlp, mlp)
+    sides = sum(hidden + width for width in outputs) + heads * head + hidden + mlp + hidden
+    weights = 16 * size["num_hidden_layers"] * sides
+    shown = re.search(r"`--lora 16` (\d+)\s+million", FINE_TUNING)[1]
+    assert int(shown) == round(weights / 1e6)
+    share = re.search(r"8\.2 billion, which is ([\d.]+) %", FINE_TUNING)[1]
+    assert float(share) == round(100 * weights / 8.19e9, 1)
 
 
 # --- what is generated, and what is promised ---

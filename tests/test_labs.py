@@ -1,85 +1,152 @@
-"""Outputs of the pages below blocks of sh, such as those of labs: their commands, in the order in
-which somebody types them."""
+"""Each script of docs/labs/ shows its symptom, and its repair does not; tasks.py grades both."""
 
 import re
+import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
-import record
-from pages import HOME, assert_shown, bash, shown_by
-from prepare_data import draw_images
-from slurm import LAUNCHERS, NAMESPACES, wait_for
+import lint_sbatch
+from lab_table import LABS, ROWS, task_of
+from slurm import REPOSITORY, at_once, cells, environment, run, wait_for
 
-pytestmark = pytest.mark.matrix
-
-
-def test_many_gpus(clone):
-    """Chapter 2, with two steps in an epoch if it is not recorded."""
-    draw_images(clone / "data/images", *([] if record.RECORDING else (128, 20)))
-    fresh = bash("./torchrun.sh examples/many_gpus.py", clone, NPROC_PER_NODE=2)
-    assert_shown(shown_by(2, r"\[Rank: 1 \| \w+ \| cpu"), fresh)
+sys.path.append(str(LABS))
+import tasks
 
 
-def test_one_script_twice(clone):
-    """Chapter 2's lab: each line is there twice, with the same loss."""
-    draw_images(clone / "lab/data/images", 128, 20)
-    fresh = bash("cd lab; ../torchrun.sh ../examples/one_gpu.py", clone, NPROC_PER_NODE=2)
-    # A line's break may come after the other process's line.
-    lines = sorted(re.findall(r"epoch=\d loss=\S+ accuracy=\S+(?= )", fresh))
-    assert len(lines) == 6 and lines[::2] == lines[1::2], fresh
+def symptoms(command: str) -> list[str]:
+    """The lines that the command shows as regular expressions, with "..." for what differs."""
+    return [r"\S.*?".join(map(re.escape, line.split("..."))) for line in ROWS[command][0]]
 
 
-def test_endless_loop(clone, cluster):
-    """Chapter 6: what the log says after a minute."""
-    options = ["--export=ALL,PYTHONPATH=distributed", "--output=endless.out"]
-    command = [LAUNCHERS["torchrun"], "docs/labs/endless_loop.py"]
-    variables = {"SBATCH_EXPORT": "NONE"}  # as at some sites
-    job = cluster.submit(*options, *command, env=variables, cwd=clone)
-    log = clone / "endless.out"
-    said = re.compile(r"\[Rank \d on .*no step for(.|\n)*endless_loop\.py:\d+\)\n")
+def test_every_script_is_in_the_table():
+    """A broken script that has no row would never be run."""
+    commands = " ".join(ROWS)
+    for broken in LABS.glob("*_broken.*"):
+        assert f"{LABS.name}/{broken.name}" in commands, broken.name
+        assert broken.with_name(broken.name.replace("_broken", "_fixed")).is_file(), broken.name
+
+
+def lint(path: Path, capsys) -> str:
+    lint_sbatch.main([str(path)])
+    return capsys.readouterr().out
+
+
+def test_lint_finds_what_the_table_says(monkeypatch, capsys):
+    """And nothing else, and nothing in the fixed scripts."""
+    monkeypatch.chdir(REPOSITORY)
+    said = {Path(command.split()[-1]).name: words for command, (_, words) in ROWS.items() if words}
+    assert len(said) > 5
+    for path in LABS.glob("*.sh"):
+        found = lint(path.relative_to(REPOSITORY), capsys)
+        expected = said.get(path.name)
+        assert found.count("\n") == bool(expected) and (expected or "") in found, path.name
+
+
+def start(command: str, request, folder: Path) -> tuple[bool, str]:
+    """Runs a command of the page, with a limit. Returns its success, and all that it says."""
+    words = command.split()
+    if words[0] == "docker":
+        variables = environment(**request.getfixturevalue("engine"), DOCKER_BUILDKIT=0)
+        done = run(*words, env=variables)
+        if built := re.search(r"^Successfully built (\w+)$", done.stdout, re.M):
+            run("docker", "image", "rm", built[1], env=variables)
+    elif words[0] == "sbatch":
+        cluster = request.getfixturevalue("cluster")
+        log = [] if "log_folder_broken" in command else [f"--output={folder}/log"]
+        job = cluster.sbatch(*log, *words[2:])
+        shown = cluster.exec("scontrol", "show", "job", job.id).stdout
+        return job.state == "COMPLETED", job.log + shown
+    elif words[-1].endswith(".sh"):
+        done = request.getfixturevalue("cluster").exec(*words, timeout=300)
+    else:
+        done = run(*words, timeout=200)
+    return done.returncode == 0, done.stdout + done.stderr
+
+
+def reason_to_skip(command: str, request) -> str | None:
+    """Two scripts show what a torch without CUDA says, and one an older Slurm."""
+    import torch
+
+    if "cuda_" in command and torch.version.cuda is not None:
+        return "this torch is built for CUDA"
+    if "log_folder_" in command:
+        version = request.getfixturevalue("cluster").exec("sbatch", "--version").stdout.split()[-1]
+        if [int(part) for part in version.split(".")[:2]] >= [23, 11]:
+            return "this Slurm creates the folder of a log"
+    return None
+
+
+# Those without torch.
+QUICK = [(command,) for command in ROWS if re.search("one_node|log_folder", command)]
+TASKS = [command for command in ROWS if task_of(command) in tasks.TASKS]
+
+
+@pytest.mark.parametrize("command", cells([(command,) for command in ROWS], *QUICK))
+def test_the_symptom_is_shown_and_then_gone(command, request, tmp_path):
+    if reason := reason_to_skip(command, request):
+        pytest.skip(reason)
+    succeeded, said = start(command, request, tmp_path)
+    for symptom, times in Counter(symptoms(command)).items():
+        found = re.findall(rf"{symptom}\s*$", said, re.M)
+        assert len(found) >= times, f"no line {symptom}:\n{said}"
+    if "_broken" not in command:  # queue.sh shows the symptoms and repairs them in one go
+        assert succeeded, said
+        return
+
+    succeeded, says = start(command.replace("_broken", "_fixed"), request, tmp_path)
+    if "usr1" in command:  # torchrun fails when it is told to stop, although its ranks have saved
+        saved = r"^rank \d: SIGTERM has come, saved after step \d+$"
+        assert len(re.findall(saved, says, re.M)) == 2, says
+    else:
+        assert succeeded, says
+    if "loader" in command:
+        broken, fixed = (int(re.search(r"for data: (\d+) %", x)[1]) for x in (said, says))
+        assert broken > 50 and fixed < broken / 2, (broken, fixed)
+    else:
+        left = [
+            symptom for symptom in symptoms(command) if re.search(rf"{symptom}\s*$", says, re.M)
+        ]
+        assert not left, says
+    if command in TASKS and command.startswith("sbatch"):
+        name = task_of(command)
+        assert tasks.missing(name, said) and not tasks.missing(name, says), (said, says)
+
+
+def test_twenty_tasks():
+    assert len(TASKS) == len(tasks.TASKS) == 20
+
+
+# Those that sbatch starts are graded above.
+GRADED = [("one_node",), *((task_of(row),) for row in TASKS if not row.startswith("sbatch"))]
+
+
+@pytest.mark.parametrize("name", cells(GRADED, ("one_node",)))
+def test_a_grader_fails_on_the_fault_and_passes_on_the_repair(name, cluster, tmp_path):
+    def scenario(what: str, verdict: str):
+        [script] = LABS.glob(f"{name}_{what}.*")
+        answer = tmp_path / script.name
+        answer.write_bytes(script.read_bytes())
+        graded = cluster.exec("python3", LABS / "tasks.py", name, answer, timeout=280)
+        assert graded.stdout.startswith(verdict), graded
+
+    at_once(scenario, [("broken", "FAILED: "), ("fixed", "PASSED\n")])
+
+
+@pytest.mark.matrix
+def test_the_grader_of_a_hang(cluster):
+    """The answer in the job's log is right, that with another node is not."""
+    hang = ("python3", LABS / "tasks.py", "hang")
+    job = cluster.exec(*hang).stdout.split()[-1]
+    cluster.jobs.append(int(job))
+    log = REPOSITORY / f"launch_slurm_with_torchrun.sh_{job}.out"
+    found = re.compile(r"First to look at: rank (\d) on (\S+) ")
     try:
-        wait_for(lambda: log.exists() and said.search(log.read_text()), 180)
+        wait_for(lambda: log.exists() and found.search(log.read_text()), 180)
+        rank, node = found.search(log.read_text()).groups()
+        assert cluster.exec(*hang, job, rank, node).stdout == "PASSED\n"
+        assert cluster.exec(*hang, job, rank, f"{node}0").stdout.startswith("FAILED: ")
     finally:
         cluster.exec("scancel", job)
-    fresh = said.search(log.read_text())[0].replace(str(clone), HOME)
-    assert_shown(shown_by(6, r"\[Rank.*no step for"), fresh)
-
-
-def test_kill_a_rank(clone, cluster):
-    """Fault tolerance: the last rank of the second node, after five lines of steps."""
-
-    def on_the_cluster(command: str) -> str:
-        return bash(command, clone, (NAMESPACES, "exec"), **cluster.environment)
-
-    train = "distributed/train_preemptible.py --epochs 500 --log-every 20 --save-every 20"
-    submit = "sbatch --parsable --nodes=3 --output=lab.out launch_slurm_with_spare.sh"
-    job = on_the_cluster(f"{submit} {train}").strip()
-    log = clone / "lab.out"
-    try:
-        wait_for(
-            lambda: log.exists() and re.search(r"(?s)^Start 1 .* loss=", log.read_text(), re.M), 240
-        )
-        node = re.search(r"^Start 1 on \S+,(\S+)$", log.read_text(), re.M)[1]
-        there = f"srun --jobid={job} --overlap --nodelist={node} --nodes=1 --ntasks=1"
-        rank = on_the_cluster(f"{there} pgrep --full train_preemptible").split()[-1]
-        wait_for(lambda: log.read_text().count(" loss=") >= 5, 240)
-        on_the_cluster(f"{there} kill -9 {rank}")
-        wait_for(lambda: re.search(r"(?s)^Resumed after.* loss=", log.read_text(), re.M), 240)
-    finally:
-        on_the_cluster(f"scancel {job}")
-    fresh = bash("grep -E '^(Start|Resumed|srun: error|epoch)' lab.out", clone)
-    # The page's epoch has not ended, while those of the small data take four steps.
-    fresh = re.sub(r"^epoch=\d+ test_loss.*\n", "", fresh, flags=re.M)
-    # Those of the end, which came after the look.
-    assert_shown(
-        shown_by("fault_tolerance", "Start 1 on"),
-        re.match(r"(?s).*^Resumed.*?\nepoch.*?\n", fresh, re.M)[0],
-    )
-
-
-def test_silent_mistakes(clone):
-    """Chapter 9."""
-    padding = "./torchrun.sh docs/labs/padding_broken.py"
-    commands = f"./torchrun.sh docs/labs/set_epoch_broken.py\n{padding}\n"
-    fresh = bash(f"{commands}NPROC_PER_NODE=4 {padding}", clone, NPROC_PER_NODE=2)
-    assert_shown(shown_by(9, "epoch 1 begins with"), fresh)
+        log.unlink(missing_ok=True)
