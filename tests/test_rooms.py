@@ -69,6 +69,18 @@ def test_a_page_links_to_each_example():
         assert f"examples/{name}" in PAGES.replace("examples/README.md", ""), name
 
 
+def test_a_test_has_the_name_of_what_it_guards():
+    """Of a file, a folder or a page. tests/README.md has the others, each with a reason."""
+    guarded = set()
+    for path in (Path(name) for name in TRACKED if not name.startswith("tests/")):
+        names = [path.stem, path.name, *(folder.name for folder in path.parents)]
+        guarded |= {re.sub("[-.]", "_", name.lower()) for name in names}
+    lines = re.findall(r"^- (`test_[^:]+): .", (REPOSITORY / "tests/README.md").read_text(), re.M)
+    others = set(re.findall(r"`test_(\w+)\.py`", " ".join(lines)))
+    tests = {name.removeprefix("test_").removesuffix(".py") for name in files("tests", ".py")}
+    assert tests - guarded - {"conftest"} <= others <= tests
+
+
 def test_no_test_imports_a_test():
     for path in (REPOSITORY / "tests").glob("*.py"):
         assert not [name for name in imports(path.read_text()) if name.startswith("test_")], path
