@@ -3,6 +3,7 @@ diffs, links, and computed numbers. Blocks of bash and console are run, those of
 
 import os
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -278,6 +279,26 @@ def test_lab_kill_a_rank(clone, cluster):
 
 
 @pytest.mark.matrix
+def test_lab_the_shell_in_between(clone, cluster):
+    """Chapter 7: nobody saves, then both ranks do."""
+    page = CHAPTERS[7].read_text()
+    [lab] = re.findall(r"^```sh\n(cat docs/labs/signal.*?)^```$", page, re.M | re.S)
+    # sbatch --wait ends as the first job does.
+    fresh = bash(f"set +e\n{lab}", clone, (NAMESPACES, "exec"), **cluster.environment)
+    assert_shown(shown_by(7, "rank 1: SIGTERM") + "...\n", fresh)
+    [first, second] = fresh.split("Submitted batch job")[1:]
+    assert "saved" not in first and second.count("saved after step") == 2
+
+
+@pytest.mark.matrix
+def test_lab_counted_all_reduces(clone):
+    """Chapter 11's sum, of every collective of 100 steps on two ranks."""
+    page = CHAPTERS[11].read_text()
+    [lab] = re.findall(r"^```sh\n(sed '/\^def all_reduce.*?)^```$", page, re.M | re.S)
+    assert bash(lab, clone, NPROC_PER_NODE=2) == shown_by(11, "2000 32768")
+
+
+@pytest.mark.matrix
 def test_lab_silent_mistakes(clone):
     """Chapter 9."""
     padding = "./torchrun.sh docs/labs/padding_broken.py"
@@ -291,6 +312,10 @@ def test_lab_silent_mistakes(clone):
 OWN_SCRIPT, FASTER, SECOND_NODE, FINE_TUNING = (
     (REPOSITORY / f"docs/{name}.md").read_text()
     for name in ("02_your_own_script", "04_faster", "05_a_second_node", "fine_tuning")
+)
+WITHOUT_FIT, TENSOR_PARALLEL = (
+    (REPOSITORY / f"docs/{name}.md").read_text()
+    for name in ("10_when_the_model_does_not_fit", "11_tensor_parallel")
 )
 
 
@@ -393,6 +418,68 @@ def test_weights_of_lora():
     assert int(shown) == round(weights / 1e6)
     share = re.search(r"8\.2 billion, which is ([\d.]+) %", FINE_TUNING)[1]
     assert float(share) == round(100 * weights / 8.19e9, 1)
+
+
+def test_flops_of_an_image(capsys):
+    """Chapter 4's script counts what its answer says, here without memory for the numbers."""
+    [script] = re.findall(r"^cat > lab.py <<'END'\n(.*?flop_counter.*?)^END$", FASTER, re.M | re.S)
+    with torch.device("meta"):
+        exec(script, {})
+    printed = capsys.readouterr().out.strip()
+    prose = " ".join(FASTER.split())
+    assert f"torch prints `{printed}`" in prose
+    flops = float(printed.split()[0])
+    assert 0.97 * 3 * 2 * 4.1 < flops < 3 * 2 * 4.1 and "3 x 2 x 4.1 = 24.6 GFLOP" in prose
+    most = round(989e3 / flops, -2)
+    assert f"at {most:,.0f} images a second, and 3,110 are {311_000 / most:.0f} %" in prose
+
+
+def test_memory_by_hand():
+    """Chapter 10: the command prints what the page shows, and the sum by hand is its sum."""
+    [command] = re.findall(r"^python (aux/memory.py --model qwen3-32b .*)$", WITHOUT_FIT, re.M)
+    shown = run(sys.executable, *command.split()).stdout
+    assert shown in WITHOUT_FIT
+    weights = int(re.search(r"Weights: ([\d,]+)", shown)[1].replace(",", ""))
+    names = ("about", "weights", "gradients", "states", "activations", "logits")
+    whole, held, gradients, states, activations, logits = (
+        float(re.search(rf"\b{name} ([\d.]+)", shown)[1]) for name in names
+    )
+    shards, prose = 16 * weights / 32, " ".join(WITHOUT_FIT.split())
+    assert f"= {shards / 1e9:.1f} GB, or {shards / 2**30:.1f} GiB" in prose
+    assert logits == round(4096 * 151_936 * 10 / 2**30, 1)
+    compute = held + gradients + states - shards / 2**30
+    assert f"({compute:.1f}) and the activations ({activations})" in prose and whole < 0.9 * 40
+    kept = run(sys.executable, *command.replace(" --recompute", "").split()).stdout
+    assert f"alone take {re.search(r'activations ([0-9.]+)', kept)[1]}." in prose
+
+
+def test_numbers_that_tensor_parallelism_sends():
+    """Chapter 11's sum by hand, of the model of tensor_parallel_by_hand.py."""
+    prose, size = " ".join(TENSOR_PARALLEL.split()), SIZES["cpu"]
+    activation, width = 8 * 32 * size["hidden_size"], size["hidden_size"]
+    heads, key_values = (size[f"num_{name}_heads"] for name in ("attention", "key_value"))
+    attention = 2 * width * size["head_dim"] * (heads + key_values)
+    weights = attention + 3 * width * size["intermediate_size"]
+    assert f"8 x 32 x 128 = {activation:,} numbers" in prose
+    assert f"a block has {weights:,} weights" in prose and 3 * weights > 8 * activation
+
+
+def test_sums_in_the_prose_of_chapter_5():
+    prose = " ".join(SECOND_NODE.split())
+    hours = 90 * 1.28e6 / (8 * 0.9 * 3110) / 3600
+    assert f"small JPEGs take {hours:.1f} hours, or {8 * hours:.1f} GPU-hours" in prose
+    assert f"you wait a sixth less, and use {2 / 1.2:.1f} times as many GPU-hours" in prose
+    images = round(16 * 3110, -4)
+    assert f"16 GPUs read {images:,} images a second" in prose
+    assert f"that is {images * 110e3 / 1e9:.1f} GB/s" in prose
+    assert 5000 // (16 * 128) == 2 and f"for {25 * 5000 // (16 * 128)} steps" in prose
+    # The lab: two nodes of four GPUs
+    sent = 4 * 0.35 * 14 / 8
+    step = 100 + 1000 * sent / 10
+    assert f"moves 4 x 0.35 x 14/8 = {sent:.2f} GB, which takes {100 * sent:.0f} ms" in prose
+    assert f"2 x 300 / {step:.0f} = {600 / step:.2f} times as fast" in prose
+    half = int(re.search(r"With bfloat16 it takes (\d+) ms", prose)[1])
+    assert half == pytest.approx(50 * sent, abs=0.6) and half < 200
 
 
 # --- what is generated, and what is promised ---

@@ -30,6 +30,15 @@ def vllm(clone, tmp_path_factory) -> dict[str, str]:
     return {"PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
+def test_every_server_listens_where_ready_asks():
+    """vLLM's and TRL's own port is 8000, at which ready would wait until its limit."""
+    page = PAGE.read_text()
+    servers = re.findall(r"(?:start \w+ \d vllm serve|`trl vllm-serve)[^`\n]*", page)
+    assert len(servers) == 3 and all('--port "$PORT"' in server for server in servers), servers
+    asked = re.findall(r'^ *ready "http://\S+:(\S+?)/health"$', page, re.M)
+    assert set(asked) == {"$PORT"}
+
+
 @pytest.mark.matrix
 def test_a_trainer_and_its_server(clone, cluster, vllm):
     bash(block("> both.sh"), clone, (NAMESPACES, "exec"), **cluster.environment, **vllm)
