@@ -231,7 +231,7 @@ class Transformer(nn.Module):
             tokens = torch.cat((tokens, new), dim=1)
             for end in ends:
                 ended |= new == end
-            # It waits for the GPU.
+            # `ended.all` waits for the GPU.
             if ends and ended.all():
                 break
         return tokens
