@@ -21,15 +21,14 @@ try:
 except ImportError as error:
     sys.exit(f"{error}: activate the environment with torch, or open docs/memory.html in a browser")
 
-KEYS = (*sizes.SHAPE, "vocab_size", "model_type")
-QWEN3 = ("0.6b", "1.7b", "4b", "8b", "32b")
-ROWS = {
-    f"qwen3-{size}": (*(sizes.SIZES[size][name] for name in sizes.SHAPE), 151_936, "qwen3")
-    for size in QWEN3
-}
+KEYS = (*sizes.SHAPE, *sizes.EXPERTS, "vocab_size", "model_type")
+ROWS = {}
+for size in ("0.6b", "1.7b", "4b", "8b", "32b", "30b-a3b"):
+    shape = [sizes.SIZES[size][name] for name in KEYS[:-2]]
+    ROWS[f"qwen3-{size}"] = (*shape, 151_936, "qwen3_moe" if size == "30b-a3b" else "qwen3")
 # As in their config.json on the hub
-ROWS["llama-3.1-8b"] = (32, 4096, 14_336, 32, 8, 128, False, 128_256, "llama")
-ROWS["llama-3.1-70b"] = (80, 8192, 28_672, 64, 8, 128, False, 128_256, "llama")
+ROWS["llama-3.1-8b"] = (32, 4096, 14_336, 32, 8, 128, False, 0, 0, 0, 128_256, "llama")
+ROWS["llama-3.1-70b"] = (80, 8192, 28_672, 64, 8, 128, False, 0, 0, 0, 128_256, "llama")
 MODELS = {name: dict(zip(KEYS, row, strict=True)) for name, row in ROWS.items()}
 
 
@@ -50,10 +49,19 @@ def main():
 
     config = dict(MODELS[args.model])
     config |= {name: vars(args)[name] for name in KEYS if vars(args).get(name)}
+    if config["num_experts"]:
+        config["model_type"] = "qwen3_moe"
+        if not config["num_experts_per_tok"] or not config["moe_intermediate_size"]:
+            parser.error("--num-experts needs --num-experts-per-tok and --moe-intermediate-size")
+    layers, bf16 = config["num_hidden_layers"], args.precision == "bf16"
     layer, outside = sizes.count_weights(config)
-    weights = config["num_hidden_layers"] * layer + outside
-    print(f"Weights: {weights:,}")
-    step, bf16 = (config, args.batch, args.sequence, args.ranks), args.precision == "bf16"
+    line = f"Weights: {layers * layer + outside:,}"
+    if config["num_experts"]:
+        active, _ = sizes.count_weights(config, active=True)
+        line += f", of which a token meets {layers * active + outside:,}. FSDP gathers all of a"
+        line += f" layer's, {(2 if bf16 else 4) * layer / 2**30:.1f} GiB"
+    print(line)
+    step = (config, args.batch, args.sequence, args.ranks)
     _, line = sizes.plan_memory(torch.device("cpu"), args.recompute, *step, bf16=bf16)
     print(line)
 

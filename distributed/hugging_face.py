@@ -1,6 +1,7 @@
 """Hugging Face's folders of a model: config.json, *.safetensors, and the tokenizer's files.
 
-transformer.py has the same names, so nothing is converted. A file is mapped, so a rank that keeps
+transformer.py has the same names, so nothing is converted, except that it stacks the weights of
+experts, which the files have one by one. A file is mapped, so a rank that keeps
 some rows of a weight reads no others; and it is written weight by weight, so no rank ever holds a
 whole model. It needs no other package.
 
@@ -24,7 +25,7 @@ from token_files import LARGEST, json_object, mapped, numbers, printable, read_o
 
 # What transformer.py computes: a field of config.json, and the values that it may have.
 KNOWN = {
-    "model_type": ("qwen3", "llama", "mistral"),
+    "model_type": ("qwen3", "qwen3_moe", "llama", "mistral"),
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
@@ -32,7 +33,8 @@ KNOWN = {
     "sliding_window": (None,),
     "rope_type": ("default", "llama3", None),
     "partial_rotary_factor": (1.0, None),
-    "num_experts": (0, None),
+    "decoder_sparse_step": (1, None),
+    "mlp_only_layers": ([], None),
     "attn_logit_softcapping": (None,),
     "query_pre_attn_scalar": (None,),
     "quantization_config": (None,),
@@ -41,6 +43,9 @@ KNOWN = {
 }
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 SIZES += ("num_attention_heads", "num_key_value_heads", "head_dim")
+EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+# A weight of all experts, and the names under which the files have what it consists of
+STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 INDEX = "model.safetensors.index.json"
@@ -88,6 +93,7 @@ def check_config(config: dict):
     for name, value in default.items():
         config.setdefault(name, value)
     check_numbers(config, int, 1 << 20, *SIZES)
+    check_experts(config)
     check_numbers(config, int, 1 << 31, "max_position_embeddings")
     check_numbers(config, int | float, 1 << 60, "rms_norm_eps", "rope_theta")
     if "rope_theta" in inner:
@@ -101,6 +107,29 @@ def check_config(config: dict):
         raise ValueError(f"{rule}, and its head_dim even")
     if type(config["tie_word_embeddings"]) is not bool:
         raise ValueError(f"its tie_word_embeddings is {config['tie_word_embeddings']}")
+
+
+def check_experts(config: dict):
+    """check_config for what a mixture of experts has besides, and no other model may have."""
+    if config["model_type"] != "qwen3_moe":
+        for name in ("num_experts", "num_local_experts"):
+            if config.get(name, 0) != 0:
+                raise ValueError(f"transformer.py knows no {name} {config[name]}, only 0")
+        return
+    default = {"norm_topk_prob": False, "output_router_logits": False}
+    default["router_aux_loss_coef"] = 0.001
+    if "num_local_experts" in config:  # the name since transformers 5
+        default["num_experts"] = config["num_local_experts"]
+    for name, value in default.items():
+        config.setdefault(name, value)
+    check_numbers(config, int, 1 << 16, *EXPERTS)
+    if config["num_experts_per_tok"] > config["num_experts"]:
+        raise ValueError("its num_experts_per_tok is more than its num_experts")
+    for name in ("norm_topk_prob", "output_router_logits"):
+        if type(config[name]) is not bool:
+            raise ValueError(f"its {name} is {config[name]}")
+    if config["output_router_logits"]:
+        check_numbers(config, int | float, 1 << 20, "router_aux_loss_coef")
 
 
 def check_numbers(values: dict, kind: type, limit: float, *names: str):
@@ -145,18 +174,48 @@ def open_weights(folder: Path, model: torch.nn.Module) -> dict[str, torch.Tensor
     except Exception as error:  # a header may have anything in any place
         fail(f"{folder} cannot be read: {type(error).__name__}: {printable(error)}")
 
-    weights = dict(model.named_parameters())
-    for name in sorted(weights.keys() | found.keys()):
+    weights = {name: in_files(name, weight) for name, weight in model.named_parameters()}
+    shapes = {name: shape for parts in weights.values() for name, shape in parts.items()}
+    for name in sorted(shapes.keys() | found.keys()):
         # A weight that is shared has its first name. Old files have what follows from the config.
         implied = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
-        if implied and name not in weights:
+        if implied and name not in shapes:
             continue
         theirs = tuple(found[name].shape) if name in found else "none"
-        ours = tuple(weights[name].shape) if name in weights else "none"
+        ours = shapes.get(name, "none")
         if theirs != ours:
             said = f"{printable(name)} is {theirs}, not {ours}"
             fail(f"{folder} is not what its config.json says: {said}")
-    return found
+    return {
+        name: found[name] if name in parts else Stack([found[part] for part in parts], len(weight))
+        for (name, weight), parts in zip(model.named_parameters(), weights.values(), strict=True)
+    }
+
+
+def in_files(name: str, weight: torch.Tensor) -> dict[str, tuple[int, ...]]:
+    """What the files have for a weight of the model: names, in the order of its numbers, and their
+    shapes. If it is one of all experts, each has its own."""
+    layer, _, kind = name.partition(".experts.")
+    if not kind:
+        return {name: tuple(weight.shape)}
+    count, rows, columns = weight.shape
+    parts = STACKED[kind]
+    names = [f"{layer}.experts.{e}.{part}.weight" for e in range(count) for part in parts]
+    return dict.fromkeys(names, (rows // len(parts), columns))
+
+
+class Stack:
+    """A weight of all experts, (E, ...). Only those for which `narrow` asks are read."""
+
+    def __init__(self, parts: list[torch.Tensor], count: int):
+        self.parts, self.each = parts, len(parts) // count
+
+    def narrow(self, dim: int, first: int, size: int) -> torch.Tensor:
+        """As of a tensor, along its first dimension."""
+        asked = self.parts[first * self.each : (first + size) * self.each]
+        # A rank may have none, but needs their shape.
+        whole = torch.cat(asked or self.parts[: self.each])
+        return whole.view(-1, self.each * len(self.parts[0]), *whole.shape[1:])[:size]
 
 
 def open_file(path: Path) -> dict[str, torch.Tensor]:
@@ -212,10 +271,10 @@ def write(
         value_of = model.state_dict().__getitem__
     config, part = model.config, folder.with_name(f".{folder.name}.part")
     dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
-    shapes = {name: list(weight.shape) for name, weight in model.named_parameters()}
+    weights = dict(model.named_parameters())
     files, room = [], 0
-    for name, shape in shapes.items():
-        size = math.prod(shape) * dtype.itemsize
+    for name, weight in weights.items():
+        size = weight.numel() * dtype.itemsize
         if size > room:
             files.append([])
             room = FILE_SIZE
@@ -230,9 +289,12 @@ def write(
     for number, names in enumerate(files, start=1):
         path = part / f"model-{number:05}-of-{len(files):05}.safetensors"
         path = path if len(files) > 1 else part / "model.safetensors"
-        places |= dict.fromkeys(names, path.name)
+        shapes = {}
+        for name in names:
+            shapes |= in_files(name, weights[name])
+        places |= dict.fromkeys(shapes, path.name)
         with path.open("wb") if writes else open(os.devnull, "wb") as file:
-            file.write(header_of({name: shapes[name] for name in names}, dtype))
+            file.write(header_of(shapes, dtype))
             for name in names:
                 weight = value_of(name).detach().to(dtype)
                 whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
@@ -241,7 +303,7 @@ def write(
     if not writes:
         return
     if len(files) > 1:
-        total = sum(map(math.prod, shapes.values())) * dtype.itemsize
+        total = sum(weight.numel() for weight in weights.values()) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (part / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -251,7 +313,7 @@ def write(
     part.rename(folder)
 
 
-def header_of(shapes: dict[str, list[int]], dtype: torch.dtype) -> bytes:
+def header_of(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
     """The beginning of a safetensors file with these tensors."""
     name_of = {known: name for name, known in DTYPES.items()}[dtype]
     header, place = {"__metadata__": {"format": "pt"}}, 0

@@ -28,31 +28,37 @@ from heartbeat import fail
 # --- the table ---
 
 # Models, and how to train them. From 0.6b on the shapes are those of Qwen3's config.json
-# (arxiv.org/abs/2505.09388, table 1), and 0.1b has as many weights as GPT-2. From there on the
-# steps see 20 tokens for each weight (arxiv.org/abs/2203.15556), at the learning rates of GPT-3's
-# models (arxiv.org/abs/2005.14165, table 2.1). EDIT: a column for a model of your own.
+# (arxiv.org/abs/2505.09388, tables 1 and 2), and 0.1b has as many weights as GPT-2. From there on
+# the steps see 20 tokens for each weight (arxiv.org/abs/2203.15556), at the learning rates of
+# GPT-3's models (arxiv.org/abs/2005.14165, table 2.1). 30b-a3b is a mixture of experts, of whose 30
+# billion weights a token meets 3. EDIT: a column for a model of your own.
 # fmt: off
-NAMES = (                   "cpu", "gpu", "0.1b", "0.6b", "1.7b",   "4b",   "8b",  "32b")
+NAMES = (                   "cpu", "gpu", "0.1b", "0.6b", "1.7b",   "4b",   "8b",  "32b", "30b-a3b")
 SHAPE = {
-    "num_hidden_layers":   (    4,     6,     12,     28,     28,     36,     36,     64),
-    "hidden_size":         (  128,   384,    768,   1024,   2048,   2560,   4096,   5120),
-    "intermediate_size":   (  384,  1152,   2304,   3072,   6144,   9728, 12_288, 25_600),
-    "num_attention_heads": (    4,     6,     12,     16,     16,     32,     32,     64),
-    "num_key_value_heads": (    2,     2,      6,      8,      8,      8,      8,      8),
-    "head_dim":            (   32,    64,     64,    128,    128,    128,    128,    128),
-    "tie_word_embeddings": ( True,  True,   True,   True,   True,   True,  False,  False),
+    "num_hidden_layers":   (    4,     6,     12,     28,     28,     36,     36,     64,     48),
+    "hidden_size":         (  128,   384,    768,   1024,   2048,   2560,   4096,   5120,   2048),
+    "intermediate_size":   (  384,  1152,   2304,   3072,   6144,   9728, 12_288, 25_600,   6144),
+    "num_attention_heads": (    4,     6,     12,     16,     16,     32,     32,     64,     32),
+    "num_key_value_heads": (    2,     2,      6,      8,      8,      8,      8,      8,      4),
+    "head_dim":            (   32,    64,     64,    128,    128,    128,    128,    128,    128),
+    "tie_word_embeddings": ( True,  True,   True,   True,   True,   True,  False,  False,  False),
+}
+EXPERTS = {
+    "num_experts":         (    0,     0,      0,      0,      0,      0,      0,      0,    128),
+    "num_experts_per_tok": (    0,     0,      0,      0,      0,      0,      0,      0,      8),
+    "moe_intermediate_size": (  0,     0,      0,      0,      0,      0,      0,      0,    768),
 }
 TRAINING = {
-    "context":             (   64,   256,   1024,   4096,   4096,   4096,   4096,   4096),
-    "batch_size":          (   12,    64,    480,    256,    512,   1024,   1024,   2048),
-    "steps":               ( 2000,  5000,   5000, 11_400, 16_400, 19_200, 39_000, 78_100),
-    "learning_rate":       ( 2e-3,  1e-3,   6e-4, 2.5e-4,   2e-4, 1.6e-4, 1.2e-4,   1e-4),
-    "warmup_steps":        (  100,   100,    500,   1000,   2000,   2000,   2000,   2000),
-    "beta2":               ( 0.99,  0.99,   0.95,   0.95,   0.95,   0.95,   0.95,   0.95),
-    "weight_decay":        (  0.1,   0.1,    0.1,    0.1,    0.1,    0.1,    0.1,    0.1),
+    "context":             (   64,   256,   1024,   4096,   4096,   4096,   4096,   4096,   4096),
+    "batch_size":          (   12,    64,    480,    256,    512,   1024,   1024,   2048,   2048),
+    "steps":               ( 2000,  5000,   5000, 11_400, 16_400, 19_200, 39_000, 78_100, 72_800),
+    "learning_rate":       ( 2e-3,  1e-3,   6e-4, 2.5e-4,   2e-4, 1.6e-4, 1.2e-4,   1e-4,   1e-4),
+    "warmup_steps":        (  100,   100,    500,   1000,   2000,   2000,   2000,   2000,   2000),
+    "beta2":               ( 0.99,  0.99,   0.95,   0.95,   0.95,   0.95,   0.95,   0.95,   0.95),
+    "weight_decay":        (  0.1,   0.1,    0.1,    0.1,    0.1,    0.1,    0.1,    0.1,    0.1),
 }
 # fmt: on
-TABLE = SHAPE | TRAINING
+TABLE = SHAPE | EXPERTS | TRAINING
 SIZES = {size: {name: row[i] for name, row in TABLE.items()} for i, size in enumerate(NAMES)}
 # To continue from weights that others have trained
 TUNING = {"context": 1024, "batch_size": 64, "steps": 1000, "learning_rate": 1e-5}
@@ -76,7 +82,8 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     add = parser.add_argument
     add("--size", choices=NAMES, default="cpu", help="sets the defaults of these, in this order:")
     for name, row in TABLE.items():
-        kind = positive if type(row[0]) is int and name != "warmup_steps" else type(row[0])
+        may_be_0 = name == "warmup_steps" or name in EXPERTS
+        kind = positive if type(row[0]) is int and not may_be_0 else type(row[0])
         if kind is not bool:
             add(f"--{name.replace('_', '-')}", type=kind, help=", ".join(map(str, row)))
     help = "fine-tune a Qwen3 or Llama of Hugging Face"
@@ -87,7 +94,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if chosen.init_from:
         hf_config = hugging_face.read_config(chosen.init_from)
         # No other key sets an option, because the file may be a stranger's.
-        shape = {name: hf_config[name] for name in SHAPE}
+        shape = {name: hf_config.get(name, 0) for name in SHAPE | EXPERTS}
         parser.set_defaults(hf_config=hf_config, **TUNING | shape)
     return parser.parse_args()
 
@@ -99,9 +106,12 @@ def best_precision(device: torch.device) -> str:
     return "fp32" if device.type == "cpu" else "bf16"
 
 
-def can_compile(device: torch.device) -> bool:
-    """Only on GPUs is it worth its time. Triton needs a C compiler on the node."""
-    return device.type != "cpu" and any(map(shutil.which, ("gcc", "clang")))
+def can_compile(device: torch.device, config: dict) -> bool:
+    """Only on GPUs is it worth its time. Triton needs a C compiler on the node. Experts are not
+    compiled, for the reason in parallel_plan.check."""
+    if device.type == "cpu" or config["model_type"] == "qwen3_moe":
+        return False
+    return any(map(shutil.which, ("gcc", "clang")))
 
 
 # --- config.json ---
@@ -112,8 +122,11 @@ def config_of(args: argparse.Namespace, vocab_size: int) -> dict:
     it has fewer tokens, or a shorter context, than the run needs."""
     if args.hf_config is None:
         return new_config(vars(args), args.context, vocab_size)
+    experts = args.hf_config.get("num_experts", 0)
+    if args.num_experts != experts:
+        fail(f"{args.init_from} has {experts} experts, so --num-experts cannot be another number")
     # Other sizes than the folder's are a fault when its weights are read.
-    config = args.hf_config | {name: vars(args)[name] for name in SHAPE}
+    config = args.hf_config | shape_of(vars(args))
     if vocab_size > config["vocab_size"] or args.context > config["max_position_embeddings"]:
         limits = f"{config['vocab_size']} tokens, and --context {config['max_position_embeddings']}"
         fail(f"{args.init_from} knows {limits} at most")
@@ -121,28 +134,48 @@ def config_of(args: argparse.Namespace, vocab_size: int) -> dict:
 
 
 def new_config(sizes: dict, context: int, vocab_size: int) -> dict:
-    """The config.json of a Qwen3 whose SHAPE is in `sizes`, for at least so many tokens. Ends with
-    a sentence if the shape is impossible."""
-    shape = {name: sizes[name] for name in SHAPE}
+    """The config.json of a Qwen3 whose SHAPE and EXPERTS are in `sizes`, for at least so many
+    tokens. Ends with a sentence if the shape is impossible."""
+    shape = shape_of(sizes)
     if shape["num_attention_heads"] % shape["num_key_value_heads"] or shape["head_dim"] % 2:
         rule = "--num-attention-heads must be a multiple of --num-key-value-heads"
         fail(f"{rule}, and --head-dim even")
     config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu"}
     # Qwen3 was trained with this theta, and with 1,000,000 from 32,768 tokens on.
     config |= {"attention_bias": False, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
+    if "num_experts" in shape:
+        if not 1 <= shape["num_experts_per_tok"] <= shape["num_experts"]:
+            fail("--num-experts-per-tok must be between 1 and --num-experts")
+        # grouped_mm takes no others.
+        if shape["moe_intermediate_size"] < 8 or shape["moe_intermediate_size"] % 8:
+            fail("--moe-intermediate-size must be a multiple of 8")
+        config |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+        # Without their balance in the loss, some experts get no tokens, and learn nothing.
+        config |= {"output_router_logits": True, "router_aux_loss_coef": 0.001}
+        config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     # A vocabulary of whole blocks is faster on GPUs, and can be split.
     config |= {"max_position_embeddings": context, "vocab_size": math.ceil(vocab_size / 64) * 64}
     return config | shape | {"torch_dtype": "float32"}
 
 
-def count_weights(config: dict) -> tuple[int, int]:
-    """How many weights a layer has, and how many are outside the layers."""
+def shape_of(sizes: dict) -> dict:
+    """The SHAPE, and the EXPERTS if there are any."""
+    names = SHAPE | EXPERTS if sizes.get("num_experts") else SHAPE
+    return {name: sizes[name] for name in names}
+
+
+def count_weights(config: dict, active: bool = False) -> tuple[int, int]:
+    """How many weights a layer has, or a token meets there, and how many are outside the layers."""
     width, size = config["hidden_size"], config["head_dim"]
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     attention = width * size * (2 * heads + 2 * groups)
-    norms = 2 * width + (2 * size if config["model_type"] == "qwen3" else 0)
+    norms = 2 * width + (2 * size if config["model_type"].startswith("qwen3") else 0)
+    mlp = 3 * width * config["intermediate_size"]
+    if config["model_type"] == "qwen3_moe":
+        experts = config["num_experts_per_tok" if active else "num_experts"]
+        mlp = width * (config["num_experts"] + 3 * experts * config["moe_intermediate_size"])
     embeddings = config["vocab_size"] * width * (1 if config["tie_word_embeddings"] else 2)
-    return attention + 3 * width * config["intermediate_size"] + norms, embeddings + width
+    return attention + mlp + norms, embeddings + width
 
 
 # --- memory ---
@@ -160,6 +193,7 @@ def memory(
     """The bytes that a rank takes in a training step with AdamW, estimated from above, because
     compiled layers keep less.
 
+    Of a mixture, FSDP gathers layers with all their experts, not with those that tokens have.
     `micro_batch_size` sequences at once; `ranks` hold a model between them, and each layer is
     computed by `tensor` of them.
     """
@@ -170,8 +204,11 @@ def memory(
     layer, outside = count_weights(config)
     # In float32, on a GPU, each head has a copy of the keys and values that it shares.
     copied = 2 * groups if bf16 else 2 * heads
+    inner = 4 * config["intermediate_size"]
+    if config["model_type"] == "qwen3_moe":  # each expert's input and output as well
+        inner = config["num_experts_per_tok"] * (4 * config["moe_intermediate_size"] + 2 * width)
     # Of a layer's input, its two norms and its sum; of queries, keys and values; of SwiGLU
-    kept = 4 * width + (3 * heads + groups + copied + 4 * config["intermediate_size"]) / tensor
+    kept = 4 * width + (3 * heads + groups + copied + inner) / tensor
     activations = layers * width + kept if activation_checkpointing else layers * kept
     # In float32, besides what it computes with. A model that is split gathers the embedding and
     # two layers at a time. One that is not split is cast whole.
@@ -180,9 +217,13 @@ def memory(
         held += number * (2 * layer + outside) / tensor
     elif bf16:
         held += 2 * (layers * layer + outside) / tensor
+    gradients = 4 * (layers * layer + outside) / ranks
+    if config["model_type"] == "qwen3_moe" and ranks > tensor:
+        # Those of a whole layer, as they are and in float32 while they are summed
+        gradients += (number + 4) * layer
     return {
         "weights": held,
-        "gradients": 4 * (layers * layer + outside) / ranks,
+        "gradients": gradients,
         "states": 8 * (layers * layer + outside) / ranks,  # AdamW's two moments
         "activations": number * micro_batch_size * context * activations,
         # As they are, and twice in float32 while the loss is computed
@@ -216,6 +257,8 @@ def plan_memory(
     if total > usable:
         less = "more ranks, --accumulation and --activation-checkpointing take less"
         line += f"\nwarning: this may not fit into the GPU: {less}"
+        if sizes[0]["model_type"] == "qwen3_moe":
+            line += ". torchtitan also splits the experts of a layer, which FSDP gathers"
     return activation_checkpointing, line
 
 
@@ -254,11 +297,11 @@ class Speed:
 
 def flops_per_token(config: dict, context: int) -> int:
     """Of one training step, forward and backward: 6 N + 12 L H D T (PaLM,
-    arxiv.org/abs/2204.02311, appendix B). N is the number of weights that multiply, so an embedding
-    counts only if it is the head."""
+    arxiv.org/abs/2204.02311, appendix B). N is the number of weights that multiply a token, so an
+    embedding counts only if it is the head, and of all experts those that the token has."""
     layers = config["num_hidden_layers"]
     channels = config["num_attention_heads"] * config["head_dim"]
-    layer, outside = count_weights(config)
+    layer, outside = count_weights(config, active=True)
     if not config["tie_word_embeddings"]:
         outside -= config["vocab_size"] * config["hidden_size"]
     return 6 * (layers * layer + outside) + 12 * layers * channels * context

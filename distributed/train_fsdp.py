@@ -112,7 +112,7 @@ dataset = token_files.TokenDataset(args.data_dir, args.context, args.batch_size,
 heartbeat.alive(600)  # to draw or read it, and to compile the first step
 config = sizes.config_of(args, dataset.vocab_size)
 precision = args.precision or sizes.best_precision(device)
-compiled = sizes.can_compile(device) if args.compile is None else args.compile
+compiled = sizes.can_compile(device, config) if args.compile is None else args.compile
 bf16, shard = precision == "bf16", args.shard or data_ranks
 torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")  # high: TF32
 needed = (config, micro_batch_size, args.context, shard * tensor, tensor)
@@ -201,8 +201,9 @@ for step in range(first + 1, args.steps + 1):
         with loss_parallel():  # for logits that are split over the vocabulary, backward as well
             with autocast:
                 loss = loss_of(forward(inputs), targets) / count
+            balance = model.balance() / args.accumulation  # of experts, if there are any
             # FSDP and DDP take the mean over the ranks that read different data.
-            (loss * data_ranks).backward()
+            ((loss + balance) * data_ranks).backward()
         step_loss += loss.detach()
     losses.append(step_loss)
     batch = dataset.batch(step + 1, data_rank, data_ranks, device)  # while the GPU computes

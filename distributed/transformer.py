@@ -1,12 +1,13 @@
-"""The transformer of Qwen3 and Llama 3, in plain torch.
+"""The transformer of Qwen3, its mixture of experts, and Llama 3, in plain torch.
 
 Its modules, and the keys of its `config`, have the names of Hugging Face's transformers. So its
 state dict and its config.json are theirs, and neither is ever converted.
 
 The letters in the shapes: B sequences, T tokens each, C channels (hidden_size), H heads of D
 channels (head_dim), G pairs of keys and values (num_key_value_heads), I inner channels
-(intermediate_size), V tokens in the vocabulary. A rank may hold a part of H and G, so sizes that
-are not in a weight are read off the tensor at hand.
+(intermediate_size, or moe_intermediate_size of an expert), V tokens in the vocabulary, E experts
+(num_experts) of which a token has K (num_experts_per_tok). A rank may hold a part of H and G, so
+sizes that are not in a weight are read off the tensor at hand.
 """
 
 import math
@@ -14,6 +15,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -44,7 +46,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, groups * self.size, bias=False)
         self.o_proj = nn.Linear(heads * self.size, width, bias=False)
         self.q_norm = self.k_norm = nn.Identity()
-        if config["model_type"] == "qwen3":  # so that no product of q and k grows too large
+        if config["model_type"].startswith("qwen3"):
+            # So that no product of q and k grows too large
             self.q_norm = nn.RMSNorm(self.size, config["rms_norm_eps"])
             self.k_norm = nn.RMSNorm(self.size, config["rms_norm_eps"])
 
@@ -86,6 +89,63 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Experts(nn.Module):
+    """E SwiGLUs, whose weights are stacked. Of the rows (S, C) the first `counts[0]` are for the
+    first expert, and so on. A count may be 0. To (S, C)."""
+
+    def __init__(self, config: dict):
+        super().__init__()
+        count, width = config["num_experts"], config["hidden_size"]
+        inner = config["moe_intermediate_size"]
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, width))
+        self.down_proj = nn.Parameter(torch.empty(count, width, inner))
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        ends = counts.cumsum(0)
+        gate, up = grouped_linear(rows, self.gate_up_proj, ends).chunk(2, dim=-1)
+        return grouped_linear(F.silu(gate) * up, self.down_proj, ends)
+
+
+def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows (S, in) by groups, each of which ends before a row of `ends` (E), times each group's
+    weight of (E, out, in): (S, out)."""
+    weight = weight.to(rows.dtype).mT  # autocast does not know grouped_mm
+    known = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16,)}
+    if rows.dtype in known.get(rows.device.type, ()):
+        return F.grouped_mm(rows, weight, offs=ends.int())
+    groups = rows.tensor_split(ends[:-1].cpu())
+    return torch.cat([group @ own for group, own in zip(groups, weight, strict=True)])
+
+
+class SparseMLP(nn.Module):
+    """A mixture of experts (Shazeer et al. 2017, arxiv.org/abs/1701.06538), (B, T, C) to (B, T, C).
+    Each token has the K experts to which `gate` gives the highest probabilities, however many other
+    tokens they have. None is dropped."""
+
+    def __init__(self, config: dict):
+        super().__init__()
+        self.top, self.normed = config["num_experts_per_tok"], config["norm_topk_prob"]
+        self.gate = nn.Linear(config["hidden_size"], config["num_experts"], bias=False)
+        self.experts = Experts(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        logits = self.gate(tokens)
+        probabilities = logits.softmax(-1, dtype=torch.float32)
+        weight, chosen = probabilities.topk(self.top)  # (B T, K)
+        if self.normed:
+            weight = weight / weight.sum(-1, keepdim=True)
+        # A row for each choice, sorted by expert
+        experts, order = chosen.flatten().sort(stable=True)
+        numbers = torch.arange(logits.size(-1), device=x.device)
+        ends = torch.searchsorted(experts, numbers, right=True)
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        self.load = counts, probabilities.sum(0)  # for Transformer.balance
+        y = self.experts(tokens[order // self.top].to(logits.dtype), counts)
+        y = y[order.argsort()] * weight.view(-1, 1).to(y.dtype)
+        return y.unflatten(0, (-1, self.top)).sum(1).view_as(x)
+
+
 class Block(nn.Module):
     """A pre-norm transformer layer, (B, T, C) to (B, T, C). Its other inputs are attention's.
 
@@ -101,7 +161,7 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(width, epsilon)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(width, epsilon)
-        self.mlp = MLP(config)
+        self.mlp = SparseMLP(config) if config["model_type"] == "qwen3_moe" else MLP(config)
 
     def forward(self, *inputs) -> torch.Tensor:
         if self.activation_checkpointing and self.training:
@@ -150,7 +210,7 @@ class Transformer(nn.Module):
         if weight.dim() >= 2:
             std = 0.02
             # The more layers add to the residual stream, the less each is to add.
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
                 std /= math.sqrt(2 * len(self.model.layers))
             generator = torch.Generator().manual_seed(zlib.crc32(repr((seed, name)).encode()))
             weight.normal_(std=std, generator=generator)
@@ -161,15 +221,33 @@ class Transformer(nn.Module):
         """Sets each weight to the value of its name, which is whole. A rank that holds a part of
         the weight reads no more than that part."""
         for name, weight in self.named_parameters():
+            value, offsets, sizes = value_of(name), [0] * weight.dim(), weight.shape
             if isinstance(weight, DTensor):
                 # How torch's own checkpoints find a rank's part in the whole.
                 [part] = weight.__create_chunk_list__()
-                whole = value_of(name)
-                for dim, (first, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
-                    whole = whole.narrow(dim, first, size)
-                weight.to_local().copy_(whole)
-            else:
-                weight.copy_(value_of(name))
+                weight, offsets, sizes = weight.to_local(), part.offsets, part.sizes
+            for dim, (first, size) in enumerate(zip(offsets, sizes, strict=True)):
+                value = value.narrow(dim, first, size)
+            weight.copy_(value)
+
+    def balance(self) -> torch.Tensor | float:
+        """What the last forward pass adds to the loss so that all experts get tokens, if the config
+        has `output_router_logits`: each expert's part of all choices, times its mean probability
+        (Switch Transformer, arxiv.org/abs/2101.03961, equation 4), over all layers at once, as
+        transformers has it.
+
+        Over several ranks, which have different tokens, the sum over the ranks is that loss. It is
+        no mean over tokens, so the counts are those of all ranks, and each rank calls it.
+        """
+        if not self.config.get("output_router_logits"):
+            return 0.0
+        loads = [layer.mlp.load for layer in self.model.layers]
+        counts, probabilities = (sum(values) for values in zip(*loads, strict=True))
+        if dist.is_initialized():
+            dist.all_reduce(counts)
+        rows = counts.sum() / self.config["num_experts_per_tok"]
+        balance = len(counts) * (counts / rows * (probabilities / rows)).sum()
+        return self.config["router_aux_loss_coef"] * balance
 
     def angles(self, first: int, count: int, device: torch.device) -> torch.Tensor:
         """By how much channels are turned at `count` positions from `first` on, (T, D) float32."""

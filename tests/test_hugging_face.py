@@ -23,6 +23,53 @@ def read(folder: Path) -> Transformer:
     return model
 
 
+MIXTURE = {"model_type": "qwen3_moe", "norm_topk_prob": True, "output_router_logits": True}
+MIXTURE |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MIXTURE |= {"router_aux_loss_coef": 0.01}
+
+
+def test_experts_out_and_in_again(tmp_path, monkeypatch):
+    """The files have them one by one, and the model stacks them. In 2025 transformers wrote another
+    name for how many there are."""
+    monkeypatch.setattr(hugging_face, "FILE_SIZE", 300_000)
+    model = random_model(tmp_path / "out", **MIXTURE)
+    again, weights = read(tmp_path / "out"), dict(model.named_parameters())
+    assert all(torch.equal(weights[name], x) for name, x in again.named_parameters())
+    file_of = json.loads((tmp_path / "out" / hugging_face.INDEX).read_text())["weight_map"]
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
+    found = hugging_face.open_file(tmp_path / "out" / file_of[name])[name]
+    assert torch.equal(found, weights["model.layers.1.mlp.experts.gate_up_proj"][5, 64:])
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    config["num_local_experts"] = config.pop("num_experts")
+    (tmp_path / "out/config.json").write_text(json.dumps(config))
+    assert read(tmp_path / "out").config["num_experts"] == 6
+
+
+REFUSED_EXPERTS = [
+    ({"num_experts": 0}, "its num_experts is 0, and no model has that"),
+    ({"num_experts_per_tok": 7}, "its num_experts_per_tok is more than its num_experts"),
+    ({"moe_intermediate_size": None}, "its config.json has no moe_intermediate_size"),
+    ({"norm_topk_prob": 1}, "its norm_topk_prob is 1"),
+    ({"router_aux_loss_coef": "1"}, "its router_aux_loss_coef is 1, and no model has that"),
+    ({"decoder_sparse_step": 2}, "transformer.py knows no decoder_sparse_step 2, only 1"),
+    ({"mlp_only_layers": [0]}, "transformer.py knows no mlp_only_layers [0], only []"),
+    ({"num_experts": 5}, "experts.5.down_proj.weight is (128, 64), not none"),
+    ({"num_experts": 7}, "experts.6.down_proj.weight is none, not (128, 64)"),
+    ({"moe_intermediate_size": 32}, "experts.0.down_proj.weight is (128, 64), not (128, 32)"),
+    ({"model_type": "qwen3"}, "transformer.py knows no num_experts 6, only 0"),
+]
+
+
+@pytest.mark.parametrize(("changed", "sentence"), REFUSED_EXPERTS)
+def test_other_experts_are_a_sentence(changed, sentence, tmp_path):
+    random_model(tmp_path / "model", **MIXTURE)
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(SystemExit) as ended:
+        read(tmp_path / "model")
+    assert sentence in ended.value.code
+
+
 @pytest.mark.parametrize("files", [1, 5])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_out_and_in_again(files, dtype, tmp_path, monkeypatch):
@@ -225,12 +272,16 @@ def test_hugging_face_s_cache(tmp_path):
         assert copy.read_text() == "{}" and not copy.is_symlink()
 
 
-@pytest.mark.parametrize(("how", "count"), [("fsdp", 2), ("tensor", 2), ("both", 4)])
-def test_a_rank_reads_its_part_only(how, count, tmp_path, monkeypatch):
+PARTS = [("fsdp", 2, {}), ("tensor", 2, {}), ("both", 4, {})]
+PARTS += [("fsdp", 2, MIXTURE | {"moe_intermediate_size": 1024})]
+
+
+@pytest.mark.parametrize(("how", "count", "experts"), PARTS)
+def test_a_rank_reads_its_part_only(how, count, experts, tmp_path, monkeypatch):
     """And never has the memory for a whole copy."""
     monkeypatch.setattr(hugging_face, "FILE_SIZE", 20 << 20)
     sizes = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 5}
-    random_model(tmp_path / "model", **sizes, torch_dtype="bfloat16")
+    random_model(tmp_path / "model", **sizes, **experts, torch_dtype="bfloat16")
     done = ranks(count, "tests/scripts/read_rows.py", tmp_path / "model", how)
     assert done.returncode == 0, done.stderr
 

@@ -16,14 +16,27 @@ import torch.nn.functional as F
 
 import checkpoint
 import token_files
-from models import BATCH_SIZE, CONTEXT, FLAGS, SHAPE, STEPS, TP, WARMUP_STEPS, saved_state, values
+from models import (
+    BATCH_SIZE,
+    CONTEXT,
+    EXPERT_FLAGS,
+    EXPERTS,
+    FLAGS,
+    SHAPE,
+    STEPS,
+    TP,
+    WARMUP_STEPS,
+    saved_state,
+    values,
+)
 from sizes import flops_per_token, new_config
 from slurm import LAUNCHERS, cells, ranks, run
 from transformer import Transformer
 
 
-def new_model() -> Transformer:
-    model = Transformer(new_config(SHAPE | {"tie_word_embeddings": True}, CONTEXT, 128))
+def new_model(**experts: int) -> Transformer:
+    shape = SHAPE | {"tie_word_embeddings": True} | experts
+    model = Transformer(new_config(shape, CONTEXT, 128))
     for name, weight in model.named_parameters():
         weight.data = model.first_value(name, seed=0)
     return model
@@ -52,14 +65,14 @@ def chat(text, tmp_path_factory) -> Path:
     return folder
 
 
-def train_dense(folder: Path, rate: float = 1e-3) -> tuple[list[float], list[float], dict]:
+def train_dense(folder: Path, rate: float = 1e-3, **experts: int) -> tuple[list, list, dict]:
     """Losses, norms and weights of a plain loop: one process, no split, unfused AdamW."""
     data = np.fromfile(folder / "train.bin", np.uint8)
     mask = np.ones_like(data)
     if (folder / "train.mask").exists():
         mask = np.fromfile(folder / "train.mask", np.uint8)
     order = token_files.TokenDataset(folder, CONTEXT, BATCH_SIZE)
-    model = new_model()
+    model = new_model(**experts)
     options = {"betas": (0.9, 0.99), "weight_decay": 0.1, "fused": False, "foreach": False}
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     losses, norms = [], []
@@ -70,7 +83,7 @@ def train_dense(folder: Path, rate: float = 1e-3) -> tuple[list[float], list[flo
         logits = model(tokens[:, :-1])
         loss = F.cross_entropy(logits[learnt[:, 1:]], tokens[:, 1:][learnt[:, 1:]])
         optimizer.zero_grad()
-        loss.backward()
+        (loss + model.balance()).backward()
         norm = torch.stack([x.grad.square().sum() for x in model.parameters()]).sum().sqrt()
         for x in model.parameters():
             x.grad *= min(1.0, 1.0 / norm)
@@ -118,6 +131,27 @@ def test_split_equals_dense(splits):
         assert found["norms"] == pytest.approx(dense["norms"], rel=2e-6), split
         assert found["weights"] < 3e-6, split
         assert found["matmuls"] == "highest", split
+
+
+def test_experts_split_equal_unsplit(chat, tmp_path, monkeypatch):
+    """By DDP, FSDP and their mixture, and recomputed, with the experts' balance in the loss."""
+    losses, norms, weights = train_dense(chat, **EXPERTS)
+    torch.save(weights, tmp_path / "dense.pt")
+    splits = {}
+    for count in (2, 4):
+        command = ["tests/scripts/language_model.py", chat, tmp_path, "experts", *FLAGS]
+        done = ranks(count, *command, *EXPERT_FLAGS, timeout=240)
+        assert done.returncode == 0, done.stderr
+        splits |= json.loads((tmp_path / f"results_{count}.json").read_text())
+    assert len(splits) == 6
+    for split, found in splits.items():
+        bf16 = split.endswith("bf16")
+        assert found["losses"] == pytest.approx(losses, abs=0.02 if bf16 else 3e-6), split
+        if not bf16:
+            assert found["norms"] == pytest.approx(norms, rel=3e-6), split
+            assert found["weights"] < 3e-6, split
+    monkeypatch.setattr(Transformer, "balance", lambda model: 0.0)
+    assert train_dense(chat, **EXPERTS)[1] != pytest.approx(norms, rel=3e-6), "it would not be seen"
 
 
 def test_a_slightly_different_run_is_seen(dense, text):
@@ -449,6 +483,9 @@ BAD = [
     (f"{TP} --context 15 --sequence-parallel", "--context must be a multiple of 2 (--t"),
     (f"{TP} --shard 2", "--shard must divide 1 (groups of --tensor-parallel)"),
     (f"{TP} --accumulation 3", "a multiple of 1 (groups of --tensor-parallel) x 3 (--acc"),
+    (f"{TP} {' '.join(EXPERT_FLAGS)}", "--tensor-parallel splits no experts: leave it out, and"),
+    (f"train_fsdp.py --compile {' '.join(EXPERT_FLAGS)}", "--compile does not go with experts, be"),
+    ("train_fsdp.py --num-experts 4", "--num-experts-per-tok must be between 1 and --num-experts"),
     ("train_fsdp.py --keep 0", "--keep must be 1 or more"),
     ("train_fsdp.py --checkpoint-dir {}", "has checkpoints: pass --resume, or choose another"),
 ]

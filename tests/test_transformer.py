@@ -1,13 +1,14 @@
 """transformer.py: its parts, the texts that it writes, and all of it beside Hugging Face's."""
 
 import json
+import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import transformer
-from models import CONTEXT, SHAPE, python
+from models import CONTEXT, EXPERTS, SHAPE, python, values
 from sizes import SIZES, new_config
 from transformer import Transformer
 
@@ -62,6 +63,45 @@ def test_the_gate_is_that_of_qwen_and_llama():
     assert abs(mlp(torch.ones(1, 1, 1)).item()) < 1e-6
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_each_expert_has_its_rows(dtype):
+    """By grouped_mm, or by a loop where torch has none for the dtype. The second expert has no
+    rows. The result is what each expert's SwiGLU makes of its rows."""
+    config = {"hidden_size": 16, "num_experts": 3, "moe_intermediate_size": 8}
+    experts = transformer.Experts(config).to(dtype)
+    for weight in experts.parameters():
+        weight.normal_()
+    rows, found = torch.randn(7, 16, dtype=dtype), []
+    for number, group in enumerate(rows.split([3, 0, 4])):
+        gate, up = (group @ experts.gate_up_proj[number].T).chunk(2, dim=-1)
+        found.append((F.silu(gate) * up) @ experts.down_proj[number].T)
+    torch.testing.assert_close(experts(rows, torch.tensor([3, 0, 4])), torch.cat(found))
+
+
+@torch.no_grad()
+def test_a_token_has_its_likeliest_experts():
+    """Weighted by their probabilities, which are normed or not."""
+    config = EXPERTS | {"hidden_size": 16, "norm_topk_prob": True}
+    layer = transformer.SparseMLP(config)
+    for weight in layer.parameters():
+        weight.normal_()
+    x = torch.randn(2, 5, 16)
+    for normed in (True, False):
+        layer.normed = normed
+        found = torch.zeros(2, 5, 16)
+        for place in ((b, t) for b in range(2) for t in range(5)):
+            probabilities = layer.gate(x[place]).softmax(-1)
+            chosen = probabilities.argsort(descending=True)[:2].tolist()
+            scale = probabilities[chosen].sum() if normed else 1
+            for number in chosen:
+                counts = torch.zeros(6, dtype=torch.long)
+                counts[number] = 1
+                y = layer.experts(x[place].unsqueeze(0), counts)[0]
+                found[place] += y * probabilities[number] / scale
+        torch.testing.assert_close(layer(x), found, rtol=1e-4, atol=1e-4)
+
+
 def new_model() -> Transformer:
     model = Transformer(new_config(SHAPE | {"tie_word_embeddings": True}, CONTEXT, 50))
     torch.manual_seed(0)
@@ -101,15 +141,17 @@ def test_texts_that_end():
     assert found == [row + row[-1:] * (longest - len(row)) for row in expected]
 
 
-def test_how_weights_are_drawn():
+@pytest.mark.parametrize("experts", [{}, EXPERTS])
+def test_how_weights_are_drawn(experts):
     """Those that add to the residual stream are smaller, the deeper the model."""
     sizes = SHAPE | {"num_hidden_layers": 8, "hidden_size": 128, "tie_word_embeddings": False}
-    model = Transformer(new_config(sizes, 64, 1024))
+    model = Transformer(new_config(sizes | experts, 64, 1024))
     for name, weight in model.named_parameters():
-        std = 0.02 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        added = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
+        std = 0.02 / 4 if name.endswith(added) else 0.02
         drawn = model.first_value(name, seed=0)
         assert drawn.shape == weight.shape
-        if drawn.dim() == 2:
+        if drawn.dim() >= 2:
             assert drawn.std().item() == pytest.approx(std, rel=0.05), name
         else:
             assert drawn.eq(1).all(), name
@@ -124,16 +166,21 @@ sys.path.insert(0, "distributed")
 import torch, hugging_face
 from transformer import Transformer
 from transformers import (AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig,
-    MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM)
+    MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
 sizes = dict(vocab_size=300, hidden_size=64, intermediate_size=160, num_hidden_layers=3)
 sizes |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
 scaled = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0)
+experts = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, head_dim=16)
+experts |= dict(output_router_logits=True, router_aux_loss_coef=0.1)
+one = dict(num_experts_per_tok=1, num_experts=5)
 scaled |= dict(high_freq_factor=4.0, original_max_position_embeddings=64)
 families = {
     "qwen3 tied": Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=True)),
     "qwen3": Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16, rope_theta=1e6)),
     "llama 3.1": LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=scaled)),
     "llama 2": LlamaForCausalLM(LlamaConfig(**sizes | {"num_key_value_heads": 4})),
+    "qwen3 moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, norm_topk_prob=True)),
+    "qwen3 moe, one": Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts | one)),
     "mistral": MistralForCausalLM(MistralConfig(**sizes, sliding_window=None)),
 }
 torch.manual_seed(0)
@@ -158,8 +205,13 @@ def compare(theirs, folder):
     logits = [model(tokens).logits for model in (theirs, again)] + [ours(tokens)]
     found["again"], found["logits"] = torch.equal(*logits[:2]), far(logits[0], logits[2])
     pairs = [(weight, mine[name]) for name, weight in theirs.named_parameters()]
-    for its in (logits[0], logits[2]):
-        torch.nn.functional.cross_entropy(its.flatten(0, 1), wanted.flatten()).backward()
+    balance = 0
+    if "moe" in folder.name:
+        balance = 0.1 * theirs(tokens, output_router_logits=True).aux_loss
+    found["balance"] = abs(float(balance - ours.balance()))
+    for its, more in ((logits[0], balance), (logits[2], ours.balance())):
+        loss = torch.nn.functional.cross_entropy(its.flatten(0, 1), wanted.flatten())
+        (loss + more).backward()
     found["gradients"] = max(far(a.grad, b.grad) for a, b in pairs)
     for model in (theirs, ours):
         # Without eps Adam would step as far for rounding noise as for a large gradient.
@@ -178,8 +230,72 @@ print(json.dumps({name: compare(x, Path(sys.argv[1], name)) for name, x in famil
 def test_equal_to_transformers(packages, tmp_path):
     """The logits of a folder that was in and out again bit for bit, all else nearly."""
     families = json.loads(python(packages, "-c", COMPARE, tmp_path).splitlines()[-1])
-    assert len(families) == 5
+    assert len(families) == 7
     for name, found in families.items():
         assert found["files"] > 3 and found["said"] == [], name
         assert found["logits"] < 1e-5 and found["gradients"] < 3e-5 and found["step"] < 1e-5, found
-        assert found["again"] and found["text"], name
+        assert found["again"] and found["text"] and found["balance"] < 1e-7, name
+
+
+# Twelve steps of transformers' own module in a plain loop, from a folder that it makes
+TWELVE = """
+import json, math, sys
+from pathlib import Path
+sys.path.insert(0, "distributed")
+import torch, token_files
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+torch.manual_seed(0)
+config = Qwen3MoeConfig(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, moe_intermediate_size=16,
+    num_experts=6, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=64,
+    initializer_range=0.2, output_router_logits=True, router_aux_loss_coef=0.05)
+model = Qwen3MoeForCausalLM(config)
+model.save_pretrained(sys.argv[1])
+data = token_files.TokenDataset(sys.argv[2], 16, 8, 0)
+optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+for step in range(1, 13):
+    inputs, targets, count = data.batch(step, 0, 1, torch.device("cpu"))
+    found = model(inputs, output_router_logits=True)
+    logits = found.logits.flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, targets.flatten())
+    (loss + 0.05 * found.aux_loss).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    done = max(0, step - 4) / 9
+    rate = 0.001 * min(1, step / 4) * (0.55 + 0.45 * math.cos(math.pi * done))
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"step={step}/12 loss={loss.item():.6f} grad_norm={norm.item():.6f}")
+model.save_pretrained(sys.argv[1] + ".trained")
+"""
+FAR = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+theirs, ours = (AutoModelForCausalLM.from_pretrained(x).state_dict() for x in sys.argv[1:])
+assert theirs.keys() == ours.keys()
+print(max((theirs[name] - ours[name]).abs().max().item() for name in theirs))
+"""
+
+
+@pytest.mark.matrix
+def test_experts_trained_as_transformers_trains_them(packages, text, tmp_path):
+    """From a folder of the hub's kind to another, which from_pretrained reads: in one process, on
+    two ranks, and on four that resume what the two have saved."""
+    model = tmp_path / "model"
+    theirs = python(packages, "-c", TWELVE, model, text)
+    flags = "--context 16 --batch-size 8 --steps 12 --warmup-steps 3 --learning-rate 0.001 "
+    flags += "--log-every 1 --eval-every 12 --eval-windows 8 --save-every 6 --device cpu"
+    flags = [*flags.split(), "--data-dir", text, "--init-from", model, "--checkpoint-dir"]
+    (tmp_path / "4").mkdir()
+    for count, first in ((0, 1), (2, 1), (4, 7)):
+        folder = tmp_path / str(count)
+        command = ["distributed/train_fsdp.py", *flags, folder, *["--resume"] * (count == 4)]
+        log = python(packages, *command, ranks=count)
+        assert ("Resumed after step 6" in log) == (count == 4)
+        for name, error in (("loss", {"abs": 2e-6}), ("grad_norm", {"rel": 2e-5})):
+            expected = {x: y for x, y in values(theirs, name).items() if x >= first}
+            assert values(log, name) == pytest.approx(expected, **error), (count, name)
+        far = python(packages, "-c", FAR, f"{model}.trained", folder / "model").splitlines()[-1]
+        assert float(far) < 2e-5
+        if count == 2:
+            shutil.copytree(folder / "step_6", tmp_path / "4/step_6")

@@ -20,6 +20,9 @@ FLAGS = [x for name, value in SHAPE.items() for x in (f"--{name.replace('_', '-'
 FLAGS += f"--context {CONTEXT} --batch-size {BATCH_SIZE} --steps {STEPS}".split()
 FLAGS += f"--warmup-steps {WARMUP_STEPS} --learning-rate 0.001 --precision fp32".split()
 FLAGS += ["--log-every", "1", "--eval-every", "6", "--eval-windows", "50"]
+# Of four ranks that share them the last one has none.
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERT_FLAGS = [x for name, n in EXPERTS.items() for x in (f"--{name.replace('_', '-')}", str(n))]
 FLAGS += ["--save-every", "6", "--device", "cpu"]
 
 

@@ -1,7 +1,7 @@
 """Run under torchrun by tests/test_train_fsdp.py: the train scripts themselves, in every split
 that these ranks allow, or in a few that cover all, one after another in one process group.
 
-    torchrun ... language_model.py DATA_DIR OUT_DIR few|all FLAG ...
+    torchrun ... language_model.py DATA_DIR OUT_DIR few|all|experts FLAG ...
 
 Rank 0 writes OUT_DIR/results_RANKS.json: for each split the losses and gradient norms, the largest
 difference between the final weights and OUT_DIR/dense.pt, the bytes that each rank holds, the
@@ -186,6 +186,8 @@ SPLITS = {
 FEW = "ddp 2; ddp 2, accumulation 2; ddp 2, bf16; fsdp 2; fsdp 2, recomputed; fsdp 2, bf16; "
 FEW += "tp 2; tp 2, recomputed; tp 2, sequence; tp 2, sequence, accumulation 2; tp 2, bf16; "
 FEW += "hybrid 2x2; hybrid 2x2, accumulation 2; tp 2 x data 2"
+# Of a mixture of experts. With accumulation each part of a step has a balance of its own.
+EXPERTS = "ddp 2; ddp 2, bf16; fsdp 2; fsdp 2, recomputed; fsdp 4; hybrid 2x2"
 
 
 def main(data_dir: str, out: str, which: str, *flags: str):
@@ -200,7 +202,7 @@ def main(data_dir: str, out: str, which: str, *flags: str):
     dense = torch.load(Path(out, "dense.pt"), weights_only=True)
     results = {}
     for name, command in SPLITS[world_size].items():
-        if which == "all" or name in FEW.split("; "):
+        if which == "all" or name in (EXPERTS if which == "experts" else FEW).split("; "):
             its = [*flags, "--data-dir", data_dir]
             results[name] = train(command, Path(out, name), its, dense)
     if dist.get_rank() == 0:
