@@ -45,10 +45,11 @@ def restart(cluster, *changes: str, slurmd: dict[str, str] | None = None):
     """Slurm's daemons with changes, by sed, and slurmd's arguments by node, in that order."""
     if changes:
         bash(cluster, CHANGE, *(part for change in changes for part in ("-e", change)))
-    for node in NODES:
+    slurmd = slurmd or {node: f"-N {node}" for node in NODES}
+    for node in slurmd:
         bash(cluster, STOP, node=node)
     bash(cluster, "slurmctld")
-    for node, arguments in (slurmd or {node: f"-N {node}" for node in NODES}).items():
+    for node, arguments in slurmd.items():
         start(cluster, node, arguments)
 
 
@@ -133,11 +134,16 @@ def test_nodes_that_differ(cluster, tmp_path):
     assert_five_variables(job.ranks(), [2, 2])
 
 
-def test_order_of_tasks_by_topology(cluster, tmp_path):
-    """Blocks number the tasks, so SLURM_PROCID 0 is not on the first node by name."""
+def slurm_26(cluster):
+    """Skips the test with an older Slurm."""
     version = re.search(r" (\d+\.\d+)", cluster.exec("slurmd", "-V").stdout)[1]
     if float(version) < 26:
-        pytest.skip(f"Slurm {version} numbers the tasks by the names of the nodes")
+        pytest.skip(f"Slurm {version} is older than 26.05")
+
+
+def test_order_of_tasks_by_topology(cluster, tmp_path):
+    """Blocks number the tasks, so SLURM_PROCID 0 is not on the first node by name."""
+    slurm_26(cluster)
     blocks = "BlockName=b1 Nodes=node-2\\nBlockName=b2 Nodes=node-1\\nBlockSizes=1\\n"
     bash(cluster, f'printf "{blocks}" >"$(dirname "$SLURM_CONF")/topology.conf"')
     bash(cluster, 'echo TopologyPlugin=topology/block >>"$(dirname "$SLURM_CONF")/slurm.conf"')
@@ -148,6 +154,62 @@ def test_order_of_tasks_by_topology(cluster, tmp_path):
     assert_all_ways(cluster, tmp_path)
     checked = cluster.exec(*srun, sys.executable, "aux/check_ranks.py")
     assert checked.returncode == 0 and "VERDICT: all well, 4 ranks" in checked.stdout, checked
+
+
+@pytest.fixture
+def four_nodes():
+    cluster = Cluster(f"variant-{os.getpid()}", nodes=4, cpus=2, gpus=0)
+    yield cluster
+    cluster.down()
+
+
+def test_reasons_of_a_topology(four_nodes):
+    """A job that has to fit into a block of nodes waits for one, and says so."""
+    slurm_26(four_nodes)
+    blocks = "BlockName=b1 Nodes=node-[1-2]\\nBlockName=b2 Nodes=node-[3-4]\\nBlockSizes=2\\n"
+    bash(four_nodes, f'printf "{blocks}" >"$(dirname "$SLURM_CONF")/topology.conf"')
+    bash(four_nodes, 'echo TopologyPlugin=topology/block >>"$(dirname "$SLURM_CONF")/slurm.conf"')
+    restart(four_nodes, slurmd={f"node-{number}": f"-N node-{number}" for number in range(1, 5)})
+    command = ["sbatch", "--exclusive", "--output=/dev/null", "--wrap=sleep 60"]
+    for options in (["--nodelist=node-1"], ["--nodelist=node-3"], ["--nodes=2", "--segment=2"]):
+        four_nodes.exec(*command, *options)
+    four_nodes.exec(*command, "--nodes=2", "--segment=1")
+    states = ["squeue", "--noheader", "--sort=i", "--format=%T %r"]
+    expected = ["RUNNING None"] * 2 + ["PENDING No suitable topology unit found", "RUNNING None"]
+    wait_for(lambda: four_nodes.exec(*states).stdout.splitlines() == expected, 40)
+
+
+def test_fewer_tasks_than_nodes(cluster):
+    """sbatch takes fewer nodes, and Slurm itself refuses them."""
+    slurm_26(cluster)
+    hold = ["sbatch", "--parsable", "--hold", "--nodes=2", "--wrap=true"]
+    warned = cluster.exec(*hold, "--ntasks=1")
+    assert "can't run 1 processes on 2 nodes, setting nnodes to 1" in warned.stderr, warned
+    job = cluster.exec(*hold, "--ntasks=2").stdout.strip()
+    refused = cluster.exec("scontrol", "update", f"JobId={job}", "NumTasks=1")
+    assert refused.returncode == 1, refused
+    assert "Task count specification invalid" in refused.stdout + refused.stderr, refused
+
+
+def test_no_requeue_is_not_final(cluster, tmp_path):
+    """If a node does not power up, as in a cloud, a site may have all batch jobs requeued."""
+    slurm_26(cluster)
+    lines = "SuspendProgram=/bin/true\\nResumeProgram=/bin/true\\nSuspendTime=600\\n"
+    lines += "SuspendTimeout=2\\nResumeTimeout=5\\n"
+    bash(cluster, f'printf "{lines}" >>"$(dirname "$SLURM_CONF")/slurm.conf"')
+    restart(cluster, "s/^SchedulerParameters=/&requeue_on_resume_failure,/")
+    bash(cluster, "scontrol update NodeName=node-2 State=POWER_DOWN_FORCE")
+    state = ["sinfo", "--noheader", "--nodes=node-2", "--format=%T"]
+    wait_for(lambda: cluster.exec(*state).stdout.strip().endswith("~"), 60)
+    bash(cluster, STOP, node="node-2")
+    options = ["--parsable", "--no-requeue", "--nodelist=node-2", f"--output={tmp_path}/log"]
+    job = cluster.exec("sbatch", *options, "--wrap", "true").stdout.strip()
+    try:
+        shown = ["scontrol", "show", "job", job]
+        wait_for(lambda: " Restarts=1 " in cluster.exec(*shown).stdout, 90)
+        assert " Requeue=0 Restarts=1 " in cluster.exec(*shown).stdout
+    finally:
+        cluster.exec("scancel", job)
 
 
 def with_accounting(cluster, *changes: str):
