@@ -77,7 +77,7 @@ def test_every_block_is_run():
         "local/laptop/README.md": 1,
         "local/cluster/README.md": 1,
         "docs/other_jobs.md": 5,
-        "docs/recipes.md": 6,
+        "docs/recipes.md": 7,
     }
 
 

@@ -42,6 +42,33 @@ def test_a_sweep(clone, cluster):
     assert len({loss for _, loss in losses}) == 3, "each with its own learning rate"
 
 
+DAEMON = """#!/bin/bash
+if [[ "${1-}" == -d ]]; then echo start; else cat; fi >>"$MPS_SEEN"
+[[ -d "$CUDA_MPS_PIPE_DIRECTORY" ]]
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_several_runs_on_one_gpu(fails, clone, cluster, tmp_path, monkeypatch):
+    """The daemon, here a script in its place, ends with the job, also if a run fails. The runs are
+    there at once, and each learns at its own rate."""
+    daemon = tmp_path / "nvidia-cuda-mps-control"
+    daemon.write_text(DAEMON)
+    daemon.chmod(0o755)
+    monkeypatch.setitem(cluster.environment, "MPS_SEEN", str(tmp_path / "seen"))
+    monkeypatch.setitem(cluster.environment, "PATH", f"{tmp_path}:{os.environ['PATH']}")
+    if fails:
+        [commands] = [step[1] for step in BLOCKS if "share.sh" in step[1]]
+        done = cluster.exec("bash", "-ec", commands.replace("0.02 0.05", "0.02 -1"), cwd=clone)
+        assert done.returncode != 0
+    else:
+        losses = re.findall(r"_(\S+)\.out:test_loss=(\S+) ", recipe("share.sh", clone, cluster))
+        assert [rate for rate, _ in losses] == ["0.01", "0.02", "0.05"]
+        assert len({loss for _, loss in losses}) == 3
+    assert (tmp_path / "seen").read_text() == "start\nquit\n", (clone / "share.out").read_text()
+    assert not list(Path("/tmp").glob("mps-[0-9]*"))
+
+
 def test_scratch(tmp_path):
     """A second time, or beside another clone's folder, nothing moves."""
     lines = "".join(re.findall(r'^(?:mkdir|there=).*["}]/?.*\n', PAGE.read_text(), re.M))
