@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,57 @@ def test_scratch(tmp_path):
     assert (scratch / "project/checkpoints/7").is_dir() and (project / "checkpoints/7").is_dir()
     again = run("bash", "-ec", lines, cwd=project, env=env)
     assert again.returncode != 0 and (project / "checkpoints/7").is_dir(), again.stderr
+
+
+@pytest.fixture
+def shared():
+    """A folder that other users reach as well, unlike pytest's own."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    os.chown(folder, *MEMBERS[0])
+    yield folder
+    shutil.rmtree(folder)
+
+
+MEMBERS = [(12001, 13000), (12002, 13000)]  # user and group, which need no names
+
+
+def as_member(number: int, command: str, folder: Path, **variables):
+    """As this user, who may also read what only root can, as the Python of the tests may be."""
+    user, group = MEMBERS[number]
+    become = ["setpriv", f"--reuid={user}", f"--regid={group}", "--clear-groups"]
+    become += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+    world = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}
+    env = environment(**world, SHARED=folder, SLURM_JOB_ID=number, **variables)
+    return run(*become, "bash", "-euc", command, cwd=folder, env=env)
+
+
+@pytest.mark.parametrize("umask", ["002", "022"])
+def test_a_folder_for_a_group(umask, shared):
+    """With the page's lines a member goes on with another's run. Without them it stays whole."""
+    [lines] = re.findall(r"^```sh\n(umask 002\n.*?)^```$", PAGE.read_text(), re.M | re.S)
+    member = f"umask {umask}\n{sys.executable} {REPOSITORY}/tests/scripts/member.py"
+    if umask == "002":
+        made = as_member(0, f"{lines.replace(' lab ', ' 13000 ')}\nchmod g+rwxs .", shared)
+        assert made.returncode == 0, made.stderr
+    told = [as_member(number, member, shared) for number in (0, 1, 0)]
+    assert told[0].stdout.endswith("step 0\nsaved True\n"), told[0]
+    if umask == "002":
+        said = [one.stdout for one in told[1:]]
+        assert said == [f"Resumed after step {step}\nsaved True\n" for step in (1, 2)], told
+        groups = {path.stat().st_gid for path in shared.rglob("*")}
+        assert groups == {13000} and (shared / "log/1").is_dir()
+    else:
+        assert told[1].returncode == 1
+        assert "no heartbeats: [Errno 13] Permission denied: 'log/1'" in told[1].stderr, told[1]
+        assert "checkpoints/7 cannot be written: Permission denied" in told[1].stderr
+        assert told[2].stdout == "Resumed after step 1\nsaved True\n", told[2]
+
+
+def test_a_job_has_the_umask_of_its_sbatch(cluster, tmp_path):
+    options = f"--wait --nodes=1 --output={tmp_path}/log --wrap 'umask; srun bash -c umask'"
+    done = cluster.exec("bash", "-c", f"umask 002; sbatch {options}")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "log").read_text() == "0002\n0002\n"
 
 
 def test_settings_that_are_drawn():
