@@ -65,8 +65,22 @@ unset "${!TORCHELASTIC_@}" GROUP_RANK
 if ((gpus > 0)); then export SLURM_GPUS_PER_NODE=$gpus; fi
 export SLURM_EXPORT_ENV=ALL SLURM_MPI_TYPE=none OMP_NUM_THREADS=$CPUS_PER_RANK
 
-# --- log/JOB: which code each start runs, and NCCL's last collectives ---
+# --- log/JOB: which code each start runs, when and how it ended, and NCCL's last collectives ---
 mkdir --parents "log/$SLURM_JOB_ID" || true
+# start-N has a line when this launcher begins, and one when it ends, because Slurm forgets a job.
+noted=log/$SLURM_JOB_ID/start-$restarts job_log=$(readlink /proc/$$/fd/1 || true)
+{ echo "began $(date +%s) $SLURM_JOB_NODELIST $job_log" >>"$noted"; } 2>/dev/null || true
+note_end() { # if you set a trap for EXIT, begin it with: note_end $?
+    status=$1
+    # A task that --kill-on-bad-exit has ended gives 143, which hides the status of the first one.
+    local exited=': Exited with exit code [0-9]+$'
+    if ((status == 143)) && [[ -f "$job_log" ]] &&
+        exited=$(grep --max-count=1 -oE "$exited" <(tail -c 99999 "$job_log")); then
+        status=${exited##* }
+    fi
+    { echo "ended $(date +%s) $status" >>"$noted"; } 2>/dev/null || true
+}
+trap 'note_end $?; exit "$status"' EXIT
 code=log/$SLURM_JOB_ID/code-$restarts before=log/$SLURM_JOB_ID/code-$((restarts - 1))
 script=${1:-distributed/train_ddp.py} module=${2-}
 if [[ "$script" == -- ]]; then script=$module; elif [[ "$module" == -- ]]; then module=${3-}; fi

@@ -44,8 +44,14 @@ export HEARTBEAT_LIMIT=600
 # Slurm sends SIGTERM before it kills a job. Some scripts then save, and this shell waits for them.
 told=
 trap 'told=1' TERM
-# EDIT: where the job's hours went. Needs heartbeats in your script.
-trap 'python3 aux/ledger.py "$SLURM_JOB_ID" 2>/dev/null || true' EXIT
+at_exit() {
+    status=$?
+    note_end "$status" 2>/dev/null || true
+    # EDIT: where the job's hours went. Needs heartbeats in your script.
+    python3 aux/ledger.py "$SLURM_JOB_ID" 2>/dev/null || true
+    exit "$status"
+}
+trap at_exit EXIT
 
 # Tasks on other nodes requeue the job if it loses the first one, on which this shell is.
 python3 aux/launch/spare.py watch &>/dev/null &

@@ -1,17 +1,21 @@
-"""Show where every rank of a running job is, and which one to look at when the job hangs.
+"""Show how a job stands: why it waits, where its ranks are and which one hangs, or why it ended.
 
     python aux/watch_job.py JOB          # in the folder the job was submitted from
     python aux/watch_job.py local        # of ranks that were started by hand
+    python aux/watch_job.py JOB --json   # for programs: one line, whose fields job_end.py names
+    python aux/watch_job.py JOB --wait   # returns when the job has ended for good
     watch -n 5 python aux/watch_job.py JOB
 
-Reads the heartbeats of the job's latest start in log/JOB (distributed/heartbeat.py). If the script
-sends none, it looks at the job's nodes whether the ranks have met, and starts py-spy, which reads
-the Python stack of each rank. It asks NCCL which collective has not been joined. `pip install
+If the job waits or has ended, aux/job_end.py says why, even if Slurm has forgotten the job. If it
+runs, this reads the heartbeats of its latest start in log/JOB (distributed/heartbeat.py). If the
+script sends none, it looks at the job's nodes whether the ranks have met, and starts py-spy, which
+reads the Python stack of each rank. It asks NCCL which collective has not been joined. `pip install
 py-spy` once, where all nodes see it.
 
-The status is 0 if all ranks are alive, and 1 if the job has ended, or if one is silent, keeps the
-others waiting, or has not begun. Without heartbeats it is 1 if the ranks have not met, or are at
-different places, which may be chance, so look twice.
+The status is 0 if all ranks are alive, or the job is COMPLETED. It is 1 if the job waits, or has
+ended in another way, or if a rank is silent, keeps the others waiting, or has not begun. Without
+heartbeats it is 1 if the ranks have not met, or are at different places, which may be chance, so
+look twice.
 
 JOB is the number in log/JOB, even for a task of an array. JOB/NAME is the program that
 aux/launch/programs.sh has started by that name.
@@ -33,6 +37,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
 from heartbeat import HOST, describe, holds_back, holds_up, plain, read_beats, slow_rank
+from job_end import history, look, sentences, wait_for_end
 
 
 def main():
@@ -41,6 +46,9 @@ def main():
     parser.add_argument("job", metavar="JOB", help="the number in log/JOB, JOB/PROGRAM, or local")
     help = "how long a rank may go without a heartbeat or a step (default: 60)"
     parser.add_argument("--after", type=float, default=60, metavar="SECONDS", help=help)
+    parser.add_argument("--json", action="store_true", help="print one line, for programs")
+    help = "return when the job has ended for good, with status 0 if it is COMPLETED"
+    parser.add_argument("--wait", action="store_true", help=help)
     parser.add_argument("--this-node", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
 
@@ -51,25 +59,51 @@ def main():
             print("seen", HOST, text[i : i + 900])
         return
     job, _, program = args.job.partition("/")
-    runs = []
-    for folder in sorted({path.parent for path in Path("log", args.job).glob("**/ranks-*")}):
-        beats = latest_beats(folder)
-        # In a large job the ranks write less often, and one heartbeat may be late.
-        old = [time.time() - max(args.after, 2 * beat["interval"]) for beat in beats]
-        silent = [beat for beat, its in zip(beats, old, strict=True) if beat["time"] < its]
-        # Otherwise there are none, or only those of a run that has ended.
-        if silent != beats:
-            runs.append((folder, beats, silent))
+    found = None
+    if job != "local":
+        if args.wait:
+            wait_for_end(job)
+        found = look(job, program)
+    elif args.wait or args.json:
+        parser.error("--wait and --json are for jobs")
+
+    runs = recent_runs(args.job, args.after)
+    # Heartbeats may be a few seconds old. They count if Slurm does not answer.
+    silent_slurm = found and "scontrol" not in found["known_by"]
+    if found and found["state"] != "RUNNING" and not (silent_slurm and runs):
+        print(json.dumps(found) if args.json else "\n".join(sentences(found)))
+        sys.exit(found["state"] != "COMPLETED")
+    if args.json:
+        late = [rank for _, _, silent in runs for rank in silent]
+        stuck = [rank for _, beats, _ in runs for rank in stuck_ranks(beats, args.after)]
+        for name, ranks in (("silent", late), ("waited_for", stuck)):
+            found[name] = [{"rank": rank["rank"], "node": rank["host"]} for rank in ranks]
+        print(json.dumps(found))
+        sys.exit(bool(late or stuck))
     if not runs:
         sys.exit(look_into(job, program))
-    if has_ended(job):
-        sys.exit(f"watch_job.py: job {job} has ended, its log says how")
     status = 0
     for folder, beats, silent in runs:
         if len(runs) > 1:
             print(f"{folder.relative_to('log')}:")
         status |= report(job, beats, silent, args.after)
+    if found and len(found["starts"]) > 1:
+        print("\n".join(history(found)))
     sys.exit(status)
+
+
+def recent_runs(job: str, after: float) -> list[tuple[Path, list[dict], list[dict]]]:
+    """The heartbeats of what runs now, of each program, and those of silent ranks."""
+    runs = []
+    for folder in sorted({path.parent for path in Path("log", job).glob("**/ranks-*")}):
+        beats = latest_beats(folder)
+        # In a large job the ranks write less often, and one heartbeat may be late.
+        old = [time.time() - max(after, 2 * beat["interval"]) for beat in beats]
+        silent = [beat for beat, its in zip(beats, old, strict=True) if beat["time"] < its]
+        # Otherwise there are none, or only those of a run that has ended.
+        if silent != beats:
+            runs.append((folder, beats, silent))
+    return runs
 
 
 def latest_beats(folder: Path) -> list[dict]:
@@ -77,19 +111,6 @@ def latest_beats(folder: Path) -> list[dict]:
     starts = [path for path in folder.glob("ranks-*") if path.is_dir()]
     starts.sort(key=lambda path: path.stat().st_mtime)
     return read_beats(starts[-1]) if starts else []
-
-
-def has_ended(job: str) -> bool:
-    """Whether Slurm says so. The last heartbeats of a job may be a few seconds old."""
-    if job == "local" or not shutil.which("squeue"):
-        return False
-    # The id of an array's last task stands for the whole array, so other tasks may be shown.
-    command = ["squeue", "--noheader", "--format=%A", f"--jobs={job}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if job in done.stdout.split():
-        return False
-    # Some minutes after its end Slurm does not know the number any more.
-    return done.returncode == 0 or "Invalid job id" in done.stderr
 
 
 # --- heartbeats ---
@@ -111,8 +132,7 @@ def report(job: str, beats: list[dict], silent: list[dict], after: float) -> int
         print(none, file=sys.stderr)
         return 1
 
-    seconds = min(beat["seconds_in_step"] + now - beat["time"] for beat in beats)
-    stuck = holds_up(beats) if seconds > after else []
+    seconds, stuck = seconds_without_step(beats), stuck_ranks(beats, after)
     for beat in silent or stuck:
         what = "is silent" if silent else "keeps the others waiting"
         print(f"{beat['host']}: rank {beat['rank']} {what}")
@@ -132,6 +152,15 @@ def report(job: str, beats: list[dict], silent: list[dict], after: float) -> int
         line += f" If one hangs, it is named after {after:.0f} s." if seconds <= after else ""
     print(line)
     return 0
+
+
+def seconds_without_step(beats: list[dict]) -> float:
+    return min(beat["seconds_in_step"] + time.time() - beat["time"] for beat in beats)
+
+
+def stuck_ranks(beats: list[dict], after: float) -> list[dict]:
+    """Those for which the others have waited for so many seconds."""
+    return holds_up(beats) if seconds_without_step(beats) > after else []
 
 
 def print_more(job: str, apart: list[dict], ranks: list[dict], heading: str = ""):

@@ -22,7 +22,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PICTURE = REPOSITORY / "docs/figures/recording.svg"
 CLUSTER = [REPOSITORY / "local/cluster/namespaces.sh"]
 LAUNCHER = "launch_slurm_with_torchrun.sh"
-COPIED = ["env.sh", "torchrun.sh", LAUNCHER, "aux/watch_job.py"]
+COPIED = ["env.sh", "torchrun.sh", LAUNCHER]
+COPIED += [f"aux/{name}.py" for name in ("watch_job", "job_end", "first_error")]
 COPIED += [f"distributed/{name}.py" for name in ("heartbeat", "preemption", "checkpoint", "mnist")]
 # Rank 3 of the first start, in its 450th batch.
 HANG = """

@@ -46,7 +46,8 @@ def test_a_rank_that_hangs_is_named(cluster, tmp_path):
     shutil.copytree(tmp_path / f"log/{number}", tmp_path / f"log/{forgotten}")
     for ended in (number, forgotten):
         watched = cluster.exec(sys.executable, WATCH, ended, cwd=tmp_path)
-        assert watched.stderr == f"watch_job.py: job {ended} has ended, its log says how\n", watched
+        said = f"Job {ended} is CANCELLED, because somebody cancelled it.\n"
+        assert watched.returncode == 1 and watched.stdout.startswith(said), watched
 
 
 LOOK = "no step for 65 s. First to look at: rank 0 on n0 (step 5), "

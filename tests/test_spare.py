@@ -139,6 +139,7 @@ ENV = """die() { echo "env.sh: $1" >&2 && exit 1; }
 mkdir --parents log/7
 export NNODES=$SLURM_JOB_NUM_NODES CPUS_PER_NODE=2 RUN=7
 export MASTER_ADDR=${ADDRESS:-n1} MASTER_PORT=61007 SHELL_OF_JOB=$$
+note_end() { echo "$1" >noted; }
 """
 SLURM = {
     "scontrol": 'printf "n%s\\n" 1 2 3 4',
@@ -322,6 +323,8 @@ def test_no_other_start(does, variables, said, tmp_path):
     done = Launched(tmp_path, f"{does}; exit 5", **variables)
     assert done.log.endswith(said), done.log
     assert (done.status, len(done.starts)) == ((1, 0) if variables else (5, 1))
+    if said != OWN_LOG:
+        assert (tmp_path / "noted").read_text() == f"{done.status}\n"
 
 
 # --- on a cluster ---

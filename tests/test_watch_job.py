@@ -68,19 +68,47 @@ def test_watch_job_finds_the_ranks_of_a_bare_srun(monkeypatch):
     assert found == [(i, 2, started[1 + i].pid) for i in (0, 1)]
 
 
+# What scontrol shows of a job that runs for the second time, as far as it is read
+RECORD = (
+    "JobId={} JobName=a UserId=root(0) JobState=RUNNING Reason=None Restarts=1 StartTime=Unknown"
+)
+
+
 def test_watch_job_and_the_last_task_of_an_array(tmp_path):
     """Its id stands for the array, so Slurm also shows other tasks."""
-    path = stand_ins(
-        tmp_path / "bin", {"squeue": "printf '8 2\\n7 3\\n9 2\\n'", "srun": "echo $* >asked"}
-    )
+    path = tmp_path / "bin"
+    stand_ins(path, {"squeue": "printf '8 2\\n7 3\\n9 2\\n'", "srun": "echo $* >asked"})
+    stand_ins(path, {"scontrol": f"echo '{RECORD.format(8)}'; echo '{RECORD.format(7)}'"})
     env = environment(PATH=f"{path}:/usr/bin:/bin")
     run(sys.executable, WATCH, "7", cwd=tmp_path, env=env)
     assert " --nodes=3 --ntasks=3 " in (tmp_path / "asked").read_text()
     (tmp_path / "log/7/ranks-0").mkdir(parents=True)
     (tmp_path / "log/7/ranks-0/0").write_text(heartbeat_of(0))
-    stand_ins(path, {"squeue": "echo 8"})
+    stand_ins(path, {"scontrol": f"echo '{RECORD.format(8)}'"})
     watched = run(sys.executable, WATCH, "7", cwd=tmp_path, env=env)
-    assert watched.stderr == "watch_job.py: job 7 has ended, its log says how\n", watched
+    assert watched.stdout.startswith("Job 7 is over, because it was killed.\n"), watched
+
+
+def test_a_running_job_for_programs(tmp_path):
+    """Which ranks the others wait for, and the steps of all starts."""
+    for start in (0, 1):
+        folder = tmp_path / f"log/7/ranks-{start}"
+        folder.mkdir(parents=True)
+        for rank in range(3):
+            values = {"world_size": 3, "host": f"n{rank}", "time": time.time()}
+            values |= {"waits": rank != 1, "seconds_in_step": 100.0, "step": 5 + start}
+            (folder / str(rank)).write_text(heartbeat_of(rank, **values))
+        os.utime(folder, (start, start))
+    path = stand_ins(tmp_path / "bin", {"scontrol": f"echo '{RECORD.format(7)}'"})
+    env = environment(PATH=f"{path}:/usr/bin:/bin")
+    watched = run(sys.executable, WATCH, "7", "--json", cwd=tmp_path, env=env)
+    found = json.loads(watched.stdout)
+    assert watched.returncode == 1 and watched.stdout.count("\n") == 1
+    assert found["waited_for"] == [{"rank": 1, "node": "n1"}] and found["silent"] == []
+    assert (found["state"], found["ended"], found["step"]) == ("RUNNING", False, 6)
+    watched = run(sys.executable, WATCH, "7", "--after", 200, cwd=tmp_path, env=env)
+    assert watched.returncode == 0 and "\nAll 3 ranks are alive, at step 6." in watched.stdout
+    assert watched.stdout.endswith("\n5 steps twice, in 0.0 hours of ranks.\n"), watched.stdout
 
 
 STUCK = [
@@ -298,8 +326,8 @@ def test_what_nccl_reports(monkeypatch):
 
 def test_a_job_that_does_not_run(tmp_path):
     done = run(sys.executable, WATCH, 7, cwd=tmp_path)
-    said = f"watch_job.py: no recent heartbeats in log/7 of {tmp_path}, and no such job runs"
-    assert done.returncode == 1 and done.stderr.splitlines()[-1] == said
+    said = "Nobody knows whether job 7 has ended. Slurm does not answer, and there is no log/7 in"
+    assert done.returncode == 1 and done.stdout.splitlines()[0] == f"{said} {tmp_path}."
 
 
 def test_without_py_spy(tmp_path):

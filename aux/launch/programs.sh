@@ -13,11 +13,19 @@
 # save and end, or the job fails. It also fails if a server has not answered in READY_LIMIT seconds.
 LAST_WORDS=300
 READY_LIMIT=1800
-if [[ "$(trap -p EXIT)" ]]; then die "programs.sh and requeue_failed.sh do not go together"; fi
+if [[ "$(trap -p EXIT)" == *requeue_if_failed* ]]; then
+    die "programs.sh and requeue_failed.sh do not go together"
+fi
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 programs=() names=() used=0
 # The job's end ends them as well. This is quieter.
-trap 'kill "${programs[@]}" 2>/dev/null || true' EXIT
+end_programs() {
+    local status=$?
+    note_end "$status" 2>/dev/null || true
+    kill "${programs[@]}" 2>/dev/null || true
+    exit "$status"
+}
+trap end_programs EXIT
 # Slurm signals this shell as well, whose `sleep` may then end early.
 trap : TERM
 

@@ -6,5 +6,11 @@
 # does one after three requeues without a save. The script resumes by itself.
 # The job's python3 has to be 3.10 or newer.
 touch "log/$SLURM_JOB_ID/started" || true
-# shellcheck disable=SC2064
-trap "python3 aux/launch/requeue_failed.py \$? ${1@Q} || true" EXIT
+saves=$1
+requeue_if_failed() {
+    local status=$?
+    note_end "$status" 2>/dev/null || true # an older env.sh has none
+    python3 aux/launch/requeue_failed.py "$status" "$saves" || true
+    exit "$status"
+}
+trap requeue_if_failed EXIT

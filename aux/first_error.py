@@ -1,0 +1,233 @@
+"""Find in a job's log why its last start has ended, and which rank was the first.
+
+    python aux/first_error.py LOG
+
+This does what "Find the first error" in docs/troubleshooting.md does by hand. aux/watch_job.py JOB
+knows more, because it also asks Slurm.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
+
+from heartbeat import plain
+
+# What may end a start, in words, and what to do
+CAUSES = {
+    "error": ("{who} had an error", "docs/troubleshooting.md explains most messages"),
+    "exit": ("{who} ended with status {exit}", "look in the script for why it ends there"),
+    "killed": ("{who} was killed{signal}", "docs/troubleshooting.md, Find the first error"),
+    "memory": ("{who} had no memory left", "docs/troubleshooting.md, oom_kill event"),
+    "gpu_memory": ("{who} had no GPU memory left", "docs/troubleshooting.md, CUDA out of memory"),
+    "hang": ("its ranks waited for one that took no step", "docs/06_it_hangs.md"),
+    "time_limit": ("its time was up", "ask for more, or let it go on: docs/07_it_is_stopped.md"),
+    "cancelled": ("{by} cancelled it", "submit it again if it is still wanted"),
+    "preempted": (
+        "another job took its nodes",
+        "submit it with --requeue: docs/07_it_is_stopped.md",
+    ),
+    "node": ("it lost {node}", "submit it again, with --exclude={node}"),
+    "terminated": (
+        "Slurm or somebody told its ranks to stop",
+        "let it save and go on: docs/07_it_is_stopped.md",
+    ),
+    "stopped": ("it was stopped, and put back into the queue", "wait"),
+    "not_started": ("Slurm could not start it", "does the folder of --output exist?"),
+    "unknown": ("its log does not say why", "read the end of the log"),
+}
+
+# What Slurm, heartbeat.py and preemption.py write, in the order in which they are believed
+WORDS = {
+    "memory": r"oom.kill event|: Out Of Memory$",
+    "node": r"Node failure on |DUE TO NODE FAILURE",
+    "preempted": r"DUE TO PREEMPTION",
+    "time_limit": r"DUE TO TIME LIMIT",
+    "stopped": r"^Requeued: |DUE TO JOB REQUEUE",
+    "cancelled": r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ \*\*\*",
+    "hang": r"^Ended, because of |Watchdog caught collective operation timeout",
+}
+GPU_MEMORY = r"OutOfMemoryError|(?:CUDA|HIP|XPU) out of memory"
+# Slurm's states that are themselves a cause
+STATES = {"TIMEOUT": "time_limit", "DEADLINE": "time_limit", "CANCELLED": "cancelled"}
+STATES |= {"PREEMPTED": "preempted", "NODE_FAIL": "node", "BOOT_FAIL": "node"}
+STATES |= {"OUT_OF_MEMORY": "memory", "REQUEUED": "stopped"}
+
+# The first line of a start: env.sh's, or launch_slurm_with_spare.sh's
+BEGINS = (
+    r"^(?:.*: \d+ ranks on (\S+), rank 0 at .* Each node: ranks (\d+),.*|Start (\d+) on (\S+))$"
+)
+# As the second command of the page has it
+ERROR = r"(?:Error|Exception)\b|error:|fatal:|not found|NCCL WARN|\[E[0-9 ]|exitcode +: -|DUE TO"
+ERROR += r"|terminate called|with signal SIG"
+NO_ERROR = r'ChildFailed|raise |File "|onnection (?:closed|reset)|SIGTERM|Terminated|Exited with'
+NO_ERROR += r"|SignalException|[Ww]arning|WARNING|remote process|ncclRemote|CANCELLED AT \S+ [*]"
+# How ranks and tasks ended, as its third command has it: by torchrun, spawn_ranks.py and srun
+ENDS = r"^srun: error: \S+: tasks? |^spawn_ranks.py: rank |^ +exitcode +: "
+TORCHRUN = r"time +: (\S+)\n +host +: (\S+)\n +rank +: (\d+) .*\n +exitcode +: (-?\d+)"
+SPAWN = r"^spawn_ranks.py: rank (\d+) on (\S+): .* (?:exit code (\d+)|signal (\w+))$"
+SRUN = r"^srun: error: (\S+): tasks? (\d+).*?: (?:Exited with exit code (\d+)|([\w ]+\w))"
+SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
+SIGNALS |= {number.name: int(number) for number in signal.Signals} | {"Out Of Memory": 9}
+
+
+def read(path: Path, limit: int = 2**24) -> str:
+    """The end of a regular file. Nothing else is read, because a FIFO would keep this waiting."""
+    with contextlib.suppress(OSError):
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with open(file, "rb") as opened:
+            status = os.fstat(file)
+            if stat.S_ISREG(status.st_mode):
+                opened.seek(max(0, status.st_size - limit))
+                return opened.read(limit).decode(errors="replace").replace("\r", "\n")
+    return ""
+
+
+def parts_of(log: str, last: int = 0) -> list[dict]:
+    """What each start has written: its number `start`, the `text`, its `nodes`, and its `ranks` on
+    each of them. `last` is the number of Slurm's last start; a log may lack the earlier ones."""
+    begins = list(re.finditer(BEGINS, log, re.MULTILINE))
+    if not begins and log:
+        return [{"start": last, "text": log, "nodes": "", "ranks": 0}]
+    parts, ranks = [], 0
+    number = max(-1, last - sum(begin[1] is not None for begin in begins))
+    for begin, after in itertools.zip_longest(begins, begins[1:]):
+        part = {"text": log[begin.end() : after.start() if after else len(log)]}
+        if begin[1]:
+            number, ranks = number + 1, int(begin[2])
+            part |= {"start": number, "nodes": begin[1], "ranks": ranks}
+        else:
+            # The spare launcher starts the ranks again within the job, and numbers them like this.
+            part |= {"start": 100 * number + int(begin[3]) - 1, "nodes": begin[4], "ranks": ranks}
+            if begin[3] == "1" and parts:
+                parts.pop()
+        parts.append(part)
+    return parts
+
+
+def end_of(part: dict, state: str = "") -> dict:
+    """Why a start has ended, by its part of the log, or by Slurm's state if that says it:
+
+    `cause`, a key of CAUSES; `first`, the rank that ended before the others, as `rank`, `node`,
+    `exit` (its status) and `signal`; `error`, the line with its error; and whether that is a guess.
+    """
+    text, found = part["text"], {"first": None, "error": None, "guessed": False}
+    cause = STATES.get(state.partition(" ")[0])
+    for name, words in WORDS.items():
+        if not cause and re.search(words, text, re.MULTILINE):
+            cause = name
+    if cause in ("time_limit", "cancelled", "preempted", "stopped"):
+        return {"cause": cause} | found  # Many ranks print errors then, and none is to blame.
+    if cause == "node":
+        lost = re.search(r"Node failure on (\S+)", text)
+        return {"cause": cause} | found | {"first": lost and end(None, lost[1])}
+
+    found |= first_error(part)
+    first, error = found["first"], found["error"]
+    if cause:
+        pass
+    elif error and re.search(GPU_MEMORY, error):
+        cause = "gpu_memory"
+    elif first and first["signal"] not in (None, signal.SIGTERM):
+        cause = "killed"
+    elif error and not found["guessed"]:
+        cause = "error"
+    elif "Received 15 death signal" in text or (first and first["signal"]):
+        cause, found["error"] = "terminated", None
+    else:
+        cause = "exit" if first and first["exit"] else "unknown"
+    return {"cause": cause} | found
+
+
+def first_error(part: dict) -> dict:
+    """`first`, `error` and `guessed` of `end_of`."""
+    ends, lines, errors = ends_of(part["text"]), [], []
+    for line in part["text"].splitlines():
+        if not re.search(NO_ERROR, line) and not re.search(ENDS, line):
+            lines.append(line)
+            if re.search(ERROR, line):
+                errors.append(line)
+
+    label = re.match(r"\[rank(\d+)\]:? *", errors[0]) if errors else None
+    if label:
+        rank = int(label[1])
+        named = [its for its in ends if its["rank"] == rank]
+        first = named[0] if named else end(rank, node_of(rank, part), 1)
+        return {"first": first, "error": plain(errors[0][label.end() :])}
+    killed = [its for its in ends if its["signal"] in (signal.SIGKILL, signal.SIGBUS)]
+    first = next(iter(killed or ends), None)
+    if errors:
+        return {"first": first, "error": plain(errors[0].strip())}
+    # If a script ended with a sentence, it is the last line before others report the end.
+    said = None
+    for line in lines:
+        if re.match(r"srun: |slurmstepd|[EW]\d{4} ", line):
+            break
+        if line and not re.match(r"\[rank\d+\]|\s|Traceback|=|-", line):
+            said = plain(line)
+    failed = first and first["exit"]
+    return {"first": first, "error": said if failed else None, "guessed": True}
+
+
+def end(rank: int | None, node: str | None, status: int | None = None, number: int | None = None):
+    return {"rank": rank, "node": node, "exit": status, "signal": number}
+
+
+def ends_of(text: str) -> list[dict]:
+    """How each rank has ended that torchrun, spawn_ranks.py or srun reports, the earliest first."""
+    ends = []
+    for _, node, rank, code in sorted(re.findall(TORCHRUN, text)):
+        status = (int(code), None) if int(code) >= 0 else (None, -int(code))
+        ends.append(end(int(rank), node, *status))
+    for rank, node, code, name in re.findall(SPAWN, text, re.MULTILINE):
+        ends.append(end(int(rank), node, int(code) if code else None, SIGNALS.get(name)))
+    if ends:
+        return ends
+    # Under torchrun a task is no rank.
+    ranks = "torch/distributed/elastic" not in text
+    for node, task, code, words in re.findall(SRUN, text, re.MULTILINE):
+        status = (int(code), None) if code else (None, SIGNALS.get(words))
+        ends.append(end(int(task) if ranks else None, node, *status))
+    return ends
+
+
+def node_of(rank: int, part: dict) -> str | None:
+    """All nodes have equally many ranks."""
+    command = ["scontrol", "show", "hostnames", part["nodes"]]
+    names = []
+    with contextlib.suppress(OSError):
+        names = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    place = rank // max(1, part["ranks"])
+    return names[place] if place < len(names) else None
+
+
+def why(cause: str, first: dict | None, by: str | None = None) -> tuple[str, str]:
+    """A cause in words, and what to do."""
+    first = first or end(None, None)
+    who = "it" if first["node"] is None else f"a rank on {first['node']}"
+    if first["rank"] is not None:
+        who = f"rank {first['rank']} on {first['node'] or 'some node'}"
+    words = {"who": who, "exit": first["exit"], "signal": "", "by": by or "somebody"}
+    words["node"] = first["node"] or "a node"
+    if first["signal"]:
+        words["signal"] = f" by {signal.Signals(first['signal']).name}"
+    what, next_ = CAUSES[cause]
+    return what.format(**words), next_.format(**words)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or not (log := read(Path(sys.argv[1]))):
+        sys.exit(__doc__)
+    found = end_of(parts_of(log)[-1])
+    what, do = why(found["cause"], found["first"])
+    print(f"The last start ended{', but' if found['cause'] == 'unknown' else ', because'} {what}.")
+    if found["error"]:
+        print(f"    {found['error']}")
+    print(f"Next: {do}.")

@@ -1,0 +1,100 @@
+"""first_error.py: in logs of real jobs, why the job ended, and which rank was the first."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import first_error
+from slurm import REPOSITORY, run, stand_ins
+
+LOGS = re.findall(
+    r"^== (\w+) .*\n((?:(?!==).*\n)*)", (REPOSITORY / "tests/ends.txt").read_text(), re.M
+)
+LOGS = dict(LOGS)
+ERROR = "ValueError: bad sample 17"
+MEMORY = "slurmstepd-node-2: error: Detected 1 oom-kill event(s) in StepId=7.0. Some of your"
+MEMORY += " processes may have been killed by the cgroup out-of-memory handler."
+# The cause, the first rank's number, node, status and signal, and the error's line
+ENDS = {
+    "completed": ("unknown", None, None),
+    "error_torchrun": ("error", (1, "node-2", 1, None), ERROR),
+    "error_spawn": ("error", (1, "node-2", 1, None), ERROR),
+    "exit_torchrun": ("exit", (1, "node-2", 3, None), None),
+    "sentence": ("exit", (1, "node-4", 1, None), "data/train is not there"),
+    "kill_torchrun": ("killed", (1, "node-2", None, 9), None),
+    "segv_srun": ("killed", (1, "node-4", None, 11), "Fatal Python error: Segmentation fault"),
+    "memory_torchrun": ("memory", (1, "node-2", None, 9), MEMORY),
+    "limit_torchrun": ("time_limit", None, None),
+    "cancelled": ("cancelled", None, None),
+    "node_lost": ("node", (None, "node-2", None, None), None),
+    "preempted": ("terminated", (0, "node-3", None, 15), None),
+    "requeued": ("stopped", None, None),
+}
+
+
+def end_of(log: str) -> tuple:
+    found = first_error.end_of(first_error.parts_of(log)[-1])
+    first = found["first"] and tuple(found["first"].values())
+    return found["cause"], first, found["error"]
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_why_a_job_ended(name):
+    assert end_of(LOGS[name]) == ENDS[name]
+
+
+def test_only_the_last_start_counts():
+    """After a requeue, and after a start that the spare launcher made within the job."""
+    log = LOGS["memory_torchrun"] + LOGS["sentence"]
+    assert end_of(log) == ENDS["sentence"]
+    begin = "Start {} on node-1,node-4\n"
+    again = LOGS["error_torchrun"].replace("\n", "\n" + begin.format(1), 1) + begin.format(2)
+    spare = again + LOGS["kill_torchrun"].partition("\n")[2].replace("node-2", "node-4")
+    assert end_of(spare) == ("killed", (1, "node-4", None, 9), None)
+    assert [part["start"] for part in first_error.parts_of(spare, 2)] == [200, 201]
+    assert [part["start"] for part in first_error.parts_of(log, 2)] == [1, 2]
+
+
+def test_the_node_of_a_rank(monkeypatch, tmp_path):
+    """By its number, if nothing says how it ended: each node has two."""
+    path = stand_ins(tmp_path, {"scontrol": '[[ "$3" == "node-[5-6]" ]] && echo node-5 node-6'})
+    monkeypatch.setenv("PATH", f"{path}:/usr/bin:/bin")
+    header = "t: 4 ranks on node-[5-6], rank 0 at node-5:6. Each node: ranks 2, GPUs 2 of 2, CPUs 9"
+    found = end_of(f"{header}\n[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to\n")
+    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to"
+    assert found == ("gpu_memory", (2, "node-6", 1, None), error)
+    # Under torchrun a task is no rank: this one ended two.
+    agent = "E1 torch/distributed/elastic/api.py:9] failed\nsrun: error: node-6: task 1: Killed\n"
+    assert end_of(f"{header}\n{agent}") == ("killed", (None, "node-6", None, 9), None)
+    assert end_of(f"{header}\nEnded, because of rank 2 on node-6: no step for 9 s\n")[0] == "hang"
+
+
+def test_sigterm_under_torchrun():
+    """As before a preemption. Without Slurm's words, its own error is no cause."""
+    lines = LOGS["limit_torchrun"].splitlines()
+    log = "".join(f"{line}\n" for line in lines if "TIME LIMIT" not in line)
+    told = "W1 torch/distributed/elastic/a.py:7] Received 15 death signal, shutting down workers\n"
+    assert end_of(log + told)[0] == "terminated"
+
+
+def test_the_page_looks_for_the_same():
+    page = (REPOSITORY / "docs/troubleshooting.md").read_text()
+    for words in (first_error.ERROR, first_error.NO_ERROR):
+        assert words.replace("(?:", "(").replace(r"\S", "[^ ]") in page
+
+
+def test_the_command(tmp_path):
+    """Of a log, and of what is none."""
+    (tmp_path / "log").write_text(LOGS["segv_srun"] + "\x1b[2J")
+    said = run(sys.executable, first_error.__file__, tmp_path / "log")
+    assert said.stdout.splitlines() == [
+        "The last start ended, because rank 1 on node-4 was killed by SIGSEGV.",
+        "    Fatal Python error: Segmentation fault",
+        "Next: docs/troubleshooting.md, Find the first error.",
+    ]
+    for path in (tmp_path, tmp_path / "none"):
+        none = run(sys.executable, first_error.__file__, path)
+        assert none.returncode == 1 and none.stderr.strip() == first_error.__doc__.strip()
+    assert Path(first_error.__file__).parent == REPOSITORY / "aux"
