@@ -434,9 +434,12 @@ def test_a_partition_that_limits_cpus(limit, whole, by_rank, one):
         (["--partition", "none"], "no partition none, but train"),
         (["--write", "missing.sh"], "there is no file missing.sh"),
         (["--write", "README.md"], "README.md has no line '#SBATCH --gpus-per-node='"),
+        (["--write", "{}/latin-1.sh"], "latin-1.sh: 'utf-8' codec can't decode byte 0xfc"),
     ],
 )
-def test_one_sentence(cluster, arguments, sentence):
+def test_one_sentence(cluster, tmp_path, arguments, sentence):
+    (tmp_path / "latin-1.sh").write_text("#SBATCH --gpus-per-node=2  # für alle\n", "latin-1")
+    arguments = [argument.format(tmp_path) for argument in arguments]
     done = cluster.exec(sys.executable, CHECK, *arguments)
     assert done.returncode == 1 and sentence in done.stderr and done.stdout == "", done.stderr
     assert done.stderr.startswith("check_site.py: ") and done.stderr.count("\n") == 1

@@ -583,6 +583,7 @@ HOST = 'hostname = "login"'
         ("[plain.submit]", "[plain.submti]", "[plain] has no key 'submti'"),
         ('backend = "ssh"', 'backend = "shh"', 'needs backend = "ssh" or "local"'),
         ("environment = []", 'environment = "X"', "environment must be a list of strings"),
+        ("[plain.cluster]", "# für uns\n[plain.cluster]", "x.toml is not read: 'utf-8' codec"),
         ("[plain.cluster]", "[plain", "is not read: Expected ']' at the end of a table"),
         ("link =", 'type = "container"\nimage = "me/x"\nlink =', "needs image, with its registry"),
     ],
@@ -590,7 +591,7 @@ HOST = 'hostname = "login"'
 def test_faults_of_a_slurmfile(old, new, sentence, tmp_path, monkeypatch):
     assert ONE.count(old) == 1
     monkeypatch.setattr(submission, "SLURMFILE", tmp_path / "x.toml")
-    (tmp_path / "x.toml").write_text(ONE.replace(old, new))
+    (tmp_path / "x.toml").write_text(ONE.replace(old, new), "latin-1")
     with pytest.raises(SystemExit) as ended:
         submission.read_slurmfile("plain")
     assert sentence in ended.value.code and "\n" not in ended.value.code, ended.value.code

@@ -290,7 +290,7 @@ FILES = {
     "by_local_rank.py": "torch.cuda.set_device(local_rank)\n",
     "by_count.py": "torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else local)\n",
     "by_task.sh": 'export RANK=$SLURM_PROCID\nexec "$@"\n',
-    "hears.sh": 'exec "$@"\n',
+    "hears.sh": '# Für alle, in Latin-1\nexec "$@"\n',
     "stays.sh": "source .venv/bin/activate\ntorchrun train.py\n",
     "traps.sh": "trap requeue TERM USR1\n",
 }
@@ -305,7 +305,7 @@ def lint(tmp_path, capsys, monkeypatch):
     """The findings on a script, less its path, where Slurm is a current one, or of this version."""
     (tmp_path / "present").mkdir()
     for name, content in FILES.items():
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_text(content, "latin-1")
     script = tmp_path / "job.sh"
 
     def findings(text: str, version: tuple[int, int] = (25, 11)) -> list[str]:
