@@ -97,10 +97,15 @@ STATES = {
     "JobState=RUNNING Reason=Disabled Restarts=2 BatchFlag=1": DISABLED,
     # Slurm has requeued it by itself: one start more.
     "JobState=PENDING Reason=BeginTime Restarts=3 BatchFlag=1": "",
-    # slurmctld does not answer
+    # slurmctld does not answer, or shows nothing
     "": "Unable to contact slurm controller",
+    "unknown": "Slurm does not show it",
+    # scontrol is killed before slurmctld has heard it
+    "JobState=RUNNING Reason=Killed Restarts=2 BatchFlag=1": "scontrol ended with -9: try again",
 }
 SCONTROL = """echo "$@" >>calls
+if [[ $STATE == unknown ]]; then exit; fi
+if [[ $1 == requeue && $STATE == *Killed* ]]; then kill -KILL $$; fi
 if [[ $1 == show && -z "$STATE" ]]; then echo "Unable to contact slurm controller" >&2; exit 1; fi
 NAME=$'a\n\n   b'
 show() {
@@ -130,15 +135,16 @@ def test_what_is_requeued(state, tmp_path):
     env = environment(**array, **path, SLURM_RESTART_COUNT=2, STATE=state)
     done = run(sys.executable, "-c", CALL, "--data dir", cwd=tmp_path, env=env)
     reason = STATES[state]
-    launcher = "/home/me/launch.sh" if state else "LAUNCHER"
+    launcher = "/home/me/launch.sh" if "JobState" in state else "LAUNCHER"
     typed = f"Not requeued: {reason}. To resume it, type this with your sbatch options:\n"
     typed += f"    sbatch {launcher} -c '--data dir' --resume\n"
     assert done.stdout == (typed if reason else REQUEUED), done.stderr
     assert done.returncode == bool(reason)
     calls = (tmp_path / "calls").read_text().splitlines()
     requeues = "RUNNING" in state or "TimeLimit" in state
-    # It is asked five times, in half a minute.
-    assert calls == ["show job 9", *["requeue 9_1"] * requeues] * (1 if state else 5)
+    # If there was no answer it is asked five times, in half a minute.
+    tries = 5 if state == "" or "Killed" in state else 1
+    assert calls == ["show job 9", *["requeue 9_1"] * requeues] * tries
 
 
 BUSY = """echo "$@" >>calls
