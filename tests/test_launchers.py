@@ -122,6 +122,8 @@ def test_ranks_and_cpus_by_every_option(without_sizes, cluster, tmp_path):
         job = cluster.sbatch(*command, cwd=without_sizes, env=outer)
         assert job.state == "COMPLETED", job.log
         assert [rank["rank"] for rank in job.ranks()] == list(range(ranks)), job.log
+        if "--exclusive" in options:  # which is granted all of a node's GPUs
+            assert {rank["cuda"] for rank in job.ranks()} == {"0,1"}, job.log
         # A crash in a library is a traceback.
         assert all(rank["faulthandler"] for rank in job.ranks())
         first = rf"{LAUNCHERS['srun']}: {ranks} ranks on node-\S+, rank 0 at node-.*, CPUs {cpus}\n"
@@ -303,7 +305,7 @@ def test_sbatch_export(cluster, tmp_path):
     job = cluster.sbatch("--export=NONE", f"--output={tmp_path}/log", LAUNCHERS["srun"], VARIABLES)
     assert job.state == "COMPLETED", job.log
     assert_five_variables(job.ranks(), [2, 2])
-    assert all(".venv/bin" in rank["path"].split(":")[0] for rank in job.ranks())
+    assert all(".venv/bin" in rank["bin"] for rank in job.ranks())
 
 
 # --- failures ---

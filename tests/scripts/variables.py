@@ -28,11 +28,11 @@ given = {
     "recorder": env["TORCH_FR_DUMP_TEMP_FILE"],
     "cuda": env.get("CUDA_VISIBLE_DEVICES"),
     "cpus": sorted(os.sched_getaffinity(0)),
-    "path": env["PATH"],
+    "bin": env["PATH"].split(":")[0],
     "signals": [signal.getsignal(number).name for number in (signal.SIGTERM, signal.SIGUSR1)],
     "arguments": sys.argv[1:],
 }
-# One write, so that lines of several ranks do not mix.
+# One write, so that lines of several ranks do not mix. srun would cut one of more than 1,024 bytes.
 os.write(1, f"VARIABLES {json.dumps(given)}\n".encode())
 if sys.argv[1:] == ["fail"] and env["RANK"] == "1":
     print("these are my last words")
