@@ -168,6 +168,15 @@ def test_on_each_node(cluster, tmp_path):
     assert done.log.split()[3:] == ["word"] * 3, done.log
 
 
+def test_who_keeps_caches_on_the_local_disk(job, tmp_path):
+    """Compilers, whose caches `pack` packs, and Hugging Face, also before a job has packed them."""
+    done = run(*lines(tmp_path / "local", "caches absent.tar", "env"), env=job)
+    folders = dict(re.findall(rf"^(\w+)={tmp_path}/local/(\S+)$", done.stdout, re.M))
+    assert folders.pop("TORCHINDUCTOR_CACHE_DIR") == "absent.tar/inductor", done
+    assert folders.pop("TRITON_CACHE_DIR") == "absent.tar/triton"
+    assert folders == {"HF_DATASETS_CACHE": "datasets", "HF_MODULES_CACHE": "modules"}
+
+
 def test_nothing_to_unpack(job, tmp_path):
     done = run(*lines(tmp_path / "local", "stage absent.tar", "echo not reached"), env=job)
     assert done.returncode == 1 and done.stdout == "" and "absent.tar" in done.stderr

@@ -47,6 +47,7 @@ VOCABULARIES = [
     (of_bytes(name=None), "its name is None, not of type str"),
     (of_bytes(name="characters"), "its characters is None, not of type list"),
     (of_bytes(name="characters", size=2, characters=["a", 5]), "it has 1 characters, not 2"),
+    (of_bytes(name="characters", size=1, characters=["a", "b"]), "it has 2 characters, not 1"),
     ("5", "its JSON is no object"),
     ("[" * 100_000, "its JSON is too deep"),
 ]

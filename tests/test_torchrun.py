@@ -28,17 +28,19 @@ def test_what_torchrun_is_asked_for(tmp_path):
     ("cuda", "xpu", "given", "ranks"), [(8, 0, "", 8), (0, 3, "", 3), (0, 0, "", 2), (8, 0, 4, 4)]
 )
 def test_torchrun_by_hand(cuda, xpu, given, ranks, tmp_path):
-    """One rank for each device that torch sees, and any free port: two runs do not meet."""
+    """One rank for each device that torch sees, and any free port: two runs do not meet. A rank has
+    one thread, or as many as you say."""
     counts = f"class cuda:\n    device_count = lambda: {cuda}\n"
     counts += f"class xpu:\n    device_count = lambda: {xpu}\n"
     (tmp_path / "torch.py").write_text(counts)
     python = f'if [[ $1 == -c ]]; then exec {sys.executable} "$@"; fi; echo "$*"'
-    stand_ins(tmp_path, {"python3": python})
+    stand_ins(tmp_path, {"python3": f"{python}; echo $OMP_NUM_THREADS threads"})
     path = f"{tmp_path}:{environment()['PATH']}"
     env = environment(PATH=path, PYTHONPATH=tmp_path, NPROC_PER_NODE=given)
-    done = run("./torchrun.sh", "x.py", env=env)
     asked = f"-m torch.distributed.run --standalone --nproc-per-node={ranks} -- x.py\n"
-    assert done.stdout == asked, done.stderr
+    for threads in ("", "3"):
+        done = run("./torchrun.sh", "x.py", env=env | {"OMP_NUM_THREADS": threads})
+        assert done.stdout == f"{asked}{threads or 1} threads\n", done.stderr
 
 
 def test_what_torchrun_would_take_for_its_own(tmp_path):

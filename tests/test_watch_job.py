@@ -324,6 +324,42 @@ def test_what_nccl_reports(monkeypatch):
     assert watch_job.nccl_status() is None, "NCCL is not there"
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+def test_nodes_that_answer_in_part(hangs, tmp_path, monkeypatch):
+    """Their lines mix, and that of n2 is cut off, because srun ends, or is ended, before the node
+    has said all. The others count."""
+    answer = json.dumps({"host": "n1"})
+    (tmp_path / "said").write_text(
+        f"seen n1 {answer[:5]}\nseen n2 {answer[:7]}\na node's greeting\nseen n1 {answer[5:]}\n"
+    )
+    stand_ins(tmp_path, {"squeue": "echo 7 2", "srun": f"cat {tmp_path}/said"})
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run_whole = subprocess.run
+
+    def run_until(command, **options):
+        done = run_whole(command, **options)
+        if hangs and command[0] == "srun":
+            raise subprocess.TimeoutExpired(command, options["timeout"], done.stdout)
+        return done
+
+    monkeypatch.setattr(subprocess, "run", run_until)
+    assert watch_job.ask_the_nodes("7") == [json.loads(answer)]
+
+
+def test_a_py_spy_that_hangs(monkeypatch):
+    """Is given up, so that the other ranks of its node are shown."""
+
+    def hang(command, **options):
+        raise subprocess.TimeoutExpired(command[:2], options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    monkeypatch.setattr(watch_job, "ranks_here", lambda job: [(1, 4, 0), (2, 4, 0)])
+    node = watch_job.look_into_this_node("7")
+    assert [rank["rank"] for rank in node["ranks"]] == [1, 2]
+    said = rf"py-spy cannot read rank 2 on {heartbeat.HOST}: .* timed out after 20 seconds"
+    assert re.fullmatch(said, node["fault"]), node
+
+
 def test_a_job_that_does_not_run(tmp_path):
     done = run(sys.executable, WATCH, 7, cwd=tmp_path)
     said = "Nobody knows whether job 7 has ended. Slurm does not answer, and there is no log/7 in"
