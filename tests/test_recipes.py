@@ -51,8 +51,8 @@ if [[ "${1-}" == -d ]]; then echo start; else cat; fi >>"$MPS_SEEN"
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_several_runs_on_one_gpu(fails, clone, cluster, tmp_path, monkeypatch):
-    """The daemon, here a script in its place, ends with the job, also if a run fails. The runs are
-    there at once, and each learns at its own rate."""
+    """The daemon, here a script in its place, ends with the job, also if a run fails. Each run
+    learns at its own rate."""
     daemon = tmp_path / "nvidia-cuda-mps-control"
     daemon.write_text(DAEMON)
     daemon.chmod(0o755)
@@ -62,6 +62,7 @@ def test_several_runs_on_one_gpu(fails, clone, cluster, tmp_path, monkeypatch):
         [commands] = [step[1] for step in BLOCKS if "share.sh" in step[1]]
         done = cluster.exec("bash", "-ec", commands.replace("0.02 0.05", "0.02 -1"), cwd=clone)
         assert done.returncode != 0
+        assert "test_loss=" in (clone / "share_0.02.out").read_text()
     else:
         losses = re.findall(r"_(\S+)\.out:test_loss=(\S+) ", recipe("share.sh", clone, cluster))
         assert [rate for rate, _ in losses] == ["0.01", "0.02", "0.05"]
