@@ -23,6 +23,7 @@ aux/launch/programs.sh has started by that name.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -132,6 +133,7 @@ def report(job: str, beats: list[dict], silent: list[dict], after: float) -> int
         print(none, file=sys.stderr)
         return 1
 
+    print_memory(beats)
     seconds, stuck = seconds_without_step(beats), stuck_ranks(beats, after)
     for beat in silent or stuck:
         what = "is silent" if silent else "keeps the others waiting"
@@ -161,6 +163,52 @@ def seconds_without_step(beats: list[dict]) -> float:
 def stuck_ranks(beats: list[dict], after: float) -> list[dict]:
     """Those for which the others have waited for so many seconds."""
     return holds_up(beats) if seconds_without_step(beats) > after else []
+
+
+def print_memory(beats: list[dict]):
+    """Which ranks' memory grows, the one that grows most first, and which GPUs others hold."""
+    for column, what in enumerate(("main memory", "GPU memory"), start=3):
+        grows = [(*found, beat) for beat in beats if (found := growth(beat["memory"], column))]
+        if grows:
+            most, how, beat = max(grows, key=itemgetter(0))
+            more = f" (and {len(grows) - 1} more ranks)" if len(grows) > 1 else ""
+            amount = f"{most / 1000:.1f} GB" if most >= 1000 else f"{most:.0f} MB"
+            where = f"{what} of rank {beat['rank']} on {beat['host']}"
+            print(f"{where} grows by {amount} {how}{more}")
+    holds = defaultdict(list)
+    for beat in beats:
+        for number, used in enumerate(beat["gpus"]):
+            if used is not None:
+                holds[beat["host"], number].append(beat)
+    for (host, number), those in holds.items():
+        # Ranks that share a GPU on purpose have no other.
+        others = [beat for beat in those if len(beat["gpus"]) > beat["gpus"].count(None) + 1]
+        if len(those) > 1 and others:
+            how = 'set the device before all else, and load with map_location="cpu"'
+            print(f"{len(those)} processes hold memory on GPU {number} of {host}: {how}")
+
+
+def growth(marks: list[list], column: int) -> tuple[float, str] | None:
+    """By how many MB the memory of a column grows, and when; None if it does not, or not yet.
+
+    The first half is the start of the run, in which it always grows.
+    """
+    marks = marks[len(marks) // 2 :]
+    if len(marks) < 4:
+        return None
+    had = [mark[column] for mark in marks]
+    grown = had[-1] - had[0]
+    # By a tenth, not all at once, and never much less than before.
+    even = grown / 5 < had[len(had) // 2] - had[0] < grown * 4 / 5
+    falls = any(later < earlier - grown / 10 for earlier, later in itertools.pairwise(had))
+    if grown < max(100, had[0] / 10) or not even or falls:
+        return None
+    saves, steps = marks[-1][0] - marks[0][0], marks[-1][2] - marks[0][2]
+    # The least after a save tells what the save itself has left behind.
+    left = [mark[column + 2] - mark[column] for mark in marks[:-1] if mark[1]]
+    if saves and left and sum(left) / len(left) > grown / saves / 2:
+        return grown / saves, "each save or evaluation"
+    return grown * 1000 / max(1, steps), "in 1000 steps"
 
 
 def print_more(job: str, apart: list[dict], ranks: list[dict], heading: str = ""):

@@ -175,6 +175,10 @@ STRANGE = {
     "13": heartbeat_of(13, world_size=14, stack=["x" * 70_000]),
     "14": heartbeat_of(14, world_size=15).replace("5", "5" * 5000, 1),
     "-1": heartbeat_of(-1),
+    "21": heartbeat_of(21, world_size=22, memory=[[1] * 6]),
+    "22": heartbeat_of(22, world_size=23, memory=[[1] * 6 + ["1"]]),
+    "23": heartbeat_of(23, world_size=24, memory={"1": 1}),
+    "24": heartbeat_of(24, world_size=25, gpus=[1, "2"]),
 }
 
 
@@ -424,3 +428,17 @@ def test_a_rank_that_holds_the_others_back_is_named(work, tmp_path):
     )
     assert said == (["2"] if work[2] > 10 else []), done.stderr
     assert any("rank 2 on" in text for text in watched) == (work[2] > 10), watched
+
+
+def test_a_rank_s_memory(monkeypatch):
+    """Its own, and not that of a file which it maps; and on each GPU that it has used. Nothing
+    here starts CUDA."""
+    before = heartbeat.main_memory()
+    kept = bytearray(b"x") * 200_000_000
+    assert 190 < heartbeat.main_memory() - before < 260, len(kept)
+    assert heartbeat.gpu_memory() == []
+    cuda = SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 3)
+    cuda.memory_reserved = lambda number: [7_900_000_000, 0, 5][number]
+    monkeypatch.setattr("torch.cuda", cuda)
+    monkeypatch.setattr("torch._C._cuda_hasPrimaryContext", lambda n: n != 1, raising=False)
+    assert heartbeat.gpu_memory() == [7900, None, 0]

@@ -376,3 +376,62 @@ def test_without_py_spy(tmp_path):
         path = {"env": environment(PATH="/usr/bin:/bin")}
         done = run(python, WATCH, os.getpid(), "--this-node", **path)
     assert re.search(r'"there is no py-spy on \S+: pip install py-spy"', done.stdout), done
+
+
+# MB that a rank has in step `step` of a run that saves every 100 steps, and how it grows
+RUNS = {
+    "steady": (lambda step, saves: 5000 + step % 7, None),
+    "at its start": (lambda step, saves: min(5000, step), None),
+    "once": (lambda step, saves: 5000 + 2000 * (step > 7000), None),
+    "a copy for each save": (lambda step, saves: 5000 + 4000 * (0 < step % 100 < 10), None),
+    "by each save": (lambda step, saves: 5000 + 30 * saves, (30, "each save or evaluation")),
+    "by each save, with a copy": (
+        lambda step, saves: 5000 + 30 * saves + 4000 * (0 < step % 100 < 10),
+        (30, "each save or evaluation"),
+    ),
+    "by each step": (lambda step, saves: 1000 + step / 2, (500, "in 1000 steps")),
+}
+
+
+@pytest.mark.parametrize("way", RUNS)
+@pytest.mark.parametrize("seconds", [1, 60])
+def test_memory_that_grows(way, seconds, monkeypatch):
+    """In 10,000 steps of so many seconds, while each save takes five steps' time."""
+    had, expected = RUNS[way]
+    memory = heartbeat.Memory()
+    for step in range(1, 10_001):
+        saves, now = (step - 1) // 100, step * seconds
+        monkeypatch.setattr(heartbeat, "step", step)
+        has = int(had(step, saves))
+        monkeypatch.setattr(heartbeat, "main_memory", lambda has=has: has)
+        memory.look(now, paused=False)
+        if step % 100 == 0:
+            memory.look(now + seconds / 3, paused=True)
+            memory.look(now + seconds / 2, paused=True)
+    assert len(memory.marks) <= 16
+    found = watch_job.growth(memory.marks, 3)
+    if expected is None:
+        assert found is None, memory.marks
+    else:
+        assert found == (pytest.approx(expected[0], rel=0.1), expected[1]), memory.marks
+    assert watch_job.growth(memory.marks, 4) is None, "the GPU's"
+    assert all(watch_job.growth(memory.marks[:few], 3) is None for few in range(7))
+
+
+def test_watch_job_says_who_holds_memory(tmp_path):
+    """Rank 1's grows most. All ranks of n0 use its first GPU, and those of n1 share one."""
+    folder = tmp_path / "log/local/ranks-0"
+    folder.mkdir(parents=True)
+    for rank in range(6):
+        host, leak = ("n0", [2, 3000][rank == 1]) if rank < 4 else ("n1", 0)
+        marks = [[n, 1, 10 * n, 9000 + n * leak, n, 9000 + (n + 1) * leak, n] for n in range(12)]
+        gpus = [9] if host == "n1" else [9 if n in (0, rank) else None for n in range(4)]
+        beat = heartbeat_of(rank, world_size=6, host=host, memory=marks, gpus=gpus)
+        (folder / str(rank)).write_text(beat)
+    done = run(sys.executable, WATCH, "local", cwd=tmp_path)
+    assert done.returncode == 0, done
+    *_, grows, holds, alive = done.stdout.splitlines()
+    assert grows == "main memory of rank 1 on n0 grows by 3.0 GB each save or evaluation"
+    assert holds.startswith("4 processes hold memory on GPU 0 of n0: "), done.stdout
+    assert alive == "All 6 ranks are alive, at step 5."
+    assert "n1" not in grows + holds
