@@ -18,6 +18,7 @@ from copies import THREE_FILES, copy_file
 from ddp_runs import EVALUATED, PREEMPTIBLE, copies, small_project, submit
 from slurm import REPOSITORY, cells, environment, kill, ranks, run, stand_ins, wait_for
 
+SCRIPTS = REPOSITORY / "tests/scripts"
 BY_HAND = {
     "none": [sys.executable],
     "torchrun": ["./torchrun.sh"],
@@ -25,33 +26,14 @@ BY_HAND = {
 }
 
 
-END = """import os, sys, time
-import torch.distributed as dist
-import preemption
-dist.init_process_group("gloo")
-rank, leave = dist.get_rank(), os._exit
-
-def requeue(arguments):
-    time.sleep(1)
-    open("requeued", "w").write(arguments)
-    return False
-
-def end(status):
-    os.write(1, f"{rank} {status:d} {os.path.exists('requeued')}\\n".encode())
-    leave(0)
-
-preemption.requeue, os._exit = requeue, end
-preemption.end(True, sys.argv[1] == "failed", "--resume")
-"""
 ENDS = [("saved", ["0 1 True", "1 0 True"]), ("failed", ["0 1 False", "1 1 False"])]
 
 
 @pytest.mark.parametrize(("how", "said"), ENDS)
 def test_no_rank_ends_before_the_job_is_requeued(how, said, tmp_path):
     """srun would end rank 0, which asks Slurm. A refusal, or a failure, is rank 0's status."""
-    (tmp_path / "script.py").write_text(END)
     path = {"PYTHONPATH": REPOSITORY / "distributed"}
-    done = ranks(2, "script.py", how, cwd=tmp_path, **path)
+    done = ranks(2, SCRIPTS / "end_of_ranks.py", how, cwd=tmp_path, **path)
     assert sorted(done.stdout.splitlines()) == said, done.stderr
 
 
@@ -197,19 +179,9 @@ def test_a_signal_does_not_reach_scontrol(tmp_path):
     assert (tmp_path / "calls").read_text() == "requeue 9\n"
 
 
-SECOND_CONTROL_C = """import os, signal, preemption
-preemption.listen()
-os.kill(os.getpid(), signal.SIGINT)
-print(preemption.received)
-try:
-    os.kill(os.getpid(), signal.SIGINT)
-except KeyboardInterrupt:
-    print("ends")
-"""
-
-
 def test_the_second_control_c_ends_a_run_that_hangs():
-    done = run(sys.executable, "-c", SECOND_CONTROL_C, env=environment(PYTHONPATH="distributed"))
+    command = [sys.executable, SCRIPTS / "control_c_twice.py"]
+    done = run(*command, env=environment(PYTHONPATH="distributed"))
     assert done.stdout == "True\nends\n", done.stderr
 
 
@@ -244,34 +216,15 @@ def test_a_job_that_another_one_has_submitted(known, tmp_path):
     assert (tmp_path / "calls").read_text().splitlines() == ["show job 9", "requeue 9"]
 
 
-OUTER = """if [[ "${SLURM_RESTART_COUNT:-0}" == 0 ]]; then
-    scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
-    sleep 60
-fi
-sbatch --parsable --nodes=1 --gpus-per-node=0 --ntasks-per-node=1 --cpus-per-task=1 \\
-    --output=inner.out launch_slurm_to_torch.sh inner.py >inner.part
-mv inner.part inner.id
-sleep 300
-"""
-INNER = """import os, sys, time, preemption
-preemption.listen()
-if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
-    print("first start", flush=True)
-    while not preemption.received:
-        time.sleep(0.1)
-    sys.exit(not preemption.requeue())
-print("second start")
-"""
-
-
 def test_sbatch_in_a_requeued_task_of_an_array(cluster, tmp_path):
     """The job that it submits is requeued itself, and the task is left alone."""
     for name in (*THREE_FILES["srun"], "distributed/preemption.py"):
         copy_file(name, tmp_path)
-    shutil.copy(tmp_path / "distributed/preemption.py", tmp_path)
-    (tmp_path / "outer.sh").write_text(f"#!/bin/bash\n{OUTER}")
-    (tmp_path / "inner.py").write_text(INNER)
-    options = ["--nodes=1", "--array=3", "--requeue", "--output=outer.out", "outer.sh"]
+    for name in ("outer_job.sh", "inner_job.py"):
+        copy_file(f"tests/scripts/{name}", tmp_path)
+    shutil.copy(tmp_path / "distributed/preemption.py", tmp_path / "tests/scripts")
+    options = ["--nodes=1", "--array=3", "--requeue", "--output=outer.out"]
+    options += ["tests/scripts/outer_job.sh"]
     task = cluster.submit(*options, cwd=tmp_path)
     wait_for((tmp_path / "inner.id").exists, 60)
     inner = int((tmp_path / "inner.id").read_text())
@@ -299,21 +252,6 @@ def test_a_start_of_the_spare_launcher(tmp_path):
 
 # --- when the ranks are asked ---
 
-ASKED = """import preemption
-import torch.distributed as dist
-dist.is_initialized = lambda: True
-looks = []
-def all_reduce(values, op):
-    looks.append(step)
-    values[1] = max(values[1], {slowest})
-dist.all_reduce = all_reduce
-clock = 0.0
-preemption.time.monotonic = lambda: clock
-for step in range(1, 41):
-    clock += {seconds}
-    preemption.asked("cpu", step)
-print(looks)
-"""
 EACH_TENTH = [1, 2, 10, 20, 30, 40]
 # Seconds for a step here, and on the slowest rank
 LOOKS = [
@@ -328,8 +266,8 @@ LOOKS = [
 @pytest.mark.parametrize(("seconds", "slowest", "looks"), LOOKS)
 def test_how_often_ranks_look(seconds, slowest, looks):
     """All in the same steps, and at least once in some 5 seconds: a save needs the time."""
-    script = ASKED.format(seconds=seconds, slowest=slowest)
-    done = run(sys.executable, "-c", script, env=environment(PYTHONPATH="distributed"))
+    command = [sys.executable, SCRIPTS / "asks_in_steps.py", seconds, slowest]
+    done = run(*command, env=environment(PYTHONPATH="distributed"))
     assert done.stdout == f"{looks}\n", done.stderr
 
 
@@ -349,33 +287,13 @@ def test_each_signal_is_a_request():
 
 # --- processes that a rank starts ---
 
-# The second worker is slow to begin, as on a busy machine.
-POOL = """import os, time
-forks = []
-slow = lambda: time.sleep(len(forks) - 1)
-os.register_at_fork(before=lambda: forks.append(1), after_in_child=slow)
-import preemption
-preemption.listen()
-import multiprocessing, sys
-
-def work(number):
-    if number:
-        time.sleep(60)
-    return number
-
-if __name__ == "__main__":
-    with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
-        print(next(pool.imap_unordered(work, range(4))))
-    print("ended")
-"""
-
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_pool_ends_while_it_works(method, tmp_path):
+def test_a_pool_ends_while_it_works(method):
     """It ends its workers by SIGTERM, and waits for them: they must not take it for a request."""
-    (tmp_path / "script.py").write_text(POOL)
     env = environment(PYTHONPATH=REPOSITORY / "distributed")
-    done = run(sys.executable, "script.py", method, cwd=tmp_path, env=env, timeout=20)
+    command = [sys.executable, SCRIPTS / "pool_that_works.py", method]
+    done = run(*command, env=env, timeout=20)
     assert done.stdout == "0\nended\n", done.stderr
 
 
@@ -473,40 +391,10 @@ def test_a_tree_of_processes(method, event, tmp_path):
     assert seen == expected
 
 
-TASKS = """import multiprocessing, signal, sys
-from concurrent.futures import ProcessPoolExecutor
-import preemption
-preemption.listen()
-
-def meaning():
-    handlers = [signal.getsignal(number) for number in preemption.REQUESTS]
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(preemption.REQUESTS)
-    return "a request" if preemption.set_flag in handlers or blocked else "ordinary"
-
-def put(queue):
-    queue.put(meaning())
-
-def main(method):
-    print("rank:", meaning())
-    context = multiprocessing.get_context(method)
-    queue = context.SimpleQueue()
-    context.Process(target=put, args=(queue,)).start()
-    print("Process:", queue.get())
-    with context.Pool(1) as pool:
-        print("Pool:", pool.apply(meaning))
-    with ProcessPoolExecutor(1, context) as pool:
-        print("Executor:", pool.submit(meaning).result())
-    try:
-        import multiprocess
-    except ImportError:
-        return
-    with multiprocess.get_context(method).Pool(1) as pool:
-        print("multiprocess:", pool.apply(meaning))
-"""
-# With the second, tasks.py is imported for the first task.
+# With the second, meanings.py is imported for the first task.
 MAINS = {
-    "at_the_top": "import sys, tasks\nif __name__ == '__main__':\n    tasks.main(sys.argv[1])\n",
-    "guarded": "if __name__ == '__main__':\n    import sys, tasks\n    tasks.main(sys.argv[1])\n",
+    "at_the_top": "import sys, meanings\n{}    meanings.main(sys.argv[1])\n",
+    "guarded": "{}    import sys, meanings\n    meanings.main(sys.argv[1])\n",
 }
 MEANINGS = [(method, main, "none") for method in METHODS for main in MAINS]
 
@@ -516,11 +404,11 @@ def test_whose_signals_are_requests(method, main, way, tmp_path):
     """A rank's, and those of a rank that spawn_ranks.py has spawned; but of no process that a rank
     starts by multiprocessing, or by the guests' multiprocess if `make test-all` has installed it.
     It may import the rank's files in its turn."""
-    (tmp_path / "main.py").write_text(MAINS[main])
-    (tmp_path / "tasks.py").write_text(TASKS)
+    guard = "if __name__ == '__main__':\n"
+    (tmp_path / "main.py").write_text(MAINS[main].format(guard))
     minor = f"python3.{sys.version_info.minor}"
     path = [
-        tmp_path,
+        SCRIPTS,
         REPOSITORY / "distributed",
         REPOSITORY / f".venv-guests/lib/{minor}/site-packages",
     ]
@@ -532,103 +420,27 @@ def test_whose_signals_are_requests(method, main, way, tmp_path):
     assert set(said.values()) == {"ordinary"}, done
 
 
-WORKERS = """import os, re, signal, subprocess, sys
-import preemption
-preemption.listen()
-import tasks
-
-class Meanings:
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        reader, writer = os.pipe()
-        if os.fork() == 0:
-            os.write(writer, tasks.meaning().encode())
-            os._exit(0)
-        os.wait()
-        status = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True).stdout
-        masks = [int(mask, 16) for mask in re.findall("^Sig(?:Blk|Ign):(.*)", status, re.M)]
-        requests = sum(1 << number - 1 for number in preemption.REQUESTS)
-        return os.read(reader, 99).decode(), [mask & requests for mask in masks]
-
-if __name__ == "__main__":
-    from torch.utils.data import DataLoader
-    options = {"batch_size": None, "num_workers": 1, "worker_init_fn": preemption.ignore}
-    print(list(DataLoader(Meanings(), multiprocessing_context=sys.argv[1], **options)))
-"""
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_what_a_loader_worker_starts(method, tmp_path):
+def test_what_a_loader_worker_starts(method):
     """Is told to end as any other process, although the worker itself lives as long as its rank."""
-    (tmp_path / "script.py").write_text(WORKERS)
-    (tmp_path / "tasks.py").write_text(TASKS)
-    env = environment(PYTHONPATH=f"{tmp_path}:{REPOSITORY / 'distributed'}", OMP_NUM_THREADS=1)
-    done = run(sys.executable, "script.py", method, cwd=tmp_path, env=env)
+    env = environment(PYTHONPATH="distributed", OMP_NUM_THREADS=1)
+    done = run(sys.executable, SCRIPTS / "starts_in_workers.py", method, env=env)
     assert done.stdout == "[['ordinary', [0, 0]]]\n", done
 
 
-CHILD = """import multiprocessing, os, signal, sys
-import preemption
-preemption.listen()
-import tasks
-from torch.utils.data import DataLoader
-
-class Meanings(list):
-    def __getitem__(self, index):
-        return tasks.meaning()
-
-def in_child():
-    loader = DataLoader(Meanings([0]), None, num_workers=1, multiprocessing_context="fork")
-    print("its loader worker:", *loader, flush=True)
-    signal.signal(signal.SIGTERM, own)
-    context.Process(target=lambda: print(signal.getsignal(signal.SIGTERM).__name__)).start()
-
-def own(number, frame):
-    pass
-
-context = multiprocessing.get_context("fork")
-child = context.Process(target=in_child)
-child.start()
-child.join()
-"""
-
-
-def test_a_child_of_a_rank_is_none(tmp_path):
+def test_a_child_of_a_rank_is_none():
     """Nothing is held back from what it starts, and a handler of its own is handed down."""
-    (tmp_path / "script.py").write_text(CHILD)
-    (tmp_path / "tasks.py").write_text(TASKS)
-    env = environment(PYTHONPATH=f"{tmp_path}:{REPOSITORY / 'distributed'}", OMP_NUM_THREADS=1)
-    done = run(sys.executable, "script.py", cwd=tmp_path, env=env)
+    env = environment(PYTHONPATH="distributed", OMP_NUM_THREADS=1)
+    done = run(sys.executable, SCRIPTS / "child_of_a_rank.py", env=env)
     assert done.stdout == "its loader worker: ordinary\nown\n", done
 
 
-SERVER = """import multiprocessing, os, signal, time
-from multiprocessing.forkserver import _forkserver
-import tasks
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tasks"])
-    with context.Pool(1) as pool:
-        print(pool.apply(tasks.meaning))
-    server = _forkserver._forkserver_pid
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        os.kill(server, number)
-    with context.Pool(1) as pool:
-        print(pool.apply(tasks.meaning))
-    print(_forkserver._forkserver_pid == server)
-"""
-
-
-def test_the_fork_server_lives_as_long_as_its_rank(tmp_path):
+def test_the_fork_server_lives_as_long_as_its_rank():
     """If it has imported a file that listens: the main one, from Python 3.14 on. Its loader workers
     would take its end for that of the rank."""
-    (tmp_path / "script.py").write_text(SERVER)
-    (tmp_path / "tasks.py").write_text(TASKS)
-    env = environment(PYTHONPATH=f"{tmp_path}:{REPOSITORY / 'distributed'}")
-    done = run(sys.executable, "script.py", cwd=tmp_path, env=env)
+    # An older server finds what it imports only by this variable.
+    env = environment(PYTHONPATH=f"{SCRIPTS}:distributed")
+    done = run(sys.executable, SCRIPTS / "fork_server.py", env=env)
     assert done.stdout == "ordinary\nordinary\nTrue\n", done
 
 
@@ -663,28 +475,11 @@ def test_chapter_s_script_resumes(tmp_path):
         assert re.findall(EVALUATED, resumed) == [second]
 
 
-YOUNG_WORKER = """
-import os, signal
-import preemption
-preemption.listen()
-import torch
-from torch.utils.data import DataLoader
-
-set_num_threads = torch.set_num_threads
-def slowly(number):  # a worker calls it after torch's own handler, and before worker_init_fn
-    os.kill(os.getpid(), signal.SIGTERM)
-    set_num_threads(number)
-torch.set_num_threads = slowly
-workers = {"num_workers": 2, "multiprocessing_context": "fork", "timeout": 20}
-loader = DataLoader(range(8), 2, worker_init_fn=preemption.ignore, **workers)
-print(sum(batch.sum().item() for batch in loader), preemption.received)
-"""
-
-
 def test_a_worker_that_has_just_begun():
     """torchrun passes SIGTERM on to the workers as well. torch has a handler of its own in them,
     which ends them, until worker_init_fn is called."""
-    done = run(sys.executable, "-c", YOUNG_WORKER, env=environment(PYTHONPATH="distributed"))
+    command = [sys.executable, SCRIPTS / "young_worker.py"]
+    done = run(*command, env=environment(PYTHONPATH="distributed"))
     assert done.stdout == "28 False\n", done.stdout + done.stderr
 
 
