@@ -111,11 +111,8 @@ def look(job: str, program: str = "") -> dict:
 
     folder = Path("log", job)
     noted = noted_starts(folder)
-    last = max([len(states) - 1, *noted], default=0)
-    if record:
-        # Slurm counts one more as soon as it has put the job back into the queue.
-        last = int(record["Restarts"]) - (found["state"] in WAITS)
     log = find_log(job, record or {}, noted)
+    last = max(noted, default=int(record["Restarts"]) if record else 0)
     parts = parts_of(read(log), last) if log else []
     rows = found["starts"] = rows_of(folder, program, noted, parts, states)
     found |= {"log": log and str(log), "saved": newest(Path("checkpoints", job))}
@@ -124,56 +121,67 @@ def look(job: str, program: str = "") -> dict:
         found["known_by"].append(str(folder / f"start-{max(noted)}"))
     if parts:
         found["known_by"].append(str(log))
+
     if found["state"] in RUNS and rows:
         rows[-1] |= {"ended": None, "cause": None, "first": None}
     if found["ended"] or not found["state"]:
-        explain(found, record, parts[-1] if parts else {"text": ""})
+        end = end_of(parts[-1] if parts else {"text": ""}, found["state"] or "")
+        if found["state"]:
+            found["cause"] = known_cause(end["cause"], record or {})
+        else:
+            guess(found, end["cause"], silent=record is None)
+        explain(found, end)
     found["next"] = what_next(found)
     return found
 
 
-def explain(found: dict, record: dict | None, part: dict):
-    """Adds why the job has ended. If Slurm does not know it or is silent, this may be a guess."""
-    rows, state, unknown = found["starts"], found["state"], found["unknown"]
-    end = end_of(part, state or "")
-    cause = end["cause"]
-    if not state:
-        unknown.append("state")
-        status = rows[-1]["status"] if rows else None
-        # Nothing at all is left of a number that never was.
-        if record is None or not rows:
-            unknown.append("ended")
-        else:
-            found["ended"] = True
-        if cause == "stopped":
-            cause = "cancelled"  # It was in the queue again, and is not there any more.
-        elif status == 0:
-            state = "COMPLETED"
-        elif cause == "unknown":
-            cause = "killed" if found["ended"] else None
-            unknown.append("cause")
-        if cause in ("time_limit", "cancelled", "preempted", "node"):
-            state = next(name for name in STATES if STATES[name] == cause)
-        elif status:
-            state = "FAILED"
-    elif record and record["ExitCode"] == "0:53":
-        cause = "not_started"
-    elif cause == "terminated" and record and seconds(record.get("PreemptTime", "")):
-        cause = "preempted"
-    if state == "COMPLETED":
-        cause, end = None, {"first": None, "error": None, "guessed": False}
+def known_cause(cause: str, record: dict[str, str]) -> str:
+    """More exactly than the log says it."""
+    if record.get("ExitCode") == "0:53":
+        return "not_started"
+    if cause == "terminated" and seconds(record.get("PreemptTime", "")):
+        return "preempted"
+    return cause
 
-    if cause in ("time_limit", "cancelled", "preempted", "terminated", "stopped"):
-        end |= {"first": None, "error": None}
+
+def guess(found: dict, cause: str, silent: bool):
+    """Adds `state`, `ended` and `cause` of a job that Slurm does not know, or about which it is
+    silent."""
+    status = found["starts"][-1]["status"] if found["starts"] else None
+    found["unknown"].append("state")
+    if silent or not found["starts"]:
+        found["unknown"].append("ended")
+    else:
+        found["ended"] = True
+    if cause == "stopped":
+        cause = "cancelled"  # It was in the queue again, and is not there any more.
+    elif status == 0:
+        found["state"] = "COMPLETED"
+    elif cause == "unknown" and status is None:
+        cause = "killed" if found["ended"] else None
+        found["unknown"].append("cause")
+    if cause in ("time_limit", "cancelled", "preempted", "node"):
+        found["state"] = next(state for state in STATES if STATES[state] == cause)
+    elif status:
+        found["state"] = "FAILED"
+    found["cause"] = cause
+
+
+def explain(found: dict, end: dict):
+    """Adds `first` and `error` of an end, if it is an error's, and what is unknown."""
+    if found["state"] == "COMPLETED":
+        found["cause"] = None
+    cause = found["cause"]
+    if cause not in (None, "time_limit", "cancelled", "preempted", "terminated", "stopped"):
+        found |= {"first": end["first"], "error": end["error"]}
     if cause == "unknown":
-        unknown.append("cause")
-    if end["guessed"] and end["error"]:
-        unknown.append("error")
+        found["unknown"].append("cause")
+    if end["guessed"] and found["error"]:
+        found["unknown"].append("error")
     if cause == "cancelled" and not found["by"]:
-        unknown.append("by")
-    found |= {"state": state, "cause": cause, "first": end["first"], "error": end["error"]}
-    if rows:
-        rows[-1] |= {"cause": cause, "first": end["first"]}
+        found["unknown"].append("by")
+    if found["starts"]:
+        found["starts"][-1] |= {"cause": cause, "first": found["first"]}
 
 
 # --- what Slurm knows ---

@@ -68,6 +68,8 @@ def test_known_and_forgotten(name, state, reason, code, log, folder, monkeypatch
     note(f"ended 1795960302 {code.partition(':')[0]}")
     preempted = "2026-11-29T14:09:44" if name == "preempted" else "None"
     record = {"state": state, "reason": reason, "code": code, "preempted": preempted}
+    # It was cancelled before it began again.
+    record["restarts"] = int(name == "requeued")
     answers(monkeypatch, {"scontrol": RECORD.format(**DEFAULTS | record)})
     known = job_end.look("7")
     answers(monkeypatch, {"scontrol": ""})
@@ -78,6 +80,8 @@ def test_known_and_forgotten(name, state, reason, code, log, folder, monkeypatch
     assert (known["state"], known["ended"], known["cause"]) == (state, True, cause)
     assert known["known_by"] == ["scontrol", "log/7/start-0", "my log.out"]
     assert ("by" in known["unknown"]) == (cause == "cancelled")
+    [start] = known["starts"]
+    assert (start["start"], start["cause"], start["ended"]) == (0, cause, 1795960302)
     if name == "preempted":
         assert forgotten["cause"] == "terminated"  # Only Slurm knows why it sent SIGTERM.
     else:

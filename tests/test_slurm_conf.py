@@ -302,9 +302,17 @@ def test_whose_limit_it_is(cluster):
     ):
         assert re.search(part, printed), (part, printed)
 
-    may, why, used = re.findall(r"^\| (?:may|why|what did) .*?\? \| `(.+?)`", agents, re.M)
+    _, _, section = agents.partition("## Ask Slurm by program")
+    [watch] = re.findall(r"^python3 aux/watch_job.py .*", section, re.M)
+    may, used, record = re.findall(r"^- `(.+?)`", section, re.M)[:3]
     launcher = f"--account=A --partition=train {LAUNCHERS['torchrun']}"
     bash(cluster, may.replace("LAUNCHER", launcher).replace("SCRIPT", VARIABLES))
-    assert bash(cluster, why.replace("JOB", str(running))) == "RUNNING None\n"
+    assert bash(cluster, record.replace("JOB", str(running))).startswith(f"JobId={running} ")
     [said] = json.loads(bash(cluster, used.replace("JOB", str(running))))["jobs"]
     assert said["job_id"] == running and "RUNNING" in said["state"]["current"], said
+    # Accounting knows who has cancelled a job. It hears of it a moment later.
+    watch = watch.replace("JOB", str(waiting)).split()
+    waits = json.loads(cluster.exec(*watch[:-1]).stdout)
+    assert (waits["state"], waits["reason"]) == ("PENDING", "QOSMaxGRESPerJob"), waits
+    cluster.exec("scancel", waiting)
+    wait_for(lambda: json.loads(cluster.exec(*watch).stdout)["by"] == "root", 30)
