@@ -24,15 +24,18 @@ from heartbeat import plain
 CAUSES = {
     "error": ("{who} had an error", "docs/troubleshooting.md explains most messages"),
     "exit": ("{who} ended with status {exit}", "look in the script for why it ends there"),
-    "killed": ("{who} was killed{signal}", "docs/troubleshooting.md, Find the first error"),
-    "memory": ("{who} had no memory left", "docs/troubleshooting.md, oom_kill event"),
-    "gpu_memory": ("{who} had no GPU memory left", "docs/troubleshooting.md, CUDA out of memory"),
-    "hang": ("its ranks waited for one that took no step", "docs/06_it_hangs.md"),
+    "killed": ("{who} was killed{signal}", "see docs/troubleshooting.md, Find the first error"),
+    "memory": ("{who} had no memory left", "see docs/troubleshooting.md, oom_kill event"),
+    "gpu_memory": (
+        "{who} had no GPU memory left",
+        "see docs/troubleshooting.md, CUDA out of memory",
+    ),
+    "hang": ("its ranks waited for one that took no step", "see docs/06_it_hangs.md"),
     "time_limit": ("its time was up", "ask for more, or let it go on: docs/07_it_is_stopped.md"),
     "cancelled": ("{by} cancelled it", "submit it again if it is still wanted"),
     "preempted": (
         "another job took its nodes",
-        "submit it with --requeue: docs/07_it_is_stopped.md",
+        "let it save and go on: docs/07_it_is_stopped.md",
     ),
     "node": ("it lost {node}", "submit it again, with --exclude={node}"),
     "terminated": (
@@ -218,8 +221,10 @@ def why(cause: str, first: dict | None, by: str | None = None) -> tuple[str, str
     words["node"] = first["node"] or "a node"
     if first["signal"]:
         words["signal"] = f" by {signal.Signals(first['signal']).name}"
-    what, next_ = CAUSES[cause]
-    return what.format(**words), next_.format(**words)
+    what, do = (text.format(**words) for text in CAUSES[cause])
+    if cause == "node" and not first["node"]:
+        do = "submit it again"
+    return what, do
 
 
 if __name__ == "__main__":

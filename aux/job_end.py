@@ -352,7 +352,7 @@ def newest(folder: Path) -> str | None:
 def what_next(found: dict) -> str | None:
     """What to do, or None if it is nothing."""
     idle = found["without_progress"] or 0
-    if idle > 1:
+    if idle > 1 and found["state"] != "COMPLETED":
         stuck = f"the last {idle} starts got no further than step {found['step']}"
         return f"{stuck}: look at that step before it starts again"
     if found["ended"] is None:
@@ -367,7 +367,7 @@ def sentences(found: dict) -> list[str]:
     if reason:
         words = (words for start, words in REASONS.items() if re.match(start, reason))
         text = next(words, "as docs/troubleshooting.md says").format(job=job)
-        lines = [f"Job {job} is {state}, {reason}: it waits {text}."]
+        lines = [f"Job {job} is {state} ({reason}). It waits {text}."]
         if found["expected"]:
             lines.append(f"Slurm expects to start it at {at(found['expected'])}.")
     elif found["ended"] is None:
@@ -381,7 +381,9 @@ def sentences(found: dict) -> list[str]:
     if found["error"]:
         lines.append(f"    {found['error'][:500]}")
     if found["ended"] and "state" in found["unknown"]:
-        lines.append(f"Slurm has forgotten it. So say {' and '.join(found['known_by'][1:])}.")
+        lines.append(
+            f"Slurm has forgotten it, so this is by {' and '.join(found['known_by'][1:])}."
+        )
     if cause == "killed" and not found["first"]:
         lines.append("Its launcher has noted no end, as if its node was lost, or its shell killed.")
     return [*map(plain, lines), *history(found)]
@@ -404,7 +406,8 @@ def history(found: dict) -> list[str]:
             words.append(why(row["cause"], row["first"])[0])
         lines.append(", ".join(words))
     if found["steps_lost"]:
-        lines.append(f"{found['steps_lost']} steps twice, in {found['hours_lost']} hours of ranks.")
+        hours = f"which took {found['hours_lost']} hours of ranks"
+        lines.append(f"It did {found['steps_lost']} steps twice, {hours}.")
     if found["saved"]:
         lines.append(f"The newest checkpoint is {plain(found['saved'])}.")
     if found["next"]:

@@ -92,7 +92,7 @@ def test_the_command(tmp_path):
     assert said.stdout.splitlines() == [
         "The last start ended, because rank 1 on node-4 was killed by SIGSEGV.",
         "    Fatal Python error: Segmentation fault",
-        "Next: docs/troubleshooting.md, Find the first error.",
+        "Next: see docs/troubleshooting.md, Find the first error.",
     ]
     for path in (tmp_path, tmp_path / "none"):
         none = run(sys.executable, first_error.__file__, path)

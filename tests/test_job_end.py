@@ -125,6 +125,12 @@ def test_who_has_cancelled_it(folder, monkeypatch):
         assert [row["cause"] for row in found["starts"]] == ["preempted", "cancelled"]
         assert "by" not in found["unknown"] and "state" not in found["unknown"]
         assert job_end.sentences(found)[0] == "Job 7 is CANCELLED, because root cancelled it."
+    answers(monkeypatch, {"scontrol": "", "sacct": "7|NODE_FAIL\n7|NODE_FAIL\n"})
+    said = job_end.sentences(job_end.look("7"))
+    assert (said[0], said[-1]) == (
+        "Job 7 is NODE_FAIL, because it lost a node.",
+        "Next: submit it again.",
+    )
 
 
 def test_why_a_job_waits(folder, monkeypatch):
@@ -139,7 +145,7 @@ def test_why_a_job_waits(folder, monkeypatch):
         answers(monkeypatch, {"scontrol": record})
         found = job_end.look("7")
         said = job_end.sentences(found)
-        assert said[0].startswith(f"Job 7 is PENDING, {reason}: it waits ")
+        assert said[0].startswith(f"Job 7 is PENDING ({reason}). It waits ")
         assert "as docs/troubleshooting.md says" not in said[0]
         never = "never." in row_of(page, reason) or "never (" in row_of(page, reason)
         assert ("for ever" in said[0] or "never starts" in said[0]) >= never, said
@@ -184,7 +190,7 @@ def test_all_starts(folder, monkeypatch):
     said = job_end.sentences(ended)
     line = r"Start 1, \S+ \S+, 200 s, steps 41 to 91, 0\.5 steps a second, its log .*"
     assert re.fullmatch(line, said[2]), said
-    assert "33 steps twice, in 0.086 hours of ranks." in said
+    assert "It did 33 steps twice, which took 0.086 hours of ranks." in said
     assert "The newest checkpoint is checkpoints/7/step_40." in said
 
 

@@ -108,7 +108,9 @@ def test_a_running_job_for_programs(tmp_path):
     assert (found["state"], found["ended"], found["step"]) == ("RUNNING", False, 6)
     watched = run(sys.executable, WATCH, "7", "--after", 200, cwd=tmp_path, env=env)
     assert watched.returncode == 0 and "\nAll 3 ranks are alive, at step 6." in watched.stdout
-    assert watched.stdout.endswith("\n5 steps twice, in 0.0 hours of ranks.\n"), watched.stdout
+    assert watched.stdout.endswith("\nIt did 5 steps twice, which took 0.0 hours of ranks.\n"), (
+        watched.stdout
+    )
 
 
 STUCK = [
