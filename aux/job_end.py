@@ -113,7 +113,9 @@ def look(job: str, program: str = "") -> dict:
     noted = noted_starts(folder)
     log = find_log(job, record or {}, noted)
     last = max(noted, default=int(record["Restarts"]) if record else 0)
-    parts = parts_of(read(log), last) if log else []
+    # The first start says nothing about an end while it runs.
+    ended = last > 0 or found["state"] not in RUNS
+    parts = parts_of(read(log), last) if log and ended else []
     rows = found["starts"] = rows_of(folder, program, noted, parts, states)
     found |= {"log": log and str(log), "saved": newest(Path("checkpoints", job))}
     found |= progress(rows, found["state"] in RUNS)
