@@ -29,6 +29,7 @@ import contextlib
 import itertools
 import json
 import os
+import pwd
 import re
 import resource
 import secrets
@@ -55,6 +56,8 @@ env = os.environ
 HOST = env.get("SLURMD_NODENAME") or socket.gethostname()
 # The devices of two kinds of fast networks. CXI is HPE's Slingshot.
 INFINIBAND, CXI = Path("/sys/class/infiniband"), Path("/sys/class/cxi")
+# An NVIDIA GPU's file, which a process that uses the GPU has open
+DEVICES = "/dev/nvidia"
 # nvidia-smi's reasons that are faults. A power cap is none, because a GPU under constant load
 # reaches it.
 SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
@@ -387,6 +390,72 @@ def rate(device: torch.device, amount: float, work: Callable) -> float:
     return max(rates) if device.type == "cpu" else statistics.median(rates)
 
 
+def variables_of(process: int) -> dict[str, str]:
+    """Those with which it was started; none of another user's process."""
+    with contextlib.suppress(OSError):
+        pairs = Path(f"/proc/{process}/environ").read_text(errors="replace").split("\0")
+        return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    return {}
+
+
+def about(process: int) -> str:
+    """A process in words, as far as it is visible here."""
+    folder, said = Path(f"/proc/{process}"), f"process {process}"
+    with contextlib.suppress(OSError):
+        command = (folder / "cmdline").read_text(errors="replace").replace("\0", " ").strip()[:60]
+        said += f" ({''.join(c if c.isprintable() else '?' for c in command)})"
+        owner = folder.stat().st_uid
+        with contextlib.suppress(KeyError):
+            owner = pwd.getpwuid(owner).pw_name
+        # After the name in parentheses the 20th is its start, in ticks after the machine's.
+        start = int((folder / "stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        hours = (uptime - start / os.sysconf("SC_CLK_TCK")) / 3600
+        # Everybody may read its control group, in which Slurm 26.05 no longer has the job's number.
+        group = (folder / "cgroup").read_text()
+        [job, *_] = re.findall(r"/job_(\d+)", group) or ["none"]
+        job = variables_of(process).get("SLURM_JOB_ID", job)
+        said += f" of {owner}, job {job}, {hours:.1f} hours old"
+        for container in re.findall(r"docker[-/]([0-9a-f]{12})", group)[:1]:
+            said += f", in a container (docker kill {container})"
+    return said
+
+
+def who_uses(module, device: torch.device) -> str:
+    """The other processes that use this rank's GPU, and how to end those of this user."""
+    found, file = set(), ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ElementTree.ParseError):
+        command = ["nvidia-smi", "--query", "--xml-format"]
+        text = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+        for gpu in ElementTree.fromstring(text).iter("gpu"):
+            if gpu.findtext("uuid") == f"GPU-{module.get_device_properties(device).uuid}":
+                found |= {int(each.text) for each in gpu.iterfind("processes/process_info/pid")}
+                file = f"{DEVICES}{gpu.findtext('minor_number')}"
+    # nvidia-smi does not name what a process has forked, such as a loader worker that has outlived
+    # its rank. But while that has the file open, the memory is not given back.
+    step = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if os.readlink(link) == file:
+                process = int(link.parts[2])
+                its = variables_of(process)
+                if any(its.get(name) != env.get(name) for name in step):
+                    found.add(process)
+    found -= {os.getpid()}
+    if not found:
+        return "nvidia-smi or amd-smi names them"
+    said = "; ".join(map(about, sorted(found)[:4])) + ("; and more" if len(found) > 4 else "")
+    mine = []
+    for process in sorted(found):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{process}").st_uid == os.getuid():
+                mine.append(str(process))
+    if mine:
+        where = f"srun --nodes=1 --nodelist={HOST} " if slurm else ""
+        said += f". If no job of yours needs them: {where}kill -9 {' '.join(mine)}"
+    return said
+
+
 def memory_in_use(device: torch.device, mine: dict):
     """Finds other programs on this rank's GPU."""
     module = torch.get_device_module(device)
@@ -394,7 +463,7 @@ def memory_in_use(device: torch.device, mine: dict):
     mine["GPU memory in use"] = f"{(total - free) / 2**30:.1f} GiB"
     # Some 512 MiB are the driver's own. Ranks with an NCCL_HOSTID may share a GPU on purpose.
     if total - free > 2048 * MIB and "NCCL_HOSTID" not in env:
-        sentence = "other programs use its GPU's memory: nvidia-smi or amd-smi names them"
+        sentence = f"other programs use its GPU's memory: {who_uses(module, device)}"
         # On GH200, GB200 and MI300A Linux may keep files in the GPU's memory.
         shared = re.search(r"\bG[HB]\d|MI300A", module.get_device_name(device))
         mine["warnings" if shared else "bad"].append(sentence)

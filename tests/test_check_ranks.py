@@ -1,13 +1,17 @@
 """aux/check_ranks.py before a long job, on the real cluster: a fault provoked on one node is one
 sentence from it."""
 
+import getpass
 import json
 import os
 import re
 import resource
 import runpy
+import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +19,20 @@ import torch
 import torch.distributed as dist
 
 import check_ranks
-from slurm import LAUNCHERS, REPOSITORY, at_once, cells, one_rank_a_node, ranks, stand_ins
+import job_processes
+from slurm import (
+    LAUNCHERS,
+    REPOSITORY,
+    at_once,
+    cells,
+    environment,
+    kill,
+    one_rank_a_node,
+    ranks,
+    run,
+    stand_ins,
+    wait_for,
+)
 
 # In a sitecustomize.py of the job's ranks
 ON_ONE_NODE = "import os\nif os.environ.get('SLURM_NODEID') == '{}':\n    "
@@ -369,6 +386,97 @@ def test_memory_that_is_in_use(monkeypatch):
         check_ranks.memory_in_use(torch.device("cuda:0"), mine)
         assert {kind for kind in ("bad", "warnings") if mine[kind]} == {kind} - {""}
         assert mine["GPU memory in use"] == f"{gib}.0 GiB"
+
+
+# A rank that uses a GPU, and has forked a loader worker
+HOLDS = """import os, sys, time
+gpu = open(sys.argv[1])
+if os.fork():
+    print("forked", flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_an_earlier_job_has_left_on_the_gpu(tmp_path, monkeypatch):
+    """A server that nvidia-smi names, and a loader worker that it does not, because only its rank,
+    which was killed, had used the GPU. The command that the sentence ends with ends both."""
+    device = tmp_path / "nvidia3"
+    device.touch()
+    monkeypatch.setattr(check_ranks, "DEVICES", f"{tmp_path}/nvidia")
+    monkeypatch.setenv("SLURM_JOB_ID", "78")
+    server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    left = environment(SLURM_JOB_ID=77, MARK=f"left-{os.getpid()}")
+    command = [sys.executable, "-c", HOLDS, device]
+    rank = subprocess.Popen(command, env=left, stdout=subprocess.PIPE)
+    # Of this job
+    ours = subprocess.Popen(["sleep", "600"], stdin=device.open(), env=environment(SLURM_JOB_ID=78))
+    rank.stdout.readline()
+    rank.kill()
+    rank.wait()
+    gpu = SimpleNamespace(get_device_name=lambda device: "NVIDIA H100")
+    gpu.mem_get_info = lambda: (60 << 30, 80 << 30)
+    gpu.get_device_properties = lambda device: SimpleNamespace(uuid="0B")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
+    process = "<process_info><gpu_instance_id>N/A</gpu_instance_id><compute_instance_id>N/A"
+    process += "</compute_instance_id><pid>{}</pid><type>C</type><process_name></process_name>"
+    process += "<used_memory>20220 MiB</used_memory></process_info>"
+    shown = nvidia_smi().replace(
+        "<uuid>", f"<processes>{process.format(os.getppid())}</processes><uuid>", 1
+    )
+    own = "".join(map(process.format, (server.pid, os.getpid())))
+    with_minor = f"<minor_number>3</minor_number><processes>{own}</processes><uuid>GPU-0B"
+    shown = shown.replace("<uuid>GPU-0B", with_minor)
+    path = stand_ins(tmp_path / "bin", {"nvidia-smi": f"cat <<'END'\n{shown}\nEND"})
+    monkeypatch.setenv("PATH", f"{path}:/usr/bin:/bin")
+    mine = {"bad": [], "warnings": []}
+    try:
+        check_ranks.memory_in_use(torch.device("cuda:0"), mine)
+        [said] = mine["bad"]
+        [worker] = {process for process, _ in job_processes.having(f"MARK=left-{os.getpid()}")}
+        both = sorted((server.pid, worker))
+        who = getpass.getuser()
+        about = r"process {} \(\S+python\S* -c import .*\) of {}, job {}, 0\.0 hours old"
+        assert re.search(about.format(server.pid, who, r"\S+"), said), said
+        assert re.search(about.format(worker, who, 77), said), said
+        assert said.endswith(f". If no job of yours needs them: kill -9 {both[0]} {both[1]}"), said
+        assert str(os.getppid()) not in re.findall(r"\d+", said), "another GPU's"
+        ends = said.rpartition(": ")[2]
+        assert run("bash", "-c", ends).returncode == 0
+        assert server.wait(10) == -signal.SIGKILL
+        wait_for(lambda: not [*job_processes.having(f"MARK=left-{os.getpid()}")], 10)
+        assert ours.poll() is None
+    finally:
+        kill(f"MARK=left-{os.getpid()}")
+        for each in (server, ours):
+            each.kill()
+            each.wait()
+    mine["bad"].clear()
+    check_ranks.memory_in_use(torch.device("cuda:0"), mine)
+    ended = f"other programs use its GPU's memory: process {server.pid}"
+    assert mine["bad"] == [ended], "nvidia-smi may name a process that is not visible here"
+    stand_ins(path, {"nvidia-smi": "exit 9"})
+    mine["bad"].clear()
+    check_ranks.memory_in_use(torch.device("cuda:0"), mine)
+    assert mine["bad"] == ["other programs use its GPU's memory: nvidia-smi or amd-smi names them"]
+
+
+def test_whose_process_it_is_by_its_control_group(tmp_path, monkeypatch):
+    """Of another user's, which shows no variables. Its command may have what a terminal obeys."""
+    folder = tmp_path / "7"
+    folder.mkdir()
+    (folder / "cmdline").write_bytes(b"python\0\x1b]52;c;bHM=\x07\xff")
+    (folder / "stat").write_text("7 (a) b) S 1" + " 0" * 17 + " 0 9")
+    group = f"0::/system.slice/slurmstepd.scope/job_9/docker-{'ab' * 32}.scope\n"
+    (folder / "cgroup").write_text(group)
+    monkeypatch.setattr(
+        check_ranks, "Path", lambda path: Path(path.replace("/proc/7", f"{folder}"))
+    )
+    said = check_ranks.about(7)
+    assert re.fullmatch(
+        r"process 7 \(python \?\]52;c;bHM=\?.\) of \S+, job 9, \d+\.\d hours old, in a container "
+        r"\(docker kill abababababab\)",
+        said,
+    ), said
 
 
 def test_a_test_of_the_site_s_own():

@@ -428,6 +428,20 @@ def test_what_a_loader_worker_starts(method):
     assert done.stdout == "[['ordinary', [0, 0]]]\n", done
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_loader_workers_end_with_a_rank_that_is_killed(method, tmp_path):
+    """With fork and spawn torch sees to it, and with forkserver `ignore`."""
+    mark = f"KILLED_{method}={tmp_path}"
+    env = environment(**dict([mark.split("=")]), PYTHONPATH=REPOSITORY / "distributed")
+    command = [sys.executable, SCRIPTS / "killed_rank.py", method]
+    with subprocess.Popen(command, cwd=tmp_path, env=env) as rank:
+        try:
+            assert rank.wait(120) == -signal.SIGKILL
+            wait_for(lambda: not [*job_processes.having(mark)], 60)
+        finally:
+            kill(mark)
+
+
 def test_a_child_of_a_rank_is_none():
     """Nothing is held back from what it starts, and a handler of its own is handed down."""
     env = environment(PYTHONPATH="distributed", OMP_NUM_THREADS=1)
