@@ -12,7 +12,7 @@ from slurm import REPOSITORY, run
 PAGE = (REPOSITORY / "docs/troubleshooting.md").read_text()
 # These scripts print their line themselves, because nothing else does, or another's end.
 OWN = "docker|one_node|standalone|gpu_per_task|loader|network|set_epoch|padding|signal"
-OWN += "|kept_weights|copied_list"
+OWN += "|kept_weights|copied_list|one_rank_evaluates"
 
 
 def messages(text: str) -> list[str]:
