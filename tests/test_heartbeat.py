@@ -442,3 +442,5 @@ def test_a_rank_s_memory(monkeypatch):
     monkeypatch.setattr("torch.cuda", cuda)
     monkeypatch.setattr("torch._C._cuda_hasPrimaryContext", lambda n: n != 1, raising=False)
     assert heartbeat.gpu_memory() == [7900, None, 0]
+    monkeypatch.delattr("torch._C._cuda_hasPrimaryContext")
+    assert heartbeat.gpu_memory() == []
