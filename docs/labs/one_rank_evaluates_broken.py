@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 import heartbeat
 
 dist.init_process_group("gloo")
-heartbeat.start(after=10)
 rank = dist.get_rank()
 model = DistributedDataParallel(torch.nn.Linear(4, 1))
+heartbeat.start(after=10)
 for step in range(1, 501):
     time.sleep(0.02)  # in place of a step
     model(torch.ones(16, 4)).mean().backward()
