@@ -138,6 +138,30 @@ def test_the_table_of_fine_tuning():
         assert row == " | ".join(f"{gib:,.0f}" for gib in found), name
 
 
+def first_that_fits(config: dict, gpus: int, room: float) -> str:
+    """Chapter 10's choice for nodes of eight GPUs, with the GiB that it takes."""
+    data = [("`--shard 8`", 8, 1), ("FSDP", gpus, 1)]
+    tensor = [(f"`--tensor-parallel {n}`", gpus, n) for n in (2, 4) if not config["num_experts"]]
+    tries = [(*split, False) for split in data] + [(*split, True) for split in data + tensor]
+    for name, ranks, tensor, recomputed in tries:
+        need = memory(config, 1, 4096, ranks, tensor, activation_checkpointing=recomputed)
+        gib = sum(need.values()) / 2**30
+        if gib < 0.9 * room:
+            return f"{name}{', recomputed' if recomputed else ''} {gib:.0f}"
+    return "none"
+
+
+def test_the_choice_of_chapter_10():
+    """An H100 has 79.6 GiB, and an H200 139.8."""
+    page = (REPOSITORY / "docs/10_when_the_model_does_not_fit.md").read_text()
+    rows = re.findall(r"^\| (Qwen3-\S+), (\d+) GB \| (.*) \| (.*) \| (.*) \|$", page, re.M)
+    assert len(rows) == 6
+    for model, size, *cells in rows:
+        room = {"80": 79.6, "141": 139.8}[size]
+        config = MODELS[model.lower()]
+        assert cells == [first_that_fits(config, gpus, room) for gpus in (8, 16, 64)], model
+
+
 def test_what_memory_py_says_of_experts():
     done = run(sys.executable, "aux/memory.py", "--model", "qwen3-30b-a3b", "--ranks", 8)
     line = "Weights: 30,532,122,624, of which a token meets 3,353,032,704. FSDP gathers all of a"
