@@ -75,11 +75,11 @@ def test_whatever_else_a_run_has(found):
 
 
 def test_what_is_not_done_twice(found):
-    """Rank 0 alone copies what all hold, and a step is written once."""
+    """Rank 0 alone copies what all hold, and a step that was written or read is not written."""
     copied = [rank["copied"] for rank in found["copies_of_what_all_hold"]]
     assert copied == [[2], [0]] and all(x["returns"] for x in found["copies_of_what_all_hold"])
     first = found["saved_twice"][0]
-    assert not first["again"] and first["folder"] == [True]
+    assert not first["again"] and not first["read"] and first["folder"] == [True]
 
 
 def test_the_last_one_of_many(found):
@@ -162,6 +162,12 @@ def test_a_rank_s_own_weights_are_not_lost(found):
     for how in ("dtensor", "copies"):
         assert first[how]["says"] == "" and first[how]["names"] == ["owner", "step_1"]
     assert first["dtensor"]["own"] and second["dtensor"]["own"]
+
+
+def test_no_rank_ends_before_the_fault_is_printed(found):
+    """The launcher would then end rank 0."""
+    first, second = found["slow_words"]
+    assert second["ended"] >= first["printed"]
 
 
 def test_a_start_that_was_replaced_writes_nothing(found):

@@ -13,6 +13,7 @@ import resource
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -183,8 +184,8 @@ def two_names():
 
 
 def saved_twice():
-    """A stop in a step that has been saved writes nothing again. The name of a checkpoint is on
-    the disk before the save counts."""
+    """A stop in a step that has been saved, or read, writes nothing again. The name of a checkpoint
+    is on the disk before the save counts."""
     synced, fsync = [], os.fsync
 
     def seen(file):
@@ -198,7 +199,13 @@ def saved_twice():
     before = (FOLDER / "twice/step_1").stat().st_ino
     runs.save(1, *trained(1))
     runs.wait()
-    return {"again": (FOLDER / "twice/step_1").stat().st_ino != before, "folder": synced[-1:]}
+    again = (FOLDER / "twice/step_1").stat().st_ino != before
+    runs = checkpoint.Folder(FOLDER / "twice")
+    attempt(lambda: runs.load(*trained(0)))
+    runs.save(1, *trained(1))
+    runs.wait()
+    read = (FOLDER / "twice/step_1").stat().st_ino != before
+    return {"again": again, "read": read, "folder": synced[-1:]}
 
 
 def copied_at_once():
@@ -299,6 +306,20 @@ def saved_and_loaded(name: str, weight: torch.Tensor) -> dict:
     return found | {"own": bool((model.experts == weight).all()), "names": names(name)}
 
 
+def slow_words():
+    """Rank 0 needs a while to say what rank 1 has found."""
+    runs, times = checkpoint.Folder(FOLDER / "slow"), {}
+
+    def slowly(*words, **options):
+        time.sleep(0.3)
+        times["printed"] = time.monotonic()
+
+    checkpoint.print = slowly
+    attempt(lambda: runs.end_if("no luck" if rank == 1 else None))
+    del checkpoint.print
+    return times | {"ended": time.monotonic()}
+
+
 def other_values():
     """A tuple is a list in JSON, and no other value."""
     saved("values", (1,), metadata={"betas": (0.9, 0.95), "config": {"layers": 8}})
@@ -383,7 +404,7 @@ def ended(runs: checkpoint.Folder) -> dict:
 SCENARIOS = (whole, copied_at_once, truncated, missing_file, all_damaged, killed_while_it_saved)
 SCENARIOS += (whatever_else, without_what_it_asks_for, copies_of_what_all_hold, one_to_keep)
 SCENARIOS += (unseen_by_one, two_names, saved_twice)
-SCENARIOS += (full_disk, not_finite, other_values, not_shared, zombie, two_jobs)
+SCENARIOS += (full_disk, not_finite, slow_words, other_values, not_shared, zombie, two_jobs)
 SCENARIOS += (of_no_run, own_weights)
 for scenario in SCENARIOS:
     found = scenario()
