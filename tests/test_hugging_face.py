@@ -333,6 +333,36 @@ TRAINING = ("--context", "--batch-size", "--steps", "--warmup-steps", "--learnin
 TRAINING += ("--precision", "--log-every", "--eval-every", "--eval-windows", "--device")
 
 
+# Rank 1 gets a signal when the fine-tuned model is there.
+ASKED = """
+import os, runpy, signal, sys; sys.path.insert(0, "distributed")
+import hugging_face
+write = hugging_face.write
+def asked(*arguments, **options):
+    write(*arguments, **options)
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+hugging_face.write = asked
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_signal_while_the_fine_tuned_model_is_written(text, tmp_path):
+    """Is heard, because under torchrun the job would end as FAILED; the next start ends well."""
+    random_model(tmp_path / "model")
+    (tmp_path / "model/tokenizer.json").write_text("{}")
+    (tmp_path / "asked.py").write_text(ASKED)
+    command = ["distributed/train_fsdp.py", "--context", 16, "--batch-size", 2, "--steps", 1]
+    command += ["--eval-windows", 2, "--precision", "fp32", "--device", "cpu", "--data-dir", text]
+    command += ["--init-from", tmp_path / "model", "--checkpoint-dir", tmp_path / "out"]
+    stopped = ranks(2, tmp_path / "asked.py", *command)
+    assert stopped.stdout.endswith("\nStopped after step 1, saved\n"), stopped.stderr
+    again = ranks(2, *command, "--resume")
+    assert "\nFinished: step=1, " in again.stdout and again.returncode == 0, again.stderr
+    assert (tmp_path / "out/model/model.safetensors").exists()
+
+
 # --- with transformers and tokenizers ---
 
 SMALL = "--batch-size 8 --context 128 --learning-rate 0.003 --warmup-steps 5 --log-every 10"

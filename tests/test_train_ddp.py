@@ -178,7 +178,7 @@ def test_twice_in_an_interactive_shell(tiny, tmp_path):
 def test_what_nobody_sees(tiny, tmp_path):
     """No rank leaves while rank 0 saves, what it saves is synced before it gets its name, and the
     timer of the start does not end the run five minutes later. Only rank 0 reads a checkpoint, to
-    the CPU."""
+    the CPU. The step of a heartbeat rises through all epochs."""
     train = ["tests/scripts/watched.py", DDP, "--data-dir", tiny, "--checkpoint-dir", tmp_path]
     for epochs in (1, 2):
         done = ranks(2, *train, "--epochs", epochs, SLOW_SAVE=1)
@@ -187,6 +187,8 @@ def test_what_nobody_sees(tiny, tmp_path):
         assert len(found) == 2, done.stdout
         for facts in found:
             assert facts["saved"] and not facts["timer"] and all(facts["synced"])
+            # Four steps of 64 images an epoch
+            assert facts["step"] == 4 * epochs
         assert [x for facts in found for x in facts["loaded_to"]] == ["cpu"] * (epochs - 1)
         assert sum(bool(facts["synced"]) for facts in found) == 1, "rank 0 alone"
 
@@ -227,6 +229,8 @@ def test_rank_and_device(given, sees, rank, world_size, device, backend):
     assert (facts["device"], facts["backend"]) == (device, backend)
     assert facts["set"] == (0 if device == "cuda:0" else 1)
     assert facts["timer"]
+    # Several ranks that nobody has told where to meet do not meet here.
+    assert facts["variables"]["MASTER_ADDR"] == ("localhost" if world_size == 1 else None)
 
 
 def test_bf16(tiny, tmp_path):
@@ -320,9 +324,9 @@ def test_all_ranks_say_one_sentence(arguments, sentence, tiny, tmp_path):
 
 def test_one_sentence_of_a_job(cluster, tmp_path):
     """On two nodes, where srun ends all ranks as soon as one has left. Rank 0 is the last to find
-    the mistake, and the others wait for it."""
-    command = [LAUNCHERS["srun"], "tests/scripts/late_rank_0.py", tmp_path, DDP, "--epochs", "many"]
-    job = cluster.sbatch(f"--output={tmp_path}/log", *command)
+    the mistake, and the others wait for it. That they had listened for SIGTERM keeps none alive."""
+    command = [LAUNCHERS["srun"], "tests/scripts/late_rank_0.py", tmp_path, PREEMPTIBLE]
+    job = cluster.sbatch(f"--output={tmp_path}/log", *command, "--epochs", "many")
     assert job.state == "FAILED", job.log
     assert job.log.count("argument --epochs: invalid int value: 'many'") == 1, job.log
 
@@ -339,12 +343,20 @@ def test_a_fault_of_one_rank(monkeypatch):
         assert waited == seconds
 
 
-@pytest.mark.parametrize("script", [DDP, "aux/check_ranks.py"])
+AS_GRANTED = [DDP, PREEMPTIBLE, "distributed/train_fsdp.py", "aux/check_ranks.py"]
+
+
+@pytest.mark.parametrize("script", AS_GRANTED)
 def test_granted_gpus_that_torch_does_not_see(script):
-    """In jobs of the local cluster, whose GPUs are pretended, the tasks hear of none."""
+    """In jobs of the local cluster, whose GPUs are pretended, the tasks hear of none. Who asks for
+    the CPU gets it."""
     bad = ranks(0, script, SLURM_GPUS_ON_NODE=2)
     assert bad.returncode == 1 and "Traceback" not in bad.stderr, bad.stderr
     assert (bad.stdout + bad.stderr).count("Slurm granted ") == 1, bad.stdout + bad.stderr
+    if "aux" not in script:
+        on_cpu = ranks(0, script, "--device=cpu", "--data-dir=/nowhere", SLURM_GPUS_ON_NODE=2)
+        said = "^no (MNIST data in|prepared text at) /nowhere"
+        assert re.search(said, on_cpu.stderr, re.M), on_cpu.stderr
 
 
 # --- copies ---

@@ -480,6 +480,7 @@ BAD = [
     ("train_fsdp.py --context 999999999", "--context 999999999 is too long for the"),
     ("train_fsdp.py --data-dir /nowhere", "no prepared text at /nowhere/vocabulary.json"),
     ("train_fsdp.py --tensor-parallel 3", "must divide 2 (ranks) and 4 (--num-key-value-heads)"),
+    (f"{TP} --num-key-value-heads 1", "must divide 2 (ranks) and 1 (--num-key-value-heads)"),
     (f"{TP} --context 15 --sequence-parallel", "--context must be a multiple of 2 (--t"),
     (f"{TP} --shard 2", "--shard must divide 1 (groups of --tensor-parallel)"),
     (f"{TP} --accumulation 3", "a multiple of 1 (groups of --tensor-parallel) x 3 (--acc"),
@@ -491,12 +492,21 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("command", "sentence"), cells(BAD, BAD[2], BAD[-1]))
+@pytest.mark.parametrize(("command", "sentence"), cells(BAD, BAD[2], BAD[7], BAD[-1]))
 def test_a_mistake_is_a_sentence(trained, text, tmp_path, command, sentence):
     done = train(command.format(trained("fsdp 2")[0]), 2, text, tmp_path)
     assert done.returncode in (1, 2)
     assert sentence in done.stderr and "Traceback (most" not in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_deterministic_leaves_what_the_user_has_set():
+    """It sets the other variables, before the ranks meet on a machine that seems to have GPUs."""
+    command = ["tests/scripts/watched.py", "distributed/train_fsdp.py", "--deterministic"]
+    done = ranks(0, *command, ACCELERATOR="cuda:8", NCCL_ALGO="Tree")
+    facts = json.loads(done.stdout.removeprefix("WATCHED "))
+    found = facts["variables"]
+    assert (found["NCCL_ALGO"], found["NCCL_PROTO"]) == ("Tree", "Simple"), done.stderr
 
 
 COMPILED = [("train_fsdp.py", 2), ("train_fsdp.py --shard 1", 2)]

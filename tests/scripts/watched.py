@@ -1,7 +1,7 @@
 """Runs a train script with its arguments as it stands, and prints one line of JSON at its end:
-whether its timer of faulthandler still runs, what it has passed to heartbeat.alive, where its
-checkpoint was loaded to, whether what it saved was synced before it got its name, and whether the
-checkpoint was there when this rank ended.
+whether its timer of faulthandler still runs, what it has passed to heartbeat.alive, the step that
+heartbeat.py knows last, where its checkpoint was loaded to, whether what it saved was synced before
+it got its name, and whether the checkpoint was there when this rank ended.
 
 With SLOW_SAVE rank 0 takes so many seconds more for each checkpoint. With ACCELERATOR, for example
 cuda:8, torch sees so many of these devices, and the script ends where it would meet the others.
@@ -38,6 +38,8 @@ def cancel_timer():
 
 def meet(backend: str, rank: int, world_size: int, device_id):
     facts.update(backend=backend, rank=rank, world_size=world_size, device=str(device_id))
+    names = ("MASTER_ADDR", "NCCL_ALGO", "NCCL_PROTO")
+    facts["variables"] = {name: env.get(name) for name in names}
     say()
     leave(0)
 
@@ -69,6 +71,8 @@ def load(path, map_location=None, **options):
 def end(status: int):
     folder = sys.argv[sys.argv.index("--checkpoint-dir") + 1]
     facts["saved"] = Path(folder, "checkpoint.pt").exists()
+    if "heartbeat" in sys.modules:
+        facts["step"] = sys.modules["heartbeat"].step
     say()
     leave(status)
 
