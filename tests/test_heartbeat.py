@@ -172,6 +172,7 @@ STRANGE = {
     "9": heartbeat_of(9, world_size=10, frame=["f"] * 2, stack=[1]),
     "10": heartbeat_of(11, world_size=12),
     "12": heartbeat_of(12, world_size=13, counts=[1]),
+    "20": heartbeat_of(20, world_size=21, counts=[1, 1, 1, 1]),
     "13": heartbeat_of(13, world_size=14, stack=["x" * 70_000]),
     "14": heartbeat_of(14, world_size=15).replace("5", "5" * 5000, 1),
     "-1": heartbeat_of(-1),

@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import io
 import json
+import math
 import sys
 import threading
 from pathlib import Path
@@ -15,9 +16,10 @@ import pytest
 import torch
 import torchvision
 
+import mnist
 import prepare_data
 import token_files
-from slurm import run
+from slurm import digits, run
 
 SCRIPT = "aux/prepare_data.py"
 TEXT = "".join(f"Line {i}: to be, or not to be.\r\n" for i in range(2000)) + "Ende: ÄÖÜ"
@@ -357,6 +359,20 @@ def test_damage_is_found(served, tmp_path, monkeypatch):
     (raw / "train-images-idx3-ubyte").write_bytes(images[:-1])
     with pytest.raises(SystemExit, match="incomplete or damaged"):
         prepare(monkeypatch, "mnist", "--data-dir", tmp_path)
+
+
+SQUARE = (3, 28, 28)
+NO_PAIRS = [(SQUARE, [0, 1]), (SQUARE, [0, 1, 2, 3]), (SQUARE, [0, 1, 10]), ((3, 28, 27), [0] * 3)]
+
+
+@pytest.mark.parametrize(("shape", "labels"), NO_PAIRS)
+def test_labels_and_images_that_do_not_match(shape, labels, tmp_path):
+    raw = digits(tmp_path, 5, 5) / "MNIST/raw"
+    images = prepare_data.idx(bytes(math.prod(shape)), *shape)
+    (raw / "train-images-idx3-ubyte").write_bytes(images)
+    (raw / "train-labels-idx1-ubyte").write_bytes(prepare_data.idx(bytes(labels), len(labels)))
+    with pytest.raises(SystemExit, match="does not hold a label from 0 to 9 for each image: move"):
+        mnist.load(tmp_path)
 
 
 def test_large_files_have_their_whole_checksums(tmp_path):

@@ -296,8 +296,9 @@ OTHERS = {
 def test_refused(tmp_path):
     """Whatever would mix answers. Nothing is lost."""
     part = next(work_list.parts(PROMPTS, tmp_path, 2, model="step_1"))
-    with pytest.raises(ValueError, match="1 answers to 2 items"):
-        part.write([0])
+    for others in ([0], [0, 1, 2]):
+        with pytest.raises(ValueError, match=f"{len(others)} answers to 2 items"):
+            part.write(others)
     part.write([0, 1])
     for said, (items, size, model) in OTHERS.items():
         with pytest.raises(ValueError, match=f"has answers to another list: {said}. Choose anoth"):
