@@ -27,11 +27,13 @@ BY_HAND = {
 
 
 ENDS = [("saved", ["0 1 True", "1 0 True"]), ("failed", ["0 1 False", "1 1 False"])]
+ENDS += [("finished", ["0 0 True", "1 0 True"])]
 
 
 @pytest.mark.parametrize(("how", "said"), ENDS)
 def test_no_rank_ends_before_the_job_is_requeued(how, said, tmp_path):
-    """srun would end rank 0, which asks Slurm. A refusal, or a failure, is rank 0's status."""
+    """srun would end rank 0, which asks Slurm, or which still saves, if a signal comes as late as
+    that. A refusal, or a failure, is rank 0's status."""
     path = {"PYTHONPATH": REPOSITORY / "distributed"}
     done = ranks(2, SCRIPTS / "end_of_ranks.py", how, cwd=tmp_path, **path)
     assert sorted(done.stdout.splitlines()) == said, done.stderr
