@@ -451,6 +451,13 @@ def test_a_child_of_a_rank_is_none():
     assert done.stdout == "its loader worker: ordinary\nown\n", done
 
 
+def test_a_daemon_is_asked_before_it_is_killed():
+    """When its rank fails, as by Python's own exit."""
+    env = environment(PYTHONPATH="distributed")
+    done = run(sys.executable, SCRIPTS / "daemon_of_a_rank.py", env=env, timeout=20)
+    assert (done.stdout, done.stderr, done.returncode) == ("cleans up\n", "a rank fails\n", 1)
+
+
 def test_the_fork_server_lives_as_long_as_its_rank():
     """If it has imported a file that listens: the main one, from Python 3.14 on. Its loader workers
     would take its end for that of the rank."""
