@@ -78,10 +78,11 @@ def slurm_starts(job: str) -> list[float]:
     """When Slurm started the job: each time, if the site has accounting, or the last time."""
     env = {name: text for name, text in os.environ.items() if name != "SLURM_TIME_FORMAT"}
     options = ["--noheader", "--parsable2", "--allocations", "--duplicates", "--format=Start"]
+    pipes = {"capture_output": True, "text": True}
     for command in (["sacct", *options, f"--jobs={job}"], ["scontrol", "show", "job", job]):
         try:
-            shown = subprocess.run(command, capture_output=True, text=True, env=env).stdout
-        except FileNotFoundError:
+            shown = subprocess.run(command, **pipes, env=env, timeout=60).stdout
+        except (FileNotFoundError, subprocess.TimeoutExpired):
             continue
         times = re.findall(r"(?:^|StartTime=)(\d{4}-\d\d-\d\dT[\d:]+)", shown, re.M)
         if times:

@@ -363,6 +363,13 @@ def test_what_the_vendors_commands_say(command, text, bad, notes, tmp_path, monk
     assert check_ranks.ask_about_gpus() == ([], [])
 
 
+def test_an_nvidia_smi_that_hangs(commands_hang, monkeypatch):
+    """As with some broken GPUs."""
+    monkeypatch.setattr(check_ranks.shutil, "which", lambda name: name)
+    said = "nvidia-smi fails here: Command 'nvidia-smi' timed out after 60 seconds"
+    assert check_ranks.ask_about_gpus() == ([said], [])
+
+
 def test_other_jobs_gpus_are_not_ours(tmp_path, monkeypatch):
     """On a shared node nvidia-smi may list them."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

@@ -445,6 +445,12 @@ def test_one_sentence(cluster, tmp_path, arguments, sentence):
     assert done.stderr.startswith("check_site.py: ") and done.stderr.count("\n") == 1
 
 
+def test_a_slurm_that_hangs(commands_hang):
+    assert check_site.ask("scontrol", "show", "partition") == ""
+    said = check_site.sbatch_says({"mem": "0"})
+    assert said == "  <- not tried: Command 'sbatch' timed out after 60 seconds"
+
+
 def test_elsewhere(tmp_path):
     """Without Slurm, and with a Slurm that does not answer."""
     done = run(sys.executable, CHECK, env={"PATH": "/nowhere"})

@@ -57,6 +57,11 @@ def test_when_slurm_started_the_job(monkeypatch, tmp_path):
     assert ledger.slurm_starts("7") == [last - 1800, last]
 
 
+def test_a_slurm_that_hangs(commands_hang):
+    """At the end of a job, which would wait for it."""
+    assert ledger.slurm_starts("7") == []
+
+
 def test_ledger_counts_starts(tmp_path):
     """As numbers: a run with spare nodes has ranks-100 and so on."""
     for start, first in ((0, 1), (2, 11), (10, 21), (100, 31)):

@@ -438,6 +438,11 @@ def test_the_version_of_slurm(says, version, tmp_path, monkeypatch):
     assert lint_sbatch.slurm_version.__wrapped__() == version
 
 
+def test_an_sbatch_that_hangs(commands_hang):
+    """In a hook that runs at each commit."""
+    assert lint_sbatch.slurm_version.__wrapped__() == (26, 5)
+
+
 def test_folders_and_files_that_are_not_here(lint, tmp_path):
     """The folder of another machine is not looked for. What has too long a name is not there."""
     assert lint("#SBATCH --output=/no_such_file_system/me/%j.out") == []

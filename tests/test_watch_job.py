@@ -348,13 +348,8 @@ def test_nodes_that_answer_in_part(hangs, tmp_path, monkeypatch):
     assert watch_job.ask_the_nodes("7") == [json.loads(answer)]
 
 
-def test_a_py_spy_that_hangs(monkeypatch):
+def test_a_py_spy_that_hangs(commands_hang, monkeypatch):
     """Is given up, so that the other ranks of its node are shown."""
-
-    def hang(command, **options):
-        raise subprocess.TimeoutExpired(command[:2], options["timeout"])
-
-    monkeypatch.setattr(subprocess, "run", hang)
     monkeypatch.setattr(watch_job, "ranks_here", lambda job: [(1, 4, 0), (2, 4, 0)])
     node = watch_job.look_into_this_node("7")
     assert [rank["rank"] for rank in node["ranks"]] == [1, 2]

@@ -83,6 +83,16 @@ def stand_ins(folder: Path, programs: dict[str, str]) -> Path:
     return folder
 
 
+@pytest.fixture
+def commands_hang(monkeypatch):
+    """Every command that is run in this process, until its time is up."""
+
+    def hang(command, **options):
+        raise subprocess.TimeoutExpired(command[0], options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", hang)
+
+
 def run(*command: object, timeout: float = 120, **options) -> subprocess.CompletedProcess:
     """A command in the repository; ended with everything it started when the time is up."""
     name, value = "STARTED_BY_RUN", str(uuid.uuid4())
