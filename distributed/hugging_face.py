@@ -1,9 +1,9 @@
 """Hugging Face's folders of a model: config.json, *.safetensors, and the tokenizer's files.
 
 transformer.py has the same names, so nothing is converted, except that it stacks the weights of
-experts, which the files have one by one. A file is mapped, so a rank that keeps
-some rows of a weight reads no others; and it is written weight by weight, so no rank ever holds a
-whole model. It needs no other package.
+experts, which the files have one by one. A file is mapped, so a rank that keeps some rows of a
+weight reads no others; and it is written weight by weight, so no rank ever holds a whole model. It
+needs no other package.
 
 A downloaded folder is a stranger's. None of it runs, what it says is compared with what is there,
 and no link in it leads to a file of yours.
@@ -56,8 +56,8 @@ FILE_SIZE = 4 << 30  # bytes of weights in a file that is written
 
 
 def read_config(folder: Path) -> dict:
-    """The content of config.json, with its defaults. Ends with a sentence if transformer.py is
-    another model, or if a link in the folder leads out of it."""
+    """The content of config.json, with its defaults. Ends with a sentence if transformer.py cannot
+    compute this model, or if a link in the folder leads out of it."""
     try:
         found = read_object(folder / "config.json")
         config = {name: value for name, value in found.items() if value is not None}
@@ -70,8 +70,8 @@ def read_config(folder: Path) -> dict:
 
 
 def check_config(config: dict):
-    """Adds the defaults to the content of a config.json. Raises ValueError if transformer.py is
-    another model, or no model has such numbers."""
+    """Adds the defaults to the content of a config.json. Raises ValueError if transformer.py cannot
+    compute this model, or no model has such numbers."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"its rope_parameters are {rope}")

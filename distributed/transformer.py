@@ -111,7 +111,10 @@ def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor)
     weight of (E, out, in): (S, out)."""
     weight = weight.to(rows.dtype).mT  # autocast does not know grouped_mm
     known = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16,)}
-    if rows.dtype in known.get(rows.device.type, ()):
+    whole = all(size % 8 == 0 for size in weight.shape[1:])  # it wants rows of 16 bytes
+    # There its gradients are wrong for a group without rows (pytorch#172439, #193633).
+    blackwell = rows.is_cuda and torch.cuda.get_device_capability(rows.device) >= (10, 0)
+    if rows.dtype in known.get(rows.device.type, ()) and whole and not blackwell:
         return F.grouped_mm(rows, weight, offs=ends.int())
     groups = rows.tensor_split(ends[:-1].cpu())
     return torch.cat([group @ own for group, own in zip(groups, weight, strict=True)])
@@ -127,6 +130,7 @@ class SparseMLP(nn.Module):
         self.top, self.normed = config["num_experts_per_tok"], config["norm_topk_prob"]
         self.gate = nn.Linear(config["hidden_size"], config["num_experts"], bias=False)
         self.experts = Experts(config)
+        self.load = None  # for Transformer.balance
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, 1)
@@ -140,7 +144,9 @@ class SparseMLP(nn.Module):
         numbers = torch.arange(logits.size(-1), device=x.device)
         ends = torch.searchsorted(experts, numbers, right=True)
         counts = ends.diff(prepend=ends.new_zeros(1))
-        self.load = counts, probabilities.sum(0)  # for Transformer.balance
+        # If the backward pass computes this again, its graph would outlive it here.
+        if self.load is None:
+            self.load = counts, probabilities.sum(0)
         y = self.experts(tokens[order // self.top].to(logits.dtype), counts)
         y = y[order.argsort()] * weight.view(-1, 1).to(y.dtype)
         return y.unflatten(0, (-1, self.top)).sum(1).view_as(x)
@@ -232,14 +238,15 @@ class Transformer(nn.Module):
 
     def balance(self) -> torch.Tensor | float:
         """What the last forward pass adds to the loss so that all experts get tokens, if the config
-        has `output_router_logits`: each expert's part of all choices, times its mean probability
-        (Switch Transformer, arxiv.org/abs/2101.03961, equation 4), over all layers at once, as
-        transformers has it.
+        has `output_router_logits`: how many of a token's choices fall on an expert, times its mean
+        probability (Switch Transformer, arxiv.org/abs/2101.03961, equation 4), over all layers at
+        once, as transformers has it.
 
         Over several ranks, which have different tokens, the sum over the ranks is that loss. It is
         no mean over tokens, so the counts are those of all ranks, and each rank calls it.
         """
-        if not self.config.get("output_router_logits"):
+        sparse = self.config["model_type"] == "qwen3_moe"
+        if not sparse or not self.config["output_router_logits"]:
             return 0.0
         loads = [layer.mlp.load for layer in self.model.layers]
         counts, probabilities = (sum(values) for values in zip(*loads, strict=True))
@@ -274,6 +281,8 @@ class Transformer(nn.Module):
         angles = self.angles(first, tokens.size(1), x.device)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for block in self.model.layers:
+            if isinstance(block.mlp, SparseMLP):
+                block.mlp.load = None
             x = block(x, cos, sin, cache)
         return self.lm_head(self.model.norm(x))
 

@@ -1,5 +1,6 @@
 """sizes.py and memory.py: the numbers of models and GPUs that no GPU is here to show."""
 
+import argparse
 import json
 import math
 import re
@@ -160,6 +161,21 @@ def test_the_choice_of_chapter_10():
         room = {"80": 79.6, "141": 139.8}[size]
         config = MODELS[model.lower()]
         assert cells == [first_that_fits(config, gpus, room) for gpus in (8, 16, 64)], model
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("num_experts", 0), ("num_experts_per_tok", 1), ("head_dim", 8), ("num_hidden_layers", 1)],
+)
+def test_a_folder_s_own_shape(name, value):
+    """Heads of another size, and fewer experts for a token, have weights of the same shapes."""
+    folder = new_config(SIZES["cpu"] | EXPERTS, 64, 64)
+    options = SIZES["cpu"] | EXPERTS | {name: value, "hf_config": folder, "context": 64}
+    option = f"--{name.replace('_', '-')}"
+    with pytest.raises(
+        SystemExit, match=f"has {name} {folder[name]}, so {option} must be the same"
+    ):
+        sizes.config_of(argparse.Namespace(init_from="qwen", **options), 64)
 
 
 def test_what_memory_py_says_of_experts():

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -65,18 +66,37 @@ def test_the_gate_is_that_of_qwen_and_llama():
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_each_expert_has_its_rows(dtype):
-    """By grouped_mm, or by a loop where torch has none for the dtype. The second expert has no
-    rows. The result is what each expert's SwiGLU makes of its rows."""
-    config = {"hidden_size": 16, "num_experts": 3, "moe_intermediate_size": 8}
+@pytest.mark.parametrize("width", [16, 10])
+def test_each_expert_has_its_rows(width, dtype):
+    """By grouped_mm, or by a loop where torch has none for the dtype or the width. The second
+    expert has no rows. The result is what each expert's SwiGLU makes of its rows."""
+    config = {"hidden_size": width, "num_experts": 3, "moe_intermediate_size": width // 2}
     experts = transformer.Experts(config).to(dtype)
     for weight in experts.parameters():
         weight.normal_()
-    rows, found = torch.randn(7, 16, dtype=dtype), []
+    rows, found = torch.randn(7, width, dtype=dtype), []
     for number, group in enumerate(rows.split([3, 0, 4])):
         gate, up = (group @ experts.gate_up_proj[number].T).chunk(2, dim=-1)
         found.append((F.silu(gate) * up) @ experts.down_proj[number].T)
     torch.testing.assert_close(experts(rows, torch.tensor([3, 0, 4])), torch.cat(found))
+
+
+def test_no_activations_outlive_the_backward_pass():
+    """With activation checkpointing, which computes each layer again, and its balance with it."""
+    sizes = SIZES["cpu"] | {"hidden_size": 32, "num_hidden_layers": 2} | EXPERTS
+    model = Transformer(new_config(sizes, 64, 64), activation_checkpointing=True)
+    model.init_weights(torch.device("cpu"), seed=0)
+    kept = []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(lambda *call: kept.append(weakref.ref(call[-1])))
+    logits = model(torch.zeros(1, 8, dtype=torch.int64))
+    (logits.sum() + model.balance()).backward()
+    assert len(kept) == 4 and not any(output() is not None for output in kept)
+
+
+def test_a_dense_model_has_no_balance():
+    config = new_config(SIZES["cpu"], 64, 64) | {"output_router_logits": True}
+    assert Transformer(config).balance() == 0.0
 
 
 @torch.no_grad()
