@@ -45,6 +45,8 @@ help = "with --checkpoint: the data's tokenizer.json, if they use a Hugging Face
 parser.add_argument("--tokenizer", type=Path, metavar="FILE", help=help)
 parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
 args = parser.parse_args()
+if min(args.length, args.part) < 1:
+    parser.error("--length and --part must be at least 1")
 
 # No rank waits for another one until its end, so there is no process group yet.
 rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
@@ -64,6 +66,8 @@ def from_hub() -> Answer:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+        # Llama 3 and GPT-2 have none, and what is written there is masked.
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device)
     except (OSError, ValueError) as error:
         heartbeat.fail(f"no model from the hub (one of train_fsdp.py needs --checkpoint): {error}")
@@ -136,8 +140,8 @@ def stop() -> bool:
 try:
     # Not splitlines(), which also splits at form feeds.
     prompts = [prompt for prompt in args.prompts.read_text().split("\n") if prompt.strip()]
-except OSError as error:
-    heartbeat.fail(f"{args.prompts}: {error.strerror}")
+except (OSError, ValueError) as error:  # not there, or not UTF-8
+    heartbeat.fail(f"{args.prompts}: {error}")
 answer = from_checkpoint() if args.checkpoint else from_hub()
 model, count = f"{args.model}, {args.length} tokens", 0
 try:
