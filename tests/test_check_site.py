@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import check_site
-from copies import VARIABLES, violations
+from copies import VARIABLES
 from slurm import LAUNCHERS, REPOSITORY, cells, run, stand_ins
 
 CHECK = "aux/check_site.py"
@@ -459,7 +459,3 @@ def test_elsewhere(tmp_path):
     done = run(sys.executable, CHECK, env={"PATH": f"{tmp_path}:/bin"})
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert "Slurm does not answer here" in done.stderr
-
-
-def test_python_3_9():
-    assert violations("3.9", CHECK) == ""

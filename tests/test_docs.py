@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import record
+from copies import THREE_FILES
 from pages import (
     CHAPTERS,
     DOCUMENTS,
@@ -81,6 +82,7 @@ def test_every_block_is_run():
     }
 
 
+@pytest.mark.long
 def test_make_train(clone):
     [step] = steps(REPOSITORY / "README.md")
     shown = try_block(*step, clone)
@@ -117,6 +119,7 @@ def follow_two_jobs(printed: str, clone: Path, prefix: tuple, variables: dict):
         assert_shown(shown, re.match(rf"(.*\n)*?{end}.*\n", log.read_text())[0])
 
 
+@pytest.mark.slurm
 def test_chapter_of_slurm(clone):
     """On the cluster of two nodes that one of its blocks starts. The two jobs of README and of the
     chapter end with the logs that it shows."""
@@ -194,16 +197,9 @@ def test_files_of_a_copy(clone):
     bash(block("../my-project"), clone)
     project = clone.parent / "my-project"
     files = [path for path in project.rglob("*.*") if not path.is_symlink()]
-    row = r"^\| (\w+) \| .+ \| (`env\.sh`, .+) \|$"
-    rows = re.findall(row, CHAPTERS["launchers"].read_text(), re.M)
-    named = {launcher: re.findall(r"`([^`]+)`", cell) for launcher, cell in rows}
-    for launcher, names in named.items():
-        text = (clone / LAUNCHERS[launcher]).read_text()
-        assert names[1] == LAUNCHERS[launcher]
-        assert all((clone / name).is_file() for name in names)
-        assert all(name in text for name in names if name != names[1]), launcher
     scripts = [f"distributed/{name}.py" for name in ("train_ddp", "heartbeat", "mnist")]
-    assert {str(path.relative_to(project)) for path in files} == {*named["torchrun"], *scripts}
+    names = {str(path.relative_to(project)) for path in files}
+    assert names == {*THREE_FILES["torchrun"], *scripts}
     assert (project / ".venv/bin/python").exists()
 
 
@@ -230,15 +226,21 @@ def test_lab_one_script_twice(clone):
 
 @pytest.mark.matrix
 def test_lab_endless_loop(clone, cluster):
-    """Chapter 6: what the log says after a minute."""
-    options = ["--export=ALL,PYTHONPATH=distributed", "--output=endless.out"]
-    command = [LAUNCHERS["torchrun"], "docs/labs/endless_loop.py"]
-    variables = {"SBATCH_EXPORT": "NONE"}  # as at some sites
-    job = cluster.submit(*options, *command, env=variables, cwd=clone)
-    log = clone / "endless.out"
+    """Chapter 6: what the log says after a minute. tasks.py passes the rank and the node that it
+    names, and no other node."""
+    hang = ("python3", "docs/labs/tasks.py", "hang")
+    # SBATCH_EXPORT as at some sites
+    job = cluster.exec(*hang, env={"SBATCH_EXPORT": "NONE"}, cwd=clone).stdout.split()[-1]
+    cluster.jobs.append(int(job))
+    log = clone / f"{LAUNCHERS['torchrun']}_{job}.out"
     said = re.compile(r"\[Rank \d on .*no step for(.|\n)*endless_loop\.py:\d+\)\n")
     try:
         wait_for(lambda: log.exists() and said.search(log.read_text()), 180)
+        named = re.search(r"First to look at: rank (\d) on (\S+) ", log.read_text())
+        rank, node = named.groups()
+        assert cluster.exec(*hang, job, rank, node, cwd=clone).stdout == "PASSED\n"
+        wrong = cluster.exec(*hang, job, rank, f"{node}0", cwd=clone)
+        assert wrong.stdout.startswith("FAILED: ")
     finally:
         cluster.exec("scancel", job)
     fresh = said.search(log.read_text())[0].replace(str(clone), HOME)

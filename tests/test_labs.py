@@ -9,7 +9,7 @@ import pytest
 
 import lint_sbatch
 from lab_table import LABS, ROWS, task_of
-from slurm import REPOSITORY, at_once, cells, environment, run, wait_for
+from slurm import REPOSITORY, at_once, cells, environment, run
 
 sys.path.append(str(LABS))
 import tasks
@@ -83,6 +83,7 @@ QUICK = [(command,) for command in ROWS if re.search("one_node|log_folder", comm
 TASKS = [command for command in ROWS if task_of(command) in tasks.TASKS]
 
 
+@pytest.mark.slurm
 @pytest.mark.parametrize("command", cells([(command,) for command in ROWS], *QUICK))
 def test_the_symptom_is_shown_and_then_gone(command, request, tmp_path):
     if reason := reason_to_skip(command, request):
@@ -132,21 +133,3 @@ def test_a_grader_fails_on_the_fault_and_passes_on_the_repair(name, cluster, tmp
         assert graded.stdout.startswith(verdict), graded
 
     at_once(scenario, [("broken", "FAILED: "), ("fixed", "PASSED\n")])
-
-
-@pytest.mark.matrix
-def test_the_grader_of_a_hang(cluster):
-    """The answer in the job's log is right, that with another node is not."""
-    hang = ("python3", LABS / "tasks.py", "hang")
-    job = cluster.exec(*hang).stdout.split()[-1]
-    cluster.jobs.append(int(job))
-    log = REPOSITORY / f"launch_slurm_with_torchrun.sh_{job}.out"
-    found = re.compile(r"First to look at: rank (\d) on (\S+) ")
-    try:
-        wait_for(lambda: log.exists() and found.search(log.read_text()), 180)
-        rank, node = found.search(log.read_text()).groups()
-        assert cluster.exec(*hang, job, rank, node).stdout == "PASSED\n"
-        assert cluster.exec(*hang, job, rank, f"{node}0").stdout.startswith("FAILED: ")
-    finally:
-        cluster.exec("scancel", job)
-        log.unlink(missing_ok=True)

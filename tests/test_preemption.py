@@ -49,6 +49,7 @@ def test_a_script_without_a_process_group_ends_as_well():
     assert (done.returncode, done.stdout, done.stderr) == (1, "1\n", ""), done
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", BY_HAND)
 def test_control_c_at_a_terminal(way, mnist, tmp_path):
     """It saves."""
@@ -87,6 +88,12 @@ STATES = {
     # scontrol is killed before slurmctld has heard it
     "JobState=RUNNING Reason=Killed Restarts=2 BatchFlag=1": "scontrol ended with -9: try again",
 }
+KNOWN = [(state, 2) for state in STATES]
+# The variable is left from the job that has submitted this one, or that of a start that Slurm has
+# not requeued yet.
+SUBMITTED = "JobState=RUNNING Reason=None Restarts=0 BatchFlag=1"
+STATES[SUBMITTED] = ""
+KNOWN += [(SUBMITTED, known) for known in ("", 0, 1)]
 SCONTROL = """echo "$@" >>calls
 if [[ $STATE == unknown ]]; then exit; fi
 if [[ $1 == requeue && $STATE == *Killed* ]]; then kill -KILL $$; fi
@@ -107,8 +114,8 @@ CALL = "import sys, preemption; preemption.time.sleep = lambda _: None; "
 CALL += "sys.exit(not preemption.requeue('--resume'))"
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_what_is_requeued(state, tmp_path):
+@pytest.mark.parametrize(("state", "known"), KNOWN)
+def test_what_is_requeued(state, known, tmp_path):
     """Of an array this task alone, by Slurm's record: the variables are left from another job.
     Otherwise it says what to type. What a site's setup prints besides is no refusal. The job's name
     has an empty line, as there is between two records."""
@@ -116,7 +123,7 @@ def test_what_is_requeued(state, tmp_path):
     array = {"SLURM_JOB_ID": 9, "SLURM_ARRAY_JOB_ID": 5, "SLURM_ARRAY_TASK_ID": 3}
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     path["PYTHONPATH"] = REPOSITORY / "distributed"
-    env = environment(**array, **path, SLURM_RESTART_COUNT=2, STATE=state)
+    env = environment(**array, **path, SLURM_RESTART_COUNT=known, STATE=state)
     done = run(sys.executable, "-c", CALL, "--data dir", cwd=tmp_path, env=env)
     reason = STATES[state]
     launcher = "/home/me/launch.sh" if "JobState" in state else "LAUNCHER"
@@ -202,20 +209,6 @@ def test_in_a_container(tmp_path):
     done = run(sys.executable, "-c", CALL, "train.py", cwd=tmp_path, env=env)
     assert done.returncode == 0 and done.stdout == "", done.stderr
     assert asks.read_text() == "-c train.py --resume"
-
-
-# SLURM_RESTART_COUNT is left from the job that has submitted this one, or is that of a start that
-# Slurm has not requeued yet.
-@pytest.mark.parametrize("known", ["", "0", "1"])
-def test_a_job_that_another_one_has_submitted(known, tmp_path):
-    """Slurm counts 0: it is requeued, and not only told to be."""
-    show = 'if [[ $1 == show ]]; then echo "JobId=9 JobState=RUNNING Restarts=0 "; fi'
-    stand_ins(tmp_path, {"scontrol": f'echo "$@" >>calls\n{show}'})
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": REPOSITORY / "distributed"}
-    env = environment(SLURM_JOB_ID=9, SLURM_RESTART_COUNT=known, **path)
-    done = run(sys.executable, "-c", CALL, cwd=tmp_path, env=env)
-    assert done.stdout == REQUEUED and done.returncode == 0, done.stderr
-    assert (tmp_path / "calls").read_text().splitlines() == ["show job 9", "requeue 9"]
 
 
 def test_sbatch_in_a_requeued_task_of_an_array(cluster, tmp_path):
@@ -353,6 +346,7 @@ class Tree:
         return {process: kinds.get(str(process), "another") for process in found}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_tree_of_processes(method, event, tmp_path):

@@ -1,10 +1,10 @@
 """Words that shells would change, what jobs get, and copies of the files that a reader copies."""
 
+import re
 import shutil
-import sys
 from pathlib import Path
 
-from slurm import LAUNCHERS, REPOSITORY, Job, run
+from slurm import LAUNCHERS, REPOSITORY, Job
 
 VARIABLES, STRANGER = "tests/scripts/variables.py", "tests/scripts/stranger.py"
 NASTY = ["a b", "it's", 'say "x"', "*", "$HOME", "", "line\nbreak", "--flag=v", "; touch canary"]
@@ -41,20 +41,14 @@ def in_all_ways(
 
 # In the order of env.sh's fields, without the job's id
 NOTHING = "1 N/A N/A 0 N/A N/A N/A"
+# The table of docs/appendix_launchers.md
+ROW = re.compile(r"^\| (\w+) \| .+ \| (`env\.sh`, .+) \|$", re.M)
 THREE_FILES = {
-    "srun": ["env.sh", LAUNCHERS["srun"], "aux/launch/slurm_rank.sh"],
-    "torchrun": ["env.sh", LAUNCHERS["torchrun"], "torchrun.sh"],
-    "spawn": ["env.sh", LAUNCHERS["spawn"], "aux/launch/spawn_ranks.py"],
+    launcher: re.findall(r"`([^`]+)`", cell)
+    for launcher, cell in ROW.findall((REPOSITORY / "docs/appendix_launchers.md").read_text())
 }
 
 
 def copy_file(name: str, folder: Path):
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(REPOSITORY / name, folder / name)
-
-
-def violations(version: str, *paths: object) -> str:
-    """What vermin finds that is newer than `version`; empty if nothing is."""
-    options = ["--no-tips", "--eval-annotations", "--violations", f"--target={version}-"]
-    done = run(Path(sys.executable).with_name("vermin"), *options, *paths)
-    return "" if done.returncode == 0 else done.stdout + done.stderr
