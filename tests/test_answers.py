@@ -167,20 +167,6 @@ def test_prompts_on_the_cluster(clone, model, cluster, tmp_path):
     assert [answer["prompt"] for answer in found] == prompts + prompts
 
 
-# What the model of argv's folder answers by its template, without a work list
-ANSWER = """
-import json, sys
-from transformers import AutoModelForCausalLM, AutoTokenizer
-known = AutoTokenizer.from_pretrained(sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
-question = [{"role": "user", "content": "prompt 7"}]
-inputs = known.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt",
-    return_dict=True)
-written = model.generate(**inputs, max_new_tokens=100)[0, inputs["input_ids"].size(1) :]
-print(json.dumps(known.decode(written, skip_special_tokens=True)))
-"""
-
-
 @pytest.mark.matrix
 def test_a_model_from_the_hub(packages, qwen, tmp_path):
     """By the chat template, and without it in front of them, and with a tokenizer that has no
@@ -214,7 +200,7 @@ def test_a_model_from_the_hub(packages, qwen, tmp_path):
     assert other.wait(timeout=120) == 0
     found = answers(folder)
     assert [line["prompt"] for line in found] == prompts
-    expected = json.loads(python(packages, "-c", ANSWER, qwen).splitlines()[-1])
+    expected = json.loads(python(packages, "tests/scripts/one_answer.py", qwen).splitlines()[-1])
     assert found[7]["answer"] == expected
 
 

@@ -10,18 +10,6 @@ from models import python
 pytestmark = pytest.mark.matrix
 
 TEXT = "".join(f"{number} is less than {number + 1}.\n" for number in range(2000))
-# The loss of a saved model on the batch of a step
-LOSS = """
-import sys, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-tokens = AutoTokenizer.from_pretrained(sys.argv[1])(open(sys.argv[2]).read()).input_ids
-sequences = torch.tensor(tokens[: len(tokens) // 32 * 32]).view(-1, 32)
-generator = torch.Generator().manual_seed(int(sys.argv[3]))
-batch = sequences[torch.randint(len(sequences), (8,), generator=generator)]
-with torch.no_grad():
-    print(model(batch, labels=batch).loss.item())
-"""
 
 
 @pytest.mark.parametrize("lora", [[], ["--lora", 4]], ids=["full", "lora"])
@@ -43,5 +31,6 @@ def test_tuned(lora, packages, qwen, tmp_path):
     resumed = tune("two", 30, ranks=1)
     assert list(resumed) == [30] and resumed[30] == pytest.approx(one[30], abs=1e-3)
     saved = [tmp_path / name / "model" for name in ("one", "two")]
-    losses = [float(python(packages, "-c", LOSS, path, tmp_path / "text", 30)) for path in saved]
+    script, text = "tests/scripts/loss_of_a_step.py", tmp_path / "text"
+    losses = [float(python(packages, script, path, text, 30)) for path in saved]
     assert losses[0] < one[30] and losses[1] == pytest.approx(losses[0], abs=1e-3)

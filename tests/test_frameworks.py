@@ -30,28 +30,6 @@ Step = tuple[int, str, float]  # its number, the learning rate as printed, the l
 
 # --- what one process trains ---
 
-# The same model, data and order without any framework.
-PLAIN = """
-import sys, torch
-torch.manual_seed(0)
-inputs = torch.randn(512, 16)
-targets = inputs.sum(1, keepdim=True)
-model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-epochs, step = int(sys.argv[1]), 0
-schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * 16)
-for epoch in range(epochs):
-    order = torch.randperm(512, generator=torch.Generator().manual_seed(epoch))
-    for batch in order.split(32):
-        step, rate = step + 1, schedule.get_last_lr()[0]
-        loss = torch.nn.functional.mse_loss(model(inputs[batch]), targets[batch])
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        print(f"step={step} learning_rate={rate:.8f} loss={loss.item():.6f}")
-"""
-
 
 def lines(guest: str, log: str) -> list[tuple[str, ...]]:
     """A step's number (the Trainer prints epochs), its learning rate and its loss, as printed."""
@@ -81,7 +59,7 @@ def of_one_process(guest: str, packages: dict, folder: Path, epochs: int = 3) ->
         script = variant(guest, folder, epochs)
         done = ranks(1, script, folder / "saved", **packages)
     else:
-        done = run(sys.executable, "-c", PLAIN, epochs)
+        done = run(sys.executable, "tests/scripts/plain_training.py", epochs)
     assert done.returncode == 0, done.stderr
     expected = steps(guest, done.stdout, nodes=1)
     assert [step for step, *_ in expected] == list(range(1, epochs * 16 + 1))
@@ -407,25 +385,9 @@ def test_evaluation_of_the_trainer(packages, tmp_path):
     assert sixteen[0] == sixteen[1] and abs(nine[0] - nine[1]) > 0.01, losses
 
 
-ORDER = """
-import deepspeed, torch
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-model = torch.nn.Linear(1, 1)
-engine, _, loader, _ = deepspeed.initialize(
-    model=model,
-    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-    training_data=list(range(64)),
-    config={"train_batch_size": 8},
-)
-for _ in range(2):
-    print("ORDER", [sample for batch in loader for sample in batch.tolist()])
-"""
-
-
-def test_order_of_deepspeed_s_loader(packages, tmp_path):
+def test_order_of_deepspeed_s_loader(packages):
     """It is the same in each epoch."""
-    (tmp_path / "order.py").write_text(ORDER)
-    done = ranks(1, tmp_path / "order.py", **packages)
+    done = ranks(1, "tests/scripts/deepspeed_order.py", **packages)
     first, second = re.findall("^ORDER .*$", done.stdout, re.M)
     assert first == second and "[0, 1, 2, 3" not in first
 

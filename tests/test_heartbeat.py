@@ -386,36 +386,12 @@ def test_a_short_heartbeat_replaces_a_long_one(monkeypatch, tmp_path):
     assert heartbeat.read_beats(tmp_path / "a server that is away") == []
 
 
-WORKS = """import os, sys, time
-import torch
-import torch.distributed as dist
-import heartbeat
-dist.init_process_group("gloo")
-heartbeat.start(after=10)
-work, x = int(sys.argv[1 + dist.get_rank()]), torch.randn(200, 200)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(200, 200))
-start, step = time.monotonic(), 0
-done = torch.zeros(1)
-while not done.item():
-    for _ in range(work):
-        x = torch.nn.functional.normalize(x @ x)
-    time.sleep(0.002 * work)
-    model(x).sum().backward()
-    step += 1
-    heartbeat.step = step
-    done.fill_(time.monotonic() - start > 25)
-    dist.all_reduce(done, dist.ReduceOp.MAX)
-os._exit(0)
-"""
-
-
 @pytest.mark.matrix  # on a machine that is busy with other tests, any rank may be slow
 @pytest.mark.parametrize("work", [(10, 10, 10), (10, 10, 30)], ids=["healthy", "slow"])
 def test_a_rank_that_holds_the_others_back_is_named(work, tmp_path):
     """While the run goes on, once; a healthy run says nothing."""
-    (tmp_path / "works.py").write_text(WORKS)
     env = environment(NPROC_PER_NODE=3, OMP_NUM_THREADS=1, PYTHONPATH=REPOSITORY / "distributed")
-    command = [REPOSITORY / "torchrun.sh", "works.py", *work]
+    command = [REPOSITORY / "torchrun.sh", REPOSITORY / "tests/scripts/works.py", *work]
     watched = []
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(run, *command, env=env, cwd=tmp_path)

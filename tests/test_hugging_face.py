@@ -289,6 +289,7 @@ def test_a_rank_reads_its_part_only(how, count, experts, tmp_path, monkeypatch):
 TUNED = [("train_fsdp.py", 2), (f"{TP} --sequence-parallel", 2), (TP, 4)]
 
 
+@pytest.mark.long
 def test_fine_tuned(text, tmp_path):
     """However it is split: the losses of one rank from the first on, and a folder with the weights
     of the last checkpoint, from which a run can start again. It leaves what was there alone."""
@@ -372,25 +373,7 @@ SMALL = "--batch-size 8 --context 128 --learning-rate 0.003 --warmup-steps 5 --l
 SMALL += " --eval-windows 8 --device cpu --weight-decay 0"
 
 
-# The loss over all windows of val.bin, what counts in them, and an answer to a question
-CHAT = """
-import sys; sys.path.insert(0, "distributed")
-import torch, token_files
-from transformers import AutoModelForCausalLM, AutoTokenizer
-known = AutoTokenizer.from_pretrained(sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
-text = token_files.TokenDataset(sys.argv[2], 128, 1)
-[(inputs, targets)] = text.eval_batches(8, 8, 0, 1)
-with torch.no_grad():
-    logits = model(inputs).logits
-print(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item())
-print(repr(known.decode(targets[targets >= 0])))
-question = [{"role": "user", "content": "What is 7?"}]
-prompt = known.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt",
-    return_dict=True)
-written = model.generate(**prompt, do_sample=False, max_new_tokens=40)[0]
-print(repr(known.decode(written[prompt["input_ids"].size(1) :])))
-"""
+CHAT = "tests/scripts/chat.py"
 ANSWER = "<think></think>It is a number.<|im_end|>\n"
 
 
@@ -409,7 +392,7 @@ def test_fine_tuned_on_conversations(packages, qwen, tmp_path):
     command += ["--tokenizer", qwen, "--data-dir", tmp_path / "data"]
     assert "259 different ones: chats.jsonl" in python(packages, *command)
 
-    loss, learnt, _ = python(packages, "-c", CHAT, qwen, tmp_path / "data").splitlines()
+    loss, learnt, _ = python(packages, CHAT, qwen, tmp_path / "data").splitlines()
     assert eval(learnt).startswith(2 * ANSWER) and not eval(learnt).replace(ANSWER, "")
     flags = [*SMALL.split(), "--data-dir", tmp_path / "data", "--steps", 80]
     flags += ["--init-from", qwen, "--checkpoint-dir", tmp_path / "run"]
@@ -417,7 +400,7 @@ def test_fine_tuned_on_conversations(packages, qwen, tmp_path):
     first, last = map(float, re.findall(r"^step=\d+/\d+ val_loss=(\S+)$", log, re.M))
     assert first == pytest.approx(float(loss), abs=2e-5)
     tuned = tmp_path / "run/model"
-    loss, _, answer = python(packages, "-c", CHAT, tuned, tmp_path / "data").splitlines()
+    loss, _, answer = python(packages, CHAT, tuned, tmp_path / "data").splitlines()
     # Its weights are rounded to bfloat16, as they were.
     assert last == pytest.approx(float(loss), rel=0.1) and last < 0.1
     assert eval(answer).startswith(ANSWER.removesuffix("\n")), answer

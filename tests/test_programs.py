@@ -61,24 +61,6 @@ def script_of_the_page(name: str) -> str:
     return script
 
 
-# Saves when asked to, and has only to end when it is requeued.
-TRAINER = """
-import os, sys, time
-sys.path.insert(0, "distributed")
-import preemption
-preemption.listen()
-start = os.environ.get("SLURM_RESTART_COUNT", "0")
-print(f"Start {start} with a server on {os.environ['SERVER']}", flush=True)
-for _ in range(300 if start == "0" else 1):
-    time.sleep(0.1)
-    if preemption.received:
-        time.sleep(2)  # longer than the server takes to end
-        print("Saved", flush=True)
-        preemption.requeue()
-        break
-    if "QUICK" in os.environ:
-        break
-"""
 ENDS = {
     # what is done: state, restarts, words of the log
     "nothing": ("COMPLETED", 0, "Start 0 with a server on node-"),
@@ -104,14 +86,13 @@ VARIABLES["server silent"] = {"SILENT": "1"}
 @pytest.mark.matrix
 def test_ends(clone, cluster, vllm, tmp_path):
     """Whatever ends, all end, with the right state, and hold no node."""
-    (clone / "trainer.py").write_text(TRAINER)
     script = script_of_the_page("both.sh")
     trains = "./torchrun.sh distributed/train_ddp.py --epochs 1"
     assert trains in script and "aux/launch/programs.sh" in script
     script = script.replace(
         "aux/launch/programs.sh", "aux/launch/programs.sh\nLAST_WORDS=5 READY_LIMIT=$LIMIT"
     )
-    (clone / "ends.sh").write_text(script.replace(trains, "python trainer.py"))
+    (clone / "ends.sh").write_text(script.replace(trains, "python tests/scripts/trainer.py"))
 
     def scenario(fault: str, state: str, restarts: int, words: str):
         log = tmp_path / fault.replace(" ", "-")
@@ -168,33 +149,11 @@ def test_a_server_that_never_answers(asks, seconds, tmp_path):
     assert done.stderr == said
 
 
-TWO_PROGRAMS = """#!/bin/bash
-set -euo pipefail
-source ./env.sh
-source aux/launch/programs.sh
-export PYTHONPATH=distributed
-start GENERATOR 1 ./torchrun.sh {script} 7
-start TRAINER 1 ./torchrun.sh {script} 9
-finish
-"""
-HEARTBEATS = """import os, sys, time
-import torch.distributed as dist
-import heartbeat
-dist.init_process_group("gloo")
-heartbeat.start()
-print(f"RUN {os.environ['RUN']}\\n", end="", flush=True)
-heartbeat.step = int(sys.argv[1])
-time.sleep(600)
-"""
-
-
 def test_each_program_has_its_own_run(cluster, tmp_path):
     """A folder of checkpoints, and heartbeats: watch_job.py does not mix their ranks."""
-    (tmp_path / "beats.py").write_text(HEARTBEATS)
-    (tmp_path / "job.sh").write_text(TWO_PROGRAMS.format(script=tmp_path / "beats.py"))
     log = tmp_path / "log"
     size = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--cpus-per-task=2"]
-    job = cluster.submit(*size, f"--output={log}", tmp_path / "job.sh")
+    job = cluster.submit(*size, f"--output={log}", "tests/scripts/two_programs.sh")
     folders = [REPOSITORY / f"log/{job}/{name}/ranks-0" for name in ("GENERATOR", "TRAINER")]
     wait_for(lambda: all(len([*folder.glob("[01]")]) == 2 for folder in folders), 120)
     watch = [sys.executable, "aux/watch_job.py", job]

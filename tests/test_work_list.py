@@ -16,59 +16,14 @@ from pathlib import Path
 import pytest
 
 import work_list
-from copies import copy_file
-from slurm import REPOSITORY, environment, run, stand_ins, wait_for
+from slurm import REPOSITORY, environment, run, wait_for
 
-# Items 0 to 1999, or ITEMS, of MEAN seconds, where a write takes 5 ms, so that some kills are in
-# one. The process that begins the item POISON is killed.
-WORKER = """
-import os, random, signal, sys, time
-import work_list
-os.fsync = lambda file: time.sleep(0.005)
-items = range(int(os.environ.get("ITEMS", 2000)))
-for part in work_list.parts(items, sys.argv[1], size=10, patience=float(sys.argv[2])):
-    for item in part.items:
-        if str(item) == os.environ.get("POISON"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(random.expovariate(1 / float(os.environ.get("MEAN", 0.001))))
-    part.write([item * item for item in part.items])
-"""
-
-# 14 parts of argv[3] seconds, of which the process argv[4] writes down which it computes. Clocks of
-# nodes are an hour apart. A process sees the folder as it was up to a second ago, and the times of
-# files as they were a minute ago, unless it opens them, as with NFS.
-SLOW_WORKER = """
-import os, random, sys, time
-import work_list
-folder, patience, seconds, number = sys.argv[1], *map(float, sys.argv[2:])
-real_time, real_list, real_stat, seen = time.time, os.listdir, os.stat, {}
-time.time = lambda: real_time() + 3600 * (number % 3 - 1)
-
-def remembered(seconds, call, path, *rest, **options):
-    time.sleep(random.uniform(0, 0.02))
-    key, now = (call, str(path)), time.monotonic()
-    if key not in seen or seen[key][0] < now - seconds:
-        seen[key] = (now, call(path, *rest, **options))
-    return seen[key][1]
-
-def utime(path, *rest, touch=os.utime):
-    touch(path, *rest)
-    seen.pop((real_stat, str(path)), None)
-
-os.listdir = lambda path: remembered(1, real_list, path)
-os.stat = lambda path, *rest, **options: remembered(60, real_stat, path, *rest, **options)
-os.utime = utime
-for part in work_list.parts(range(14), folder, 1, patience=patience):
-    with open(f"{folder}-{number:.0f}.log", "a") as log:
-        print(part.first, file=log)
-    time.sleep(seconds * random.uniform(0.8, 1.2))
-    part.write([part.first])
-"""
+WORKER, SLOW_WORKER = (f"{REPOSITORY}/tests/scripts/{name}list_worker.py" for name in ("", "slow_"))
 
 
 def start(folder: Path, patience: float = 1, **variables):
     env = environment(PYTHONPATH=REPOSITORY / "distributed", **variables)
-    command = [sys.executable, "-c", WORKER, str(folder), str(patience)]
+    command = [sys.executable, WORKER, str(folder), str(patience)]
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
 
@@ -109,7 +64,7 @@ def test_a_part_that_takes_longer_than_patience(seconds, tmp_path):
     last parts."""
     folder = tmp_path / "answers"
     env = environment(PYTHONPATH=REPOSITORY / "distributed")
-    command = [sys.executable, "-c", SLOW_WORKER, folder, "2", str(seconds)]
+    command = [sys.executable, SLOW_WORKER, folder, "2", str(seconds)]
     processes = [subprocess.Popen([*command, str(n)], env=env) for n in range(8)]
     assert [process.wait(timeout=60) for process in processes] == [0] * 8
     computed = "".join(path.read_text() for path in tmp_path.glob("answers-*.log"))
@@ -197,21 +152,6 @@ def test_a_write_that_fails(tmp_path, monkeypatch):
         part.write([1, 2, 3])
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {work_list.MARK, "000000000.jsonl"}
-
-
-def test_a_start_without_an_answer_has_saved_nothing(tmp_path, monkeypatch):
-    """For aux/launch/requeue_failed.sh, which would otherwise requeue such a job for ever."""
-    script = f"source aux/launch/requeue_failed.sh {tmp_path}/answers"
-    script += f"; sleep 0.1; {sys.executable} -c '{WORKER}' {tmp_path}/answers 600"
-    stand_ins(tmp_path, {"squeue": "echo RUNNING 0"})
-    for name in ("aux/launch/requeue_failed.sh", "aux/launch/requeue_failed.py"):
-        copy_file(name, tmp_path)
-    (tmp_path / "log/7").mkdir(parents=True)
-    env = environment(SLURM_JOB_ID=7, POISON=0, PYTHONPATH=REPOSITORY / "distributed")
-    env["PATH"] = f"{tmp_path}:{env['PATH']}"
-    done = run("bash", "-c", script, cwd=tmp_path, env=env)
-    assert "Not requeued: the run has saved nothing" in done.stderr, done.stdout + done.stderr
-    assert list(tmp_path.glob("answers/.000000000.1.begun"))
 
 
 def test_a_process_that_waits_says_so_once(tmp_path):
