@@ -11,9 +11,9 @@ signal.signal(signal.SIGTERM, signal.default_int_handler)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Fixtures that need root, and marks of what takes long or needs a GPU
+# Fixtures that need root, and marks of what takes long or needs more than this machine
 NEEDS = {"cluster", "engine", "debian", "memory", "laptop"}
-LONG = ("scale", "gpu", "matrix", "kernels")
+LONG = ("long", "scale", "gpu", "matrix", "kernels")
 
 
 def pytest_collection_modifyitems(items):

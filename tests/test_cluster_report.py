@@ -52,6 +52,7 @@ def rows(log: str) -> dict[str, str]:
     return dict(re.findall(r"^\| (.*?) \| (.*?) \| \d+ \|$", page, re.M))
 
 
+@pytest.mark.long
 def test_broken_scripts(copy):
     """On five ranks, of which four can share a batch: a script that never ends, wrong losses, a
     rank that fails, a wrong rank that is named, and one script that is well."""
@@ -124,6 +125,7 @@ for step in range(5, 26, 5):
 """
 
 
+@pytest.mark.long
 def test_a_stop_that_is_not_heard_and_one_that_does_not_resume(copy):
     for name in ("preemptible", "fsdp"):
         (copy / f"distributed/train_{name}.py").write_text(DEAF)

@@ -509,6 +509,7 @@ def test_context_of_a_task(laptop, own, options, nodes, size):
     assert laptop.result(job) == {"rank": 0, "world_size": size, "arguments": NASTY}
 
 
+@pytest.mark.long
 def test_ranks_of_the_task_train_together(tiny):
     """The model of one rank, up to rounding."""
     command = [TASK, "--data-dir", tiny, "--batch-size", 60, "--epochs", 2, "--device", "cpu"]

@@ -15,6 +15,8 @@ import pytest
 from copies import VARIABLES, assert_five_variables
 from slurm import LAUNCHERS, NAMESPACES, REPOSITORY, Cluster, environment, run, wait_for
 
+pytestmark = pytest.mark.slurm
+
 
 @pytest.fixture(scope="module")
 def small():

@@ -88,6 +88,7 @@ def test_killed_in_the_middle(job, archive, tmp_path):
     assert again.stdout == "50\n" and unpacked(tmp_path) == 2, again.stderr
 
 
+@pytest.mark.slurm
 def test_a_full_disk(job, archive, tmp_path):
     """Says so, ends the job, and leaves nothing that a later job takes for whole."""
     (tmp_path / "local").mkdir()
@@ -206,6 +207,7 @@ def test_a_compiled_model_is_not_compiled_again(job, tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.slurm
 def test_a_pack_without_room(job, tmp_path):
     """The one before stays."""
     (tmp_path / "shared").mkdir()

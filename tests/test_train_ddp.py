@@ -118,6 +118,7 @@ def test_resume(script, tiny, tmp_path):
     assert evaluations(second.stdout)[0] == pytest.approx(evaluations(both.stdout)[1], rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", [SINGLE, DDP, PREEMPTIBLE])
 def test_what_a_resumed_run_is_told(script, tiny, tmp_path):
     """Its own learning rate holds, here one that changes nothing. One that ruins the weights in a
@@ -253,6 +254,7 @@ def test_images_per_second(script, tiny, tmp_path):
     assert 30 < int(rate) <= 128, done.stdout + done.stderr
 
 
+@pytest.mark.slurm
 @pytest.mark.parametrize("script", [SINGLE, DDP])
 def test_full_disk(script, tiny, tmp_path):
     """The second checkpoint has no room: the first stays whole."""

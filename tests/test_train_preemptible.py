@@ -57,6 +57,7 @@ def test_a_signal_in_the_last_evaluation(tiny, tmp_path):
     assert evaluations(second.stdout) == evaluations(first.stdout)
 
 
+@pytest.mark.slurm
 def test_a_stop_on_a_full_disk(tiny, tmp_path):
     """Is no stop that can be resumed: it fails, and says so. What was saved stays."""
     train = ["--data-dir", tiny, "--epochs", 9, "--checkpoint-dir", tmp_path]
@@ -70,6 +71,7 @@ def test_a_stop_on_a_full_disk(tiny, tmp_path):
     assert done.stdout.endswith("\nThe last steps are not saved\n")
 
 
+@pytest.mark.slurm
 def test_a_disk_that_is_full_from_the_start(tiny, tmp_path):
     """No run of days without a checkpoint."""
     train = ["--data-dir", tiny, "--epochs", 9, "--checkpoint-dir", tmp_path]
