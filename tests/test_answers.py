@@ -52,6 +52,7 @@ def answer(checkpoint: Path, folder: Path, *options: object, **variables):
     return ranks(0, *command, *options, **variables)
 
 
+@pytest.mark.long
 def test_answers_end(small, tmp_path):
     """They begin behind the prompt, and end before the token that ends a text."""
     ends = shutil.copytree(small, tmp_path / "step_1") / "about.json"
@@ -69,6 +70,7 @@ def test_answers_end(small, tmp_path):
     assert words == [text.split(" ")[0] for text in endless] != endless
 
 
+@pytest.mark.long
 def test_another_checkpoint(small, tmp_path):
     """Does not go on with a list; and a run is no checkpoint, because it may get newer ones."""
     assert answer(small, tmp_path).returncode == 0
@@ -87,6 +89,7 @@ def test_another_checkpoint(small, tmp_path):
     assert answers(tmp_path / "answers") == before
 
 
+@pytest.mark.long
 def test_prompts_that_kill(small, tmp_path):
     """Are named in a sentence, when all others have answers."""
     (tmp_path / "answers").mkdir()
@@ -100,6 +103,7 @@ def test_prompts_that_kill(small, tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_prompts_without_an_answer(small, tmp_path):
     """A character that the model does not know is said in its line, and an empty line is none."""
     (tmp_path / "prompts").write_text("The a\n\n \nThe \u00e9\n")
@@ -113,6 +117,7 @@ def test_prompts_without_an_answer(small, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_granted_gpus_that_torch_does_not_see(small, tmp_path):
     done = answer(small, tmp_path, SLURM_GPUS_ON_NODE=2)
     assert done.returncode == 1, done.stdout
@@ -204,6 +209,7 @@ def test_a_model_from_the_hub(packages, qwen, tmp_path):
     assert found[7]["answer"] == expected
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 def test_a_folder_that_is_not_from_the_hub(packages, small, tmp_path):
     """A checkpoint is read only if the reader says that it is one: its index is a pickle."""

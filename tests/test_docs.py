@@ -233,17 +233,17 @@ def test_lab_endless_loop(clone, cluster):
     job = cluster.exec(*hang, env={"SBATCH_EXPORT": "NONE"}, cwd=clone).stdout.split()[-1]
     cluster.jobs.append(int(job))
     log = clone / f"{LAUNCHERS['torchrun']}_{job}.out"
-    said = re.compile(r"\[Rank \d on .*no step for(.|\n)*endless_loop\.py:\d+\)\n")
+    said = re.compile(r"\[Rank \d on .*no step for .*First to look(.|\n)*endless_loop\.py:\d+\)\n")
     try:
         wait_for(lambda: log.exists() and said.search(log.read_text()), 180)
-        named = re.search(r"First to look at: rank (\d) on (\S+) ", log.read_text())
-        rank, node = named.groups()
+        shown = said.search(log.read_text())[0]
+        rank, node = re.search(r"First to look at: rank (\d) on (\S+) ", shown).groups()
         assert cluster.exec(*hang, job, rank, node, cwd=clone).stdout == "PASSED\n"
         wrong = cluster.exec(*hang, job, rank, f"{node}0", cwd=clone)
         assert wrong.stdout.startswith("FAILED: ")
     finally:
         cluster.exec("scancel", job)
-    fresh = said.search(log.read_text())[0].replace(str(clone), HOME)
+    fresh = shown.replace(str(clone), HOME)
     assert_shown(shown_by(6, r"\[Rank.*no step for"), fresh)
 
 

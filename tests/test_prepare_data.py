@@ -387,6 +387,7 @@ def test_digits_are_those_of_their_seed():
     assert first == again != other
 
 
+@pytest.mark.long
 def test_synthetic_digits_are_like_mnist(mnist_full):
     """No two are alike: each has its own handwriting, and no test image is a training image."""
     train, test = (torchvision.datasets.MNIST(mnist_full, train=train) for train in (True, False))

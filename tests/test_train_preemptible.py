@@ -11,6 +11,7 @@ from slurm import mounted_in_memory, ranks
 HOOKED = ["tests/scripts/slowly.py", 0, PREEMPTIBLE]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("at", "stopped"), [(3, 10), (12, 15)])
 def test_one_rank_is_asked(at, stopped, one_process, mnist, tmp_path):
     """Both stop after the same step, save and do not evaluate, for which there may be no time. The
@@ -29,6 +30,7 @@ def test_one_rank_is_asked(at, stopped, one_process, mnist, tmp_path):
     assert_same_curve(first.stdout + second.stdout, one_process)
 
 
+@pytest.mark.long
 def test_a_later_epoch(tiny, tmp_path):
     """Killed in its second epoch, a run resumes after the last checkpoint of that epoch, with the
     images that it would have read. Two slow steps are enough to write one."""
