@@ -68,32 +68,37 @@ export SLURM_EXPORT_ENV=ALL SLURM_MPI_TYPE=none OMP_NUM_THREADS=$CPUS_PER_RANK
 # --- log/JOB: which code each start runs, when and how it ended, and NCCL's last collectives ---
 mkdir --parents "log/$SLURM_JOB_ID" || true
 # start-N has a line when this launcher begins, and one when it ends, because Slurm forgets a job.
-noted=log/$SLURM_JOB_ID/start-$restarts job_log=$(readlink /proc/$$/fd/1 || true)
-{ echo "began $(date +%s) $SLURM_JOB_NODELIST $job_log" >>"$noted"; } 2>/dev/null || true
-note_end() { # if you set a trap for EXIT, begin it with: note_end $?
-    status=$1
-    # A task that --kill-on-bad-exit has ended gives 143, which hides the status of the first one.
-    local exited=': Exited with exit code [0-9]+$'
-    if ((status == 143)) && [[ -f "$job_log" ]] &&
-        exited=$(grep --max-count=1 -oE "$exited" <(tail -c 99999 "$job_log")); then
-        status=${exited##* }
-    fi
-    { echo "ended $(date +%s) $status" >>"$noted"; } 2>/dev/null || true
-}
-trap 'note_end $?; exit "$status"' EXIT
+# Others who may write to log/ can have put a link or a FIFO there, into which nothing is written.
+noted=$PWD/log/$SLURM_JOB_ID/start-$restarts
+note() { if [[ ! -L "$noted" && ! -p "$noted" ]]; then echo "$@" >>"$noted"; fi; } 2>/dev/null
+note began "$(date +%s)" "$SLURM_JOB_NODELIST" "$(readlink /proc/$$/fd/1)" || true
+# If you set a trap for EXIT, begin it with: note_end $?
+note_end() { note ended "$(date +%s)" "$1" || true; }
+if [[ -z "$(trap -p EXIT)" ]]; then
+    trap 'note_end $?' EXIT
+elif [[ "$(trap -p EXIT)" != *note_end* ]]; then
+    echo 'env.sh: begin your trap for EXIT with: note_end $?' >&2
+fi
+# Without a trap for a signal that ends this shell, $? is that of its last command, mostly 0.
+for name in HUP INT TERM USR1 USR2 XCPU; do
+    ended="exit $((128 + $(kill -l "$name")))"
+    if [[ -z "$(trap -p "$name")" ]]; then trap -- "$ended" "$name"; fi
+done
 code=log/$SLURM_JOB_ID/code-$restarts before=log/$SLURM_JOB_ID/code-$((restarts - 1))
 script=${1:-distributed/train_ddp.py} module=${2-}
 if [[ "$script" == -- ]]; then script=$module; elif [[ "$module" == -- ]]; then module=${3-}; fi
 if [[ "$script" == -m ]]; then script=${module//.//}; fi # package.module: package/module.py
 (
     umask 077 # a secret in a file that you have edited is for nobody else
+    rm --force "$code"
+    set -o noclobber # a link or a file of others, who may write to log/, stays as it is
     {
         git describe --always
         git diff HEAD -- .
         sha256sum ./*.sh "$(dirname -- "$script")"/*.py "$script"/*.py
     } >"$code"
 ) 2>/dev/null || true
-if [[ -e "$before" ]] && ! cmp --silent "$before" "$code"; then
+if [[ -f "$before" ]] && ! cmp --silent "$before" "$code"; then
     echo "The code has changed since this job's last start: diff $before $code"
 fi
 export TORCH_FR_DUMP_TEMP_FILE=log/$SLURM_JOB_ID/nccl_rank_

@@ -38,7 +38,7 @@ trap : TERM
 # A container has no scontrol, so rank 0 of a stopped run writes into this file, and this shell
 # requeues the job.
 stopped=log/$SLURM_JOB_ID/requeue
-true >"$stopped" || true
+(rm --force "$stopped" && set -o noclobber && true >"$stopped") || true
 
 # --overlap: also in an salloc whose own step holds the CPUs.
 # --wait=0: a rank that has ended does not end one that still saves, as a site's WaitTime would.

@@ -388,6 +388,7 @@ def sentences(found: dict) -> list[str]:
         )
     if cause == "killed" and not found["first"]:
         lines.append("Its launcher has noted no end, as if its node was lost, or its shell killed.")
+        lines.append("Nor is one noted after exec, or by a trap for EXIT without note_end.")
     return [*map(plain, lines), *history(found)]
 
 

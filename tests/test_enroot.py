@@ -184,6 +184,17 @@ def test_its_status_is_that_of_srun(in_a_job):
     assert in_a_job("train.py", srun="exit 3", scontrol="echo n1").returncode == 3
 
 
+def test_the_file_for_a_requeue(in_a_job):
+    """Is a new one: others who may write to log/ can have put a link there."""
+    mine, asks = in_a_job.folder / "mine", in_a_job.folder / "log/7/requeue"
+    mine.write_text("precious")
+    asks.parent.mkdir(parents=True)
+    asks.symlink_to(mine)
+    done = in_a_job("train.py", srun="test -f log/7/requeue", scontrol="echo n1")
+    assert done.returncode == 0 and mine.read_text() == "precious", done.stderr
+    assert not asks.is_symlink()
+
+
 def test_pyxis(in_a_job):
     """The documented lines, as they are, in the place of the one they name."""
     folder = documented("--container-image", in_a_job.folder)

@@ -1,5 +1,6 @@
 """env.sh: what it makes of Slurm's variables, site.sh, and the code of each start."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -191,6 +192,62 @@ def test_the_code_of_each_start(cluster, tmp_path):
     assert start(6)
     code = tmp_path / "log/89/code-6"
     assert "+# edited" in code.read_text() and code.stat().st_mode & 0o777 == 0o600
+
+
+def start_on_one_node(folder: Path, before: str, after: str):
+    """A launcher's lines before and after it sources env.sh, and what log/7/start-0 then has."""
+    copy_file("env.sh", folder)
+    programs = {"squeue": f"echo 7 {NOTHING}", "scontrol": "echo n1", "getent": "true"}
+    slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "n", "SLURM_JOB_NUM_NODES": 1}
+    slurm |= {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_CPUS_PER_NODE": 1}
+    slurm["PATH"] = f"{stand_ins(folder, programs)}:{environment()['PATH']}"
+    lines = f"{before}\nsource ./env.sh >&2\n{after}"
+    done = run("bash", "-euo", "pipefail", "-c", lines, cwd=folder, env=environment(**slurm))
+    noted = folder / "log/7/start-0"
+    text = noted.read_text() if noted.is_file() else ""
+    return done, re.sub(r"(began|ended) \d+ ", r"\1 ", text)
+
+
+SIGNALS = {"HUP": 129, "INT": 130, "TERM": 143, "USR1": 138, "USR2": 140, "XCPU": 152}
+ENDS = [("", 0), ("exit 3", 3), ("cd /", 0), ("kill -KILL $$", None)]
+ENDS += [(f"kill -{name} $$", status) for name, status in SIGNALS.items()]
+
+
+@pytest.mark.parametrize(("lines", "status"), ENDS)
+def test_how_a_start_has_ended(lines, status, tmp_path):
+    """Also in another folder, and by a signal, after a command that went well."""
+    done, noted = start_on_one_node(tmp_path, "", lines)
+    ended = "" if status is None else f"ended {status}\n"
+    assert re.fullmatch(rf"began n1 \S+\n{ended}", noted), noted
+    assert done.returncode == (-9 if status is None else status), done.stderr
+
+
+def test_a_trap_for_exit_of_one_s_own(tmp_path):
+    """Stays, and env.sh says what it lacks."""
+    said = "env.sh: begin your trap for EXIT with: note_end $?\n"
+    done, noted = start_on_one_node(tmp_path, "trap 'echo tidy' EXIT", "exit 3")
+    assert (done.returncode, done.stdout) == (3, "tidy\n") and said in done.stderr
+    assert "ended" not in noted
+    done, noted = start_on_one_node(tmp_path, "trap 'note_end $?; echo tidy' EXIT", "exit 3")
+    assert (done.returncode, done.stdout) == (3, "tidy\n") and said not in done.stderr
+    assert noted.endswith("\nended 3\n")
+
+
+def test_what_others_have_put_into_log(tmp_path):
+    """Through a link nothing is written, no FIFO is waited for, and code-N is this user's own."""
+    mine, folder = tmp_path / "mine", tmp_path / "log/7"
+    mine.write_text("precious")
+    folder.mkdir(parents=True)
+    for name in ("start-0", "code-0"):
+        (folder / name).symlink_to(mine)
+    done, _ = start_on_one_node(tmp_path, "", "")
+    assert done.returncode == 0 and mine.read_text() == "precious"
+    assert "env.sh" in (folder / "code-0").read_text() and not (folder / "code-0").is_symlink()
+    (folder / "start-0").unlink()
+    os.mkfifo(folder / "start-0")
+    (folder / "code-0").chmod(0o666)
+    done, _ = start_on_one_node(tmp_path, "", "")
+    assert done.returncode == 0 and (folder / "code-0").stat().st_mode & 0o777 == 0o600
 
 
 BY_HAND = """

@@ -133,9 +133,9 @@ def test_the_status_is_the_last_program_s(tmp_path):
     lines = "start TRAINER 2 train; finish"
     done = programs(tmp_path, "echo $no_proxy; exit 3", lines)
     assert (done.returncode, done.stdout) == (3, "localhost,n1,n2\n"), done.stderr
-    # env.sh notes it, and may know the status of the first task that failed.
-    done = programs(tmp_path, "exit 143", f'note_end() {{ echo "$1"; status=6; }}; {lines}')
-    assert (done.returncode, done.stdout) == (6, "143\n"), done.stderr
+    # env.sh notes it.
+    done = programs(tmp_path, "exit 143", f'note_end() {{ echo "$1"; }}; {lines}')
+    assert (done.returncode, done.stdout) == (143, "143\n"), done.stderr
 
 
 @pytest.mark.parametrize(("asks", "seconds"), [("ready URL 2", 2), ("READY_LIMIT=1; ready URL", 1)])
