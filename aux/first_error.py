@@ -64,14 +64,17 @@ STATES |= {"PREEMPTED": "preempted", "NODE_FAIL": "node", "BOOT_FAIL": "node"}
 STATES |= {"OUT_OF_MEMORY": "memory", "REQUEUED": "stopped"}
 
 # The first line of a start: env.sh's, or launch_slurm_with_spare.sh's
-BEGINS = (
-    r"^(?:.*: \d+ ranks on (\S+), rank 0 at .* Each node: ranks (\d+),.*|Start (\d+) on (\S+))$"
-)
+BEGINS = r"^(?:.*: \d+ ranks on (\S+), rank 0 at .* Each node: ranks (\d+),.*"
+BEGINS += r"|Start ([1-9]\d*) on ([\w.,-]+))$"
 # As the second command of the page has it
 ERROR = r"(?:Error|Exception)\b|error:|fatal:|not found|NCCL WARN|\[E[0-9 ]|exitcode +: -|DUE TO"
 ERROR += r"|terminate called|with signal SIG"
 NO_ERROR = r'ChildFailed|raise |File "|onnection (?:closed|reset)|SIGTERM|Terminated|Exited with'
 NO_ERROR += r"|SignalException|[Ww]arning|WARNING|remote process|ncclRemote|CANCELLED AT \S+ [*]"
+NO_ERROR += r"|error: *[-+]?[0-9]*[.][0-9]"  # a metric
+# A line of Python, C++ or NCCL. Another one, such as "config not found", may be harmless.
+SURE = r"^\[rank\d|(?:Error|Exception)\b|Fatal Python error|NCCL WARN|\[E[0-9 ]|^slurmstepd"
+SURE += r"|terminate called|with signal SIG"
 # How ranks and tasks ended, as its third command has it: by torchrun, spawn_ranks.py and srun
 ENDS = r"^srun: error: \S+: tasks? |^spawn_ranks.py: rank |^ +exitcode +: "
 TORCHRUN = r"time +: (\S+)\n +host +: (\S+)\n +rank +: (\d+) .*\n +exitcode +: (-?\d+)"
@@ -157,6 +160,7 @@ def first_error(part: dict) -> dict:
             lines.append(line)
             if re.search(ERROR, line):
                 errors.append(line)
+    errors = [line for line in errors if re.search(SURE, line)] or errors
 
     label = re.match(r"\[rank(\d+)\]:? *", errors[0]) if errors else None
     if label:
@@ -166,17 +170,17 @@ def first_error(part: dict) -> dict:
         return {"first": first, "error": plain(errors[0][label.end() :])}
     killed = [its for its in ends if its["signal"] in (signal.SIGKILL, signal.SIGBUS)]
     first = next(iter(killed or ends), None)
-    if errors:
+    if errors and re.search(SURE, errors[0]):
         return {"first": first, "error": plain(errors[0].strip())}
     # If a script ended with a sentence, it is the last line before others report the end.
-    said = None
+    said = perhaps = plain(errors[0].strip()) if errors else None
     for line in lines:
         if re.match(r"srun: |slurmstepd|[EW]\d{4} ", line):
             break
         if line and not re.match(r"\[rank\d+\]|\s|Traceback|=|-", line):
             said = plain(line)
     failed = first and first["exit"]
-    return {"first": first, "error": said if failed else None, "guessed": True}
+    return {"first": first, "error": said if failed else perhaps, "guessed": True}
 
 
 def end(rank: int | None, node: str | None, status: int | None = None, number: int | None = None):
@@ -220,7 +224,8 @@ def why(cause: str, first: dict | None, by: str | None = None) -> tuple[str, str
     words = {"who": who, "exit": first["exit"], "signal": "", "by": by or "somebody"}
     words["node"] = first["node"] or "a node"
     if first["signal"]:
-        words["signal"] = f" by {signal.Signals(first['signal']).name}"
+        names = {int(number): number.name for number in signal.Signals}
+        words["signal"] = f" by {names.get(first['signal'], 'signal ' + str(first['signal']))}"
     what, do = (text.format(**words) for text in CAUSES[cause])
     if cause == "node" and not first["node"]:
         do = "submit it again"

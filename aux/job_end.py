@@ -44,6 +44,8 @@ REASONS = {
     ".*NotAllowed|Invalid|(?:Bad)?Constraints|AccountingPolicy|PartitionConfig|QOSUsage"
     "|Reservation[DI]": "for ever, because its account, QOS, partition or constraint is not for it:"
     " scancel {job}",
+    "PartitionNodeLimit": "for ever, if `scontrol show partition` allows fewer or more nodes, and"
+    " otherwise for nodes that are down or drained: sinfo --list-reasons",
     "ReqNodeNotAvail|Node|Partition(?!Time)|Reservation": "for nodes that are down, drained or"
     " reserved: sinfo --list-reasons",
     "QOSMin": "for ever, because it asks for less than a job must: scancel {job}",
@@ -82,13 +84,16 @@ def look(job: str, program: str = "") -> dict:
     `step`      the last of all starts; `steps_lost`: so many were done twice, and took `hours_lost`
                 of ranks; null without heartbeats
     `without_progress`  how many of the last starts got no further than those before them
-    `saved`     the newest checkpoint in checkpoints/JOB
+    `saved`     the newest checkpoint in checkpoints/JOB, or JOB_PROGRAM
     `log`       its path
     `next`      what to do
 
-    Of a job that runs, watch_job.py adds `silent` and `waited_for`: lists of `rank` and `node`.
+    Of a job that runs, watch_job.py adds `silent`, `waited_for` and `missing` (not begun):
+    lists of `rank` and `node`, or null if no rank has sent a heartbeat of late.
     Times are in seconds since 1970.
     """
+    if not job.isdecimal():
+        sys.exit(f"{job} is no job's number. For an array: squeue --me --array --format='%i %A'")
     names = "state ended reason expected cause by first error log saved next"
     found = {"job": job, "known_by": [], "unknown": []} | dict.fromkeys(names.split())
     record, states = ask_scontrol(job), []
@@ -117,7 +122,8 @@ def look(job: str, program: str = "") -> dict:
     ended = last > 0 or found["state"] not in RUNS
     parts = parts_of(read(log), last) if log and ended else []
     rows = found["starts"] = rows_of(folder, program, noted, parts, states)
-    found |= {"log": log and str(log), "saved": newest(Path("checkpoints", job))}
+    run = f"{job}_{program}" if program else job
+    found |= {"log": log and str(log), "saved": newest(Path("checkpoints", run))}
     found |= progress(rows, found["state"] in RUNS)
     if noted:
         found["known_by"].append(str(folder / f"start-{max(noted)}"))
@@ -343,7 +349,9 @@ def newest(folder: Path) -> str | None:
     found = {}
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
-            if not path.name.startswith(".") and not path.name.endswith(("part", ".log", "owner")):
+            if path.name.startswith(".") or path.name.endswith(("part", ".log", "owner")):
+                continue
+            with contextlib.suppress(OSError):  # a link that leads nowhere
                 found[path.stat().st_mtime] = str(path)
     return found[max(found)] if found else None
 
@@ -409,7 +417,7 @@ def history(found: dict) -> list[str]:
             words.append(why(row["cause"], row["first"])[0])
         lines.append(", ".join(words))
     if found["steps_lost"]:
-        hours = f"which took {found['hours_lost']} hours of ranks"
+        hours = f"which cost {found['hours_lost']} rank-hours"
         lines.append(f"It did {found['steps_lost']} steps twice, {hours}.")
     if found["saved"]:
         lines.append(f"The newest checkpoint is {plain(found['saved'])}.")

@@ -15,7 +15,7 @@ py-spy` once, where all nodes see it.
 The status is 0 if all ranks are alive, or the job is COMPLETED. It is 1 if the job waits, or has
 ended in another way, or if a rank is silent, keeps the others waiting, or has not begun. Without
 heartbeats it is 1 if the ranks have not met, or are at different places, which may be chance, so
-look twice.
+look twice. With --json it is then 1, because nobody knows.
 
 JOB is the number in log/JOB, even for a task of an array. JOB/NAME is the program that
 aux/launch/programs.sh has started by that name.
@@ -75,12 +75,11 @@ def main():
         print(json.dumps(found) if args.json else "\n".join(sentences(found)))
         sys.exit(found["state"] != "COMPLETED")
     if args.json:
-        late = [rank for _, _, silent in runs for rank in silent]
-        stuck = [rank for _, beats, _ in runs for rank in stuck_ranks(beats, args.after)]
-        for name, ranks in (("silent", late), ("waited_for", stuck)):
-            found[name] = [{"rank": rank["rank"], "node": rank["host"]} for rank in ranks]
+        late = late_ranks(runs, args.after)
+        found |= late
+        found["unknown"] += [name for name in late if late[name] is None]
         print(json.dumps(found))
-        sys.exit(bool(late or stuck))
+        sys.exit(not runs or any(late.values()))
     if not runs:
         sys.exit(look_into(job, program))
     status = 0
@@ -105,6 +104,21 @@ def recent_runs(job: str, after: float) -> list[tuple[Path, list[dict], list[dic
         if silent != beats:
             runs.append((folder, beats, silent))
     return runs
+
+
+def late_ranks(runs: list[tuple[Path, list[dict], list[dict]]], after: float) -> dict:
+    """For JSON: the ranks that are silent, that keep the others waiting, or that have not begun.
+    Nobody knows of a job without recent heartbeats."""
+    if not runs:
+        return dict.fromkeys(("silent", "waited_for", "missing"))
+    late = {"silent": [], "waited_for": [], "missing": []}
+    for _, beats, silent in runs:
+        begun = {beat["rank"] for beat in beats}
+        missing = sorted(set(range(beats[0]["world_size"])) - begun)
+        late["missing"] += [{"rank": rank, "node": None} for rank in missing]
+        for name, ranks in (("silent", silent), ("waited_for", stuck_ranks(beats, after))):
+            late[name] += [{"rank": rank["rank"], "node": rank["host"]} for rank in ranks]
+    return late
 
 
 def latest_beats(folder: Path) -> list[dict]:
@@ -279,7 +293,7 @@ def show(job: str, nodes: list[dict]) -> int:
         return 1
     apart = holds_up(ranks)
     if not apart:
-        print(f"All {len(ranks)} ranks are at the same place.")
+        print(f"All {len(ranks)} ranks are in the same line.")
         return 0
     print(f"First to look at: {names_of(apart)}, in", *apart[0]["stack"], sep="\n    ")
     print_more(job, apart, ranks)

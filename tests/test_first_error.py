@@ -79,6 +79,28 @@ def test_sigterm_under_torchrun():
     assert end_of(log + told)[0] == "terminated"
 
 
+# Lines that hide the error, or the whole of a start
+HARMLESS = (
+    "epoch 1 validation error: 0.253\nconfig.yaml not found, using defaults\nStart 0 on cuda:0\n"
+)
+
+
+def test_lines_that_are_no_error():
+    """A metric, a default, and what only looks like a start of the spare launcher."""
+    header, _, rest = LOGS["error_torchrun"].partition("\n")
+    assert end_of(f"{header}\n{HARMLESS}{rest}") == ENDS["error_torchrun"]
+    header, _, rest = LOGS["sentence"].partition("\n")
+    log = f"{header}\n{HARMLESS}{rest}"
+    assert end_of(log) == ENDS["sentence"]
+    [part] = first_error.parts_of(log)
+    assert part["start"] == 0 and first_error.end_of(part)["guessed"]
+
+
+def test_a_signal_without_a_name():
+    what, _ = first_error.why("killed", first_error.end(1, "n2", None, 35))
+    assert what == "rank 1 on n2 was killed by signal 35"
+
+
 def test_the_page_looks_for_the_same():
     page = (REPOSITORY / "docs/troubleshooting.md").read_text()
     for words in (first_error.ERROR, first_error.NO_ERROR):

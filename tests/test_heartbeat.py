@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -120,6 +121,9 @@ def test_how_often_a_heart_beats(monkeypatch):
     assert [heartbeat.Heart(60, 0, n).interval for n in (1, 60, 4096)] == [2, 2, 4096 / 30]
     monkeypatch.setenv("HEARTBEAT_LIMIT", "30")
     assert heartbeat.Heart(60, 0, 2).after == 30
+    monkeypatch.setenv("HEARTBEAT_LIMIT", "0")
+    heart = heartbeat.Heart(60, 0, 2)
+    assert (heart.after, heart.limit) == (60, math.inf), "no limit"
 
 
 @pytest.mark.parametrize(
@@ -180,6 +184,8 @@ STRANGE = {
     "22": heartbeat_of(22, world_size=23, memory=[[1] * 6 + ["1"]]),
     "23": heartbeat_of(23, world_size=24, memory={"1": 1}),
     "24": heartbeat_of(24, world_size=25, gpus=[1, "2"]),
+    "25": heartbeat_of(25, world_size=26, began=9e11),
+    "26": heartbeat_of(26, world_size=27, time=-9e11),
 }
 
 

@@ -106,9 +106,19 @@ def test_a_running_job_for_programs(tmp_path):
     assert watched.returncode == 1 and watched.stdout.count("\n") == 1
     assert found["waited_for"] == [{"rank": 1, "node": "n1"}] and found["silent"] == []
     assert (found["state"], found["ended"], found["step"]) == ("RUNNING", False, 6)
+    # Those that have not begun, and then no heartbeat of late: nobody knows.
+    (folder / "2").unlink()
+    watched = run(sys.executable, WATCH, "7", "--json", "--after=200", cwd=tmp_path, env=env)
+    found = json.loads(watched.stdout)
+    assert watched.returncode == 1 and found["missing"] == [{"rank": 2, "node": None}]
+    watched = run(sys.executable, WATCH, "7", "--json", "--after=-60", cwd=tmp_path, env=env)
+    found = json.loads(watched.stdout)
+    assert watched.returncode == 1 and found["silent"] is found["waited_for"] is None
+    assert found["unknown"] == ["silent", "waited_for", "missing"]
+    (folder / "2").write_text(heartbeat_of(2, **values))
     watched = run(sys.executable, WATCH, "7", "--after", 200, cwd=tmp_path, env=env)
     assert watched.returncode == 0 and "\nAll 3 ranks are alive, at step 6." in watched.stdout
-    assert watched.stdout.endswith("\nIt did 5 steps twice, which took 0.0 hours of ranks.\n"), (
+    assert watched.stdout.endswith("\nIt did 5 steps twice, which cost 0.0 rank-hours.\n"), (
         watched.stdout
     )
 
