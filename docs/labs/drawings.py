@@ -1,4 +1,4 @@
-"""The data of vit.py: drawings of four kinds. Leave it as it is: port.py grades through it."""
+"""The data of vit.py: drawings of four kinds. grade_port.py grades through it, so leave it."""
 
 import os
 import time

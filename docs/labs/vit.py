@@ -1,4 +1,4 @@
-"""A vision transformer on one GPU, as people have it, to be ported to two nodes: see port.py.
+"""A vision transformer on one GPU, as people have it, to be ported to two nodes: see grade_port.py.
 
 python docs/labs/vit.py --epochs 4 --exact     # float64, nothing random: for comparisons
 """

@@ -1,4 +1,4 @@
-"""docs/labs/port.py: two right ports of vit.py pass, and each wrong one fails by its sentence."""
+"""docs/labs/grade_port.py: two right ports of vit.py pass, and each wrong one fails by its sentence."""
 
 import re
 import sys
@@ -73,7 +73,7 @@ def graded(port: str, cluster, folder) -> str:
     """What the grader says of a script."""
     script = folder / "mine.py"
     script.write_text(port)
-    done = cluster.exec(sys.executable, "docs/labs/port.py", script, timeout=560)
+    done = cluster.exec(sys.executable, "docs/labs/grade_port.py", script, timeout=560)
     assert done.returncode == (0 if done.stdout.endswith("PASSED\n") else 1), done.stderr
     return done.stdout
 
