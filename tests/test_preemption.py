@@ -445,6 +445,13 @@ def test_a_child_of_a_rank_is_none():
     assert done.stdout == "its loader worker: ordinary\nown\n", done
 
 
+def test_a_rank_ends_well_beside_its_loader_workers():
+    """torch's handler takes their end for a failure, and the job would have failed."""
+    env = environment(PYTHONPATH="distributed", OMP_NUM_THREADS=1)
+    done = run(sys.executable, SCRIPTS / "end_beside_workers.py", env=env)
+    assert (done.returncode, done.stderr) == (0, ""), done
+
+
 def test_a_daemon_is_asked_before_it_is_killed():
     """When its rank fails, as by Python's own exit."""
     env = environment(PYTHONPATH="distributed")
