@@ -359,6 +359,16 @@ def test_what_counts_as_a_step(heart):
     assert heart.counts[0] > before[0] and heart.counts[1] == before[1]
 
 
+def test_how_often_a_rank_waits_for_others(monkeypatch, heart):
+    """For the ledger as well, and who waits less than the others holds them back."""
+    wait_for(lambda: heart.counts[1] > 2, 10)
+    assert heart.counts[2] == 0 and not any(heart.waits)
+    monkeypatch.setattr(heartbeat, "main_stack", lambda: (["f"], "f", True))
+    before = heart.counts[1]
+    wait_for(lambda: heart.counts[1] > before + 2, 10)
+    assert 0 < heart.counts[2] < heart.counts[1] and heart.waits[-1]
+
+
 def test_the_limit_counts_from_the_first_step(monkeypatch, heart):
     """A script may compile or load for longer."""
     ended = []

@@ -57,6 +57,17 @@ def test_launchers_differ_in_their_srun_alone():
     assert set(between[0]) <= set(between[3])
 
 
+def test_launchers_ask_for_the_same():
+    """But for their nodes, tasks and CPUs, and what the spare nodes are for."""
+    names = [*LAUNCHERS.values(), "run_script.sh", "launch_slurm_with_spare.sh"]
+    texts = [(REPOSITORY / name).read_text() for name in names]
+    asked = [re.findall(r"^##?SBATCH (--\S+)", text, re.M) for text in texts]
+    own = "--(nodes|ntasks-per-node|cpus-per-task)=.*|--no-kill"
+    headers = [[option for option in its if not re.fullmatch(own, option)] for its in asked]
+    assert all(header == headers[0] for header in headers)
+    assert {"--output=%x_%j.out", "--open-mode=append", "--requeue"} < set(headers[0])
+
+
 def test_docker_ignores_what_git_ignores():
     """git does so in every folder, and Docker with **/."""
     git, docker = (
