@@ -178,6 +178,13 @@ def test_a_folder_s_own_shape(name, value):
         sizes.config_of(argparse.Namespace(init_from="qwen", **options), 64)
 
 
+def test_a_new_model_knows_the_context_of_its_run():
+    """Beyond it, it has not been trained."""
+    options = SIZES["cpu"] | {"hf_config": None, "context": 48}
+    config = sizes.config_of(argparse.Namespace(**options), 64)
+    assert (config["max_position_embeddings"], config["vocab_size"]) == (48, 64)
+
+
 def test_what_memory_py_says_of_experts():
     done = run(sys.executable, "aux/memory.py", "--model", "qwen3-30b-a3b", "--ranks", 8)
     line = "Weights: 30,532,122,624, of which a token meets 3,353,032,704. FSDP gathers all of a"
