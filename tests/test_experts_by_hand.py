@@ -1,5 +1,5 @@
-"""experts_by_hand.py is the unsplit loop on 1, 2 and 4 ranks, and its four mistakes are seen in the
-norm of the first step and not in its loss."""
+"""experts_by_hand.py is the unsplit loop on 1, 2 and 4 ranks, its four mistakes are seen in the
+norm of the first step and not in its loss, and the traps of docs/is_my_split_right.md happen."""
 
 import re
 
@@ -59,3 +59,12 @@ def test_a_mistake_is_in_the_norm_and_not_in_the_loss(letter):
         assert max(experts) < 0.95
     elif letter == "d":
         assert experts == pytest.approx((2, 2), abs=1e-3)
+
+
+def test_each_trap_and_its_cure():
+    """The page shows what the script prints, but for the rest of torch's messages."""
+    [shown] = re.findall(r"^```\n(mixed:\n.*?)^```$", PAGE, re.M | re.S)
+    done = ranks(4, "docs/labs/traps.py")
+    assert done.returncode == 0, done.stderr
+    ends = r"(mixed torch.Tensor and DTensor|must have the same mesh).*"
+    assert re.sub(ends, r"\1", done.stdout) == re.sub(ends, r"\1", shown)
