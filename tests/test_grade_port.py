@@ -1,4 +1,4 @@
-"""docs/labs/grade_port.py: two right ports of vit.py pass, and each wrong one fails by its sentence."""
+"""grade_port.py: two right ports of vit.py pass, and each wrong one fails by its sentence."""
 
 import re
 import sys

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Grade a port of vit.py to two nodes, by jobs on the cluster: python docs/labs/grade_port.py mine.py
+"""Grade a port of vit.py to two nodes, by jobs on the cluster.
+
+    python docs/labs/grade_port.py mine/vit.py
 
 It does not read the port. It runs it on one rank and on four, sends SIGTERM, lets a rank fail and a
 time limit come, and names the first thing that is wrong, with the section that explains it. Your
