@@ -247,11 +247,16 @@ def wait_for_end(job: str):
     """Returns when the job has ended for good, or Slurm does not know it. It asks once a minute."""
     if not shutil.which("scontrol"):
         sys.exit("there is no scontrol here: wait on a login node")
+    before = None
     for pause in itertools.chain((2, 5, 10, 20, 30), itertools.repeat(60)):
         record = ask_scontrol(job)
-        if record is not None and record.get("JobState") not in WAITS + RUNS:
+        state = None if record is None else record.get("JobState", "unknown")
+        over = state not in (None, *WAITS, *RUNS)
+        # A job that is requeued at its time limit may be TIMEOUT for a moment.
+        if over and (state in ("COMPLETED", "unknown") or state == before):
             return
-        time.sleep(pause)
+        before = state
+        time.sleep(10 if over else pause)
 
 
 # --- what the starts have left behind ---

@@ -256,15 +256,16 @@ def test_a_slurm_that_is_busy(monkeypatch, tmp_path):
 
 
 def test_wait(folder, monkeypatch):
-    """Until it has ended for good: not while it is requeued, nor when Slurm is silent."""
-    states = ["PENDING", "RUNNING", None, "COMPLETING", "PENDING", "RUNNING", "COMPLETED"]
+    """Until it has ended for good: not while it is requeued, which may begin as an end by the time
+    limit, nor when Slurm is silent."""
+    states = ["PENDING", "RUNNING", None, "TIMEOUT", "COMPLETING", "RUNNING", "FAILED", "FAILED"]
     pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setattr(job_end.shutil, "which", lambda name: name)
     said = iter([state and RECORD.format(**DEFAULTS | {"state": state}) for state in states])
     monkeypatch.setattr(job_end, "ask", lambda *command: next(said))
     job_end.wait_for_end("7")
-    assert next(said, None) is None and pauses == [2, 5, 10, 20, 30, 60]
+    assert next(said, None) is None and pauses == [2, 5, 10, 10, 30, 60, 10]
     monkeypatch.setattr(job_end.shutil, "which", lambda name: None)
     with pytest.raises(SystemExit, match="no scontrol here"):
         job_end.wait_for_end("7")
