@@ -78,7 +78,7 @@ test-slurm: .venv/tests docker  ## the launchers, signals and sites' variants un
 	    test -m matrix tests/test_slurm_conf.py tests/test_apptainer.py || failed+=" $$release"; \
 	done; \
 	[[ -z $$failed ]] || { echo "Not reached, or with failures:$$failed" >&2; exit 1; }
-slurm_tests = launchers env_sh namespaces check_ranks train_preemptible preemption heartbeat watch_job fault_tolerance
+slurm_tests = launchers env_sh namespaces check_ranks train_preemptible preemption heartbeat watch_job job_end fault_tolerance
 
 test-kernels: export BACKEND = kernels
 test-kernels: .venv/tests slurm kernels  ## on nodes with a kernel each, cgroup v2 and NFS (root; Debian)

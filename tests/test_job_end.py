@@ -115,6 +115,26 @@ def test_what_is_gone(folder, monkeypatch):
     assert job_end.sentences(silent)[0].endswith("has ended. Slurm does not answer.")
 
 
+def test_what_only_slurm_knows(folder, monkeypatch):
+    """Whether SIGTERM came from a preemption, and that a job has not begun at all."""
+    log = {row[0]: row[4] for row in LOGS}["preempted"]
+    Path("my log.out").write_text(log)
+    for values, cause in (({}, "terminated"), ({"code": "0:53"}, "not_started")):
+        answers(monkeypatch, {"scontrol": RECORD.format(**DEFAULTS | values)})
+        assert job_end.look("7")["cause"] == cause
+
+
+def test_where_the_log_is(folder, monkeypatch):
+    """Where Slurm says, where env.sh has noted it, or by its name."""
+    answers(monkeypatch, {"scontrol": RECORD.format(**DEFAULTS | {"log": "slurm's"})})
+    Path("launch.sh_7.out").touch()
+    assert job_end.look("7")["log"] == "launch.sh_7.out"
+    Path("my log.out").touch()
+    assert job_end.look("7")["log"] == "my log.out"
+    Path("slurm's").touch()
+    assert job_end.look("7")["log"] == "slurm's"
+
+
 def test_who_has_cancelled_it(folder, monkeypatch):
     """Accounting knows, and why earlier starts ended."""
     note("began 1795960400 node-[1-2] my log.out", 1)
@@ -191,6 +211,11 @@ def test_all_starts(folder, monkeypatch):
     ended = job_end.look("7")
     assert ended["without_progress"] == 2
     assert ended["next"].startswith("the last 2 starts got no further than step 91: look at")
+    note("ended 1300 0", 3)
+    record = {"state": "COMPLETED", "restarts": 3, "code": "0:0"}
+    answers(monkeypatch, {"scontrol": RECORD.format(**DEFAULTS | record)})
+    done = job_end.look("7")
+    assert done["next"] is None and done["starts"][3]["cause"] is None
     said = job_end.sentences(ended)
     line = r"Start 1, \S+ \S+, 200 s, steps 41 to 91, 0\.5 steps a second, its log .*"
     assert re.fullmatch(line, said[2]), said
@@ -288,7 +313,7 @@ RANK = """import os, signal, sys, time
 how = sys.argv[1] if os.environ["RANK"] == "1" else "run"
 print("rank", os.environ["RANK"], "runs", flush=True)
 hold = []
-while how == "memory":
+while how == "memory" and len(hold) < 100:  # at most 1 GB, if nothing ends it
     hold.append(bytearray(b"x" * 10_000_000))
 if how == "error":
     raise ValueError("bad sample 17")
@@ -326,8 +351,11 @@ def test_every_end(own_cluster, tmp_path):
         assert done.stdout.count("\n") == 1, done
         return json.loads(done.stdout) | {"status": done.returncode}
 
-    def state(name: str) -> str:
-        return cluster.show(jobs[name])["JobState"]
+    def is_known(name: str, expected: tuple, *options: str) -> dict:
+        found = watch(name, *options)
+        first = found["first"] and tuple(found["first"][key] for key in ("rank", "exit", "signal"))
+        assert (found["state"], found["cause"], first) == expected, (name, found)
+        return found
 
     ends = ["completed", "error", "exit", "kill", "memory"]
     for index, how in enumerate(ends):
@@ -347,14 +375,10 @@ def test_every_end(own_cluster, tmp_path):
         return all(log.exists() and "rank 1 runs" in log.read_text() for log in logs.values())
 
     wait_for(all_run, 60)
-    found = watch("requeued")
-    assert (found["state"], found["ended"], found["cause"], found["status"]) == (
-        "RUNNING",
-        False,
-        None,
-        1,  # Without heartbeats nobody knows whether all is well.
-    )
-    # Slurm has checked each in the cluster's own file of processes.
+    found = is_known("requeued", ("RUNNING", None, None))
+    # Without heartbeats nobody knows whether all is well.
+    assert found["ended"] is False and found["status"] == 1
+    # With its first process a node loses all others.
     folder = Path(f"/run/slurm-cluster-{cluster.environment['CLUSTER']}")
     for node in ("node-2", "node-3"):
         os.kill(int((folder / f"{node}.pid").read_text()), signal.SIGKILL)
@@ -368,27 +392,25 @@ def test_every_end(own_cluster, tmp_path):
 
     expected = {
         "completed": ("COMPLETED", None, None),
-        "error": ("FAILED", "error", [1, 1, None]),
-        "exit": ("FAILED", "exit", [1, 3, None]),
-        "kill": ("FAILED", "killed", [1, None, 9]),
-        "memory": ("FAILED", "memory", [1, None, 9]),
-        "node": ("NODE_FAIL", "node", [None, None, None]),
+        "error": ("FAILED", "error", (1, 1, None)),
+        "exit": ("FAILED", "exit", (1, 3, None)),
+        "kill": ("FAILED", "killed", (1, None, 9)),
+        "memory": ("FAILED", "memory", (1, None, 9)),
+        "node": ("NODE_FAIL", "node", (None, None, None)),
         "first node": ("NODE_FAIL", "node", None),
         "time_limit": ("TIMEOUT", "time_limit", None),
         "cancelled": ("CANCELLED", "cancelled", None),
         "preempted": ("FAILED", "preempted", None),
         "not_started": ("FAILED", "not_started", None),
     }
-    for name in [*expected]:
-        found = watch(name, "--wait")
-        first = found["first"] and [found["first"][key] for key in ("rank", "exit", "signal")]
-        assert (found["state"], found["cause"], first) == expected[name], (name, found)
+    for name in expected:
+        found = is_known(name, expected[name], "--wait")
         assert found["ended"] and found["status"] == (name != "completed")
     assert watch("error")["error"] == "ValueError: bad sample 17"
     assert watch("error")["first"]["node"] == "node-11"
     assert watch("node")["next"] == "submit it again, with --exclude=node-2"
-    found = watch("held")
-    assert (found["state"], found["ended"], found["reason"]) == ("PENDING", False, "JobHeldUser")
+    found = is_known("held", ("PENDING", None, None))
+    assert found["reason"] == "JobHeldUser" and found["ended"] is False
     found = watch("requeued")
     assert not found["ended"] and found["starts"][0]["cause"] == "stopped"
     cluster.exec("scancel", jobs["requeued"])
@@ -402,9 +424,7 @@ def test_every_end(own_cluster, tmp_path):
     expected["preempted"] = ("FAILED", "terminated", None)
     expected["not_started"] = (None, None, None)
     for name in expected:
-        found = watch(name)
-        first = found["first"] and [found["first"][key] for key in ("rank", "exit", "signal")]
-        assert (found["state"], found["cause"], first) == expected[name], (name, found)
+        found = is_known(name, expected[name])
         assert found["ended"] is (None if name == "not_started" else True)
         assert "state" in found["unknown"]
     never = cluster.exec(sys.executable, WATCH, 999999, cwd=tmp_path)
