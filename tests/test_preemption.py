@@ -445,6 +445,14 @@ def test_a_child_of_a_rank_is_none():
     assert done.stdout == "its loader worker: ordinary\nown\n", done
 
 
+def test_only_a_data_loader_s_forks_hold_signals_back():
+    """Until they call preemption.ignore. Processes of torch's compiler are told to end."""
+    env = environment(PYTHONPATH="distributed")
+    done = run(sys.executable, SCRIPTS / "forks_of_torch.py", env=env)
+    said = dict(line.rsplit(".", 1)[-1].split(": ") for line in done.stdout.splitlines())
+    assert said == {"dataloader": "a request", "subproc_pool": "ordinary"}, done
+
+
 def test_a_rank_ends_well_beside_its_loader_workers():
     """torch's handler takes their end for a failure, and the job would have failed."""
     env = environment(PYTHONPATH="distributed", OMP_NUM_THREADS=1)
