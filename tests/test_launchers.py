@@ -153,21 +153,25 @@ STARTS = {
 
 @pytest.mark.parametrize("launcher", STARTS)
 def test_what_srun_is_asked_for(launcher, tmp_path):
-    """On two nodes of four GPUs and 48 CPUs. The launcher outlives a SIGTERM."""
+    """On two nodes of four GPUs and 48 CPUs. The launcher outlives a SIGTERM. What a rank prints is
+    in the log at once."""
     programs = {"scontrol": "if [[ $2 == hostnames ]]; then printf 'n1\\nn2\\n'; fi"}
     # srun gives a step as many GPUs as this variable says.
     programs["srun"] = 'kill -TERM "$PPID"; printf "%s\\n" "$SLURM_GPUS_PER_NODE GPUs: $*"'
+    programs["srun"] += '; echo "PYTHONUNBUFFERED=$PYTHONUNBUFFERED"'
     stand_ins(tmp_path, programs | {"getent": "true", "squeue": f"echo 7 {NOTHING}"})
     slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "n", "SLURM_JOB_NUM_NODES": 2}
     slurm |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_CPUS_PER_NODE": "48(x2)"}
     slurm |= {"SLURM_GPUS_ON_NODE": 4, "PATH": f"{tmp_path}:{environment()['PATH']}"}
+    slurm["PYTHONUNBUFFERED"] = ""  # which pytest's shell may have
     if launcher == LAUNCHERS["srun"]:
         slurm |= {"SLURM_NTASKS_PER_NODE": 4, "SLURM_NTASKS": 8}
     for script in (["train.py", "--epochs", "3"], ["-m", "a.b", "--", "--n"], []):
         done = run(f"./{launcher}", *script, env=environment(**slurm))
         assert done.returncode == 0, done.stderr
         command = " ".join(script) or "distributed/train_ddp.py"
-        assert done.stdout.splitlines()[-1] == f"4 GPUs: {STARTS[launcher]} {command}"
+        asked = f"4 GPUs: {STARTS[launcher]} {command}"
+        assert done.stdout.splitlines()[-2:] == [asked, "PYTHONUNBUFFERED=1"]
 
 
 SHOWS = """import os, sys
