@@ -406,6 +406,7 @@ def test_from_one_gpu_to_many(cluster, tmp_path):
 OTHER_KERNELS = {"ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
 
 
+@pytest.mark.long
 def test_chapter_2_s_script_is_right(tmp_path):
     """With the lines of chapter 3, two ranks print the losses of one in each step, even on a CPU
     whose kernels round in another way. In float32 they are 0.002 apart with AVX-512."""
