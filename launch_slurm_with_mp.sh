@@ -12,7 +12,7 @@
 # srun starts spawn_ranks.py once on each node, and torch.multiprocessing.spawn starts its ranks.
 #
 # Usage, in this folder: sbatch [sbatch options] launch_slurm_with_mp.sh [SCRIPT [ARGUMENTS]]
-#        sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 \
+#        sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=64 \
 #            launch_slurm_with_mp.sh distributed/train_ddp.py
 set -euo pipefail
 source ./env.sh

@@ -20,7 +20,7 @@
 # Your script resumes if SLURM_RESTART_COUNT is not 0, as after a requeue.
 #
 # Usage, in this folder: sbatch [sbatch options] launch_slurm_with_spare.sh [SCRIPT [ARGUMENTS]]
-#        sbatch --nodes=5 --gpus-per-node=8 --cpus-per-task=96 \
+#        sbatch --nodes=5 --gpus-per-node=8 --cpus-per-task=64 \
 #            launch_slurm_with_spare.sh distributed/train_preemptible.py
 set -euo pipefail
 # EDIT: how many of the nodes are spare

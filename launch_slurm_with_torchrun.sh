@@ -12,7 +12,7 @@
 # srun starts torchrun once on each node, and torchrun starts the ranks there.
 #
 # Usage, in this folder: sbatch [sbatch options] launch_slurm_with_torchrun.sh [SCRIPT [ARGUMENTS]]
-#        sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 \
+#        sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=64 \
 #            launch_slurm_with_torchrun.sh distributed/train_ddp.py
 set -euo pipefail
 source ./env.sh

@@ -12,7 +12,7 @@
 # srun starts an Enroot container with torchrun on each node, and torchrun starts the ranks.
 #
 # Usage, in this folder: sbatch [sbatch options] run_script.sh [SCRIPT [ARGUMENTS]]
-#        sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 \
+#        sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=64 \
 #            run_script.sh distributed/train_ddp.py
 # Run ./aux/import_image.sh once on the login node first. For Pyxis see docs/containers.md.
 set -euo pipefail

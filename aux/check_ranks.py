@@ -1,6 +1,6 @@
 """Find the bad node: where every rank is, how fast it is, and a verdict.
 
-    sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=96 \\
+    sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=64 \\
         launch_slurm_with_torchrun.sh aux/check_ranks.py
     srun --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 python check_ranks.py
     torchrun --standalone --nproc-per-node=8 check_ranks.py
