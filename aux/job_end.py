@@ -253,7 +253,8 @@ def wait_for_end(job: str):
         state = None if record is None else record.get("JobState", "unknown")
         over = state not in (None, *WAITS, *RUNS)
         # A job that is requeued at its time limit may be TIMEOUT for a moment.
-        if over and (state in ("COMPLETED", "unknown") or state == before):
+        ago = time.time() - (seconds((record or {}).get("EndTime", "")) or 0)
+        if over and (state == before or state == "COMPLETED" or ago > 10):
             return
         before = state
         time.sleep(10 if over else pause)

@@ -284,8 +284,9 @@ def test_wait(folder, monkeypatch):
     """Until it has ended for good: not while it is requeued, which may begin as an end by the time
     limit, nor when Slurm is silent."""
     states = ["PENDING", "RUNNING", None, "TIMEOUT", "COMPLETING", "RUNNING", "FAILED", "FAILED"]
-    pauses = []
+    pauses, end = [], re.search(r" EndTime=(\S+)", RECORD)[1]
     monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(time, "time", lambda: job_end.seconds(end) + 5)
     monkeypatch.setattr(job_end.shutil, "which", lambda name: name)
     said = iter([state and RECORD.format(**DEFAULTS | {"state": state}) for state in states])
     monkeypatch.setattr(job_end, "ask", lambda *command: next(said))
@@ -366,7 +367,7 @@ def test_every_end(own_cluster, tmp_path):
     submit("cancelled", "run", "--nodelist=node-[5-6]")
     submit("preempted", "run", "--no-requeue", "--nodelist=node-[12-13]")
     submit("requeued", "run", "--nodelist=node-[14-15]")
-    submit("not_started", "run", "--output=no folder/x.out", "--nodelist=node-[14-15]")
+    submit("not_started", "run", "--output=rank.py/x.out", "--nodelist=node-[14-15]")
     submit("held", "run", "--hold")
     running = ["node", "first node", "time_limit", "cancelled", "preempted", "requeued"]
     logs = {name: tmp_path / f"launch_slurm_to_torch.sh_{jobs[name]}.out" for name in running}
