@@ -111,11 +111,16 @@ def test_a_running_job_for_programs(tmp_path):
     watched = run(sys.executable, WATCH, "7", "--json", "--after=200", cwd=tmp_path, env=env)
     found = json.loads(watched.stdout)
     assert watched.returncode == 1 and found["missing"] == [{"rank": 2, "node": None}]
-    watched = run(sys.executable, WATCH, "7", "--json", "--after=-60", cwd=tmp_path, env=env)
+    alive = {path: path.read_text() for path in folder.iterdir()}
+    for rank, path in enumerate(sorted(alive)):
+        path.write_text(heartbeat_of(rank, **values | {"time": time.time() - 1000}))
+    watched = run(sys.executable, WATCH, "7", "--json", "--after=200", cwd=tmp_path, env=env)
     found = json.loads(watched.stdout)
     assert watched.returncode == 1 and found["silent"] is found["waited_for"] is None
     assert found["unknown"] == ["silent", "waited_for", "missing"]
-    (folder / "2").write_text(heartbeat_of(2, **values))
+    alive[folder / "2"] = heartbeat_of(2, **values)
+    for path, text in alive.items():
+        path.write_text(text)
     watched = run(sys.executable, WATCH, "7", "--after", 200, cwd=tmp_path, env=env)
     assert watched.returncode == 0 and "\nAll 3 ranks are alive, at step 6." in watched.stdout
     assert watched.stdout.endswith("\nIt did 5 steps twice, which cost 0.0 rank-hours.\n"), (
