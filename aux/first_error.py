@@ -54,7 +54,7 @@ WORDS = {
     "preempted": r"DUE TO PREEMPTION",
     "time_limit": r"DUE TO TIME LIMIT",
     "stopped": r"^Requeued: |DUE TO JOB REQUEUE",
-    "cancelled": r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ \*\*\*",
+    "cancelled": r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ (?:\*\*\*|DUE to SIGNAL)",
     "hang": r"^Ended, because of |Watchdog caught collective operation timeout",
 }
 GPU_MEMORY = r"OutOfMemoryError|(?:CUDA|HIP|XPU) out of memory"
@@ -70,7 +70,7 @@ BEGINS += r"|Start ([1-9]\d*) on ([\w.,-]+))$"
 ERROR = r"(?:Error|Exception)\b|error:|fatal:|not found|NCCL WARN|\[E[0-9 ]|exitcode +: -|DUE TO"
 ERROR += r"|terminate called|with signal SIG"
 NO_ERROR = r'ChildFailed|raise |File "|onnection (?:closed|reset)|SIGTERM|Terminated|Exited with'
-NO_ERROR += r"|SignalException|[Ww]arning|WARNING|remote process|ncclRemote|CANCELLED AT \S+ [*]"
+NO_ERROR += r"|SignalException|[Ww]arning|WARNING|remote process|ncclRemote|CANCELLED AT \S+ (?:[*]|DUE to)"
 NO_ERROR += r"|error: *[-+]?[0-9]*[.][0-9]"  # a metric
 # A line of Python, C++ or NCCL. Another one, such as "config not found", may be harmless.
 SURE = r"^\[rank\d|(?:Error|Exception)\b|Fatal Python error|NCCL WARN|\[E[0-9 ]|^slurmstepd"

@@ -28,6 +28,7 @@ ENDS = {
     "memory_torchrun": ("memory", (1, "node-2", None, 9), MEMORY),
     "limit_torchrun": ("time_limit", None, None),
     "cancelled": ("cancelled", None, None),
+    "cancelled_26": ("cancelled", None, None),
     "node_lost": ("node", (None, "node-2", None, None), None),
     "preempted": ("terminated", (0, "node-3", None, 15), None),
     "requeued": ("stopped", None, None),
