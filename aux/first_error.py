@@ -70,7 +70,8 @@ BEGINS += r"|Start ([1-9]\d*) on ([\w.,-]+))$"
 ERROR = r"(?:Error|Exception)\b|error:|fatal:|not found|NCCL WARN|\[E[0-9 ]|exitcode +: -|DUE TO"
 ERROR += r"|terminate called|with signal SIG"
 NO_ERROR = r'ChildFailed|raise |File "|onnection (?:closed|reset)|SIGTERM|Terminated|Exited with'
-NO_ERROR += r"|SignalException|[Ww]arning|WARNING|remote process|ncclRemote|CANCELLED AT \S+ (?:[*]|DUE to)"
+NO_ERROR += r"|SignalException|[Ww]arning|WARNING|remote process|ncclRemote"
+NO_ERROR += r"|CANCELLED AT \S+ (?:[*]|DUE to)"
 NO_ERROR += r"|error: *[-+]?[0-9]*[.][0-9]"  # a metric
 # A line of Python, C++ or NCCL. Another one, such as "config not found", may be harmless.
 SURE = r"^\[rank\d|(?:Error|Exception)\b|Fatal Python error|NCCL WARN|\[E[0-9 ]|^slurmstepd"
