@@ -59,7 +59,7 @@ WRONG = {
     "the epoch begins anew": (
         "    sampler.start = step % len(train_loader) * per_rank\n",
         "",
-        "after a SIGTERM, the loss of step",
+        "after a SIGTERM, it trains ",
     ),
     "the average begins anew": (
         "        part.load_state_dict(saved[name])\n",

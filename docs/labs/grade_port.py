@@ -169,7 +169,7 @@ def same_after_a_stop(job: Job, whole: Job, what: str, section: str):
     if twice:
         raise Wrong(f"after {what}, steps {twice[0]} to {twice[-1]} are trained twice", section)
     if len(times) != len(whole.said(STEP)):
-        raise Wrong(f"after {what}, {len(times)} steps have a line", section)
+        raise Wrong(f"after {what}, it trains {len(times)} steps in all", section)
     for (step, loss, _), (_, other, _) in zip(whole.said(STEP), job.said(STEP), strict=True):
         if not abs(float(loss) - float(other)) < 1e-6:
             raise Wrong(f"after {what}, the loss of step {step} is {other}, not {loss}", section)
