@@ -45,8 +45,8 @@ stopped=log/$SLURM_JOB_ID/requeue
 # --kill-on-bad-exit: a task that fails ends the others, instead of leaving them waiting.
 status=0
 srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --overlap \
-    --wait=0 --kill-on-bad-exit=1 ./aux/launch/enroot.sh ./torchrun.sh "${@:-distributed/train_ddp.py}" ||
-    status=$?
+    --wait=0 --kill-on-bad-exit=1 \
+    ./aux/launch/enroot.sh ./torchrun.sh "${@:-distributed/train_ddp.py}" || status=$?
 
 if [[ -s "$stopped" ]]; then
     # It holds the arguments that resume the run.

@@ -247,17 +247,18 @@ def wait_for_end(job: str):
     """Returns when the job has ended for good, or Slurm does not know it. It asks once a minute."""
     if not shutil.which("scontrol"):
         sys.exit("there is no scontrol here: wait on a login node")
-    before = None
     for pause in itertools.chain((2, 5, 10, 20, 30), itertools.repeat(60)):
         record = ask_scontrol(job)
-        state = None if record is None else record.get("JobState", "unknown")
-        over = state not in (None, *WAITS, *RUNS)
-        # A job that is requeued at its time limit may be TIMEOUT for a moment.
-        ago = time.time() - (seconds((record or {}).get("EndTime", "")) or 0)
-        if over and (state == before or state == "COMPLETED" or ago > 10):
+        if record is not None and is_over(record):
             return
-        before = state
-        time.sleep(10 if over else pause)
+        time.sleep(pause)
+
+
+def is_over(record: dict[str, str]) -> bool:
+    """Whether a job has ended for good, or Slurm does not know it. One that is requeued at its time
+    limit may be TIMEOUT for a moment, so another end than COMPLETED counts after ten seconds."""
+    state, end = record.get("JobState"), seconds(record.get("EndTime", "")) or 0
+    return state == "COMPLETED" or (state not in WAITS + RUNS and time.time() > end + 10)
 
 
 # --- what the starts have left behind ---

@@ -431,9 +431,8 @@ def test_a_rank_s_memory(monkeypatch):
     assert 190 < heartbeat.main_memory() - before < 260, len(kept)
     assert heartbeat.gpu_memory() == []
     cuda = SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 3)
-    cuda.memory_reserved = lambda number: [7_900_000_000, 0, 5][number]
-    monkeypatch.setattr("torch.cuda", cuda)
-    monkeypatch.setattr("torch._C._cuda_hasPrimaryContext", lambda n: n != 1, raising=False)
-    assert heartbeat.gpu_memory() == [7900, None, 0]
-    monkeypatch.delattr("torch._C._cuda_hasPrimaryContext")
+    cuda.memory_reserved = lambda number: [7_900_000_000, 0, 2**21][number]
+    monkeypatch.setattr("torch.get_device_module", lambda: cuda)
+    assert heartbeat.gpu_memory() == [7900, None, 2]
+    cuda.is_initialized = lambda: False
     assert heartbeat.gpu_memory() == []

@@ -1,5 +1,6 @@
 """job_end.py and watch_job.py: why a job waits, how it ended, also when Slurm has forgotten it."""
 
+import itertools
 import json
 import os
 import re
@@ -284,14 +285,16 @@ def test_wait(folder, monkeypatch):
     """Until it has ended for good: not while it is requeued, which may begin as an end by the time
     limit, nor when Slurm is silent."""
     states = ["PENDING", "RUNNING", None, "TIMEOUT", "COMPLETING", "RUNNING", "FAILED", "FAILED"]
+    # Each look at an end is ten seconds after the one before.
+    clock = itertools.count(-5, 10)
     pauses, end = [], re.search(r" EndTime=(\S+)", RECORD)[1]
     monkeypatch.setattr(time, "sleep", pauses.append)
-    monkeypatch.setattr(time, "time", lambda: job_end.seconds(end) + 5)
+    monkeypatch.setattr(time, "time", lambda: job_end.seconds(end) + next(clock))
     monkeypatch.setattr(job_end.shutil, "which", lambda name: name)
     said = iter([state and RECORD.format(**DEFAULTS | {"state": state}) for state in states])
     monkeypatch.setattr(job_end, "ask", lambda *command: next(said))
     job_end.wait_for_end("7")
-    assert next(said, None) is None and pauses == [2, 5, 10, 10, 30, 60, 10]
+    assert next(said, None) is None and pauses == [2, 5, 10, 20, 30, 60, 60]
     monkeypatch.setattr(job_end.shutil, "which", lambda name: None)
     with pytest.raises(SystemExit, match="no scontrol here"):
         job_end.wait_for_end("7")

@@ -21,11 +21,14 @@ from pathlib import Path
 import torch
 
 LABS = Path(__file__).resolve().parent
+sys.path.insert(0, str(LABS.parents[1] / "aux"))
+
+from job_end import ask_scontrol, is_over
+
 LAUNCHER = "launch_slurm_with_torchrun.sh"
 EXACT = ["--exact", "--epochs=3", "--train-drawings=256"]  # 24 steps
 STEP = r"^step=(\d+) loss=(\S+) learning_rate=(\S+)$"
 EPOCH = r"^epoch=(\d+) accuracy=(\S+) best=(\S+)$"
-RUNS = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED"}
 
 
 class Wrong(Exception):
@@ -45,8 +48,7 @@ class Job:
 
     def __init__(self, script: Path, folder: Path, nodes: int, ranks: int, *options: str, **port):
         folder.mkdir(parents=True)
-        self.log, self.checkpoint = folder / "log", folder / "vit.pt"
-        self.record, self.looks = "", 0
+        self.log, self.checkpoint, self.record = folder / "log", folder / "vit.pt", None
         self.read = folder / "read"
         self.read.mkdir()
         paths = [script.parent, LABS, LABS.parent.parent / "distributed"]
@@ -62,24 +64,20 @@ class Job:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return re.findall(pattern, text, re.M)
 
-    def shown(self, field: str) -> str:
-        return re.search(rf"\b{field}=(\w+)", self.record)[1]
-
     def ended(self) -> bool:
-        # Slurm forgets a job some minutes after its end, so the last record stays. A job that is
-        # requeued may be TIMEOUT for a moment.
-        if self.looks < 10:
-            self.record = slurm("scontrol", "show", "job", self.job)
-            state = self.shown("JobState")
-            self.looks = 0 if state in RUNS else 10 if state == "COMPLETED" else self.looks + 1
-        return self.looks == 10
+        # Slurm forgets a job some minutes after its end, so the last record stays.
+        if not self.record or not is_over(self.record):
+            self.record = ask_scontrol(self.job) or self.record
+        if not self.record:
+            sys.exit(f"Slurm does not say how job {self.job} stands: try again later")
+        return is_over(self.record)
 
     def wait(self, until=lambda: False, seconds: float = 600) -> str:
         """Its state when it has ended, or `until` is true, or it has run for so many seconds."""
         while not self.ended() and not until() and seconds > 0:
             time.sleep(1)
-            seconds -= self.shown("JobState") == "RUNNING"
-        return self.shown("JobState")
+            seconds -= self.record["JobState"] == "RUNNING"
+        return self.record["JobState"]
 
     def completed(self, where: str, section: str):
         state = self.wait()
@@ -162,7 +160,7 @@ def same_epochs(job: Job, other: Job, where: str, section: str):
 def same_after_a_stop(job: Job, whole: Job, what: str, section: str):
     """That a stopped run trains each step once, with the losses of a run that was not stopped."""
     job.completed(f"after {what}", section)
-    if job.shown("Restarts") == "0":
+    if job.record["Restarts"] == "0":
         raise Wrong(f"{what} did not stop it", section)
     times = Counter(step for step, *_ in job.said(STEP))
     twice = [step for step, count in times.items() if count > 1]
@@ -209,7 +207,8 @@ def grade(port: Path, folder: Path):
         same_after_a_stop(limited, four, "the time limit", stops)
         print("after the time limit it resumes, with no step twice", flush=True)
     finally:
-        subprocess.run(["scancel", *(job.job for job in jobs if job.looks < 10)], check=False)
+        if left := [job.job for job in jobs if not job.record or not is_over(job.record)]:
+            subprocess.run(["scancel", *left], check=False)
 
 
 def main() -> int:
