@@ -154,13 +154,18 @@ def first_that_fits(config: dict, gpus: int, room: float) -> str:
 
 def test_the_choice_of_chapter_10():
     """An H100 has 79.6 GiB, and an H200 139.8."""
-    page = (REPOSITORY / "docs/10_when_the_model_does_not_fit.md").read_text()
+    page = (REPOSITORY / "docs/is_my_split_right.md").read_text()
     rows = re.findall(r"^\| (Qwen3-\S+), (\d+) GB \| (.*) \| (.*) \| (.*) \|$", page, re.M)
     assert len(rows) == 6
     for model, size, *cells in rows:
         room = {"80": 79.6, "141": 139.8}[size]
         config = MODELS[model.lower()]
         assert cells == [first_that_fits(config, gpus, room) for gpus in (8, 16, 64)], model
+    chapter = (REPOSITORY / "docs/10_when_the_model_does_not_fit.md").read_text()
+    small, large = (first_that_fits(MODELS[f"qwen3-{size}"], 16, 79.6) for size in ("8b", "32b"))
+    assert (small[:-2], large[:-2]) == ("`--shard 8` ", "FSDP, recomputed ")
+    shown = f"Qwen3-8B needs the first, {small[-2:]} GiB of each GPU, and Qwen3-32B the third"
+    assert f"{shown}, {large[-2:]} GiB" in " ".join(chapter.split())
 
 
 @pytest.mark.parametrize(
