@@ -311,9 +311,9 @@ def test_lab_silent_mistakes(clone):
 
 # --- what pages compute from measured numbers, and the loop that measures ---
 
-OWN_SCRIPT, FASTER, SECOND_NODE, FINE_TUNING = (
+YOUR_SCRIPT, FASTER, SECOND_NODE, FINE_TUNING = (
     (REPOSITORY / f"docs/{name}.md").read_text()
-    for name in ("02_your_own_script", "04_faster", "05_a_second_node", "fine_tuning")
+    for name in ("appendix_your_script", "04_faster", "05_a_second_node", "fine_tuning")
 )
 WITHOUT_FIT, TENSOR_PARALLEL = (
     (REPOSITORY / f"docs/{name}.md").read_text()
@@ -388,8 +388,8 @@ def test_what_a_second_node_costs_is_computed():
 
 
 def test_a_loss_over_tokens():
-    """Chapter 2's sum of two ranks' gradients is that of one process, with unequal counts."""
-    [written] = re.findall(r"`backward\(\)` on `(.+?)`", OWN_SCRIPT)
+    """The appendix's sum of two ranks' gradients is that of one process, with unequal counts."""
+    [written] = re.findall(r"`backward\(\)` on `(.+?)`", YOUR_SCRIPT)
     weight, values = torch.tensor(3.0, requires_grad=True), torch.arange(1.0, 6.0)
     parts, means = (values[:1], values[1:]), []
     for part in parts:

@@ -118,7 +118,7 @@ def same_training(plain: Job, one: Job, four: Job):
         if [rate for _, _, rate in job.said(STEP)] != rates:
             raise Wrong(
                 f"the learning rates of {where} are not vit.py's",
-                "02_your_own_script.md#what-to-look-for-in-yours",
+                "appendix_your_script.md",
             )
     for (step, loss, _), (_, other, _) in zip(one.said(STEP)[:20], four.said(STEP), strict=False):
         if not abs(float(loss) - float(other)) < 1e-6:
@@ -126,7 +126,7 @@ def same_training(plain: Job, one: Job, four: Job):
                 f"step {step}: the loss is {loss} on one rank, and {other} on four",
                 "03_is_it_right.md#if-they-do-not-agree",
             )
-    same_averages(one, four, "on four ranks", "02_your_own_script.md#what-to-look-for-in-yours")
+    same_averages(one, four, "on four ranks", "appendix_your_script.md")
     sums = "02_your_own_script.md#your-script-is-for-one-gpu, number 4"
     same_epochs(one, four, "on four ranks", sums)
 
