@@ -134,6 +134,10 @@ class Site:
         order = sorted(shapes, key=lambda key: (not up[key], key))
         return [(shapes[key], all_of[key], up[key]) for key in order]
 
+    def shape(self, partition: dict) -> Shape:
+        """The one for which the options are."""
+        return self.shapes(partition)[0][0]
+
     def refusal(self, partition: dict) -> str:
         """Why this user cannot use the partition; empty if nothing speaks against it."""
         if partition["State"] != "UP":
@@ -162,7 +166,7 @@ class Site:
         if not usable:
             sys.exit("check_site.py: Slurm shows you no partition and nodes that you may use")
         default_first = sorted(usable, key=lambda p: p.get("Default") != "YES")
-        return min(default_first, key=lambda p: not self.shapes(p)[0][0].gpus)
+        return min(default_first, key=lambda p: not self.shape(p).gpus)
 
     def counts_memory(self) -> bool:
         return "MEMORY" in self.config["SelectTypeParameters"]
@@ -170,7 +174,7 @@ class Site:
     def options(self, partition: dict, whole: bool, by_rank: bool) -> dict[str, str]:
         """sbatch's options for all of a node, or for one GPU of it. With `by_rank` srun starts each
         rank; otherwise torchrun or spawn_ranks.py starts the ranks of a node."""
-        shape = self.shapes(partition)[0][0]
+        shape = self.shape(partition)
         # Without GPUs there is a rank for every two CPUs.
         ranks = shape.gpus or max(1, shape.cpus // 2)
         share = 1 if whole else ranks
@@ -198,14 +202,14 @@ def sbatch_says(options: dict[str, str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"  <- not tried: {error}"
+        return f"not tried: {error}"
     said = done.stderr.strip().splitlines() or ["without a word"]
-    return f"  <- refused: {said[-1]}" if done.returncode else ""
+    return f"refused: {said[-1]}" if done.returncode else ""
 
 
 def tried(site: Site, partition: dict, whole: bool, by_rank: bool) -> tuple[dict[str, str], str]:
     """The options that sbatch takes, and an empty text; or why it refuses them."""
-    threads = site.shapes(partition)[0][0].threads
+    threads = site.shape(partition).threads
 
     def by_core(options: dict[str, str]) -> dict[str, str]:
         return options | {"cpus-per-task": str(max(1, int(options["cpus-per-task"]) // threads))}
@@ -248,7 +252,7 @@ def write(path: Path, site: Site, partition: dict) -> str:
         sys.exit(f"check_site.py: cannot write {path}: {error.strerror}")
     lines = old.splitlines(), new.splitlines()
     said = [*difflib.unified_diff(*lines, str(path), str(path), n=0, lineterm="")]
-    return "\n".join(said + ([f"sbatch{refused.replace('  <-', ':')}"] if refused else []))
+    return "\n".join(said + ([f"sbatch: {refused}"] if refused else []))
 
 
 # Lines of site.sh that only the user can know.
@@ -315,7 +319,7 @@ def write_site(launcher: Path, known: Path | None = None) -> str:
 
 def facts(site: Site, partition: dict) -> Iterator[tuple[str, str]]:
     """Sentences on what a job gets, each with the setting of Slurm that says so."""
-    config, shape = site.config, site.shapes(partition)[0][0]
+    config, shape = site.config, site.shape(partition)
     yield f"a job may run for {partition['MaxTime']}", "MaxTime"
     if (nodes := partition.get("MaxNodes", "UNLIMITED")) != "UNLIMITED":
         yield f"a job may have {nodes} nodes at most", "MaxNodes"
@@ -515,14 +519,16 @@ def main():
     print()
     print_partitions(site)
     shares = [(True, "All of a node")]
-    if site.shapes(partition)[0][0].gpus:
+    if site.shape(partition).gpus:
         shares.append((False, "One GPU"))
     for whole, what in shares:
         print(f"\n{what} in the partition {name}:")
         for by_rank, launcher in ((False, "torchrun, spawn"), (True, "launch_slurm_to_torch.sh")):
             options, refused = tried(site, partition, whole, by_rank)
             words = [f"--{option}={value}" for option, value in options.items()]
-            print(f"  {launcher:24}  {' '.join(words)}{refused}")
+            if refused:
+                words.append(f" <- {refused}")
+            print(f"  {launcher:24}  {' '.join(words)}")
     print("\nGood to know (scontrol show config, scontrol show partition, /proc/mounts):")
     for sentence, source in (*facts(site, partition), *this_node()):
         print(f"- {sentence} [{source}]")

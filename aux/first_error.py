@@ -125,36 +125,33 @@ def end_of(part: dict, state: str = "") -> dict:
     `cause`, a key of CAUSES; `first`, the rank that ended before the others, as `rank`, `node`,
     `exit` (its status) and `signal`; `error`, the line with its error; and whether that is a guess.
     """
-    text, found = part["text"], {"first": None, "error": None, "guessed": False}
-    cause = STATES.get(state.partition(" ")[0])
-    for name, words in WORDS.items():
-        if not cause and re.search(words, text, re.MULTILINE):
-            cause = name
-    if cause in ("time_limit", "cancelled", "preempted", "stopped"):
-        return {"cause": cause} | found  # Many ranks print errors then, and none is to blame.
+    text = part["text"]
+    said = [name for name, words in WORDS.items() if re.search(words, text, re.MULTILINE)]
+    cause = STATES.get(state.partition(" ")[0]) or next(iter(said), None)
+    first, error, guessed = first_error(part)
     if cause == "node":
         lost = re.search(r"Node failure on (\S+)", text)
-        return {"cause": cause} | found | {"first": lost and end(None, lost[1])}
-
-    found |= first_error(part)
-    first, error = found["first"], found["error"]
-    if cause:
+        first, error, guessed = lost and end(None, lost[1]), None, False
+    elif cause:
         pass
     elif error and re.search(GPU_MEMORY, error):
         cause = "gpu_memory"
     elif first and first["signal"] not in (None, signal.SIGTERM):
         cause = "killed"
-    elif error and not found["guessed"]:
+    elif error and not guessed:
         cause = "error"
     elif "Received 15 death signal" in text or (first and first["signal"]):
-        cause, found["error"] = "terminated", None
+        cause = "terminated"
     else:
         cause = "exit" if first and first["exit"] else "unknown"
-    return {"cause": cause} | found
+    # Many ranks print errors then, and none is to blame.
+    if cause in ("time_limit", "cancelled", "preempted", "stopped", "terminated"):
+        first, error, guessed = None, None, False
+    return {"cause": cause, "first": first, "error": error, "guessed": guessed}
 
 
-def first_error(part: dict) -> dict:
-    """`first`, `error` and `guessed` of `end_of`."""
+def first_error(part: dict) -> tuple[dict | None, str | None, bool]:
+    """`first`, `error`, and whether that is a guess, for `end_of`."""
     ends, lines, errors = ends_of(part["text"]), [], []
     for line in part["text"].splitlines():
         if not re.search(NO_ERROR, line) and not re.search(ENDS, line):
@@ -168,11 +165,11 @@ def first_error(part: dict) -> dict:
         rank = int(label[1])
         named = [its for its in ends if its["rank"] == rank]
         first = named[0] if named else end(rank, node_of(rank, part), 1)
-        return {"first": first, "error": plain(errors[0][label.end() :])}
+        return first, plain(errors[0][label.end() :]), False
     killed = [its for its in ends if its["signal"] in (signal.SIGKILL, signal.SIGBUS)]
     first = next(iter(killed or ends), None)
     if errors and re.search(SURE, errors[0]):
-        return {"first": first, "error": plain(errors[0].strip())}
+        return first, plain(errors[0].strip()), False
     # If a script ended with a sentence, it is the last line before others report the end.
     said = perhaps = plain(errors[0].strip()) if errors else None
     for line in lines:
@@ -181,7 +178,7 @@ def first_error(part: dict) -> dict:
         if line and not re.match(r"\[rank\d+\]|\s|Traceback|=|-", line):
             said = plain(line)
     failed = first and first["exit"]
-    return {"first": first, "error": said if failed else perhaps, "guessed": True}
+    return first, said if failed else perhaps, True
 
 
 def end(rank: int | None, node: str | None, status: int | None = None, number: int | None = None):

@@ -176,11 +176,11 @@ def guess(found: dict, cause: str, silent: bool):
 
 
 def explain(found: dict, end: dict):
-    """Adds `first` and `error` of an end, if it is an error's, and what is unknown."""
+    """Adds `first` and `error` of an end, if it was a failure, and what is unknown."""
     if found["state"] == "COMPLETED":
         found["cause"] = None
     cause = found["cause"]
-    if cause not in (None, "time_limit", "cancelled", "preempted", "terminated", "stopped"):
+    if cause:
         found |= {"first": end["first"], "error": end["error"]}
     if cause == "unknown":
         found["unknown"].append("cause")
@@ -304,9 +304,8 @@ def rows_of(
     for number in sorted({*beats, *written, *(number * every for number in noted)}):
         state = states[number // every] if number // every < len(states) else ""
         end = end_of(written.get(number, {"text": ""}), state)
-        row = {"start": number, "began": None, "ended": None, "status": None}
-        row |= {"cause": end["cause"], "first": end["first"]} | steps_of(beats.get(number))
-        rows.append(row)
+        row = {"start": number, "cause": end["cause"], "first": end["first"], "status": None}
+        rows.append(row | steps_of(beats.get(number)))
     for number, note in noted.items():
         its = [row for row in rows if row["start"] // every == number]
         its[0]["began"] = note["began"] or its[0]["began"]

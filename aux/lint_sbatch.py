@@ -218,6 +218,10 @@ class Script:
             text = variable.sub(lambda found: self.values.get(found[1], found[0]), text)
         return text
 
+    def line_of(self, text: str, command: Command) -> int:
+        """Where this text of an expanded command is written."""
+        return next((each.line for each in self.body if text in each.text), command.line)
+
     def sources(self, text: str, suffix: str) -> list[str]:
         """The contents of the files that `text` names, from here or from the script's folder."""
         # From a word's first character, because a word may be long: a file in base64, say.
@@ -299,10 +303,9 @@ def torchrun_alone(script: Script) -> Findings:
         text = script.expanded(command)
         alone, nodes = ALONE.search(text), nodes_of(script, command)
         if alone and nodes > 1 and re.search(TORCHRUN, text):
-            written = [each.line for each in script.body if alone[0] in each.text]
             why = "training runs that do not know of each other"
             how = '--nnodes="$SLURM_JOB_NUM_NODES" and one --rdzv-endpoint for all'
-            line = written[0] if written else command.line
+            line = script.line_of(alone[0], command)
             yield line, f"{alone[0]} on {nodes} nodes, {why}: {how}"
 
 
@@ -384,8 +387,7 @@ def restarts(script: Script) -> Findings:
                 why = (
                     "where a restarted node meets addresses of the first start and fails, or hangs"
                 )
-                written = [each.line for each in script.body if asked[0] in each.text]
-                line = written[0] if written else command.line
+                line = script.line_of(asked[0], command)
                 yield line, f"{what}, {why}: requeue the job instead"
 
 

@@ -38,7 +38,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
 from heartbeat import HOST, describe, holds_back, holds_up, plain, read_beats, slow_rank
-from job_end import history, look, sentences, wait_for_end
+from job_end import ask_scontrol, history, look, sentences, wait_for_end
 
 
 def main():
@@ -113,9 +113,7 @@ def late_ranks(runs: list[tuple[Path, list[dict], list[dict]]], after: float) ->
         return dict.fromkeys(("silent", "waited_for", "missing"))
     late = {"silent": [], "waited_for": [], "missing": []}
     for _, beats, silent in runs:
-        begun = {beat["rank"] for beat in beats}
-        missing = sorted(set(range(beats[0]["world_size"])) - begun)
-        late["missing"] += [{"rank": rank, "node": None} for rank in missing]
+        late["missing"] += [{"rank": rank, "node": None} for rank in missing_ranks(beats)]
         for name, ranks in (("silent", silent), ("waited_for", stuck_ranks(beats, after))):
             late[name] += [{"rank": rank["rank"], "node": rank["host"]} for rank in ranks]
     return late
@@ -140,11 +138,9 @@ def report(job: str, beats: list[dict], silent: list[dict], after: float) -> int
         seen = f"{now - beat['time']:>7.0f} s"
         print(f"{beat['rank']:>4}  {beat['host']:<16}  {step:>4}  {seen}  {beat['frame']}")
 
-    world_size = beats[0]["world_size"]
-    missing = sorted(set(range(world_size)) - {beat["rank"] for beat in beats})
-    if missing:
-        none = f"{len(missing)} of {world_size} ranks have sent none, first rank {missing[0]}."
-        print(none, file=sys.stderr)
+    if missing := missing_ranks(beats):
+        those = f"{len(missing)} of {beats[0]['world_size']} ranks"
+        print(f"{those} have sent none, first rank {missing[0]}.", file=sys.stderr)
         return 1
 
     print_memory(beats)
@@ -168,6 +164,11 @@ def report(job: str, beats: list[dict], silent: list[dict], after: float) -> int
         line += f" If one hangs, it is named after {after:.0f} s." if seconds <= after else ""
     print(line)
     return 0
+
+
+def missing_ranks(beats: list[dict]) -> list[int]:
+    """Those of which there is none."""
+    return sorted({*range(beats[0]["world_size"])} - {beat["rank"] for beat in beats})
 
 
 def seconds_without_step(beats: list[dict]) -> float:
@@ -283,11 +284,9 @@ def show(job: str, nodes: list[dict]) -> int:
         why = faults[0] if faults else "no process of such a job was found"
         print(no_heartbeats(job, why), file=sys.stderr)
         return 1
-    world_size = ranks[0]["world_size"]
-    missing = sorted(set(range(world_size)) - {rank["rank"] for rank in ranks})
-    if missing:
-        none = f"{len(missing)} of {world_size} ranks were not found, first rank {missing[0]}."
-        print(none, file=sys.stderr)
+    if missing := missing_ranks(ranks):
+        those = f"{len(missing)} of {ranks[0]['world_size']} ranks"
+        print(f"{those} were not found, first rank {missing[0]}.", file=sys.stderr)
         return 1
     if no_group:
         return 1
@@ -332,14 +331,11 @@ def no_heartbeats(job: str, why: str) -> str:
 
 def ask_the_nodes(job: str) -> list[dict]:
     """What look_into_this_node returns on each of the job's nodes that answers."""
-    if not shutil.which("srun"):
-        sys.exit(no_heartbeats(job, "no Slurm here"))
-    # It starts one task on each node, because the job's own number of tasks is for its ranks.
-    size = ["squeue", "--noheader", "--format=%A %D", "--states=RUNNING", f"--jobs={job}"]
-    shown = subprocess.run(size, stdout=subprocess.PIPE, text=True).stdout
-    nodes = dict(line.split() for line in shown.splitlines()).get(job)
-    if not nodes:
+    record = ask_scontrol(job)
+    if not record:
         sys.exit(no_heartbeats(job, "no such job runs"))
+    # It starts one task on each node, because the job's own number of tasks is for its ranks.
+    nodes = record["NumNodes"]
     # Because a node may hang, srun ends 60 seconds after the first answer.
     command = ["srun", f"--jobid={job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}"]
     command += ["--wait=60", sys.executable, os.path.abspath(__file__), job, "--this-node"]

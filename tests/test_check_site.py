@@ -410,7 +410,7 @@ def test_the_header_s_other_lines_stay(tmp_path, monkeypatch):
     assert first + rest == f"{expected}srun true\n"
     config = CONFIG.replace("CR_CORE_MEMORY", "CR_CORE")
     launcher.write_text(header)
-    monkeypatch.setattr(check_site, "sbatch_says", lambda options: "  <- refused: no account")
+    monkeypatch.setattr(check_site, "sbatch_says", lambda options: "refused: no account")
     said = check_site.write(launcher, site_of(GPU, config=config), site.choose(None))
     assert "\n##SBATCH --mem=0              # EDIT\n" in launcher.read_text()
     assert said.endswith("\nsbatch: refused: no account")
@@ -448,7 +448,7 @@ def test_one_sentence(cluster, tmp_path, arguments, sentence):
 def test_a_slurm_that_hangs(commands_hang):
     assert check_site.ask("scontrol", "show", "partition") == ""
     said = check_site.sbatch_says({"mem": "0"})
-    assert said == "  <- not tried: Command 'sbatch' timed out after 60 seconds"
+    assert said == "not tried: Command 'sbatch' timed out after 60 seconds"
 
 
 def test_elsewhere(tmp_path):

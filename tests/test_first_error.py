@@ -30,7 +30,7 @@ ENDS = {
     "cancelled": ("cancelled", None, None),
     "cancelled_26": ("cancelled", None, None),
     "node_lost": ("node", (None, "node-2", None, None), None),
-    "preempted": ("terminated", (0, "node-3", None, 15), None),
+    "preempted": ("terminated", None, None),
     "requeued": ("stopped", None, None),
 }
 

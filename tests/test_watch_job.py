@@ -71,13 +71,14 @@ def test_watch_job_finds_the_ranks_of_a_bare_srun(monkeypatch):
 # What scontrol shows of a job that runs for the second time, as far as it is read
 RECORD = (
     "JobId={} JobName=a UserId=root(0) JobState=RUNNING Reason=None Restarts=1 StartTime=Unknown"
+    " NumNodes=3"
 )
 
 
 def test_watch_job_and_the_last_task_of_an_array(tmp_path):
     """Its id stands for the array, so Slurm also shows other tasks."""
     path = tmp_path / "bin"
-    stand_ins(path, {"squeue": "printf '8 2\\n7 3\\n9 2\\n'", "srun": "echo $* >asked"})
+    stand_ins(path, {"srun": "echo $* >asked"})
     stand_ins(path, {"scontrol": f"echo '{RECORD.format(8)}'; echo '{RECORD.format(7)}'"})
     env = environment(PATH=f"{path}:/usr/bin:/bin")
     run(sys.executable, WATCH, "7", cwd=tmp_path, env=env)
@@ -297,7 +298,7 @@ def test_two_programs_in_a_job(tmp_path):
         for rank in (0, 1):
             beat = heartbeat_of(rank, host=program, step=step, time=time.time())
             (folder / str(rank)).write_text(beat)
-    path = stand_ins(tmp_path / "bin", {"squeue": "echo 7", "scontrol": "false", "sacct": "false"})
+    path = stand_ins(tmp_path / "bin", {"scontrol": "false", "sacct": "false"})
     env = environment(PATH=f"{path}:/usr/bin:/bin")
 
     def tells(program: Path, what: str):
@@ -349,7 +350,8 @@ def test_nodes_that_answer_in_part(hangs, tmp_path, monkeypatch):
     (tmp_path / "said").write_text(
         f"seen n1 {answer[:5]}\nseen n2 {answer[:7]}\na node's greeting\nseen n1 {answer[5:]}\n"
     )
-    stand_ins(tmp_path, {"squeue": "echo 7 2", "srun": f"cat {tmp_path}/said"})
+    shown = f"echo '{RECORD.format(7)}'"
+    stand_ins(tmp_path, {"scontrol": shown, "srun": f"cat {tmp_path}/said"})
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     run_whole = subprocess.run
 
