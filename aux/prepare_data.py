@@ -289,6 +289,13 @@ def dtype_of(size: int) -> str:
     return next(name for name, numbers in kinds.items() if size <= numbers)
 
 
+def describe(new: Path, folder: Path, said: dict):
+    """Adds what describes the token files in `new`, before all of them move into `folder`."""
+    (new / "SHA256SUMS").write_bytes(sums_of(*sorted([*new.glob("*.bin"), *new.glob("*.mask")])))
+    (new / "vocabulary.json").write_bytes(json.dumps(said).encode())
+    (folder / "vocabulary.json").unlink(missing_ok=True)
+
+
 def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, identity: str):
     """The token files of a text: its first 90 % in train.bin, the rest in val.bin."""
     described, end = describe_tokenizer(tokenizer, files)
@@ -296,8 +303,7 @@ def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, i
     dtype = dtype_of(described["size"])
     itemsize = np.dtype(dtype).itemsize
     with written_whole(folder, "vocabulary.json") as new:
-        train, val = new / "train.bin", new / "val.bin"
-        with train.open("w+b") as file, val.open("wb") as rest:
+        with (new / "train.bin").open("w+b") as file, (new / "val.bin").open("wb") as rest:
             for path in files:
                 for piece in pieces(path):
                     file.write(np.array(encode(piece), dtype))
@@ -312,11 +318,8 @@ def write_tokens(folder: Path, source: str, files: list[Path], tokenizer: str, i
 
         if described["name"] == "tokenizer.json":
             shutil.copyfile(tokenizer, new / "tokenizer.json")
-        (new / "SHA256SUMS").write_bytes(sums_of(train, val))
         said = {"tokenizer": described, "dtype": dtype, "source": source, "id": identity}
-        said |= {"train_tokens": cut, "val_tokens": count - cut}
-        (new / "vocabulary.json").write_bytes(json.dumps(said).encode())
-        (folder / "vocabulary.json").unlink(missing_ok=True)
+        describe(new, folder, said | {"train_tokens": cut, "val_tokens": count - cut})
 
 
 def prepare_text(
@@ -458,9 +461,7 @@ def write_chat(
             tokens[:, 1].astype(np.uint8).tofile(new / f"{split}.mask")
             said[f"{split}_tokens"] = len(tokens)
         shutil.copyfile(like / "tokenizer.json", new / "tokenizer.json")
-        (new / "SHA256SUMS").write_bytes(sums_of(*new.glob("*.bin"), *new.glob("*.mask")))
-        (new / "vocabulary.json").write_bytes(json.dumps(said).encode())
-        (folder / "vocabulary.json").unlink(missing_ok=True)
+        describe(new, folder, said)
 
 
 def download_shakespeare(folder: Path):

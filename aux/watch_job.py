@@ -405,13 +405,19 @@ def has_met(process: int, port: int) -> bool:
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             if os.readlink(file) in connected:
                 return True
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            # After the name in parentheses come its state and its parent.
-            parent = path.read_text().rpartition(")")[2].split()[1]
-            if int(parent) == process and has_met(int(path.parent.name), port):
+            parent, _ = parent_and_start(folder)
+            if parent == process and has_met(int(folder.name), port):
                 return True
     return False
+
+
+def parent_and_start(folder: Path) -> tuple[int, int]:
+    """Of a process by its folder in /proc: its parent, and when it started."""
+    # After the name in parentheses come its state, its parent, and as the 20th its start.
+    stat = (folder / "stat").read_text().rpartition(")")[2].split()
+    return int(stat[1]), int(stat[19])
 
 
 def variables_of(process: int) -> dict[str, str]:
@@ -427,11 +433,9 @@ def ranks_here(job: str) -> list[tuple[int, int, int]]:
         with contextlib.suppress(OSError):  # it has ended, or is somebody else's
             variables = variables_of(int(folder.name))
             command = (folder / "cmdline").read_text(errors="replace").split("\0")
-            # After the name in parentheses come its state, its parent, and as the 20th its start.
-            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+            parent, start = parent_and_start(folder)
             python = "python" in Path(os.readlink(folder / "exe")).name
             if python and variables.get("SLURM_JOB_ID", "local") == job:
-                start, parent = int(stat[19]), int(stat[1])
                 processes.append((start, int(folder.name), parent, command, variables))
     processes.sort()
 
