@@ -55,6 +55,12 @@ up() {
     for tool in linux.uml ganesha.nfsd mount.nfs4 modprobe sshd slurmctld slurmd munged ip; do
         type -P "$tool" >/dev/null || fail "$tool is not installed: run make kernels"
     done
+    # AMX's registers are larger than these kernels know: "ptrace set fp regs failed", and a panic.
+    tool="$(linux.uml --version)"
+    if grep --quiet --word-regexp amx_tile /proc/cpuinfo &&
+        printf '%s\n' "$tool" 6.12.999 | sort --check=quiet --version-sort; then
+        fail "Linux $tool in user mode dies on this processor, which has AMX: use another machine"
+    fi
     lock
     local size="--nodes $nodes --cpus $cpus --gpus $gpus --memory $memory ${shares[*]/#/--share }"
     if is_up_with "$size"; then return; fi
