@@ -283,12 +283,12 @@ def test_lab_kill_a_rank(clone, cluster):
 
 @pytest.mark.matrix
 def test_lab_the_shell_in_between(clone, cluster):
-    """Chapter 7: nobody saves, then both ranks do."""
-    page = CHAPTERS[7].read_text()
+    """Fault tolerance: nobody saves, then both ranks do."""
+    page = CHAPTERS["fault_tolerance"].read_text()
     [lab] = re.findall(r"^```sh\n(cat docs/labs/signal.*?)^```$", page, re.M | re.S)
     # sbatch --wait ends as the first job does.
     fresh = bash(f"set +e\n{lab}", clone, (NAMESPACES, "exec"), **cluster.environment)
-    assert_shown(shown_by(7, "rank 1: SIGTERM") + "...\n", fresh)
+    assert_shown(shown_by("fault_tolerance", "rank 1: SIGTERM") + "...\n", fresh)
     [first, second] = fresh.split("Submitted batch job")[1:]
     assert "saved" not in first and second.count("saved after step") == 2
 
