@@ -283,6 +283,25 @@ def test_limits(way, node, says, monkeypatch):
     assert len(found) == bool(says) and all(said.startswith(says) for said in found), found
 
 
+def test_the_folder_of_checkpoints(tmp_path, monkeypatch):
+    """It need not be there yet. Rank 1 looks for what rank 0 has written."""
+
+    def faults(rank: int, free: int = 1024) -> list[str]:
+        usage = SimpleNamespace(f_bavail=free << 8, f_frsize=1 << 12)
+        monkeypatch.setattr(os, "statvfs", lambda path: usage)
+        monkeypatch.setattr(check_ranks, "rank", rank)
+        return check_ranks.folder_faults(tmp_path / "a/b", store)
+
+    store = dist.HashStore()
+    full = f"{tmp_path} has 1023 MiB free, and 1024 MiB are needed: delete old checkpoints"
+    assert faults(0) == faults(1) == [] and faults(1, 1023) == [full]
+    [mark] = tmp_path.iterdir()
+    mark.unlink()
+    hidden = f"does not see what rank 0 writes in {tmp_path}: use a folder that all nodes share"
+    assert faults(1) == [hidden]
+    assert faults(0, 1023) == [full] and faults(1) == []
+
+
 def test_the_nodes_of_missing_ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{stand_ins(tmp_path, {'scontrol': 'echo a; echo b'})}:/bin")
     monkeypatch.setenv("SLURM_STEP_NODELIST", "[a-b]")
@@ -582,6 +601,21 @@ def test_speeds_on_the_bus(monkeypatch):
     assert speed == pytest.approx(2 * 3 / 4 * size / 1e9)
 
 
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_every_number_of_an_all_reduce_counts(wrong, monkeypatch):
+    """Of ranks 1 and 3, which add 2 and 4."""
+
+    def add(numbers: torch.Tensor, group: object):
+        numbers.add_(4)[-1] += wrong
+
+    monkeypatch.setattr(check_ranks, "rank", 1)
+    monkeypatch.setattr(check_ranks, "world_size", 2)
+    monkeypatch.setattr(dist, "all_reduce", add)
+    mine = {"right": True}
+    check_ranks.bus_speed(torch.device("cpu"), [1, 3], 1 << 10, mine, 9)
+    assert mine["right"] == (not wrong)
+
+
 @pytest.mark.parametrize(
     ("backend", "hosts", "tried", "end"),
     [
@@ -607,10 +641,27 @@ def test_speeds_of_nodes(backend, hosts, tried, end, monkeypatch):
     assert mine["all-reduce"].endswith(end)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl", "xccl"])
+def test_an_all_reduce_that_fails_names_the_backend_s_variable(backend, monkeypatch):
+    def fails(*arguments):
+        raise RuntimeError("no route")
+
+    store, mine = dist.HashStore(), {"bad": []}
+    store.set("hosts", json.dumps(["a"]))
+    monkeypatch.setattr(check_ranks, "bus_speed", fails)
+    monkeypatch.setattr(dist, "init_process_group", lambda *arguments: None)
+    monkeypatch.setattr(dist, "get_default_backend_for_device", lambda device: backend)
+    check_ranks.all_reduce(torch.device("cpu"), store, mine, 20)
+    names = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME", "xccl": "a variable"}
+    said = "the all-reduce over all ranks fails (no route): set "
+    assert mine["bad"] == [f"{said}{names[backend]} in site.sh to the right network"]
+
+
 def test_gloo_is_tried_beside_nccl(monkeypatch):
     """By one rank, over an interface that is there, over one that is not, and with a wrong sum."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    fails = r"gloo's all-reduce, which checkpoints need, fails \(.*none7.*\): set GLOO_SOCKET"
+    fails = r"gloo's all-reduce, which checkpoints need, fails \(.*none7.*\): set "
+    fails += "GLOO_SOCKET_IFNAME in site.sh "
     try:
         for interface, count, says in (("lo", 1, ""), ("none7", 1, fails), ("lo", 2, "")):
             monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
@@ -689,6 +740,102 @@ def test_the_ranks_of_a_bare_srun(changes, place, monkeypatch):
         monkeypatch.setenv(name, str(value))
     its = runpy.run_path(check_ranks.__file__)
     assert (its["rank"], its["local_rank"], its["world_size"]) == place
+
+
+# --- the ranks meet ---
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """Whatever ends a rank is an exception: of its sentence, or of the status."""
+
+    def end(why: object):
+        raise SystemExit(why)
+
+    monkeypatch.setattr(check_ranks, "stop", end)
+    monkeypatch.setattr(os, "_exit", end)
+
+
+ALONE = "2 independent training runs instead of one: srun started 2 x torchrun, and this one knows "
+ALONE += "of 1 node (world size 4); torchrun needs --nnodes=2 and the same --master-addr "
+ALONE += "everywhere, never --standalone (torchrun.sh does that)"
+
+
+@pytest.mark.parametrize(
+    ("way", "groups", "layout", "task", "local_rank", "why"),
+    [
+        ("torchrun", 2, "1(x2)", 0, 0, None),
+        ("torchrun", 1, "1(x2)", 0, 0, ALONE),
+        ("torchrun", 1, "1(x2)", 1, 0, 0),
+        ("torchrun", 1, "1(x2)", 0, 1, 0),
+        ("srun", 1, "2(x2)", 0, 0, None),
+        ("srun", 1, "3,1", 0, 0, "4 tasks on 2 nodes: use --ntasks-per-node"),
+        ("srun", 1, "3,1", 1, 1, 0),
+    ],
+)
+def test_several_runs_that_do_not_know_of_each_other(
+    way, groups, layout, task, local_rank, why, ends, monkeypatch
+):
+    """One of their ranks says it, and the others say nothing."""
+    variables = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": layout}
+    variables |= {"SLURM_PROCID": str(task), "GROUP_WORLD_SIZE": str(groups)}
+    given = {"env": variables, "slurm": variables, "launcher": way, "local_rank": local_rank}
+    for name, value in (given | {"world_size": 4, "nodes": 2}).items():
+        monkeypatch.setattr(check_ranks, name, value)
+    try:
+        check_ranks.check_world_size()
+        assert why is None
+    except SystemExit as ended:
+        assert ended.code == why
+
+
+@pytest.mark.parametrize(
+    ("variables", "hosts", "why"),
+    [
+        ({}, [], "this is one of 2 ranks, but MASTER_ADDR is not set: use a launcher"),
+        ({}, ["own"], "own is 127.0.1.1 here, where no other node reaches it: check /etc/hosts"),
+        ({"MASTER_ADDR": "own"}, [], "own is 127.0.1.1 here, where no other node reaches it: "),
+        ({"MASTER_ADDR": "localhost"}, [], "own is 127.0.1.1 here"),
+    ],
+)
+def test_an_address_that_no_other_node_reaches(variables, hosts, why, ends, monkeypatch):
+    env = {"MASTER_PORT": "7", "SLURM_JOB_ID": "7"} | variables
+    given = {"env": env, "world_size": 2, "nodes": 2, "hosts_of_ranks": lambda: hosts}
+    for name, value in given.items():
+        monkeypatch.setattr(check_ranks, name, value)
+    monkeypatch.setattr(check_ranks.socket, "gethostname", lambda: "own")
+    monkeypatch.setattr(check_ranks.socket, "gethostbyname", lambda name: "127.0.1.1")
+    with pytest.raises(SystemExit, match=re.escape(why)):
+        check_ranks.open_store(1)
+    if hosts:
+        assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("own", "61007")
+
+
+def test_a_rank_0_that_is_not_there(ends, monkeypatch):
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in {"env": env, "world_size": 2, "rank": 1}.items():
+        monkeypatch.setattr(check_ranks, name, value)
+    said = r"cannot reach rank 0 at 127\.0\.0\.1:9 \(.*\): look for its error, or for a firewall"
+    with pytest.raises(SystemExit, match=said):
+        check_ranks.open_store(-29)
+
+
+def test_what_is_said_of_ranks_that_have_not_come(ends, monkeypatch, capsys):
+    """Rank 1 may know why. Of eleven that are missing eight are named."""
+    store = dist.HashStore()
+    monkeypatch.setattr(check_ranks, "world_size", 13)
+    monkeypatch.setattr(check_ranks, "hosts_of_ranks", lambda: ["a", "b", "c"])
+    store.set("start/1", json.dumps({"host": "b", "bad": ["has a cold"]}))
+    said = r"11 of 13 ranks have not reached the start in 0\.1 s: rank 2 on c, rank 3 on a node "
+    said += r"that Slurm does not name, .*, rank 9 on a node that Slurm does not name, \.\.\.$"
+    with pytest.raises(SystemExit, match=said):
+        check_ranks.gather(store, "start", {"host": "a", "bad": []}, 0.1)
+    assert capsys.readouterr().err == "[Rank 1 on b] has a cold\n"
+    monkeypatch.setattr(check_ranks, "world_size", 2)
+    its = {"host": "a", "bad": []}
+    assert check_ranks.gather(store, "start", its, 1)[0] == its
+    monkeypatch.setattr(check_ranks, "rank", 1)
+    assert check_ranks.gather(store, "start", {}, 1) == [], "rank 0 has said that all are there"
 
 
 @pytest.mark.parametrize(("tasks", "layout"), [(7, "2(x3),1"), (8, "3,2(x2),1")])

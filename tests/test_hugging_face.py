@@ -45,6 +45,15 @@ def test_experts_out_and_in_again(tmp_path, monkeypatch):
     assert read(tmp_path / "out").config["num_experts"] == 6
 
 
+def test_a_stack_is_narrowed_as_a_tensor_is():
+    """Also to nothing, for a rank that has no expert."""
+    parts = [torch.randn(3, 5) for _ in range(8)]
+    stack, whole = hugging_face.Stack(parts, 4), torch.cat(parts).view(4, 6, 5)
+    for first in range(5):
+        for size in range(5 - first):
+            assert torch.equal(stack.narrow(0, first, size), whole.narrow(0, first, size))
+
+
 REFUSED_EXPERTS = [
     ({"num_experts": 0}, "its num_experts is 0, and no model has that"),
     ({"num_experts_per_tok": 7}, "its num_experts_per_tok is more than its num_experts"),

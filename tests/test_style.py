@@ -1,5 +1,6 @@
 """What the repository promises of its own files: blocks that are the same, clean linters."""
 
+import ast
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
+import sizes
 from slurm import LAUNCHERS, REPOSITORY, TRACKED, run
 
 # Jobs run on Python 3.10, as Ubuntu 22.04 has it, and the submission from a laptop on 3.11.
@@ -93,6 +95,42 @@ def test_what_a_command_has_started_ends_with_it():
     with pytest.raises(subprocess.TimeoutExpired):
         run("bash", "-c", f"setsid {sleeps} & wait", timeout=2)
     assert run("pgrep", "--full", f"^{sleeps}").stdout == ""
+
+
+NAME = r"(?<![\w/-])(?:--[a-z][a-z-]+|[A-Z][A-Z0-9]*_[A-Z0-9_]*[A-Z0-9])(?![\w-])"
+
+
+def names_in_sentences(text: str) -> set[str]:
+    """The variables and the options that a program's strings of several words name."""
+    tree, found = ast.parse(text), set()
+    inner = {id(part) for x in ast.walk(tree) if isinstance(x, ast.JoinedStr) for part in x.values}
+    inner |= {id(x.value) for x in ast.walk(tree) if isinstance(x, ast.Expr)}  # docstrings
+    for each in ast.walk(tree):
+        parts = each.values if isinstance(each, ast.JoinedStr) else [each]
+        parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in parts]
+        if id(each) not in inner and all(isinstance(part, str) for part in parts):
+            said = "".join(parts)
+            if len(re.findall(r"(?:^| )[a-z]{2,}(?=[ ,:;]|$)", said)) > 2:
+                found |= {*re.findall(NAME, said)}
+    return found
+
+
+def test_what_a_sentence_names_is_known_elsewhere():
+    """A variable or an option stands in a page or in another program, or in a table of shapes."""
+    texts = {
+        path: (REPOSITORY / path).read_text()
+        for path in TRACKED
+        if path.endswith((".md", ".py", ".sh")) and not path.startswith("tests/")
+    }
+    known, count = {path: {*re.findall(NAME, text)} for path, text in texts.items()}, 0
+    for path, text in texts.items():
+        if path.endswith(".py") and path.startswith(("aux", "distributed", "examples", "local")):
+            names = names_in_sentences(text)
+            others = set().union(*(known[other] for other in known if other != path))
+            shapes = {f"--{name.replace('_', '-')}" for name in sizes.TABLE}
+            assert names <= others | shapes, (path, names - others - shapes)
+            count += len(names)
+    assert count > 100
 
 
 def test_linters():

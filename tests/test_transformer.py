@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import hugging_face
 import transformer
 from models import CONTEXT, EXPERTS, SHAPE, python, values
 from sizes import SIZES, new_config
@@ -99,16 +100,47 @@ def test_a_dense_model_has_no_balance():
     assert Transformer(config).balance() == 0.0
 
 
+# Another value of each key of a config.json that train_fsdp.py writes
+OTHER = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 4}
+OTHER |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+OTHER |= {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 8}
+OTHER |= {"norm_topk_prob": False, "output_router_logits": False, "router_aux_loss_coef": 0.5}
+OTHER |= {"vocab_size": 128, "rms_norm_eps": 0.1, "rope_theta": 100.0, "attention_bias": True}
+OTHER |= {"hidden_act": "gelu", "decoder_sparse_step": 2, "mlp_only_layers": [0]}
+OTHER |= {"model_type": "llama"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("experts", "idle"), [({}, set()), (EXPERTS, {"intermediate_size"})])
+def test_each_key_of_a_config_changes_the_model_or_is_refused(experts, idle):
+    """Except those that are for others to read. A mixture has no MLP but its experts."""
+
+    def computed(config: dict) -> list[float]:
+        hugging_face.check_config(config)
+        model = Transformer(config)
+        model.init_weights(torch.device("cpu"), seed=0)
+        logits = model(torch.tensor([[3, 1, 4, 1, 5]]))
+        return [*logits.flatten().tolist(), float(model.balance()), len(model.state_dict())]
+
+    config = new_config(SHAPE | {"tie_word_embeddings": False} | experts, CONTEXT, 50)
+    before = computed(config)
+    idle = idle | {"architectures", "torch_dtype", "max_position_embeddings"}
+    for key in config.keys() - idle:
+        try:
+            assert computed(config | {key: OTHER[key]}) != before, key
+        except ValueError as refused:
+            assert key in str(refused) or key == "model_type"
+
+
 @torch.no_grad()
 def test_a_token_has_its_likeliest_experts():
     """Weighted by their probabilities, which are normed or not."""
-    config = EXPERTS | {"hidden_size": 16, "norm_topk_prob": True}
-    layer = transformer.SparseMLP(config)
-    for weight in layer.parameters():
-        weight.normal_()
     x = torch.randn(2, 5, 16)
     for normed in (True, False):
-        layer.normed = normed
+        config = EXPERTS | {"hidden_size": 16, "norm_topk_prob": normed}
+        layer = transformer.SparseMLP(config)
+        for weight in layer.parameters():
+            weight.normal_()
         found = torch.zeros(2, 5, 16)
         for place in ((b, t) for b in range(2) for t in range(5)):
             probabilities = layer.gate(x[place]).softmax(-1)
