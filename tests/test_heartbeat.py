@@ -18,7 +18,7 @@ import pytest
 import heartbeat
 import ledger
 from ddp_runs import submit
-from slurm import REPOSITORY, environment, heartbeat_of, run, wait_for
+from slurm import REPOSITORY, environment, heartbeat_of, run, wait_for, write_heartbeat
 
 WATCH = REPOSITORY / "aux/watch_job.py"
 
@@ -100,12 +100,11 @@ def test_a_rank_that_evaluates_alone_is_not_silent(tmp_path, monkeypatch, capsys
     """It counts its batches, and the other one waits."""
     monkeypatch.setenv("MASTER_PORT", "61000")
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "log/local/ranks-61000"
-    folder.mkdir(parents=True)
+    heart = heartbeat.Heart(60, 1, world_size=2)
     for rank, its in enumerate((0.1, 65)):
         values = {"seconds_in_step": its, "waits": rank == 1, "stack": [f"f{rank}"]}
-        (folder / str(rank)).write_text(heartbeat_of(rank, **values))
-    heartbeat.Heart(60, 1, world_size=2).report(65)
+        write_heartbeat(heart.folder, rank, **values)
+    heart.report(65)
     said = capsys.readouterr().err
     assert "First to look at: rank 0 on n0 (step 5), which is in\n    f0" in said, said
 
@@ -158,9 +157,7 @@ def test_a_rank_of_a_large_job_is_silent_later(age, silent, tmp_path, monkeypatc
     """Of 4,096 ranks each writes every 137 s."""
     monkeypatch.chdir(tmp_path)
     heart = heartbeat.Heart(60, 0, world_size=4096)
-    heart.folder.mkdir(parents=True)
-    beat = heartbeat_of(1, world_size=4096, time=time.time() - age)
-    (heart.folder / "1").write_text(beat)
+    write_heartbeat(heart.folder, 1, world_size=4096, time=time.time() - age)
     assert [its["rank"] for its in heart.look()[1]] == silent
 
 
@@ -229,7 +226,7 @@ def test_what_others_write_ends_no_reports(strange, capsys):
     heartbeat.Heart(60, 0, world_size=20).report(65)
     assert capsys.readouterr().err == f"[Rank 0 on {heartbeat.HOST}] {says}"
     (strange / "19").rmdir()
-    (strange / "19").write_text(heartbeat_of(19, world_size=20, seconds_in_step=65))
+    write_heartbeat(strange, 19, world_size=20, seconds_in_step=65)
     (strange / "0").write_text("{}")
     heartbeat.Heart(60, 19, world_size=20).report(65)
     says = says.replace("rank 1", "rank 0")

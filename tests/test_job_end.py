@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import job_end
-from slurm import REPOSITORY, Cluster, heartbeat_of, stand_ins, wait_for
+from slurm import REPOSITORY, Cluster, stand_ins, wait_for, write_heartbeat
 
 WATCH = REPOSITORY / "aux/watch_job.py"
 LOGS = re.findall(
@@ -181,10 +181,8 @@ def row_of(page: str, reason: str) -> str:
 
 
 def beats(start: int, first: int | None, last: int | None, **values: object):
-    Path(f"log/7/ranks-{start}").mkdir()
     values = {"began": 1000.0, "first_time": 1010.0, "time": 1110.0} | values
-    text = heartbeat_of(0, first_step=first, step=last, **values)
-    Path(f"log/7/ranks-{start}/0").write_text(text)
+    write_heartbeat(Path(f"log/7/ranks-{start}"), 0, first_step=first, step=last, **values)
 
 
 def test_all_starts(folder, monkeypatch):

@@ -6,7 +6,7 @@ import sys
 from datetime import datetime
 
 import ledger
-from slurm import heartbeat_of, run, stand_ins
+from slurm import run, stand_ins, write_heartbeat
 
 
 def test_the_ledger_of_two_starts():
@@ -65,10 +65,8 @@ def test_a_slurm_that_hangs(commands_hang):
 def test_ledger_counts_starts(tmp_path):
     """As numbers: a run with spare nodes has ranks-100 and so on."""
     for start, first in ((0, 1), (2, 11), (10, 21), (100, 31)):
-        folder = tmp_path / f"log/7/ranks-{start}"
-        folder.mkdir(parents=True)
-        beat = heartbeat_of(0, world_size=1, host=f"n{start}", first_step=first, step=first + 11)
-        (folder / "0").write_text(beat)
+        values = {"world_size": 1, "host": f"n{start}", "first_step": first, "step": first + 11}
+        write_heartbeat(tmp_path / f"log/7/ranks-{start}", 0, **values)
     done = run(sys.executable, ledger.__file__, "7", cwd=tmp_path)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["starts"] == 4 and found["slowest"]["host"] == "n100", done

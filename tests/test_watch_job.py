@@ -26,6 +26,7 @@ from slurm import (
     run,
     stand_ins,
     wait_for,
+    write_heartbeat,
 )
 
 WATCH = watch_job.__file__
@@ -35,11 +36,9 @@ def test_watch_job_shows_the_latest_start(tmp_path):
     """By time, not by name. And a rank that writes rarely is not silent."""
     for start, age in (("ranks-10", 1), ("ranks-2", 5), ("ranks-9", 30)):
         folder = tmp_path / "log/local" / start
-        folder.mkdir(parents=True)
-        (folder / "0").write_text(heartbeat_of(0, host=start, step=7))
+        write_heartbeat(folder, 0, host=start, step=7)
         # Of 4,096 ranks each writes every 136 s.
-        beat = heartbeat_of(1, host=start, step=7, time=time.time() - 100, interval=136)
-        (folder / "1").write_text(beat)
+        write_heartbeat(folder, 1, host=start, step=7, time=time.time() - 100, interval=136)
         os.utime(folder, 2 * (time.time() - age,))
     done = run(sys.executable, WATCH, "local", cwd=tmp_path)
     assert re.search(r"^   0  ranks-10 +7 ", done.stdout, re.M) and done.returncode == 0, done
@@ -83,8 +82,7 @@ def test_watch_job_and_the_last_task_of_an_array(tmp_path):
     env = environment(PATH=f"{path}:/usr/bin:/bin")
     run(sys.executable, WATCH, "7", cwd=tmp_path, env=env)
     assert " --nodes=3 --ntasks=3 " in (tmp_path / "asked").read_text()
-    (tmp_path / "log/7/ranks-0").mkdir(parents=True)
-    (tmp_path / "log/7/ranks-0/0").write_text(heartbeat_of(0))
+    write_heartbeat(tmp_path / "log/7/ranks-0", 0)
     stand_ins(path, {"scontrol": f"echo '{RECORD.format(8)}'"})
     watched = run(sys.executable, WATCH, "7", cwd=tmp_path, env=env)
     assert watched.stdout.startswith("Job 7 is over, because it was killed.\n"), watched
@@ -94,11 +92,10 @@ def test_a_running_job_for_programs(tmp_path):
     """Which ranks the others wait for, and the steps of all starts."""
     for start in (0, 1):
         folder = tmp_path / f"log/7/ranks-{start}"
-        folder.mkdir(parents=True)
         for rank in range(3):
             values = {"world_size": 3, "host": f"n{rank}", "time": time.time()}
             values |= {"waits": rank != 1, "seconds_in_step": 100.0, "step": 5 + start}
-            (folder / str(rank)).write_text(heartbeat_of(rank, **values))
+            write_heartbeat(folder, rank, **values)
         os.utime(folder, (start, start))
     path = stand_ins(tmp_path / "bin", {"scontrol": f"echo '{RECORD.format(7)}'"})
     env = environment(PATH=f"{path}:/usr/bin:/bin")
@@ -146,13 +143,11 @@ def test_watch_job_excludes_the_node_of_the_rank_that_hangs(
     steps, waits, silent, exclude, tmp_path
 ):
     """All have stood still for two minutes."""
-    folder = tmp_path / "log/local/ranks-0"
-    folder.mkdir(parents=True)
     for rank in range(6):
         values = {"host": f"n{rank // 2}", "world_size": 6, "step": steps[rank]}
         values |= {"waits": waits[rank], "seconds_in_step": 120.0}
         values |= {"time": time.time() - (100 if rank in silent else 0)}
-        (folder / str(rank)).write_text(heartbeat_of(rank, **values))
+        write_heartbeat(tmp_path / "log/local/ranks-0", rank, **values)
     done = run(sys.executable, WATCH, "local", cwd=tmp_path)
     assert done.returncode == (exclude is not None), done.stdout + done.stderr
     end = r"All 6 ranks are alive, at step 9\. No step for 12\d s\."
@@ -293,11 +288,9 @@ def test_under_a_framework_all_are_in_one_line(capsys):
 def test_two_programs_in_a_job(tmp_path):
     """Each has ranks of its own."""
     for program, step in (("GENERATOR", 7), ("TRAINER", 9)):
-        folder = tmp_path / f"log/7/{program}/ranks-0"
-        folder.mkdir(parents=True)
         for rank in (0, 1):
-            beat = heartbeat_of(rank, host=program, step=step, time=time.time())
-            (folder / str(rank)).write_text(beat)
+            folder = tmp_path / f"log/7/{program}/ranks-0"
+            write_heartbeat(folder, rank, host=program, step=step, time=time.time())
     path = stand_ins(tmp_path / "bin", {"scontrol": "false", "sacct": "false"})
     env = environment(PATH=f"{path}:/usr/bin:/bin")
 
@@ -434,14 +427,12 @@ def test_memory_that_grows(way, seconds, monkeypatch):
 
 def test_watch_job_says_who_holds_memory(tmp_path):
     """Rank 1's grows most. All ranks of n0 use its first GPU, and those of n1 share one."""
-    folder = tmp_path / "log/local/ranks-0"
-    folder.mkdir(parents=True)
     for rank in range(6):
         host, leak = ("n0", [2, 3000][rank == 1]) if rank < 4 else ("n1", 0)
         marks = [[n, 1, 10 * n, 9000 + n * leak, n, 9000 + (n + 1) * leak, n] for n in range(12)]
         gpus = [9] if host == "n1" else [9 if n in (0, rank) else None for n in range(4)]
-        beat = heartbeat_of(rank, world_size=6, host=host, memory=marks, gpus=gpus)
-        (folder / str(rank)).write_text(beat)
+        values = {"world_size": 6, "host": host, "memory": marks, "gpus": gpus}
+        write_heartbeat(tmp_path / "log/local/ranks-0", rank, **values)
     done = run(sys.executable, WATCH, "local", cwd=tmp_path)
     assert done.returncode == 0, done
     *_, grows, holds, alive = done.stdout.splitlines()

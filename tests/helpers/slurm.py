@@ -314,6 +314,12 @@ def heartbeat_of(rank: int, **values: object) -> str:
     return json.dumps(beat | {"counts": [100, 80, 0]} | values)
 
 
+def write_heartbeat(folder: Path, rank: int, **values: object):
+    """Into the folder of a start, such as log/7/ranks-0."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / str(rank)).write_text(heartbeat_of(rank, **values))
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
