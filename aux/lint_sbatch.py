@@ -382,13 +382,12 @@ def restarts(script: Script) -> Findings:
         for text in (script.expanded(command), *script.sources(command.text, ".sh")):
             asked = re.search(r"--max[-_]restarts[ =]+[\"']?([1-9]\d*)", text)
             agree = re.search(r"rdzv[-_]backend[ =]+[\"']?(?!static)\w", text) or ALONE.search(text)
-            if asked and not agree and nodes > 1 and re.search(TORCHRUN, text):
-                what = f"--max-restarts={asked[1]} on {nodes} nodes with a static rendezvous"
-                why = (
-                    "where a restarted node meets addresses of the first start and fails, or hangs"
-                )
-                line = script.line_of(asked[0], command)
-                yield line, f"{what}, {why}: requeue the job instead"
+            if not asked or agree or nodes < 2 or not re.search(TORCHRUN, text):
+                continue
+            what = f"--max-restarts={asked[1]} on {nodes} nodes with a static rendezvous"
+            why = "where a restarted node meets addresses of the first start and fails, or hangs"
+            line = script.line_of(asked[0], command)
+            yield line, f"{what}, {why}: requeue the job instead"
 
 
 def devices(script: Script) -> Findings:

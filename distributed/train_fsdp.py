@@ -49,9 +49,7 @@ add("--accumulation", type=positive, default=1, help="split each step into so ma
 help = "less memory, a third more work; default: if the GPU's would not do"
 add("--activation-checkpointing", action=yes_or_no, help=help)
 add("--compile", action=yes_or_no, help="default: on a GPU with a C compiler")
-help = (
-    "default: bf16 on a GPU that has it, else fp32. tf32 rounds the factors of fp32, and is faster"
-)
+help = "default: bf16 if the GPU has it, else fp32. tf32 rounds the factors of fp32, and is faster"
 add("--precision", choices=["fp32", "tf32", "bf16"], help=help)
 add("--deterministic", action="store_true", help="equal resumes on GPUs; slower")
 add("--seed", type=int, default=0, help="seed of the weights and the data's order")
