@@ -318,17 +318,18 @@ def rows_of(
 
 def steps_of(beats: list[dict] | None) -> dict:
     """What the heartbeats of a start say."""
-    names = ("began", "ended", "steps", "steps_a_second", "ranks")
+    found = dict.fromkeys(("began", "ended", "steps", "steps_a_second", "ranks"))
     if not beats:
-        return dict.fromkeys(names)
-    began, ended = min(beat["began"] for beat in beats), max(beat["time"] for beat in beats)
+        return found
+    ended = max(beat["time"] for beat in beats)
+    found |= {"began": min(beat["began"] for beat in beats), "ended": ended}
+    found["ranks"] = beats[0]["world_size"]
     first, last, since = (beats[0][name] for name in ("first_step", "step", "first_time"))
-    steps = rate = None
     if None not in (first, last):
-        steps = [first, last]
+        found["steps"] = [first, last]
         if since and last > first and ended > since:
-            rate = round((last - first) / (ended - since), 4)
-    return dict(zip(names, (began, ended, steps, rate, beats[0]["world_size"]), strict=True))
+            found["steps_a_second"] = round((last - first) / (ended - since), 4)
+    return found
 
 
 def progress(rows: list[dict], runs: bool) -> dict:

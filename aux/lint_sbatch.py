@@ -141,11 +141,6 @@ def slurm_version() -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (26, 5)
 
 
-def is_readable(file: Path) -> bool:
-    """Whether it is a file to read. Path.is_file() would raise an error if a name is too long."""
-    return os.path.isfile(file) and os.access(file, os.R_OK)
-
-
 def shell_strings(text: str) -> list[tuple[str, str]]:
     """The strings that shells in `text` run: ("bash", "cd a && ls") of `bash -lc 'cd a && ls'`."""
     option = r"(?:-\S+\s+|pipefail\s+)*?-\w*c\s+"
@@ -227,7 +222,9 @@ class Script:
         # From a word's first character, because a word may be long: a file in base64, say.
         names = re.findall(rf"(?<![\w./-])[\w./-]+{re.escape(suffix)}\b", text)
         files = {Path(folder, name) for name in names for folder in (".", self.path.parent)}
-        return [file.read_text(errors="replace") for file in files if is_readable(file)]
+        # Path.is_file() would raise an error if a name is too long.
+        files = [file for file in files if os.path.isfile(file) and os.access(file, os.R_OK)]
+        return [file.read_text(errors="replace") for file in files]
 
 
 def expanded_here(text: str) -> re.Match | None:

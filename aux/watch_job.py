@@ -93,10 +93,12 @@ def main():
 
 
 def recent_runs(job: str, after: float) -> list[tuple[Path, list[dict], list[dict]]]:
-    """The heartbeats of what runs now, of each program, and those of silent ranks."""
+    """Of each program that runs: its folder, its latest heartbeats, and those of silent ranks."""
     runs = []
     for folder in sorted({path.parent for path in Path("log", job).glob("**/ranks-*")}):
-        beats = latest_beats(folder)
+        starts = [path for path in folder.glob("ranks-*") if path.is_dir()]
+        starts.sort(key=lambda path: path.stat().st_mtime)
+        beats = read_beats(starts[-1]) if starts else []
         # In a large job the ranks write less often, and one heartbeat may be late.
         old = [time.time() - max(after, 2 * beat["interval"]) for beat in beats]
         silent = [beat for beat, its in zip(beats, old, strict=True) if beat["time"] < its]
@@ -117,13 +119,6 @@ def late_ranks(runs: list[tuple[Path, list[dict], list[dict]]], after: float) ->
         for name, ranks in (("silent", silent), ("waited_for", stuck_ranks(beats, after))):
             late[name] += [{"rank": rank["rank"], "node": rank["host"]} for rank in ranks]
     return late
-
-
-def latest_beats(folder: Path) -> list[dict]:
-    """The heartbeats of the latest start."""
-    starts = [path for path in folder.glob("ranks-*") if path.is_dir()]
-    starts.sort(key=lambda path: path.stat().st_mtime)
-    return read_beats(starts[-1]) if starts else []
 
 
 # --- heartbeats ---

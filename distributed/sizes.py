@@ -136,7 +136,8 @@ def config_of(args: argparse.Namespace, vocab_size: int) -> dict:
 def new_config(sizes: dict, context: int, vocab_size: int) -> dict:
     """The config.json of a Qwen3 whose SHAPE and EXPERTS are in `sizes`, for at least so many
     tokens. Ends with a sentence if the shape is impossible."""
-    shape = shape_of(sizes)
+    names = SHAPE | EXPERTS if sizes.get("num_experts") else SHAPE
+    shape = {name: sizes[name] for name in names}
     if shape["num_attention_heads"] % shape["num_key_value_heads"] or shape["head_dim"] % 2:
         rule = "--num-attention-heads must be a multiple of --num-key-value-heads"
         fail(f"{rule}, and --head-dim even")
@@ -155,12 +156,6 @@ def new_config(sizes: dict, context: int, vocab_size: int) -> dict:
     # A vocabulary of whole blocks is faster on GPUs, and can be split.
     config |= {"max_position_embeddings": context, "vocab_size": math.ceil(vocab_size / 64) * 64}
     return config | shape | {"torch_dtype": "float32"}
-
-
-def shape_of(sizes: dict) -> dict:
-    """The SHAPE, and the EXPERTS if there are any."""
-    names = SHAPE | EXPERTS if sizes.get("num_experts") else SHAPE
-    return {name: sizes[name] for name in names}
 
 
 def count_weights(config: dict, active: bool = False) -> tuple[int, int]:
