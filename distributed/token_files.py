@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from heartbeat import fail
+from heartbeat import fail, plain
 
 IGNORED = -100  # cross_entropy's ignore_index
 LARGEST = 100_000_000  # bytes of JSON to read, as in Hugging Face's own reader of safetensors
@@ -84,8 +84,8 @@ def json_object(text: bytes) -> dict:
 
 
 def printable(text: object) -> str:
-    """What a stranger's file says, cut short, and without the codes that a terminal obeys."""
-    return "".join(c if c.isprintable() else "?" for c in str(text)[:300])
+    """What a stranger's file says, cut short."""
+    return plain(str(text)[:300])
 
 
 def missing_data(folder: Path, context: int) -> str | None:
