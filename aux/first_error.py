@@ -76,6 +76,9 @@ NO_ERROR += r"|error: *[-+]?[0-9]*[.][0-9]"  # a metric
 # A line of Python, C++ or NCCL. Another one, such as "config not found", may be harmless.
 SURE = r"^\[rank\d|(?:Error|Exception)\b|Fatal Python error|NCCL WARN|\[E[0-9 ]|^slurmstepd"
 SURE += r"|terminate called|with signal SIG"
+# What srun, Slurm and torchrun report, and the beginning of a line that may be a sentence
+REPORT = r"srun: |slurmstepd|[EW]\d{4} "
+SENTENCE = r"(?!\[rank\d+\]|\s|Traceback|=|-)."
 # How ranks and tasks ended, as its third command has it: by torchrun, spawn_ranks.py and srun
 ENDS = r"^srun: error: \S+: tasks? |^spawn_ranks.py: rank |^ +exitcode +: "
 TORCHRUN = r"time +: (\S+)\n +host +: (\S+)\n +rank +: (\d+) .*\n +exitcode +: (-?\d+)"
@@ -125,14 +128,17 @@ def end_of(part: dict, state: str = "") -> dict:
     `cause`, a key of CAUSES; `first`, the rank that ended before the others, as `rank`, `node`,
     `exit` (its status) and `signal`; `error`, the line with its error; and whether that is a guess.
     """
-    text = part["text"]
-    said = [name for name, words in WORDS.items() if re.search(words, text, re.MULTILINE)]
-    cause = STATES.get(state.partition(" ")[0]) or next(iter(said), None)
-    first, error, guessed = first_error(part)
+    text, nobody = part["text"], {"first": None, "error": None, "guessed": False}
+    said = (name for name, words in WORDS.items() if re.search(words, text, re.MULTILINE))
+    cause = STATES.get(state.partition(" ")[0]) or next(said, None)
+    if cause in ("time_limit", "cancelled", "preempted", "stopped"):
+        return {"cause": cause} | nobody  # Many ranks print errors then, and none is to blame.
     if cause == "node":
         lost = re.search(r"Node failure on (\S+)", text)
-        first, error, guessed = lost and end(None, lost[1]), None, False
-    elif cause:
+        return {"cause": cause} | nobody | {"first": lost and end(None, lost[1])}
+
+    first, error, guessed = first_error(part)
+    if cause:
         pass
     elif error and re.search(GPU_MEMORY, error):
         cause = "gpu_memory"
@@ -141,23 +147,17 @@ def end_of(part: dict, state: str = "") -> dict:
     elif error and not guessed:
         cause = "error"
     elif "Received 15 death signal" in text or (first and first["signal"]):
-        cause = "terminated"
+        return {"cause": "terminated"} | nobody
     else:
         cause = "exit" if first and first["exit"] else "unknown"
-    # Many ranks print errors then, and none is to blame.
-    if cause in ("time_limit", "cancelled", "preempted", "stopped", "terminated"):
-        first, error, guessed = None, None, False
     return {"cause": cause, "first": first, "error": error, "guessed": guessed}
 
 
 def first_error(part: dict) -> tuple[dict | None, str | None, bool]:
     """`first`, `error`, and whether that is a guess, for `end_of`."""
-    ends, lines, errors = ends_of(part["text"]), [], []
-    for line in part["text"].splitlines():
-        if not re.search(NO_ERROR, line) and not re.search(ENDS, line):
-            lines.append(line)
-            if re.search(ERROR, line):
-                errors.append(line)
+    ends, lines = ends_of(part["text"]), part["text"].splitlines()
+    # A log may have millions of lines, so few of them are looked at twice.
+    errors = [line for line in lines if re.search(ERROR, line) and is_own(line)]
     errors = [line for line in errors if re.search(SURE, line)] or errors
 
     label = re.match(r"\[rank(\d+)\]:? *", errors[0]) if errors else None
@@ -170,15 +170,19 @@ def first_error(part: dict) -> tuple[dict | None, str | None, bool]:
     first = next(iter(killed or ends), None)
     if errors and re.search(SURE, errors[0]):
         return first, plain(errors[0].strip()), False
-    # If a script ended with a sentence, it is the last line before others report the end.
-    said = perhaps = plain(errors[0].strip()) if errors else None
-    for line in lines:
-        if re.match(r"srun: |slurmstepd|[EW]\d{4} ", line):
-            break
-        if line and not re.match(r"\[rank\d+\]|\s|Traceback|=|-", line):
-            said = plain(line)
-    failed = first and first["exit"]
-    return first, said if failed else perhaps, True
+    error = errors[0].strip() if errors else None
+    if first and first["exit"]:
+        # If a script ended with a sentence, it is the last line before others report the end.
+        reports = (i for i, line in enumerate(lines) if re.match(REPORT, line) and is_own(line))
+        before = reversed(lines[: next(reports, None)])
+        said = (line for line in before if re.match(SENTENCE, line) and is_own(line))
+        error = next(said, error)
+    return first, error and plain(error), True
+
+
+def is_own(line: str) -> bool:
+    """Whether a line is of the script, and not about the end of other ranks."""
+    return not re.search(NO_ERROR, line) and not re.search(ENDS, line)
 
 
 def end(rank: int | None, node: str | None, status: int | None = None, number: int | None = None):

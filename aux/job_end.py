@@ -121,7 +121,8 @@ def look(job: str, program: str = "") -> dict:
     # The first start says nothing about an end while it runs.
     ended = last > 0 or found["state"] not in RUNS
     parts = parts_of(read(log), last) if log and ended else []
-    rows = found["starts"] = rows_of(folder, program, noted, parts, states)
+    end = end_of(parts[-1] if parts else {"text": ""}, found["state"] or "")
+    rows = found["starts"] = rows_of(folder, program, noted, parts, states, end)
     run = f"{job}_{program}" if program else job
     found |= {"log": log and str(log), "saved": newest(Path("checkpoints", run))}
     found |= progress(rows, found["state"] in RUNS)
@@ -133,7 +134,6 @@ def look(job: str, program: str = "") -> dict:
     if found["state"] in RUNS and rows:
         rows[-1] |= {"ended": None, "cause": None, "first": None}
     if found["ended"] or not found["state"]:
-        end = end_of(parts[-1] if parts else {"text": ""}, found["state"] or "")
         if found["state"]:
             found["cause"] = known_cause(end["cause"], record or {})
         else:
@@ -289,9 +289,15 @@ def find_log(job: str, record: dict[str, str], noted: dict[int, dict]) -> Path |
 
 
 def rows_of(
-    folder: Path, program: str, noted: dict[int, dict], parts: list[dict], states: list[str]
+    folder: Path,
+    program: str,
+    noted: dict[int, dict],
+    parts: list[dict],
+    states: list[str],
+    last_end: dict,
 ) -> list[dict]:
-    """What is known of each start, in order. `states` are Slurm's, of its own starts."""
+    """What is known of each start, in order. `states` are Slurm's, of its own starts, and
+    `last_end` is that of the last one."""
     beats, written = {}, {part["start"]: part for part in parts}
     for path in (folder / program).glob("ranks-*"):
         number = path.name.partition("-")[2]
@@ -301,9 +307,12 @@ def rows_of(
     every = 100 if (folder / "spare.json").exists() else 1
 
     rows = []
-    for number in sorted({*beats, *written, *(number * every for number in noted)}):
+    numbers = sorted({*beats, *written, *(number * every for number in noted)})
+    for number in numbers:
         state = states[number // every] if number // every < len(states) else ""
-        end = end_of(written.get(number, {"text": ""}), state)
+        end = last_end
+        if number != numbers[-1]:
+            end = end_of(written.get(number, {"text": ""}), state)
         row = {"start": number, "cause": end["cause"], "first": end["first"], "status": None}
         rows.append(row | steps_of(beats.get(number)))
     for number, note in noted.items():
