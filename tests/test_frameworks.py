@@ -4,6 +4,7 @@
 """
 
 import re
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from slurm import LAUNCHERS, REPOSITORY, at_once, one_rank_a_node, ranks, run, wait_for
-
-pytestmark = pytest.mark.matrix
 
 FOLDER = REPOSITORY / "examples"
 PAGE = (REPOSITORY / "docs/frameworks.md").read_text()
@@ -99,10 +98,26 @@ def trained_together(log: str) -> bool:
     return sorted(ranks) == list("0123") and set(sizes) == {"4"} and len(set(weights)) == 1
 
 
+@pytest.mark.long
+def test_fsdp_by_hand(tmp_path):
+    """Without a cluster: one rank's steps are those of a plain loop, and two continue its run."""
+    whole = of_one_process("fsdp", {}, tmp_path)
+    command = ["examples/with_fsdp.py", tmp_path / "out"]
+    for count, first in ((1, 1), (2, 31)):
+        done = ranks(count, *command)
+        assert done.returncode == 0, done.stderr
+        assert_same(steps("fsdp", done.stdout), whole[first - 1 :])
+        said = re.findall(r"^rank (\d) of (\d): weights", done.stdout, re.M)
+        assert sorted(said) == [(str(rank), str(count)) for rank in range(count)]
+        assert ("Resumed after step 30\n" in done.stdout) == (first == 31)
+        shutil.rmtree(tmp_path / "out/step_40")
+
+
 def test_the_table_has_every_guest():
     assert {f"with_{guest}" for guest in TABLE} == {path.stem for path in FOLDER.glob("with_*.py")}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("guest", TABLE)
 def test_guest(guest, packages, cluster, tmp_path):
     """Four ranks on two nodes train what one process trains, under the launchers of the table."""
@@ -119,6 +134,7 @@ def test_guest(guest, packages, cluster, tmp_path):
             assert_same(steps(guest, ended.log), expected)
 
 
+@pytest.mark.matrix
 def test_script_that_spawns(cluster, tmp_path):
     """By the copy of a launcher that the page makes."""
     [command] = re.findall(r"^sed .*$", PAGE, re.M)
@@ -180,6 +196,7 @@ def saved_steps(guest: str, folder: Path) -> list[int]:
     return sorted(int(re.findall(r"\d+", path.stem)[-1]) for path in found)
 
 
+@pytest.mark.matrix
 def test_batch_by_itself(packages, cluster, tmp_path):
     """Two ranks train with twice the batch, and so in half the steps. The rates are those of every
     second step, or what each framework makes of the schedule."""
@@ -211,6 +228,7 @@ def test_batch_by_itself(packages, cluster, tmp_path):
     at_once(trains, [(guest,) for guest in GUESTS])
 
 
+@pytest.mark.matrix
 def test_sigterm_by_itself(packages, cluster, tmp_path):
     """SIGTERM and the time limit end it, nothing is saved, and it is not requeued."""
 
@@ -247,6 +265,7 @@ def clone(tmp_path) -> Path:
     return folder
 
 
+@pytest.mark.matrix
 def test_stopped(packages, cluster, clone, tmp_path):
     """By SIGTERM, then by its time limit. It saves, is requeued, finds its folder by RUN, and has
     trained each step once, as one process would have."""
@@ -319,6 +338,7 @@ kill_in(checkpoint.Folder, "publish", "0", lambda *arguments: arguments[-1] == 2
 }
 
 
+@pytest.mark.matrix
 def test_killed_in_a_save(packages, cluster, tmp_path):
     """The next start takes the checkpoint before, and trains what one process would have."""
 
@@ -350,6 +370,7 @@ def test_killed_in_a_save(packages, cluster, tmp_path):
 # --- more of what the page says ---
 
 
+@pytest.mark.matrix
 def test_lightning_requeues_itself(packages, cluster, tmp_path):
     """At SIGUSR1, if srun starts the ranks. It saves wherever a rank happens to be, and so hangs if
     one is in a collective already: in steps of a second all are at the same line when it comes."""
@@ -368,6 +389,7 @@ def test_lightning_requeues_itself(packages, cluster, tmp_path):
     assert cluster.wait(job).state == "CANCELLED"
 
 
+@pytest.mark.matrix
 def test_evaluation_of_the_trainer(packages, tmp_path):
     """Its loss is that of one rank if ranks x batch divides the set, and else another one."""
     odd = '[{"input_ids": row, "labels": row} for row in torch.zeros(1, 16, dtype=torch.long)]'
@@ -385,6 +407,7 @@ def test_evaluation_of_the_trainer(packages, tmp_path):
     assert sixteen[0] == sixteen[1] and abs(nine[0] - nine[1]) > 0.01, losses
 
 
+@pytest.mark.matrix
 def test_order_of_deepspeed_s_loader(packages):
     """It is the same in each epoch."""
     done = ranks(1, "tests/scripts/deepspeed_order.py", **packages)

@@ -1,6 +1,7 @@
 """preemption.py in a script of ours and in one that is not: what is a request, who ends, and how
 the job is requeued. The rows with every launcher are in test_fault_tolerance.py."""
 
+import difflib
 import os
 import re
 import shutil
@@ -477,6 +478,25 @@ def test_the_fork_server_lives_as_long_as_its_rank():
 
 
 # --- a script that is not ours ---
+
+
+def test_chapter_7_s_script_is_chapter_2_s():
+    """But for the lines that are shown here, and those that are new."""
+    old, new = (
+        (REPOSITORY / "examples" / name).read_text().splitlines()
+        for name in ("many_gpus.py", "many_gpus_preemptible.py")
+    )
+    gone = [line.strip(" -") for line in difflib.ndiff(old, new) if line.startswith("- ")]
+    assert gone == [
+        old[0],
+        "sampler = DistributedSampler(train_set, drop_last=True)",
+        "best = -1.0",
+        "for epoch in range(EPOCHS):",
+        "start = time.perf_counter()",
+        "images_per_second = len(train_loader) * BATCH / (time.perf_counter() - start)",
+        'torch.save(model.state_dict(), f"best_{run}.pt")',
+        *[line.strip() for line in old[-4:]],
+    ]
 
 
 @pytest.mark.matrix
