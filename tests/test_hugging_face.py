@@ -98,7 +98,9 @@ def test_out_and_in_again(files, dtype, tmp_path, monkeypatch):
     hugging_face.write(tmp_path / "out", model, weights.__getitem__, other)
     (tmp_path / "out/consolidated.safetensors").write_text("not read")
     found = {path.name for path in (tmp_path / "out").iterdir()} - {"consolidated.safetensors"}
-    assert len([name for name in found if name.endswith(".safetensors")]) == files
+    numbered = {f"model-{n + 1:05}-of-{files:05}.safetensors" for n in range(files)}
+    names = numbered if files > 1 else {"model.safetensors"}
+    assert {name for name in found if name.endswith(".safetensors")} == names
     assert copied < found and len(found) == files + 7 + (files > 1)
     again = read(tmp_path / "out")
     assert again.config == hugging_face.read_config(tmp_path / "out") and len(weights) == 25

@@ -16,7 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
 
+import mnist
 import submission
 from copies import NASTY
 from pages import HOME, assert_shown, copy_of_repository, steps
@@ -509,13 +513,41 @@ def test_context_of_a_task(laptop, own, options, nodes, size):
     assert laptop.result(job) == {"rank": 0, "world_size": size, "arguments": NASTY}
 
 
+def trained_plainly(folder: Path) -> tuple[dict[tuple[int, int], float], float, float]:
+    """Of two epochs of five steps, in a loop as one writes it: the losses that the task logs by
+    epoch and step, and of the test images the loss and the accuracy."""
+    train_set, test_set = mnist.load(folder)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), {}
+    for epoch in (1, 2):
+        order = torch.randperm(300, generator=torch.Generator().manual_seed(epoch))
+        for step, batch in enumerate(order.split(60), start=1):
+            images, labels = train_set[batch]
+            loss = cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[epoch, step] = loss.item()
+    images, labels = test_set[:]
+    logits = model(images)
+    right = (logits.argmax(1) == labels).float().mean().item()
+    logged = {place: loss for place, loss in losses.items() if place[1] in (2, 4, 5)}
+    return logged, cross_entropy(logits, labels).item(), right
+
+
 @pytest.mark.long
 def test_ranks_of_the_task_train_together(tiny):
-    """The model of one rank, up to rounding."""
+    """One rank, and two, train the model of a plain loop, up to rounding."""
     command = [TASK, "--data-dir", tiny, "--batch-size", 60, "--epochs", 2, "--device", "cpu"]
-    done = [ranks(count, *command) for count in (0, 2)]
-    one, two = (re.search("Finished: test_loss=(.*) test", each.stdout)[1] for each in done)
-    assert float(two) == pytest.approx(float(one), rel=1e-4)
+    losses, test_loss, accuracy = trained_plainly(tiny)
+    for count in (0, 2):
+        log = ranks(count, *command, "--log-every", 2).stdout
+        found = re.findall(r"^epoch=(\d) step=(\d)/5 loss=(\S+)$", log, re.M)
+        logged = {(int(epoch), int(step)): float(loss) for epoch, step, loss in found}
+        assert logged == pytest.approx(losses, rel=1e-4), log
+        end = re.search(r"^Finished: test_loss=(\S+) test_accuracy=(\S+)$", log, re.M)
+        assert float(end[1]) == pytest.approx(test_loss, rel=1e-4) and end[2] == f"{accuracy:.4f}"
 
 
 def test_tasks_without_a_launcher():

@@ -5,6 +5,7 @@ import argparse
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import parallel_plan
@@ -72,5 +73,23 @@ def test_which_ranks_share_what(layout, copies_and_shards, tensor):
         groups = fsdp and [dist.get_process_group_ranks(each) for each in fsdp.get_all_groups()]
         assert groups == copies_and_shards
         assert (split and dist.get_process_group_ranks(split.get_group())) == tensor
+    finally:
+        dist.destroy_process_group()
+
+
+def test_gradients_are_summed_once_a_step(monkeypatch):
+    """Over DDP's copies, and FSDP's. A model without copies has nothing to say."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = torch.nn.Linear(2, 2)
+        ddp, asked = torch.nn.parallel.DistributedDataParallel(model), []
+        for now in (False, True):
+            parallel_plan.sum_over_copies(ddp, now)
+            assert ddp.require_backward_grad_sync == now
+        parallel_plan.sum_over_copies(model, False)
+        fsdp = fully_shard(model)
+        monkeypatch.setattr(fsdp, "set_requires_all_reduce", asked.append)
+        parallel_plan.sum_over_copies(fsdp, False)
+        assert asked == [False]
     finally:
         dist.destroy_process_group()

@@ -178,6 +178,35 @@ def test_a_folder_s_own_shape(name, value):
         sizes.config_of(argparse.Namespace(init_from="qwen", **options), 64)
 
 
+HEADS = "--num-attention-heads must be a multiple of --num-key-value-heads, and --head-dim even"
+PER_TOKEN = "--num-experts-per-tok must be between 1 and --num-experts"
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"num_attention_heads": 3}, HEADS),
+        ({"head_dim": 7}, HEADS),
+        ({"num_attention_heads": 2, "head_dim": 2}, None),
+        ({"num_experts_per_tok": 0}, PER_TOKEN),
+        ({"num_experts_per_tok": 17}, PER_TOKEN),
+        ({"num_experts_per_tok": 16}, None),
+        ({"num_experts_per_tok": 1, "num_experts": 1}, None),
+        ({"moe_intermediate_size": 0}, "--moe-intermediate-size must be at least 1"),
+        ({"moe_intermediate_size": 1}, None),
+        ({"moe_intermediate_size": 0, "num_experts": 0}, None),
+    ],
+)
+def test_a_shape_that_is_impossible_is_a_sentence(changed, sentence):
+    shape = SIZES["cpu"] | EXPERTS | changed
+    if sentence is None:
+        assert new_config(shape, 64, 64)["head_dim"] == shape["head_dim"]
+        return
+    with pytest.raises(SystemExit) as ended:
+        new_config(shape, 64, 64)
+    assert ended.value.code == sentence
+
+
 def test_a_new_model_knows_the_context_of_its_run():
     """Beyond it, it has not been trained."""
     options = SIZES["cpu"] | {"hf_config": None, "context": 48}

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -97,12 +98,9 @@ def test_what_a_command_has_started_ends_with_it():
     assert run("pgrep", "--full", f"^{sleeps}").stdout == ""
 
 
-NAME = r"(?<![\w/-])(?:--[a-z][a-z-]+|[A-Z][A-Z0-9]*_[A-Z0-9_]*[A-Z0-9])(?![\w-])"
-
-
-def names_in_sentences(text: str) -> set[str]:
-    """The variables and the options that a program's strings of several words name."""
-    tree, found = ast.parse(text), set()
+def sentences(text: str) -> Iterator[str]:
+    """A program's strings of several words, with {} for what they are filled with."""
+    tree = ast.parse(text)
     inner = {id(part) for x in ast.walk(tree) if isinstance(x, ast.JoinedStr) for part in x.values}
     inner |= {id(x.value) for x in ast.walk(tree) if isinstance(x, ast.Expr)}  # docstrings
     for each in ast.walk(tree):
@@ -111,26 +109,35 @@ def names_in_sentences(text: str) -> set[str]:
         if id(each) not in inner and all(isinstance(part, str) for part in parts):
             said = "".join(parts)
             if len(re.findall(r"(?:^| )[a-z]{2,}(?=[ ,:;]|$)", said)) > 2:
-                found |= {*re.findall(NAME, said)}
-    return found
+                yield said
 
 
-def test_what_a_sentence_names_is_known_elsewhere():
-    """A variable or an option stands in a page or in another program, or in a table of shapes."""
+NAME = r"(?<![\w/-])(?:--[a-z][a-z-]+|[A-Z][A-Z0-9]*_[A-Z0-9_]*[A-Z0-9])(?![\w-])"
+PLACE = r"(?<![\w./-])((?:aux|dev|distributed|docs|examples|local|tests)/[\w./-]+\.\w+)"
+ENTRY = r"(?:(?<=\.md), ([^.;:]+))?"
+
+
+def test_what_a_sentence_names_is_there():
+    """A variable or an option stands in a page or in another program, or in a table of shapes; a
+    file is in the repository, and has the entry that is named behind it."""
     texts = {
         path: (REPOSITORY / path).read_text()
         for path in TRACKED
         if path.endswith((".md", ".py", ".sh")) and not path.startswith("tests/")
     }
-    known, count = {path: {*re.findall(NAME, text)} for path, text in texts.items()}, 0
+    known = {path: {*re.findall(NAME, text)} for path, text in texts.items()}
+    shapes = {f"--{name.replace('_', '-')}" for name in sizes.TABLE}
+    counts = [0, 0]
     for path, text in texts.items():
         if path.endswith(".py") and path.startswith(("aux", "distributed", "examples", "local")):
-            names = names_in_sentences(text)
-            others = set().union(*(known[other] for other in known if other != path))
-            shapes = {f"--{name.replace('_', '-')}" for name in sizes.TABLE}
-            assert names <= others | shapes, (path, names - others - shapes)
-            count += len(names)
-    assert count > 100
+            elsewhere = shapes.union(*(known[other] for other in known if other != path))
+            for said in sentences(text):
+                names, places = re.findall(NAME, said), re.findall(f"{PLACE}{ENTRY}", said)
+                assert {*names} <= elsewhere, (path, said)
+                for place, entry in places:
+                    assert place in TRACKED and entry in texts.get(place, entry), (path, said)
+                counts = [counts[0] + len(names), counts[1] + len(places)]
+    assert min(counts) > 10, counts
 
 
 def test_linters():
