@@ -180,6 +180,7 @@ STRANGE = {
     "21": heartbeat_of(21, world_size=22, memory=[[1] * 6]),
     "22": heartbeat_of(22, world_size=23, memory=[[1] * 6 + ["1"]]),
     "23": heartbeat_of(23, world_size=24, memory={"1": 1}),
+    "27": heartbeat_of(27, world_size=28, memory=[[1] * 7, [1] * 6]),
     "24": heartbeat_of(24, world_size=25, gpus=[1, "2"]),
     "25": heartbeat_of(25, world_size=26, began=9e11),
     "26": heartbeat_of(26, world_size=27, time=-9e11),
