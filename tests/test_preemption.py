@@ -427,7 +427,7 @@ def test_what_a_loader_worker_starts(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_loader_workers_end_with_a_rank_that_is_killed(method, tmp_path):
-    """With fork and spawn torch sees to it, and with forkserver `ignore`."""
+    """Also while they write a batch that no pipe can hold, because `ignore` sees to it."""
     mark = f"KILLED_{method}={tmp_path}"
     env = environment(**dict([mark.split("=")]), PYTHONPATH=REPOSITORY / "distributed")
     command = [sys.executable, SCRIPTS / "killed_rank.py", method]
