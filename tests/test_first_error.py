@@ -97,6 +97,37 @@ def test_lines_that_are_no_error():
     assert part["start"] == 0 and first_error.end_of(part)["guessed"]
 
 
+# A cause of rank 3 on n2, by root, in words
+WORDS = {
+    "error": "rank 3 on n2 had an error",
+    "exit": "rank 3 on n2 ended with status 4",
+    "killed": "rank 3 on n2 was killed by SIGKILL",
+    "memory": "rank 3 on n2 had no memory left",
+    "gpu_memory": "rank 3 on n2 had no GPU memory left",
+    "hang": "its ranks waited for one that took no step",
+    "time_limit": "its time was up",
+    "cancelled": "root cancelled it",
+    "preempted": "another job took its nodes",
+    "node": "it lost n2",
+    "terminated": "Slurm or somebody told its ranks to stop",
+    "stopped": "it was stopped, and put back into the queue",
+    "not_started": "Slurm could not start it",
+    "unknown": "its log does not say why",
+}
+
+
+def test_each_cause_in_words():
+    first = first_error.end(3, "n2", 4, 9)
+    assert {
+        cause: first_error.why(cause, first, "root")[0] for cause in first_error.CAUSES
+    } == WORDS
+    nobody = {cause: first_error.why(cause, None) for cause in ("cancelled", "node", "memory")}
+    assert nobody["cancelled"][0] == "somebody cancelled it"
+    assert nobody["node"] == ("it lost a node", "submit it again")
+    assert nobody["memory"][0] == "it had no memory left"
+    assert first_error.why("node", first)[1] == "submit it again, with --exclude=n2"
+
+
 def test_a_signal_without_a_name():
     what, _ = first_error.why("killed", first_error.end(1, "n2", None, 35))
     assert what == "rank 1 on n2 was killed by signal 35"

@@ -612,7 +612,10 @@ HOST = 'hostname = "login"'
     [
         (HOST, 'hostnam = "login"', "has no key 'hostnam'; its keys are hostname, username, "),
         (HOST, 'port = "22"', "port must be a whole number, not '22'"),
-        (HOST, "", "[plain.cluster.backend_config] needs hostname"),
+        (HOST, "", "[plain.cluster.backend_config] needs hostname, the login node"),
+        ("job_base_dir", "#", "[plain.cluster] needs job_base_dir, the folder for the jobs' fold"),
+        ("[plain.", "[other.", "no environment 'plain' in {path}; it has other"),
+        (ONE, "", "no environment 'plain' in {path}; it has none"),
         ("[plain.submit]", "[plain.submti]", "[plain] has no key 'submti'"),
         ('backend = "ssh"', 'backend = "shh"', 'needs backend = "ssh" or "local"'),
         ("environment = []", 'environment = "X"', "environment must be a list of strings"),
@@ -622,11 +625,12 @@ HOST = 'hostname = "login"'
     ],
 )
 def test_faults_of_a_slurmfile(old, new, sentence, tmp_path, monkeypatch):
-    assert ONE.count(old) == 1
+    assert old in ONE
     monkeypatch.setattr(submission, "SLURMFILE", tmp_path / "x.toml")
     (tmp_path / "x.toml").write_text(ONE.replace(old, new), "latin-1")
     with pytest.raises(SystemExit) as ended:
         submission.read_slurmfile("plain")
+    sentence = sentence.format(path=tmp_path / "x.toml")
     assert sentence in ended.value.code and "\n" not in ended.value.code, ended.value.code
 
 

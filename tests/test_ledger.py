@@ -62,6 +62,19 @@ def test_a_slurm_that_hangs(commands_hang):
     assert ledger.slurm_starts("7") == []
 
 
+def test_what_the_ledger_cannot_show(tmp_path):
+    """One sentence. A program in a job has heartbeats of its own."""
+    write_heartbeat(tmp_path / "log/7/server/ranks-0", 0)
+    said = {
+        (): "usage: python aux/ledger.py JOB, or JOB/PROGRAM",
+        ("8",): "ledger.py: no heartbeats in log/8",
+        ("7",): "ledger.py: no heartbeats in log/7, but of its programs server",
+    }
+    for arguments, sentence in said.items():
+        done = run(sys.executable, ledger.__file__, *arguments, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (1, f"{sentence}\n")
+
+
 def test_ledger_counts_starts(tmp_path):
     """As numbers: a run with spare nodes has ranks-100 and so on."""
     for start, first in ((0, 1), (2, 11), (10, 21), (100, 31)):

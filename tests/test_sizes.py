@@ -207,6 +207,19 @@ def test_a_shape_that_is_impossible_is_a_sentence(changed, sentence):
     assert ended.value.code == sentence
 
 
+@pytest.mark.parametrize(("context", "vocabulary"), [(64, 128), (65, 128), (64, 129)])
+def test_what_a_folder_s_model_knows(context, vocabulary):
+    """A run needs no longer context and no more tokens than that."""
+    folder = new_config(SIZES["cpu"], 64, 128)
+    options = SIZES["cpu"] | {"hf_config": folder, "context": context, "init_from": "qwen"}
+    if (context, vocabulary) == (64, 128):
+        assert sizes.config_of(argparse.Namespace(**options), vocabulary) is folder
+        return
+    with pytest.raises(SystemExit) as ended:
+        sizes.config_of(argparse.Namespace(**options), vocabulary)
+    assert ended.value.code == "qwen knows 128 tokens, and --context 64 at most"
+
+
 def test_a_new_model_knows_the_context_of_its_run():
     """Beyond it, it has not been trained."""
     options = SIZES["cpu"] | {"hf_config": None, "context": 48}

@@ -1,6 +1,7 @@
 """What the repository promises of its own files: blocks that are the same, clean linters."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -138,6 +139,22 @@ def test_what_a_sentence_names_is_there():
                     assert place in TRACKED and entry in texts.get(place, entry), (path, said)
                 counts = [counts[0] + len(names), counts[1] + len(places)]
     assert min(counts) > 10, counts
+
+
+MNIST = ["distributed/train_ddp.py", "distributed/train_preemptible.py", "local/laptop/train.py"]
+
+
+def test_an_option_is_the_same_in_every_program():
+    """--device, and all that the scripts share which train on MNIST. Only the folders differ."""
+    programs = ["local/train_single.py", *MNIST, "distributed/train_fsdp.py", "aux/sample.py"]
+    done = run(sys.executable, "tests/scripts/options.py", *programs)
+    single, *others = json.loads(done.stdout).values()
+    for its in others:
+        assert its["--device"] == single["--device"]
+    for its in others[: len(MNIST)]:
+        shared = single.keys() & its.keys() - {"--data-dir", "--checkpoint-dir"}
+        assert len(shared) > 4 and all(its[name] == single[name] for name in shared)
+    assert len(others) == 5 and single["--device"]["choices"] == ["auto", "cpu"]
 
 
 def test_linters():

@@ -454,6 +454,8 @@ def test_deterministic_leaves_what_the_user_has_set():
     facts = json.loads(done.stdout.removeprefix("WATCHED "))
     found = facts["variables"]
     assert (found["NCCL_ALGO"], found["NCCL_PROTO"]) == ("Tree", "Simple"), done.stderr
+    # Of cuBLAS's manual, which knows no other sizes but :16:8
+    assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and found["NCCL_NVLS_ENABLE"] == "0"
 
 
 COMPILED = [("train_fsdp.py", 2), ("train_fsdp.py --shard 1", 2)]

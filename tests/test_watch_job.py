@@ -373,6 +373,13 @@ def test_a_job_that_does_not_run(tmp_path):
     assert done.returncode == 1 and done.stdout.splitlines()[0] == f"{said} {tmp_path}."
 
 
+@pytest.mark.parametrize("option", ["--wait", "--json"])
+def test_what_is_for_jobs_only(option, tmp_path):
+    done = run(sys.executable, WATCH, "local", option, cwd=tmp_path)
+    assert done.returncode == 2, done
+    assert done.stderr.endswith("watch_job.py: error: --wait and --json are for jobs\n"), done
+
+
 def test_without_py_spy(tmp_path):
     """A node says what to install."""
     env = environment(RANK=0, WORLD_SIZE=1, SLURM_JOB_ID=os.getpid())

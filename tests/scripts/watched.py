@@ -38,7 +38,8 @@ def cancel_timer():
 
 def meet(backend: str, rank: int, world_size: int, device_id):
     facts.update(backend=backend, rank=rank, world_size=world_size, device=str(device_id))
-    names = ("MASTER_ADDR", "NCCL_ALGO", "NCCL_PROTO")
+    names = ("MASTER_ADDR", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE")
+    names += ("CUBLAS_WORKSPACE_CONFIG",)
     facts["variables"] = {name: env.get(name) for name in names}
     say()
     leave(0)
