@@ -5,7 +5,9 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -15,12 +17,21 @@ from types import SimpleNamespace
 
 import pytest
 
+import check_ranks
 import heartbeat
 import ledger
 from ddp_runs import submit
 from slurm import REPOSITORY, environment, heartbeat_of, run, wait_for, write_heartbeat
 
 WATCH = REPOSITORY / "aux/watch_job.py"
+
+
+@pytest.mark.parametrize("module", [heartbeat, check_ranks])
+def test_a_node_has_slurm_s_name(module, monkeypatch):
+    """Which --exclude takes, and which need not be the host's."""
+    for name, host in (("n7", "n7"), ("", socket.gethostname())):
+        monkeypatch.setenv("SLURMD_NODENAME", name)
+        assert runpy.run_path(module.__file__)["HOST"] == host
 
 
 def test_a_rank_that_hangs_is_named(cluster, tmp_path):

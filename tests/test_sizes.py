@@ -178,6 +178,23 @@ def test_a_folder_s_own_shape(name, value):
         sizes.config_of(argparse.Namespace(init_from="qwen", **options), 64)
 
 
+MAY_BE_0 = {"warmup_steps", "learning_rate", "beta2", "weight_decay", *sizes.EXPERTS}
+
+
+@pytest.mark.parametrize("name", [name for name in sizes.TABLE if name != "tie_word_embeddings"])
+def test_which_options_may_be_0(name, monkeypatch, capsys):
+    option = f"--{name.replace('_', '-')}"
+    monkeypatch.setattr(sys, "argv", ["train.py", option, "0"])
+    if name in MAY_BE_0:
+        args = sizes.parse(argparse.ArgumentParser())
+        others = {"size": "cpu", "init_from": None, "hf_config": None}
+        assert vars(args) == others | SIZES["cpu"] | {name: 0}
+        return
+    with pytest.raises(SystemExit):
+        sizes.parse(argparse.ArgumentParser())
+    assert f"argument {option}: invalid positive value: '0'" in capsys.readouterr().err
+
+
 HEADS = "--num-attention-heads must be a multiple of --num-key-value-heads, and --head-dim even"
 PER_TOKEN = "--num-experts-per-tok must be between 1 and --num-experts"
 
