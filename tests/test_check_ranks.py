@@ -341,6 +341,7 @@ def nvidia_smi(
 AMD = '{"gpu": 0, "ecc": {"total_correctable_count": 9, "total_uncorrectable_count": %s}}'
 ECC, HOT = "GPU 1 has 3 uncorrected ECC errors", "GPU 1 is throttled: hw_thermal_slowdown"
 SLOW_NOW, BRAKE = (f"GPU 1 is throttled: hw_{why}slowdown" for why in ("", "power_brake_"))
+WARM = "GPU 1 is throttled: sw_thermal_slowdown"
 PENDING = "GPU 0 has a failed row of memory: it needs a reset"
 FAILURE = "GPU 0 has no spare row left for one that failed: replace the GPU"
 PART = "GPU 0 is in MIG mode: a rank gets a part of it"
@@ -355,6 +356,8 @@ PART = "GPU 0 is in MIG mode: a rank gets a part of it"
         ("nvidia-smi", nvidia_smi("throttle_reason", hot="Active"), [ECC, HOT], []),
         ("nvidia-smi", nvidia_smi(hot="Active", slow="hw_slowdown"), [ECC, SLOW_NOW], []),
         ("nvidia-smi", nvidia_smi(hot="Active", slow="hw_power_brake_slowdown"), [ECC, BRAKE], []),
+        ("nvidia-smi", nvidia_smi(hot="Active", slow="sw_thermal_slowdown"), [ECC, WARM], []),
+        ("nvidia-smi", nvidia_smi(hot="Active", slow="sw_power_cap"), [ECC], []),
         ("nvidia-smi", nvidia_smi(pending="Yes"), [PENDING, ECC], []),
         ("nvidia-smi", nvidia_smi(pending="Yes", failure="Yes"), [FAILURE, ECC], []),
         # The forms of ROCm 7 and of ROCm 6

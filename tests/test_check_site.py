@@ -314,6 +314,19 @@ def test_file_systems(tmp_path, monkeypatch):
     ]
 
 
+NETWORK = "nfs nfs4 lustre gpfs beegfs ceph fuse.ceph panfs wekafs 9p"
+LOCAL = "ext4 xfs zfs tmpfs overlay"
+
+
+@pytest.mark.parametrize("kind", f"{NETWORK} {LOCAL}".split())
+def test_kinds_of_file_systems(kind, monkeypatch):
+    monkeypatch.setattr(check_site.Path, "read_text", lambda path: f"a / {kind} rw\n")
+    judged = "so other nodes may not see it"
+    if kind in NETWORK.split():
+        judged = "which nodes can share"
+    assert next(check_site.file_systems()) == f"this folder is on {kind}, {judged}"
+
+
 @pytest.mark.parametrize("way", cells([("srun",), ("torchrun",)], ("srun",)))
 def test_its_lines_in_a_launcher_that_runs(cluster, tmp_path, way):
     """The diff, the comments where they were, and a job that has what was asked for."""

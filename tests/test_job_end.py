@@ -125,6 +125,22 @@ def test_what_only_slurm_knows(folder, monkeypatch):
         assert job_end.look("7")["cause"] == cause
 
 
+# squeue's manual: the states of a job that waits, those of one that has nodes, and how one ends
+STATES = {None: "PENDING CONFIGURING REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT"}
+STATES[False] = "RUNNING COMPLETING SUSPENDED STOPPED SIGNALING RESIZING STAGE_OUT"
+STATES[True] = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED"
+STATES[True] += " REVOKED TIMEOUT"
+WHEN = [(state, ended) for ended, states in STATES.items() for state in states.split()]
+
+
+@pytest.mark.parametrize(("state", "ended"), WHEN)
+def test_every_state_of_slurm(state, ended, folder, monkeypatch):
+    answers(monkeypatch, {"scontrol": RECORD.format(**DEFAULTS | {"state": state})})
+    found = job_end.look("7")
+    assert found["ended"] == bool(ended) and (found["reason"] is None) == (ended is not None)
+    assert (found["cause"] is None) == (not ended or state == "COMPLETED")
+
+
 def test_where_the_log_is(folder, monkeypatch):
     """Where Slurm says, where env.sh has noted it, or by its name."""
     answers(monkeypatch, {"scontrol": RECORD.format(**DEFAULTS | {"log": "slurm's"})})

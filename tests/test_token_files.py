@@ -3,8 +3,11 @@
 import json
 import math
 import os
+import re
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -176,3 +179,66 @@ def test_a_text_that_is_larger_than_the_memory(text, tmp_path):
     (folder / "vocabulary.json").write_text(json.dumps(said))
     inputs, _, _ = token_files.TokenDataset(folder, 64, 8).batch(1, 0, 1, torch.device("cpu"))
     assert inputs.shape == (8, 64) and inputs.sum() == 0
+
+
+# --- text to numbers, and back ---
+
+
+class Tokenizer:
+    """As the package tokenizers has it, for two kinds of ends."""
+
+    from_file = classmethod(lambda cls, path: cls())
+    no_truncation = no_padding = lambda self: None
+    token_to_id = {"<|endoftext|>": 7, "</s>": 2}.get
+
+    def encode(self, text: str, add_special_tokens: bool) -> SimpleNamespace:
+        assert not add_special_tokens
+        return SimpleNamespace(ids=[*map(ord, text)])
+
+    def decode(self, numbers: list[int]) -> str:
+        return "".join(map(chr, numbers))
+
+
+def test_every_tokenizer_there_and_back(tmp_path, monkeypatch):
+    """What it does not know is a sentence."""
+    monkeypatch.setitem(sys.modules, "tokenizers", SimpleNamespace(Tokenizer=Tokenizer))
+    kinds = [{"name": "bytes", "size": 256}, {"name": "tokenizer.json", "size": 123}]
+    kinds += [{"name": "characters", "size": 3, "characters": ["x", "y", "z"]}]
+    for kind, numbers in zip(kinds, [[122, 120]] * 2 + [[2, 0]], strict=True):
+        encode, decode = token_files.text_functions(kind, tmp_path)
+        assert encode("zx") == numbers and decode(numbers) == "zx"
+        if kind["name"] != "bytes":
+            said = r"\['{'\] are not among the 3 characters"
+            if kind["name"] == "tokenizer.json":
+                said = "has token 123, and the vocabulary ends at 122: it is another one's tokeni"
+            with pytest.raises(ValueError, match=said):
+                encode("{")
+    assert token_files.end_tokens({"eos_token_id": 5}, None) == [5]
+    assert token_files.end_tokens({"eos_token_id": [5, 6]}, tmp_path) == [5, 6, 7, 2]
+    assert token_files.end_tokens({"eos_token_id": None}, None) == []
+    with pytest.raises(SystemExit, match=r"needs the tokenizer\.json that made the tokens: --tok"):
+        token_files.text_functions(kinds[1], None)
+    monkeypatch.setattr(Tokenizer, "from_file", None)
+    with pytest.raises(SystemExit, match=f"{tmp_path} is not a Hugging Face tokenizer's file: "):
+        token_files.text_functions(kinds[1], tmp_path)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(SystemExit, match="this needs the package tokenizers: pip install tokeni"):
+        token_files.text_functions(kinds[1], tmp_path)
+
+
+def test_what_is_said_of_the_data(text):
+    dataset = token_files.TokenDataset(text, 16, 8)
+    its = dataset.vocabulary
+    count, size = its["train_tokens"], its["tokenizer"]["size"]
+    said = rf"{re.escape(its['source'])}, {count} \w+ of {size} kinds, in {text}; an epoch is (\S+)"
+    steps = re.fullmatch(f"{said} steps", str(dataset))[1]
+    assert float(steps) == pytest.approx(count // 16 / 8, abs=0.2)
+
+
+def test_a_json_file_may_not_be_large(tmp_path, monkeypatch):
+    (tmp_path / "a.json").write_text('{"a": 1}')
+    monkeypatch.setattr(token_files, "LARGEST", 8)
+    assert token_files.read_object(tmp_path / "a.json") == {"a": 1}
+    monkeypatch.setattr(token_files, "LARGEST", 7)
+    with pytest.raises(ValueError, match=r"a\.json has more than 7 bytes"):
+        token_files.read_object(tmp_path / "a.json")
