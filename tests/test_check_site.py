@@ -142,6 +142,7 @@ def test_a_setting_and_what_it_means(changes, says):
 
 DRIVERS = {"580.95.05": "pip install torch", "610.1": "pip install torch", "570.148.08": "cu126; "}
 DRIVERS |= {"535.183.01": "whl/cu126", "470.82": "none of today: ask for a newer driver"}
+DRIVERS |= {"525.60.13": "whl/cu126", "524.1": "none of today: ask for a newer driver"}
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
