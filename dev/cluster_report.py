@@ -51,6 +51,7 @@ HOSTS: list[str] = []  # by their first rank
 ROWS: list[str] = []
 CHECKS: list[str] = []
 REACHED: list[str] = []  # TFLOP/s of a matmul, if one rank has measured it
+PROJECT: list[str] = []  # rows of docs/05_a_second_node.md
 
 
 def sharers(count: int) -> int:
@@ -342,6 +343,25 @@ def speed():
         one = one or rate
 
 
+def project():
+    """Chapter 5's rows: chapter 4's script with all changes, on one GPU, one node and all nodes."""
+    one, said = 0.0, "\n".join(CHECKS)
+    bus = dict.fromkeys((ranks_per_node, world_size), "")
+    # `checks` measures inside a node as well if there are several.
+    for ranks, where in ((ranks_per_node, "inside a node"), (world_size, "all-reduce of .*")):
+        if speed := re.search(rf"^{where}: ([\d.]+) .*GB/s on the bus", said, re.M):
+            bus[ranks] = speed[1]
+    for ranks in dict.fromkeys((1, ranks_per_node, world_size)):
+        command = " ".join([*ALONE["jpegs"][:1], *CHANGES])
+        if rate := measure(f"project-{ranks}", command, JPEGS, ranks, one):
+            one = one or rate
+            where = f"{-(-ranks // ranks_per_node)} nodes, {ranks}"
+            if ranks <= ranks_per_node:
+                where = f"one node of {ranks}" if ranks > 1 else f"one {device_name()}"
+            hours = 90 * 1.28e6 / rate / 3600 * ranks
+            PROJECT.append(f"| {where} | {rate:,.0f} | {hours:.1f} | {bus.get(ranks, '')} | |")
+
+
 def save():
     """How long two saves hold the training up, and the steps while they are written."""
     command = f"{TRAIN} {GPT2} --batch-size 32 --log-every 1 --save-every 50"
@@ -409,7 +429,7 @@ def hang():
 
 
 GROUPS = {"alone": [*ALONE]}
-PARTS = {part.__name__: part for part in (checks, losses, speed, stop, hang, save)}
+PARTS = {part.__name__: part for part in (checks, losses, speed, project, stop, hang, save)}
 PARTS |= {name: functools.partial(measure, name, *row) for name, row in ALONE.items()}
 
 
@@ -448,8 +468,11 @@ def asked(command: str) -> str:
     return done.stdout.partition("\n")[0]
 
 
+def device_name() -> str:
+    return torch.get_device_module().get_device_name() if on_gpu else "CPU"
+
+
 def page() -> str:
-    device = torch.get_device_module().get_device_name() if on_gpu else "CPU"
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     if on_gpu and torch.cuda.is_available():
         versions += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
@@ -460,7 +483,7 @@ def page() -> str:
     cgroup = 2 if Path("/sys/fs/cgroup/cgroup.controllers").exists() else 1
     facts = {
         "nodes": f"{len(HOSTS)}. On each: ranks {ranks_per_node}, CPUs {os.cpu_count()}",
-        "each rank's device": device,
+        "each rank's device": device_name(),
         "network": ", ".join(f"{links.count(link)} x {link}" for link in set(links))
         or "no InfiniBand",
         "Slurm": f"{asked('scontrol --version') or 'none'}, cgroup v{cgroup}",
@@ -471,6 +494,9 @@ def page() -> str:
     lines = [f"# Cluster report, {time.strftime('%Y-%m-%d')}: {verdict}", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {fact} |" for name, fact in facts.items()]
     lines += ["", "| what | result | seconds |", "|---|---|---|", *ROWS, ""]
+    if PROJECT:
+        lines += ["| GPUs | images/s | GPU-hours | GB/s on the bus | measured by |"]
+        lines += ["|---|---|---|---|---|", *PROJECT, ""]
     if CHECKS:
         lines += ["```", *CHECKS[:40], "```", ""]
     return "\n".join(lines)

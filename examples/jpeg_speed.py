@@ -2,8 +2,10 @@
 
     python examples/jpeg_speed.py FOLDER            # float32, and the rank itself reads the images
     python examples/jpeg_speed.py FOLDER workers tf32 bf16 channels_last fused compile
+    ./torchrun.sh examples/jpeg_speed.py FOLDER workers     # on all ranks, with DDP
 
-The images are synthetic, and drawn into FOLDER at first. torch's trace is left beside them.
+The images are synthetic, and each rank draws its own into FOLDER at first. torch's trace of rank 0
+is left beside them.
 """
 
 import io
@@ -16,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torchvision
 from PIL import Image
 from torch.nn.functional import cross_entropy, interpolate
@@ -24,8 +27,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchvision.transforms import v2
 
 folder, changes = Path(sys.argv[1]), sys.argv[2:]
+rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
+world_size, on_node = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
 on_gpu = torch.cuda.is_available()
 device = torch.device("cuda" if on_gpu else "cpu")
+if on_gpu:
+    torch.cuda.set_device(local_rank if torch.cuda.device_count() > 1 else 0)
 size, batch_size, images, steps = (224, 128, 64, 60) if on_gpu else (64, 4, 2, 2)
 
 
@@ -51,9 +58,9 @@ class Shards(IterableDataset):
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
         crop, flip = v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()
         change = v2.Compose([crop, flip, v2.PILToTensor()])
-        worker, paths = get_worker_info(), sorted(folder.glob("*.tar"))
+        worker = get_worker_info()
         while True:
-            for path in paths[worker.id :: worker.num_workers] if worker else paths:
+            for path in shards[worker.id :: worker.num_workers] if worker else shards:
                 with tarfile.open(path) as tar:
                     for entry in tar:
                         image = Image.open(tar.extractfile(entry))
@@ -61,8 +68,8 @@ class Shards(IterableDataset):
 
 
 folder.mkdir(parents=True, exist_ok=True)
-for shard in range(16):
-    path = folder / f"{shard:03}.tar"
+shards = [folder / f"{16 * rank + number:03}.tar" for number in range(16)]
+for path in shards:
     if not path.exists():
         write_shard(path.with_suffix(".part"))
         path.with_suffix(".part").rename(path)
@@ -70,18 +77,24 @@ torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = "tf32"
 layout = torch.channels_last if "channels_last" in changes else torch.contiguous_format
 model = torchvision.models.resnet50().to(device, memory_format=layout)
 optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused="fused" in changes)
-forward = torch.compile(model) if "compile" in changes else model
+forward = model
+if world_size > 1:
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    forward = torch.nn.parallel.DistributedDataParallel(model)
+if "compile" in changes:
+    forward = torch.compile(forward)
 mean = torch.tensor([124.0, 116.0, 104.0], device=device).view(3, 1, 1)
-workers = min(len(os.sched_getaffinity(0)) - 1, 14) if "workers" in changes else 0
+cpus = len(os.sched_getaffinity(0)) // on_node
+workers = max(0, min(cpus - 1, 14)) if "workers" in changes else 0
 # Forked, because new processes would run this file again.
 options = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
 loader = iter(DataLoader(Shards(), batch_size, pin_memory=on_gpu, **options))
 
 
 def train(count: int) -> float:
-    """So many steps, or those of eight seconds. Returns the images per second."""
-    start, done = time.perf_counter(), 0
-    while done < count and time.perf_counter() < start + 8:
+    """So many steps. Returns the images per second of all ranks."""
+    start = time.perf_counter()
+    for _ in range(count):
         pixels, labels = (part.to(device, non_blocking=True) for part in next(loader))
         pixels = ((pixels.float() - mean) / 58).to(memory_format=layout)
         with torch.autocast(device.type, torch.bfloat16, enabled="bf16" in changes):
@@ -89,9 +102,8 @@ def train(count: int) -> float:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        done += 1
     torch.get_device_module(device).synchronize()
-    return done * batch_size / (time.perf_counter() - start)
+    return count * batch_size * world_size / (time.perf_counter() - start)
 
 
 for _ in range(5 if on_gpu else 1):
@@ -107,5 +119,11 @@ if on_gpu:
     busy = sum(event.time_range.elapsed_us() for event in kernels) / 1e6 / seconds
     line += f" gpu_busy={busy:.3f}"
     line += f" peak_memory_gib={torch.cuda.max_memory_allocated() / 2**30:.1f}"
-seen.export_chrome_trace(str(folder / f"{'-'.join(['trace', *changes])}.json.gz"))
-print(line, flush=True)
+if rank == 0:
+    seen.export_chrome_trace(str(folder / f"{'-'.join(['trace', *changes])}.json.gz"))
+    print(line, flush=True)
+if world_size > 1:
+    dist.barrier()
+    dist.destroy_process_group()
+    if not on_gpu:
+        os._exit(0)  # gloo on a CPU may abort a Python that shuts down

@@ -202,3 +202,41 @@ def test_what_the_page_does_not_tell(said, shown, monkeypatch):
     """Names of nodes, of their network adapters, and addresses, because it is for an issue."""
     monkeypatch.setattr(cluster_report, "HOSTS", ["gpu01", "jwb0001"])
     assert cluster_report.clean(said) == shown
+
+
+def test_the_rows_of_chapter_5(monkeypatch):
+    """On two nodes of eight GPUs, with the images/s of chapter 4's last row for one of them: in the
+    form of the chapter's table, whose own row has the same hours."""
+    page = (REPOSITORY / "docs/05_a_second_node.md").read_text()
+    checks = "inside a node: 361.20 to 362.00 GB/s on the bus"
+    checks = ["all-reduce of 1024 MiB: 38.25 GB/s on the bus, the sum is right", checks]
+    rates = {1: 3110, 8: 22_400, 16: 0}
+    places = {"CHECKS": checks, "ranks_per_node": 8, "world_size": 16, "PROJECT": []}
+    places |= {"device_name": lambda: "H200", "measure": lambda name, *row: rates[row[2]]}
+    for name, value in places.items():
+        monkeypatch.setattr(cluster_report, name, value)
+    cluster_report.project()
+    rows = ["| one H200 | 3,110 | 10.3 |  | |", "| one node of 8 | 22,400 | 11.4 | 361.20 | |"]
+    # One that fails has no row here.
+    assert rows == cluster_report.PROJECT
+    rates[16] = 41_000
+    cluster_report.project()
+    assert cluster_report.PROJECT[-1] == "| 2 nodes, 16 | 41,000 | 12.5 | 38.25 | |"
+    text = cluster_report.page()
+    assert "\n".join(["|---|---|---|---|---|", *rows]) in text
+    [heads] = re.findall(r"^\| GPUs \| images/s .*$", page, re.M)
+    assert heads in text and "| 3,110 | 10.3 |" in page
+    [command] = re.findall(r"^    launch_\S+ (dev/cluster_report.py.*)$", page, re.M)
+    assert command.split()[1:] == ["checks", "project"]
+
+
+@pytest.mark.matrix
+def test_two_ranks_on_jpegs(tmp_path):
+    """Each reads shards of its own, and rank 0 says how many images both had."""
+    done = ranks(2, "examples/jpeg_speed.py", tmp_path, "workers", "channels_last", timeout=120)
+    assert done.returncode == 0, done
+    assert re.fullmatch(r"images_per_second=\d+\.\d\n", done.stdout), done
+    assert len([*tmp_path.glob("*.tar")]) == 32
+    assert [path.name for path in tmp_path.glob("trace*")] == [
+        "trace-workers-channels_last.json.gz"
+    ]

@@ -476,7 +476,6 @@ def test_sums_in_the_prose_of_chapter_5():
     images = round(16 * 3110, -4)
     assert f"16 GPUs read {images:,} images a second" in prose
     assert f"that is {images * 110e3 / 1e9:.1f} GB/s" in prose
-    assert 5000 // (16 * 128) == 2 and f"for {25 * 5000 // (16 * 128)} steps" in prose
 
 
 # --- what is generated, and what is promised ---
