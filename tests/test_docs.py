@@ -249,6 +249,25 @@ def test_lab_endless_loop(clone, cluster):
 
 
 @pytest.mark.matrix
+def test_a_node_that_stands_still(clone, cluster):
+    """Chapter 6: the processes of the second node are stopped, and so are its heartbeats."""
+    command = (LAUNCHERS["torchrun"], "distributed/train_ddp.py", "--epochs", 500)
+    job = cluster.submit("--output=still.out", *command, cwd=clone)
+    look = ("python3", "aux/watch_job.py", job)
+    row = r"^ +\d  node-\d +\d+ "  # of a rank that has taken steps
+    try:
+        wait_for(
+            lambda: len(re.findall(row, cluster.exec(*look, cwd=clone).stdout, re.M)) == 4, 240
+        )
+        cluster.exec("pkill", "-STOP", "--full", "train_ddp", node="node-2")
+        wait_for(lambda: "silent" in cluster.exec(*look, cwd=clone).stdout, 120)
+        fresh = cluster.exec(*look, cwd=clone).stdout
+    finally:
+        cluster.exec("scancel", job)
+    assert_shown(shown_by(6, "rank  host +step"), fresh.replace(str(clone), HOME))
+
+
+@pytest.mark.matrix
 def test_lab_kill_a_rank(clone, cluster):
     """Fault tolerance: the last rank of the second node, after five lines of steps."""
 
