@@ -66,6 +66,7 @@ STATES |= {"OUT_OF_MEMORY": "memory", "REQUEUED": "stopped"}
 # The first line of a start: env.sh's, or launch_slurm_with_spare.sh's
 BEGINS = r"^(?:.*: \d+ ranks on (\S+), rank 0 at .* Each node: ranks (\d+),.*"
 BEGINS += r"|Start ([1-9]\d*) on ([\w.,-]+))$"
+AGAIN = r" has ended with status \d+, and starts again in [\d.]+ seconds\n"
 # As the second command of the page has it
 ERROR = r"(?:Error|Exception)\b|error:|fatal:|not found|NCCL WARN|\[E[0-9 ]|exitcode +: -|DUE TO"
 ERROR += r"|terminate called|with signal SIG"
@@ -128,6 +129,8 @@ def end_of(part: dict, state: str = "") -> dict:
     `cause`, a key of CAUSES; `first`, the rank that ended before the others, as `rank`, `node`,
     `exit` (its status) and `signal`; `error`, the line with its error; and whether that is a guess.
     """
+    # A program that aux/launch/programs.sh has started again did not end the job.
+    part = part | {"text": re.split(AGAIN, part["text"])[-1]}
     text, nobody = part["text"], {"first": None, "error": None, "guessed": False}
     said = (name for name, words in WORDS.items() if re.search(words, text, re.MULTILINE))
     cause = STATES.get(state.partition(" ")[0]) or next(said, None)

@@ -58,6 +58,15 @@ def test_only_the_last_start_counts():
     assert [part["start"] for part in first_error.parts_of(log, 2)] == [1, 2]
 
 
+def test_a_server_that_was_started_again_ended_nothing():
+    """By programs.sh's `keep`."""
+    begin, rest = LOGS["sentence"].split("\n", 1)
+    killed = "srun: error: node-1: task 0: Killed\n"
+    again = "SERVER has ended with status 137, and starts again in 5 seconds\n"
+    assert end_of(f"{begin}\n{killed}{again}{rest}") == ENDS["sentence"]
+    assert end_of(f"{begin}\n{killed}{rest}")[0] == "killed"
+
+
 def test_the_node_of_a_rank(monkeypatch, tmp_path):
     """By its number, if nothing says how it ended: each node has two."""
     path = stand_ins(tmp_path, {"scontrol": '[[ "$3" == "node-[5-6]" ]] && echo node-5 node-6'})

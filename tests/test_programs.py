@@ -6,13 +6,17 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import hugging_face
 import job_processes
 from pages import bash, steps, try_block
 from slurm import NAMESPACES, REPOSITORY, at_once, environment, run, stand_ins, wait_for
+from transformer import Transformer
 
 PAGE = REPOSITORY / "docs/other_jobs.md"
 
@@ -33,9 +37,9 @@ def vllm(clone, tmp_path_factory) -> dict[str, str]:
 def test_every_server_listens_where_ready_asks():
     """vLLM's and TRL's own port is 8000, at which ready would wait until its limit."""
     page = PAGE.read_text()
-    servers = re.findall(r"(?:start \w+ \d vllm serve|`trl vllm-serve)[^`\n]*", page)
-    assert len(servers) == 3 and all('--port "$PORT"' in server for server in servers), servers
-    asked = re.findall(r'^ *ready "http://\S+:(\S+?)/health"$', page, re.M)
+    servers = re.findall(r"(?:start \w+ \d |exec |`trl )vllm.serve[^`\n]*", page)
+    assert len(servers) == 4 and all('--port "$PORT"' in server for server in servers), servers
+    asked = re.findall(r'^ *ready "http://.+:(\S+?)/health"$', page, re.M)
     assert set(asked) == {"$PORT"}
 
 
@@ -54,6 +58,43 @@ def test_servers_and_a_list(clone, cluster, vllm):
     assert int(counted.splitlines()[-1]) == len(prompts)
     text = "".join(path.read_text() for path in sorted(clone.glob("served/*.jsonl")))
     assert [json.loads(line) for line in text.splitlines()] == [line[::-1] for line in prompts]
+
+
+@pytest.mark.matrix
+def test_a_server_over_two_nodes(clone, cluster, vllm):
+    """Each node has its number, and the first one's address. It is killed on the second, so both
+    start again."""
+    (clone / "both.sh").write_text(script_of_the_page("both.sh"))
+    bash(block("> large.sh"), clone, (NAMESPACES, "exec"), **cluster.environment, **vllm)
+    [log] = clone.glob("large.sh_*.out")
+    joined = re.findall(r"^Node 1 on (node-\d+) has joined$", log.read_text(), re.M)
+    assert len(joined) == 1 and "\nFinished: epoch=1" in log.read_text(), log.read_text()
+
+    script = (clone / "large.sh").read_text().replace("\nkeep", "\nPAUSES=1\nkeep")
+    (clone / "large.sh").write_text(
+        re.sub(r"(?m)^start TRAINER 1 .*$", "start TRAINER 1 sleep 300", script)
+    )
+    log = clone / "killed"
+    command = ["--nodes=3", f"--output={log}", f"--chdir={clone}", clone / "large.sh"]
+    job = cluster.submit(*command, env=vllm, cwd=clone)
+
+    def lives() -> set[int]:
+        return {*job_processes.python(job, "completions.py")}
+
+    def kill_the_second():
+        node = re.findall(r"^Node 1 on (node-\d+)", log.read_text(), re.M)[-1]
+        before, [second] = lives(), job_processes.python(job, "completions.py", node)
+        os.kill(second, signal.SIGKILL)
+        wait_for(lambda: not before & lives())
+
+    wait_for(lambda: any("sleep\x00300" in command for _, command in job_processes.of(job)))
+    kill_the_second()
+    wait_for(lambda: log.read_text().count("has joined") == 2)
+    kill_the_second()
+    wait_for(lambda: "SERVER has ended: TRAINER has" in log.read_text())
+    cluster.exec("scancel", job)
+    assert cluster.wait(job).state == "CANCELLED"
+    wait_for(lambda: not cluster.left_over(job), 40)
 
 
 def script_of_the_page(name: str) -> str:
@@ -120,6 +161,130 @@ def test_ends(clone, cluster, vllm, tmp_path):
     at_once(scenario, [(fault, *end) for fault, end in ENDS.items()])
 
 
+PROMPT = "import "
+
+
+def answer_of(server: str, cluster) -> dict:
+    """What a server of examples/serve_newest.py answers, or nothing if it does not."""
+    asked = ["--data", json.dumps({"prompt": PROMPT, "max_tokens": 30})]
+    asked += ["--silent", "--max-time", 5, f"http://{server}/v1/completions"]
+    done = cluster.exec("curl", *asked)
+    return json.loads(done.stdout) if done.returncode == 0 else {"model": "none"}
+
+
+def answer_from(folder: Path) -> str:
+    """What these weights have to answer."""
+    model = Transformer(hugging_face.read_config(folder))
+    model.init_weights(torch.device("cpu"), 0, hugging_face.open_weights(folder, model))
+    prompt = torch.tensor([list(PROMPT.encode())])
+    written = model.generate(prompt, 30, 256, temperature=0)[0, len(PROMPT) :]
+    return bytes(written.tolist()).decode(errors="replace")
+
+
+TRAIN = "./torchrun.sh examples/train_and_publish.py"
+
+
+def serves(log: Path) -> list[str]:
+    """Which server serves which step, in the log's order."""
+    return re.findall(r"^(node-\d+:\d+ serves step_\d+)$", log.read_text(), re.M)
+
+
+@pytest.mark.matrix
+def test_servers_follow_a_trainer(clone, cluster, vllm):
+    (clone / "both.sh").write_text(script_of_the_page("both.sh"))
+    bash(block("> follow.sh"), clone, (NAMESPACES, "exec"), **cluster.environment, **vllm)
+    [log] = clone.glob("follow.sh_*.out")
+    assert "\nFinished: step=200" in log.read_text() and len(serves(log)) > 2, log.read_text()
+
+
+def follow(clone: Path, cluster, vllm: dict, log: Path, settings: str, **changed: str) -> int:
+    """Submits that job with one rank, these settings, and another first server, or a trainer of
+    other words. Returns the job."""
+    [lines] = re.findall(
+        r"^cat >> follow.sh <<'END'\n(.*?)^END$", block("> follow.sh"), re.M | re.S
+    )
+    begin = script_of_the_page("both.sh").partition("\nstart ")[0]
+    for old, new in (("python", changed.get("server")), (TRAIN, changed.get("trainer"))):
+        assert old in lines
+        lines = lines.replace(old, new or old, 1)
+    (clone / "follows.sh").write_text(f"{begin}\n{settings}\n{lines}")
+    size = ["--nodes=3", "--gpus-per-node=1", f"--output={log}", f"--chdir={clone}"]
+    return cluster.submit(*size, clone / "follows.sh", env=vllm, cwd=clone)
+
+
+@pytest.mark.matrix
+def test_a_server_is_killed_and_another_hangs(clone, cluster, vllm, tmp_path):
+    """The first while the trainer writes weights. It comes back, and serves the last ones. The
+    trainer finishes all its steps, and waits for neither."""
+    log = tmp_path / "log"
+    # It keeps its node until the servers have been asked.
+    trainer = f"""bash -ec '{TRAIN} --steps 120 --publish-every 2 "$@"; touch {log}.trained
+        until [[ -e {log}.asked ]]; do sleep 0.2; done' bash"""
+    job = follow(clone, cluster, vllm, log, "PAUSES=1", trainer=trainer)
+    weights = clone / f"weights/{job}"
+    wait_for(
+        lambda: log.exists() and len({*serves(log)}) > 1 and "\nstep=20/" in log.read_text(), 120
+    )
+    names = re.search(r"ranks on (\S+),", log.read_text())[1]
+    first, second, _ = cluster.exec("scontrol", "show", "hostnames", names).stdout.split()
+    [dies] = job_processes.python(job, "serve_newest.py", first)
+    [hangs] = job_processes.python(job, "serve_newest.py", second)
+    wait_for(lambda: [*weights.glob(".step_*.part")])
+    os.kill(dies, signal.SIGKILL)
+    os.kill(hangs, signal.SIGSTOP)
+
+    wait_for(Path(f"{log}.trained").exists, 180)
+    assert "\nFinished: step=120" in log.read_text(), log.read_text()
+    server = f"{first}:{8000 + job % 1000}"
+    wait_for(lambda: answer_of(server, cluster)["model"] == "step_120")
+    text = answer_of(server, cluster)["choices"][0]["text"]
+    assert text == answer_from(weights / "step_120")
+    os.kill(hangs, signal.SIGCONT)
+    Path(f"{log}.asked").touch()
+    ended = cluster.wait(job)
+    said = "SERVER1 has ended with status 137, and starts again in 1 seconds\n"
+    assert ended.state == "COMPLETED" and ended.log.count(" has ended ") == 1, ended
+    assert said in ended.log and dies not in job_processes.python(job, "serve_newest.py"), ended
+    wait_for(lambda: not cluster.left_over(job), 40)
+
+
+@pytest.mark.matrix
+def test_servers_are_stopped_with_their_trainer(clone, cluster, vllm, tmp_path):
+    """By a signal, after which the trainer saves and the job is requeued. When it is killed, the
+    job fails within seconds."""
+    log = tmp_path / "log"
+    trainer = f"{TRAIN} --steps 5000"
+    job = follow(clone, cluster, vllm, log, "PAUSES=1", trainer=trainer)
+    wait_for(lambda: log.exists() and serves(log) and "\nstep=20/" in log.read_text(), 120)
+    cluster.exec("scancel", "--signal=TERM", job)
+    wait_for(lambda: cluster.show(job)["Restarts"] == "1")
+    wait_for(lambda: not cluster.left_over(job), 40)
+    cluster.start_again(job)
+
+    def again() -> str:
+        return log.read_text().partition("\nResumed after step ")[2]
+
+    wait_for(lambda: re.search(r"^node-.* serves step_", again(), re.M), 120)
+    os.kill(next(job_processes.python(job, "train_and_publish.py")), signal.SIGKILL)
+    began = time.monotonic()
+    ended = cluster.wait(job)
+    assert ended.state == "FAILED" and time.monotonic() - began < 20, ended
+    wait_for(lambda: not cluster.left_over(job), 40)
+
+
+@pytest.mark.matrix
+def test_a_server_that_dies_four_times(clone, cluster, vllm, tmp_path):
+    log = tmp_path / "log"
+    job = follow(clone, cluster, vllm, log, 'PAUSES="0 0 0" LAST_WORDS=3', server="false")
+    ended = cluster.wait(job)
+    said = re.findall(r"^SERVER1 has ended.*$", ended.log, re.M)
+    again = "SERVER1 has ended with status 1, and starts again in 0 seconds"
+    last = "SERVER1 has ended with status 1, the last of 4 times"
+    ends = "SERVER1 has ended: TRAINER has 3 seconds to save and end"
+    assert said == [again] * 3 + [last, ends] and ended.state == "FAILED", ended
+    wait_for(lambda: not cluster.left_over(job), 40)
+
+
 def programs(folder: Path, srun: str, lines: str):
     """Of a job of two nodes."""
     stand_ins(folder, {"scontrol": "printf 'n1\\nn2\\n'", "srun": srun})
@@ -145,8 +310,36 @@ def test_a_server_that_never_answers(asks, seconds, tmp_path):
     lines = "start ONE 1 serve; start TWO 1 serve; " + asks.replace("URL", "http://n2:8000/health")
     done = programs(tmp_path, "exec sleep 60", f"{lines}; echo not reached")
     assert done.returncode == 1 and done.stdout == ""
-    said = f"TWO on n2 has not answered http://n2:8000/health in {seconds} seconds\n"
-    assert done.stderr == said
+    said = f"TWO on n2 has not answered http://n2:8000/health in {seconds} seconds:"
+    # Here it is a pipe, in a job the file of --output.
+    assert re.fullmatch(rf"{said} see its lines in pipe:\[\d+\]\n", done.stderr), done.stderr
+
+
+KEPT = """
+echo "$HEARTBEAT_PROGRAM on ${MASTER_ADDR}, ${RUN}" >> started
+case $HEARTBEAT_PROGRAM in SERVER) exit 3 ;; OTHER) exec sleep 61 ;; esac
+exec sleep 60
+"""
+
+
+def test_a_program_that_is_kept(tmp_path):
+    """Starts again after each pause, on its own node and with its own RUN, and then no more. The
+    other one, which is kept as well, ends with the job."""
+    started = tmp_path / "started"
+    lines = 'PAUSES="0 0.1 0.2"; LAST_WORDS=1; hosts+=(n3); '
+    lines += "keep OTHER 1 serve; keep SERVER 1 serve; start TRAINER 1 train; finish"
+    done = programs(tmp_path, KEPT.replace("started", str(started)), lines)
+    assert done.returncode == 1, done.stderr
+    servers = ["SERVER on n2, 7_SERVER"] * 4
+    found = sorted(started.read_text().splitlines())
+    assert found == ["OTHER on n1, 7_OTHER", *servers, "TRAINER on n3, 7_TRAINER"]
+    ends = "SERVER has ended with status 3"
+    said = [f"{ends}, and starts again in {pause} seconds" for pause in (0, 0.1, 0.2)]
+    said += [
+        f"{ends}, the last of 4 times",
+        "SERVER has ended: TRAINER has 1 seconds to save and end",
+    ]
+    assert done.stderr.splitlines() == said
 
 
 def test_each_program_has_its_own_run(cluster, tmp_path):

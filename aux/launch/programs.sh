@@ -1,16 +1,20 @@
 # shellcheck shell=bash
 # Several programs in one job, each on nodes of its own. Source it in a job script, after env.sh:
 #
-#   start SERVER 1 vllm serve MODEL --port "$PORT"   # once on each of the next nodes, here one
+#   keep SERVER 1 vllm serve MODEL --port "$PORT"    # once on each of the next nodes, here one
 #   ready "http://$SERVER:$PORT/health" 3600         # until it answers, here for an hour at most
 #   start TRAINER 3 ./torchrun.sh train.py           # its NNODES is 3, MASTER_ADDR its first node
 #   finish                                           # when the last program ends, all end
 #
 # SERVER then has the names of its nodes, with blanks between them, and later programs inherit it.
 # Each program has a RUN of its own, such as 123_TRAINER, and so its own checkpoints, and its own
-# heartbeats (python aux/watch_job.py 123/TRAINER).
-# Slurm sends a signal to all programs. If a server ends, the last program has LAST_WORDS seconds to
-# save and end, or the job fails. It also fails if a server has not answered in READY_LIMIT seconds.
+# heartbeats (python aux/watch_job.py 123/TRAINER). On its nodes SLURM_NODEID counts from 0.
+# If a program ends that `keep` has started, it is started again on the same nodes, after each of
+# these PAUSES once, and the others go on.
+# Slurm sends a signal to all programs. If a server ends for good, the last program has LAST_WORDS
+# seconds to save and end, or the job fails. It also fails if a server has not answered in
+# READY_LIMIT seconds.
+PAUSES="5 30 120"
 LAST_WORDS=300
 READY_LIMIT=1800
 if [[ "$(trap -p EXIT)" == *requeue_if_failed* ]]; then
@@ -29,8 +33,13 @@ trap end_programs EXIT
 # Slurm signals this shell as well, whose `sleep` may then end early.
 trap : TERM
 
-start() {
-    local name=$1 nodes=$2 own
+start() { place exec "$@"; }
+
+keep() { place again "$@"; }
+
+# place exec|again NAME NODES COMMAND...
+place() {
+    local how=$1 name=$2 nodes=$3 own
     own=("${hosts[@]:used:nodes}")
     if ((nodes < 1 || ${#own[@]} < nodes)); then
         echo "$name needs $nodes nodes, and $((${#hosts[@]} - used)) of the job's are left" >&2
@@ -45,10 +54,30 @@ start() {
     # site.sh may have changed the address of the first node.
     NNODES=$nodes MASTER_ADDR=${MASTER_ADDR/"${hosts[0]}"/${own[0]}} \
         RUN=${RUN}_$name HEARTBEAT_PROGRAM=$name \
-        srun --nodes="$nodes" --nodelist="$(IFS=, && echo "${own[*]}")" --ntasks="$nodes" \
+        "$how" srun --nodes="$nodes" --nodelist="$(IFS=, && echo "${own[*]}")" --ntasks="$nodes" \
         --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --overlap \
-        --wait=0 --kill-on-bad-exit=1 "${@:3}" &
+        --wait=0 --kill-on-bad-exit=1 "${@:4}" &
     programs+=($!) names+=("$name")
+}
+
+# Runs a command, and again when it has ended. This shell of its own is the program for `ended`.
+again() {
+    local name=$HEARTBEAT_PROGRAM pause pauses status child=
+    read -ra pauses <<<"$PAUSES"
+    trap 'kill "$child" 2>/dev/null; exit 143' TERM
+    for pause in "${pauses[@]}" ""; do
+        "$@" &
+        child=$! status=0
+        wait "$child" || status=$?
+        if [[ "$pause" ]]; then
+            echo "$name has ended with status $status, and starts again in $pause seconds" >&2
+            sleep "$pause" &
+            child=$!
+            wait "$child" || true
+        fi
+    done
+    echo "$name has ended with status $status, the last of $((${#pauses[@]} + 1)) times" >&2
+    exit "$status"
 }
 
 # The name of a program that has ended, or nothing.
@@ -72,7 +101,8 @@ ready() {
             for name in "${names[@]}"; do
                 if [[ " ${!name} " == *" $host "* ]]; then server=$name; fi
             done
-            echo "$server on $host has not answered $1 in $limit seconds" >&2
+            echo "$server on $host has not answered $1 in $limit seconds:" \
+                "see its lines in $(readlink /proc/$$/fd/1)" >&2
             exit 1
         fi
         sleep 1 || true

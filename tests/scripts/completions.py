@@ -1,9 +1,11 @@
 """Stands in for vllm: /health answers after two seconds, and a completion is the prompt, reversed.
-With BROKEN it ends before, and with SILENT it never answers."""
+With BROKEN it ends before, and with SILENT it never answers. On several nodes, by vLLM's options
+for them, the first waits for the others, which answer no requests."""
 
 import http.server
 import json
 import os
+import socket
 import sys
 import time
 
@@ -28,7 +30,26 @@ class Server(http.server.BaseHTTPRequestHandler):
         self.answer({"choices": [{"text": asked["prompt"][::-1]}]})
 
 
+def option(name: str, default: str = "") -> str:
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else default
+
+
+nodes, rank = int(option("--nnodes", "1")), int(option("--node-rank", "0"))
+assert ("--headless" in sys.argv) == (rank > 0)
+place = (option("--master-addr"), int(option("--master-port", "0")))
+if rank > 0:
+    while True:
+        try:
+            first = socket.create_connection(place)
+            break
+        except OSError:
+            time.sleep(0.1)
+    print(f"Node {rank} on {os.environ['SLURMD_NODENAME']} has joined", flush=True)
+    sys.exit(first.recv(1) or 0)  # when the first node's ends
+if nodes > 1:
+    meeting = socket.create_server(place)
+    others = [meeting.accept() for _ in range(nodes - 1)]
+
 # As uvicorn's. With the default of 5 it resets connections.
 http.server.ThreadingHTTPServer.request_queue_size = 2048
-port = int(sys.argv[sys.argv.index("--port") + 1])
-http.server.ThreadingHTTPServer(("", port), Server).serve_forever()
+http.server.ThreadingHTTPServer(("", int(option("--port"))), Server).serve_forever()
