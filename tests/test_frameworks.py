@@ -3,6 +3,7 @@
 `make test-all` installs the frameworks into .venv-guests, beside the torch of .venv.
 """
 
+import json
 import re
 import shutil
 import sys
@@ -34,7 +35,7 @@ def lines(guest: str, log: str) -> list[tuple[str, ...]]:
     """A step's number (the Trainer prints epochs), its learning rate and its loss, as printed."""
     if guest == "trainer":
         found = re.findall(
-            r"\{'loss': '(\S+)', .*'learning_rate': '(\S+)', 'epoch': '(\S+)'\}", log
+            r"\{'loss': '(\S+)', .*'learning_rate': '(\S+)',.* 'epoch': '(\S+)'\}", log
         )
         return [(epoch, rate, loss) for loss, rate, epoch in found]
     return re.findall(r"^step=(\d+) learning_rate=(\S+) loss=(\S+)$", log, re.M)
@@ -422,3 +423,60 @@ def test_the_page_shows_the_scripts():
     assert len(blocks) == 4
     for block in blocks:
         assert any(block in script for script in scripts), block
+    [newest] = [block for block in blocks if block.startswith("def newest")]
+    assert newest in (FOLDER / "any_trainer.py").read_text()
+
+
+# --- programs that bring a command of their own ---
+
+# As the page writes it behind the launcher, and a script of another folder
+THEIRS = {
+    "trl": re.search(r"examples/any_trainer\.py \\\n +-m trl.*", PAGE)[0].replace("\\\n", ""),
+    "script": "examples/any_trainer.py theirs/with_trainer.py checkpoints/mine",
+}
+
+
+def theirs(folder: Path, qwen: Path):
+    """128 conversations for TRL, a tiny model, and a Trainer's script that has none of our lines,
+    below a folder."""
+    (folder / "chats").mkdir(parents=True)
+    say, yes = {"role": "user", "content": "Say yes"}, {"role": "assistant", "content": "yes"}
+    chats = [{"messages": [say, yes] * (1 + number % 3)} for number in range(128)]
+    lines = "".join(json.dumps(chat) + "\n" for chat in chats)
+    (folder / "chats/train.jsonl").write_text(lines)
+    (folder / "qwen").symlink_to(qwen)
+    script = variant("trainer", folder / "theirs", 6, changes=[BY_ITSELF["trainer"][1]])
+    text = script.read_text().replace(LISTEN, "").replace("newest(folder)", "None")
+    text = text.replace("import preemption\n", "").replace("preemption.end(False)\n", "")
+    assert not re.search("^ *preemption", text.partition("torch.manual_seed")[2], re.M)
+    script.write_text(text)
+
+
+@pytest.mark.parametrize("whose", THEIRS)
+def test_any_trainer(whose, packages, cluster, clone, qwen, tmp_path):
+    """Two ranks, stopped by SIGTERM, are requeued, and have trained each step of one process once,
+    with TRL and with a script that knows nothing of Slurm."""
+    theirs(clone, qwen)
+    (clone / "examples").symlink_to(FOLDER)
+    words, epochs, per_epoch = THEIRS[whose].split(), 6, 16
+    command = [f"--output={tmp_path}/log", TWO, LAUNCHERS["torchrun"], *words]
+    one = [*words[:-1], tmp_path / "one"]
+    if whose == "trl":
+        options = f"--num_train_epochs {epochs} --logging_steps 1 --bf16 no --use_cpu yes".split()
+        options += ["--per_device_train_batch_size"]
+        command += [*options, 4]
+        one += [*options, 8]
+    job = cluster.submit(*command, env=packages | NO_BLOCKS, cwd=clone)
+    log = tmp_path / "log"
+    wait_for(lambda: log.exists() and len(lines("trainer", log.read_text())) > 2, 180)
+    cluster.exec("scancel", "--signal=TERM", job)
+    cluster.start_again(job)
+    ended = cluster.wait(job, 240)
+    assert ended.state == "COMPLETED", ended.log
+    assert ended.log.count("Requeued: it resumes by itself") == 1, ended.log
+    assert saved_steps("trainer", clone / "checkpoints/mine"), ended.log
+    done = ranks(1, *one, cwd=clone, **packages)
+    assert done.returncode == 0, done.stderr
+    expected = steps("trainer", done.stdout, nodes=1)
+    assert [step for step, *_ in expected] == list(range(1, epochs * per_epoch + 1))
+    assert_same(steps("trainer", ended.log, nodes=1 if whose == "trl" else 2), expected)

@@ -1,0 +1,75 @@
+"""Start a program that has a Trainer inside, as it is. It saves when Slurm asks, and resumes.
+
+    sbatch launch_slurm_with_torchrun.sh examples/any_trainer.py -m trl.scripts.sft --output_dir ...
+    sbatch launch_slurm_with_torchrun.sh examples/any_trainer.py ../theirs/train.py ...
+
+It needs preemption.py. The Trainer's output_dir is the run: whoever starts the same command again,
+Slurm or you, continues from its newest checkpoint that is whole.
+"""
+
+import sys
+
+sys.path.append("distributed")  # EDIT: where preemption.py is
+import preemption
+
+preemption.listen()  # before the slow imports, because Slurm may ask at any time
+
+import contextlib
+import os
+import runpy
+from pathlib import Path
+
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import TrainerState
+
+typed = sys.argv
+if len(typed) == 1:
+    sys.exit(__doc__)
+
+
+class Stop(TrainerCallback):
+    """When Slurm asks, all ranks save after the same step, and rank 0 requeues the job."""
+
+    stopped = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.stopped = preemption.asked(args.device, state.global_step)
+        control.should_save = control.should_save or self.stopped
+
+    def on_save(self, args, state, control, **kwargs):
+        if self.stopped:
+            sys.argv = typed  # which it prints if Slurm refuses the requeue
+            preemption.end(True)
+
+
+def newest(folder: str) -> str | None:
+    """The newest checkpoint that is whole. Rank 0 writes trainer_state.json last, so one that a
+    kill has cut off has none, or half of one."""
+    found = Path(folder).glob("checkpoint-[0-9]*")
+    for path in sorted(found, key=lambda path: int(path.name.split("-")[1]), reverse=True):
+        with contextlib.suppress(OSError, ValueError):
+            TrainerState.load_from_json(path / "trainer_state.json")
+            return str(path)
+    return None
+
+
+train = Trainer.train
+
+
+def resume_and_train(self, resume_from_checkpoint=None, *others, **named):
+    self.add_callback(Stop())
+    return train(self, newest(self.args.output_dir) or resume_from_checkpoint, *others, **named)
+
+
+Trainer.train = resume_and_train
+
+# What `python -m PACKAGE` or `python SCRIPT` does
+sys.argv = typed[1:]
+if typed[1] == "-m":
+    sys.argv = typed[2:]
+    sys.path[0] = os.getcwd()
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+else:
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+preemption.end(False)
