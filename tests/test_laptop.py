@@ -425,6 +425,30 @@ def test_a_log_that_becomes_shorter(tmp_path):
     assert (tmp_path / "asked").read_text() == "\n\n"
 
 
+LOST = "no connection to the cluster; a submitted job is not affected"
+ENDS = [
+    (submission.RemoteFailed(255, True), LOST),
+    (submission.RemoteFailed(-9, True), LOST),
+    (submission.RemoteFailed(1, False), "remote.sh did not start there: is the login shell csh?"),
+    (submission.RemoteFailed(3, True), 3),
+    (OSError("no ssh here"), "no ssh here"),
+    (KeyboardInterrupt(), 130),
+]
+
+
+@pytest.mark.parametrize(("error", "end"), ENDS, ids=[repr(error) for error, _ in ENDS])
+def test_what_can_happen_to_anybody(error, end, capsys):
+    def fails():
+        raise error
+
+    try:
+        assert submission.without_traceback(fails) == end
+        said = "interrupted; a submitted job continues\n" if end == 130 else ""
+        assert capsys.readouterr().err == said
+    except SystemExit as ended:
+        assert str(ended.code).endswith(str(end))
+
+
 @pytest.mark.parametrize(("exit_code", "status"), [("3:0", 3), ("0:9", 1), ("255:0", 1)])
 def test_the_status_of_a_job(exit_code, status, tmp_path):
     """255 would be that of a lost connection, which is tried again."""

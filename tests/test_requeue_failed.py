@@ -59,7 +59,7 @@ def test_what_counts_as_saved(file, tmp_path):
 def test_the_end_is_noted(tmp_path):
     """By env.sh."""
     lines = 'note_end() { echo "$1"; }; source aux/launch/requeue_failed.sh saves'
-    done = job_shell(tmp_path, f"{lines}; touch saves")
+    done = job_shell(tmp_path, f"{lines}; sleep 0.02; touch saves")
     assert (done.returncode, done.stdout) == (5, "5\n")
     assert done.stderr == "Failed with status 5, and requeued: it resumes by itself\n"
 
@@ -124,6 +124,37 @@ def test_a_busy_slurm_is_asked_again_to_requeue(tmp_path, monkeypatch, capsys):
     requeue_failed.requeue(tmp_path, 5, tmp_path / "saved")
     assert asked[1] == asked[3] == ("scontrol", "requeue", "7")
     assert "status 5, and requeued" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        (["RUNNING 0", *[None, "RUNNING 0"] * 4], "Not requeued: Slurm refuses, see above\n"),
+        # Slurm has requeued it although its answer was lost.
+        (["RUNNING 0", None, "PENDING 1"], ""),
+    ],
+)
+def test_a_slurm_that_does_not_requeue(answers, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (tmp_path / "started").touch()
+    os.utime(tmp_path / "started", (0, 0))
+    (tmp_path / "saved").touch()
+    asked = slurm_answers(monkeypatch, *answers)
+    requeue_failed.requeue(tmp_path, 5, tmp_path / "saved")
+    assert len(asked) == len(answers) and capsys.readouterr().err == said
+
+
+def test_what_is_no_save_of_this_run(tmp_path):
+    """A link in the folder to a new file of others, and anything if the start was not noted."""
+    (tmp_path / "saves").mkdir()
+    (tmp_path / "new").touch()
+    (tmp_path / "saves/linked.pt").symlink_to("../new")
+    (tmp_path / "started").touch()
+    os.utime(tmp_path / "started", (0, 0))
+    assert not requeue_failed.has_saved(tmp_path / "saves", tmp_path / "started")
+    (tmp_path / "saves/own.pt").touch()
+    assert requeue_failed.has_saved(tmp_path / "saves", tmp_path / "started")
+    assert not requeue_failed.has_saved(tmp_path / "saves", tmp_path / "absent")
 
 
 @pytest.mark.matrix

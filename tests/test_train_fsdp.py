@@ -370,6 +370,8 @@ def test_what_the_log_says(dense, text, tmp_path, command, size):
     calls = {"None": 2, "4": 4, "6": 2, "8": 4, "10": 6}
     assert {step: alive.count(step) for step in alive} == calls
     assert done.stdout.count(f"evaluated {size} at once\n") == 6
+    policy = "policy {'param_dtype': torch.float32, 'reduce_dtype': torch.float32}\n"
+    assert done.stdout.count(policy) == (2 if command == "train_fsdp.py" else 0)
     # A run of ten steps has another learning rate after its warm-up.
     assert values(done.stdout)[4] == pytest.approx(sum(dense[:4]) / 4, abs=3e-6)
     assert list(values(done.stdout)) == [4, 8, 10]
