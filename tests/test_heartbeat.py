@@ -16,6 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import check_ranks
 import heartbeat
@@ -24,6 +26,18 @@ from ddp_runs import submit
 from slurm import REPOSITORY, environment, heartbeat_of, run, wait_for, write_heartbeat
 
 WATCH = REPOSITORY / "aux/watch_job.py"
+
+
+@pytest.mark.parametrize(("device", "statuses"), [("cpu", [0]), ("cuda", [])])
+def test_the_last_line_of_a_script(device, statuses, monkeypatch, capsys):
+    """On a CPU Python does not shut down, but all that was printed is there."""
+    left, flushed = [], []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append("group"))
+    monkeypatch.setattr(os, "_exit", left.append)
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "flush", lambda stream=stream: flushed.append(stream))
+    heartbeat.leave(torch.device(device))
+    assert left == ["group", *statuses] and flushed == [sys.stdout, sys.stderr]
 
 
 @pytest.mark.parametrize("module", [heartbeat, check_ranks])

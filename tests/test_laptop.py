@@ -460,6 +460,24 @@ def test_the_status_of_a_job(exit_code, status, tmp_path):
     assert done.returncode == status, done
 
 
+OVER = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED"
+
+
+@pytest.mark.parametrize("state", [*OVER.split(), "TIMEOUT", "slurm: Invalid job id specified"])
+def test_each_state_in_which_a_wait_ends(state, tmp_path):
+    """And not when the state is a part of a reason."""
+    reason = f"Dependency{state.partition(':')[0]}"
+    waits = f'echo "PENDING ({reason}) on , run time 0"; touch looked'
+    said = {"squeue": f'[ -e looked ] && echo "{state}" || {{ {waits}; }}'}
+    said |= {"scontrol": "true", "sleep": "true"}
+    path = stand_ins(tmp_path / "tools", said)
+    command = ["sh", ROOM / "remote.sh", "wait_for", 7, "log", 0]
+    done = run(*command, cwd=tmp_path, env=environment(PATH=f"{path}:/usr/bin:/bin"), timeout=30)
+    assert done.returncode == (state != "COMPLETED"), done
+    shown = [f"job 7: PENDING ({reason}), run time 0", f"job 7: {state}"]
+    assert done.stderr.splitlines()[-2:] == shown
+
+
 @pytest.mark.parametrize("name", ["../out", "a/../../out", "/tmp/out", "link"])
 def test_a_cluster_writes_nowhere_else(name, tmp_path, monkeypatch):
     """Whatever its archive holds."""
