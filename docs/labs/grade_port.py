@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
-"""Grade a port of vit.py to two nodes, by jobs on the cluster.
+"""Grade a port of vit.py, tokens.py or trainer.py to two nodes, by jobs on the cluster.
 
-    python docs/labs/grade_port.py mine/vit.py
+    python docs/labs/grade_port.py vit mine/vit.py
+    python docs/labs/grade_port.py tokens mine/tokens.py
+    python docs/labs/grade_port.py trainer mine/trainer.py
 
 It does not read the port. It runs it on one rank and on four, sends SIGTERM, lets a rank fail and a
-time limit come, and names the first thing that is wrong, with the section that explains it. Your
-port keeps vit.py's options, the lines that it prints, and `averaged` in its checkpoint.
-It takes four minutes, with this Python, which needs torch.
+time limit come, and names the first thing that is wrong, with the section that explains it. A port
+of tokens.py only has to train the same. Your port keeps the options of its original, the lines that
+it prints, and `averaged` (vit.py) or `model` (tokens.py) in its checkpoint.
+It takes four minutes (tokens.py one), with this Python, which needs torch, or what trainer.py
+imports.
 """
 
 import itertools
@@ -26,7 +30,31 @@ sys.path.insert(0, str(LABS.parents[1] / "aux"))
 from job_end import ask_scontrol, is_over
 
 LAUNCHER = "launch_slurm_with_torchrun.sh"
-EXACT = ["--exact", "--epochs=3", "--train-drawings=256"]  # 24 steps
+CHAPTER_2 = "02_your_own_script.md#your-script-is-for-one-gpu"
+RARER = "appendix_your_script.md"
+# With these options each task trains 256 samples in 24 steps. Where its weights are in its
+# checkpoint, and the sections on its batch, on a loss that differs, and on a job that is stopped.
+TASKS = {
+    "vit": {
+        "options": ["--exact", "--epochs=3", "--train-drawings=256"],
+        "weights": "averaged",
+        "batch": f"{CHAPTER_2}, number 2",
+        "loss": "03_is_it_right.md#if-they-do-not-agree",
+        "stop": "07_it_is_stopped.md#in-your-own-script",
+    },
+    "tokens": {
+        "options": ["--exact", "--epochs=3"],
+        "weights": "model",
+        "batch": f"{CHAPTER_2}, number 2",
+        "loss": RARER,
+    },
+    "trainer": {
+        "options": ["--epochs=3"],
+        "batch": "frameworks.md#begin-with-the-batch",
+        "loss": "frameworks.md#begin-with-the-batch",
+        "stop": "frameworks.md#the-trainer-of-transformers",
+    },
+}
 STEP = r"^step=(\d+) loss=(\S+) learning_rate=(\S+)$"
 EPOCH = r"^epoch=(\d+) accuracy=(\S+) best=(\S+)$"
 
@@ -46,9 +74,12 @@ def slurm(*command: object) -> str:
 class Job:
     """A script on the cluster. Its log, its checkpoint and what its ranks read are in a folder."""
 
-    def __init__(self, script: Path, folder: Path, nodes: int, ranks: int, *options: str, **port):
+    def __init__(
+        self, task: str, script: Path, folder: Path, nodes: int, ranks: int, *options: str, **port
+    ):
         folder.mkdir(parents=True)
-        self.log, self.checkpoint, self.record = folder / "log", folder / "vit.pt", None
+        self.task = task
+        self.log, self.checkpoint, self.record = folder / "log", folder / "checkpoint", None
         self.read = folder / "read"
         self.read.mkdir()
         paths = [script.parent, LABS, LABS.parent.parent / "distributed"]
@@ -57,7 +88,8 @@ class Job:
         exported = ",".join(["ALL", *(f"{name}={value}" for name, value in port.items())])
         size = [f"--nodes={nodes}", f"--gpus-per-node={ranks // nodes}", "--cpus-per-task=2"]
         command = [*size, f"--export={exported}", f"--output={self.log}", "--open-mode=append"]
-        command += [*options, LAUNCHER, script, *EXACT, f"--checkpoint={self.checkpoint}"]
+        command += [*options, LAUNCHER, script, *TASKS[task]["options"]]
+        command += [f"--checkpoint={self.checkpoint}"]
         self.job = slurm("sbatch", "--parsable", *command).split(";")[0].strip()
 
     def said(self, pattern: str) -> list:
@@ -90,61 +122,90 @@ class Job:
 
 
 def same_training(plain: Job, one: Job, four: Job):
-    """That four ranks train what one rank trains, in vit.py's steps and at its rates."""
-    plain.completed("vit.py itself fails:", "01_your_first_job.md#submit-two-jobs")
+    """That four ranks train what one process trains, in as many steps and at the same rates."""
+    task, sections = plain.task, TASKS[plain.task]
+    plain.completed(f"{task}.py itself fails:", "01_your_first_job.md#submit-two-jobs")
     for job, where in [(one, "on one rank"), (four, "on four ranks")]:
         job.completed(where, "troubleshooting.md#find-the-first-error")
     steps = len(plain.said(STEP))
     times = Counter(step for step, *_ in four.said(STEP))
     if set(times.values()) != {1} or len(four.said(EPOCH)) != len(plain.said(EPOCH)):
-        print_by_one = "02_your_own_script.md#your-script-is-for-one-gpu, number 5"
-        raise Wrong("each line of steps and epochs has to come once", print_by_one)
+        lines = "steps and epochs" if plain.said(EPOCH) else "steps"
+        raise Wrong(f"each line of {lines} has to come once", f"{CHAPTER_2}, number 5")
     if len(times) != steps:
-        batch = "02_your_own_script.md#your-script-is-for-one-gpu, number 2"
-        raise Wrong(f"one GPU trains {steps} steps and four ranks {len(times)}: the batch", batch)
+        trained = f"one GPU trains {steps} steps and four ranks {len(times)}"
+        raise Wrong(f"{trained}: the batch", sections["batch"])
     read = Counter(itertools.chain(*four.items().values()))
     if set(read.values()) != {3} or len(read) != 256:
-        sampler = "02_your_own_script.md#your-script-is-for-one-gpu, number 2"
-        raise Wrong("the ranks together have to read each drawing once an epoch", sampler)
+        raise Wrong(
+            "the ranks together have to read each sample once an epoch", f"{CHAPTER_2}, number 2"
+        )
     for rank, items in four.items().items():
         epoch = len(items) // 3
-        if set(items[:epoch]) == set(items[epoch : 2 * epoch]):
+        # Only tokens.py reads its data in their order.
+        if task != "tokens" and set(items[:epoch]) == set(items[epoch : 2 * epoch]):
             raise Wrong(
-                f"rank {rank} reads the same drawings in each epoch",
+                f"rank {rank} reads the same samples in each epoch",
                 "09_data_parallel.md#lab-two-silent-mistakes-ten-minutes",
             )
     rates = [rate for _, _, rate in plain.said(STEP)]
     for job, where in [(one, "one rank"), (four, "four ranks")]:
         if [rate for _, _, rate in job.said(STEP)] != rates:
-            raise Wrong(
-                f"the learning rates of {where} are not vit.py's",
-                "appendix_your_script.md",
-            )
-    for (step, loss, _), (_, other, _) in zip(one.said(STEP)[:20], four.said(STEP), strict=False):
-        if not abs(float(loss) - float(other)) < 1e-6:
-            raise Wrong(
-                f"step {step}: the loss is {loss} on one rank, and {other} on four",
-                "03_is_it_right.md#if-they-do-not-agree",
-            )
-    same_averages(one, four, "on four ranks", "appendix_your_script.md")
-    sums = "02_your_own_script.md#your-script-is-for-one-gpu, number 4"
-    same_epochs(one, four, "on four ranks", sums)
+            raise Wrong(f"the learning rates of {where} are not {task}.py's", RARER)
+    if task == "vit":
+        # Its order of the data is not that of a DistributedSampler.
+        same_losses(one, "on one rank", four, "on four")
+    else:
+        same_losses(plain, f"in {task}.py", one, "on one rank")
+        same_losses(plain, f"in {task}.py", four, "on four ranks")
+    same_weights(one, four, "on four ranks", RARER)
+    same_epochs(one, four, "on four ranks", f"{CHAPTER_2}, number 4")
 
 
-def same_averages(job: Job, other: Job, where: str, section: str):
-    """That both have saved the same averaged weights."""
-    averages = []
+def differ(loss: str, other: str, task: str) -> bool:
+    # trainer.py computes in float32.
+    return not abs(float(loss) - float(other)) < (1e-3 if task == "trainer" else 1e-6)
+
+
+def same_losses(job: Job, here: str, other: Job, there: str):
+    """That both have the same losses in their first twenty steps, or how they begin to differ."""
+    for (step, right, _), (_, found, _) in zip(job.said(STEP)[:20], other.said(STEP), strict=False):
+        if differ(right, found, job.task):
+            said = f"step {step}: the loss is {right} {here}, and {found} {there}"
+            if job.task == "tokens":
+                said += because(int(step), there)
+            raise Wrong(said, TASKS[job.task]["loss"])
+
+
+def because(step: int, where: str) -> str:
+    """What it means that the losses of tokens.py differ from this step on.
+
+    The sequences of its first four steps have equal lengths, so that a mean of means is right.
+    """
+    if step == 1:
+        return ", before any update: it is not the mean over all tokens"
+    if step <= 4:
+        return ", while all sequences have equal lengths: the gradients have another size"
+    means = "the two batches'" if where == "on one rank" else "the ranks'"
+    return f", now that the lengths differ: a mean of {means} means is not the mean over all tokens"
+
+
+def same_weights(job: Job, other: Job, where: str, section: str):
+    """That both have saved the same weights; those of vit.py are averaged."""
+    if not (key := TASKS[job.task].get("weights")):
+        return
+    weights = []
     for each in (job, other):
         try:
             saved = torch.load(each.checkpoint, map_location="cpu", weights_only=True)
-            averages.append(saved["averaged"])
+            weights.append(saved[key])
         except Exception as error:
-            raise Wrong(f"no `averaged` in {each.checkpoint} ({error!r})", section) from error
-    if averages[0].keys() != averages[1].keys():
-        raise Wrong(f"{where}, the averaged weights have other names", section)
-    for name, average in averages[0].items():
-        if not torch.allclose(average, averages[1][name], atol=1e-6):
-            raise Wrong(f"{where}, the averaged {name} differs", section)
+            raise Wrong(f"no `{key}` in {each.checkpoint} ({error!r})", section) from error
+    if weights[0].keys() != weights[1].keys():
+        raise Wrong(f"{where}, the weights in `{key}` have other names", section)
+    for name, weight in weights[0].items():
+        if not torch.allclose(weight, weights[1][name], atol=1e-6):
+            raise Wrong(f"{where}, {name} in `{key}` differs", section)
 
 
 def same_epochs(job: Job, other: Job, where: str, section: str):
@@ -169,34 +230,36 @@ def same_after_a_stop(job: Job, whole: Job, what: str, section: str):
     if len(times) != len(whole.said(STEP)):
         raise Wrong(f"after {what}, it trains {len(times)} steps in all", section)
     for (step, loss, _), (_, other, _) in zip(whole.said(STEP), job.said(STEP), strict=True):
-        if not abs(float(loss) - float(other)) < 1e-6:
+        if differ(loss, other, job.task):
             raise Wrong(f"after {what}, the loss of step {step} is {other}, not {loss}", section)
-    same_averages(whole, job, f"after {what}", section)
+    same_weights(whole, job, f"after {what}", section)
     same_epochs(whole, job, f"after {what}", section)
 
 
-def grade(port: Path, folder: Path):
+def grade(task: str, port: Path, folder: Path):
     """Raises Wrong, with the first fault. Cancels the jobs that it leaves."""
     jobs = []
 
     def start(name: str, *size_and_options, script: Path = port, **variables) -> Job:
-        jobs.append(Job(script, folder / name, *size_and_options, **variables))
+        jobs.append(Job(task, script, folder / name, *size_and_options, **variables))
         return jobs[-1]
 
     try:
-        plain = start("plain", 1, 1, script=LABS / "vit.py")
+        plain = start("plain", 1, 1, script=LABS / f"{task}.py")
         one, four = start("one", 1, 1), start("four", 2, 4)
         same_training(plain, one, four)
-        print("four ranks on two nodes train what one rank trains", flush=True)
+        print("four ranks on two nodes train what one process trains", flush=True)
+        if task == "tokens":
+            return
 
         fails = start("fails", 2, 4, "--no-requeue", PORT_FAIL=100)
-        fails.wait(lambda: fails.said("^.*ValueError: drawing 100"))
+        fails.wait(lambda: fails.said("^.*ValueError: sample 100"))
         if (state := fails.wait(seconds=30)) != "FAILED":
             section = "06_it_hangs.md#the-usual-causes"
             raise Wrong(f"30 s after a rank has failed, the job is {state}", section)
         print("a rank that fails ends the job", flush=True)
 
-        stops = "07_it_is_stopped.md#in-your-own-script"
+        stops = TASKS[task]["stop"]
         stopped = start("stopped", 2, 4, PORT_SLOW=0.1)
         limited = start("limited", 2, 4, "--time=1", PORT_SLOW=0.7)
         stopped.wait(lambda: len(stopped.said(STEP)) >= 5)
@@ -212,12 +275,12 @@ def grade(port: Path, folder: Path):
 
 
 def main() -> int:
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).exists():
+    if len(sys.argv) != 3 or sys.argv[1] not in TASKS or not Path(sys.argv[2]).exists():
         sys.exit(__doc__)
-    port = Path(sys.argv[1]).resolve()
+    task, port = sys.argv[1], Path(sys.argv[2]).resolve()
     folder = port.parent / time.strftime(f"{port.stem}_graded_%H%M%S_{os.getpid()}")
     try:
-        grade(port, folder)
+        grade(task, port, folder)
     except Wrong as wrong:
         print(f"FAILED: {wrong}")
         return 1

@@ -10,7 +10,7 @@ import os
 import sys
 
 import torch
-from drawings import KINDS, Drawings
+from exam_data import KINDS, Drawings
 from torch import nn
 from torch.utils.data import DataLoader
 

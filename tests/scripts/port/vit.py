@@ -14,7 +14,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from drawings import KINDS, Drawings
+from exam_data import KINDS, Drawings
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
