@@ -453,6 +453,13 @@ def test_folders_and_files_that_are_not_here(lint, tmp_path):
         assert "no folder" in found
 
 
+def test_a_script_whose_every_directive_is_misspelt(lint):
+    """Is a job's nevertheless. Those of LSF are no mistakes."""
+    [said] = lint("#!/bin/bash\n#SBTACH --nodes=2\npython a.py\n")
+    assert said.startswith("2: ") and "begin it with #SBATCH" in said
+    assert lint("#!/bin/bash\n#BSUB -n 4\npython a.py\n") == []
+
+
 def test_a_script_that_is_no_job_has_no_findings(lint):
     script = "export CUDA_VISIBLE_DEVICES=0\ntorchrun train.py | tee log\n"
     assert lint(script) == []

@@ -303,6 +303,28 @@ def test_the_status_is_the_last_program_s(tmp_path):
     assert (done.returncode, done.stdout) == (143, "143\n"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("before", "lines", "said"),
+    [
+        (
+            "",
+            "start ONE 1 s; start TWO 2 s",
+            "TWO needs 2 nodes, and 1 of the job's are left",
+        ),
+        ("", "start ONE 0 s", "ONE needs 0 nodes, and 2 of the job's are left"),
+        ("trap requeue_if_failed EXIT", "", "programs.sh and requeue_failed.sh do not go together"),
+    ],
+)
+def test_programs_that_cannot_start(before, lines, said, tmp_path):
+    die = 'die() { echo "$*" >&2; exit 1; }; requeue_if_failed() { exit; }'
+    stand_ins(tmp_path, {"scontrol": "printf 'n1\\nn2\\n'", "srun": "true"})
+    env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", MASTER_ADDR="n1", CPUS_PER_NODE=1)
+    env |= {"SLURM_JOB_NODELIST": "n[1-2]", "RUN": "7"}
+    commands = f"set -eu\n{die}\n{before}\nsource aux/launch/programs.sh\n{lines}"
+    done = run("bash", "-c", commands, env=env)
+    assert (done.returncode, done.stderr) == (1, f"{said}\n")
+
+
 @pytest.mark.parametrize(("asks", "seconds"), [("ready URL 2", 2), ("READY_LIMIT=1; ready URL", 1)])
 def test_a_server_that_never_answers(asks, seconds, tmp_path):
     """The second one, on the second node. It would hold all nodes until the time limit."""
