@@ -115,14 +115,16 @@ def look(job: str, program: str = "") -> dict:
         found["ended"] = found["state"] not in WAITS + RUNS
 
     folder = Path("log", job)
-    noted = noted_starts(folder)
+    noted, beats = noted_starts(folder), read_starts(folder / program)
     log = find_log(job, record or {}, noted)
-    last = max(noted, default=int(record["Restarts"]) if record else 0)
+    # Without env.sh and Slurm heartbeats count the starts.
+    last = int(record["Restarts"]) if record else max(beats, default=0)
+    last = max(noted, default=last)
     # The first start says nothing about an end while it runs.
     ended = last > 0 or found["state"] not in RUNS
     parts = parts_of(read(log), last) if log and ended else []
     end = end_of(parts[-1] if parts else {"text": ""}, found["state"] or "")
-    rows = found["starts"] = rows_of(folder, program, noted, parts, states, end)
+    rows = found["starts"] = rows_of(folder, noted, beats, parts, states, end)
     run = f"{job}_{program}" if program else job
     found |= {"log": log and str(log), "saved": newest(Path("checkpoints", run))}
     found |= progress(rows, found["state"] in RUNS)
@@ -281,6 +283,16 @@ def noted_starts(folder: Path) -> dict[int, dict]:
     return starts
 
 
+def read_starts(folder: Path) -> dict[int, list[dict]]:
+    """The last heartbeats of each start."""
+    starts = {}
+    for path in folder.glob("ranks-*"):
+        number = path.name.partition("-")[2]
+        if re.fullmatch(r"\d{1,6}", number) and (found := read_beats(path)):
+            starts[int(number)] = found
+    return starts
+
+
 def find_log(job: str, record: dict[str, str], noted: dict[int, dict]) -> Path | None:
     """The job's log: as Slurm knows it, as env.sh has noted it, or by its name."""
     paths = [record.get("StdOut"), *(noted[number]["log"] for number in sorted(noted)[::-1])]
@@ -290,19 +302,15 @@ def find_log(job: str, record: dict[str, str], noted: dict[int, dict]) -> Path |
 
 def rows_of(
     folder: Path,
-    program: str,
     noted: dict[int, dict],
+    beats: dict[int, list[dict]],
     parts: list[dict],
     states: list[str],
     last_end: dict,
 ) -> list[dict]:
     """What is known of each start, in order. `states` are Slurm's, of its own starts, and
     `last_end` is that of the last one."""
-    beats, written = {}, {part["start"]: part for part in parts}
-    for path in (folder / program).glob("ranks-*"):
-        number = path.name.partition("-")[2]
-        if re.fullmatch(r"\d{1,6}", number) and (found := read_beats(path)):
-            beats[int(number)] = found
+    written = {part["start"]: part for part in parts}
     # launch_slurm_with_spare.sh starts the ranks again, and numbers them 100, 101 after a requeue.
     every = 100 if (folder / "spare.json").exists() else 1
 

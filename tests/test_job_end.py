@@ -238,6 +238,18 @@ def test_all_starts(folder, monkeypatch):
     assert "The newest checkpoint is checkpoints/7/step_40." in said
 
 
+def test_starts_of_a_script_of_one_s_own(folder, monkeypatch):
+    """Without env.sh heartbeats count them, and the log's end is the last one's."""
+    Path("log/7/start-0").unlink()
+    for number in (0, 1, 2):
+        beats(number, 1, 9)
+    Path("mine_7.out").write_text("[rank1]: ValueError: bad sample 17\n")
+    answers(monkeypatch, {"scontrol": ""})
+    rows = job_end.look("7")["starts"]
+    expected = [(0, "unknown"), (1, "unknown"), (2, "error")]
+    assert [(row["start"], row["cause"]) for row in rows] == expected
+
+
 def test_starts_of_the_spare_launcher(folder, monkeypatch):
     """It numbers its own from 100 times Slurm's number on."""
     note("ended 1795960302 1")
