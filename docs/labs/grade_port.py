@@ -9,8 +9,8 @@ It does not read the port. It runs it on one rank and on four, sends SIGTERM, le
 time limit come, and names the first thing that is wrong, with the section that explains it. A port
 of tokens.py only has to train the same. Your port keeps the options of its original, the lines that
 it prints, and `averaged` (vit.py) or `model` (tokens.py) in its checkpoint.
-It takes four minutes (tokens.py one), with this Python, which needs torch, or what trainer.py
-imports.
+It takes four minutes (tokens.py one, trainer.py six), with this Python, which needs torch, and for
+trainer.py also transformers.
 """
 
 import itertools
