@@ -40,6 +40,18 @@ def test_the_last_line_of_a_script(device, statuses, monkeypatch, capsys):
     assert left == ["group", *statuses] and flushed == [sys.stdout, sys.stderr]
 
 
+def test_the_least_memory_until_the_next_moment(monkeypatch):
+    """A moment's own, even if the memory is given back later."""
+    has = iter([9, 7, 5])
+    monkeypatch.setattr(heartbeat, "main_memory", lambda: next(has))
+    monkeypatch.setattr(heartbeat, "gpu_memory", lambda: [None, 3])
+    memory = heartbeat.Memory()
+    for now in (10, 20, 30):
+        memory.look(now, paused=False)
+    never = [10**9, 10**9]
+    assert [mark[3:] for mark in memory.marks] == [[9, 3, 7, 3], [7, 3, 5, 3], [5, 3, *never]]
+
+
 @pytest.mark.parametrize("module", [heartbeat, check_ranks])
 def test_a_node_has_slurm_s_name(module, monkeypatch):
     """Which --exclude takes, and which need not be the host's."""
