@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -850,6 +851,7 @@ def test_a_rank_0_that_is_not_there(ends, monkeypatch):
 def test_what_is_said_of_ranks_that_have_not_come(ends, monkeypatch, capsys):
     """Rank 1 may know why. Of eleven that are missing eight are named."""
     store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=9))
     monkeypatch.setattr(check_ranks, "world_size", 13)
     monkeypatch.setattr(check_ranks, "hosts_of_ranks", lambda: ["a", "b", "c"])
     store.set("start/1", json.dumps({"host": "b", "bad": ["has a cold"]}))
