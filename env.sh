@@ -124,7 +124,10 @@ if [[ -e site.sh ]]; then
     trap - ERR
     set -eu -- "${env_sh_arguments[@]}"
 fi
-if [[ -d .venv ]]; then source .venv/bin/activate; fi
+# An environment that site.sh activates comes first.
+if [[ -d .venv ]] && ! grep --quiet --no-messages '^[^#]*activate' site.sh; then
+    source .venv/bin/activate
+fi
 getent ahosts "$MASTER_ADDR" >/dev/null || die "$MASTER_ADDR does not resolve: set it in site.sh"
 echo "$SLURM_JOB_NAME: $WORLD_SIZE ranks on $SLURM_JOB_NODELIST, rank 0 at" \
     "$MASTER_ADDR:$MASTER_PORT. Each node: ranks $NPROC_PER_NODE," \

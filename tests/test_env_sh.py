@@ -331,6 +331,10 @@ def test_site_sh_and_venv(cluster, tmp_path):
     assert (
         source_env(cluster, tmp_path, cwd=tmp_path, shown=shown) == f"{tmp_path}/.venv/bin/python"
     )
+    # But an environment that it activates is the reader's choice, and stays in front.
+    (tmp_path / "module/activate").write_text((tmp_path / "site.sh").read_text())
+    (tmp_path / "site.sh").write_text("# activate\nsource module/activate\n")
+    assert source_env(cluster, tmp_path, cwd=tmp_path, shown=shown) == f"{tmp_path}/module/python"
 
 
 def test_a_log_that_is_no_folder(cluster, tmp_path):
