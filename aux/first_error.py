@@ -72,6 +72,8 @@ ERROR = r"(?:Error|Exception)\b|error:|fatal:|not found|NCCL WARN|\[E[0-9 ]|exit
 ERROR += r"|terminate called|with signal SIG"
 NO_ERROR = r'ChildFailed|raise |File "|onnection (?:closed|reset)|SIGTERM|Terminated|Exited with'
 NO_ERROR += r"|SignalException|[Ww]arning|WARNING|remote process|ncclRemote"
+# What torch says in every rank that has lost another one
+NO_ERROR += r"|was likely closed|got 0 bytes|with error: Broken pipe|from (?:recv|send)Bytes"
 NO_ERROR += r"|CANCELLED AT \S+ (?:[*]|DUE to)"
 NO_ERROR += r"|error: *[-+]?[0-9]*[.][0-9]"  # a metric
 # A line of Python, C++ or NCCL. Another one, such as "config not found", may be harmless.

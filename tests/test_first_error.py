@@ -67,6 +67,22 @@ def test_a_server_that_was_started_again_ended_nothing():
     assert end_of(f"{begin}\n{killed}{rest}")[0] == "killed"
 
 
+def test_what_torch_says_of_a_lost_peer_is_no_cause():
+    """All ranks that wait for one that has ended say so, and say it first."""
+    begin = "t: 2 ranks on node-[1-2], rank 0 at node-1:6. Each node: ranks 1, GPUs 1 of 1, CPUs 9"
+    lost = (
+        '[rank1]:[W1129 02:11:05.1] Failed to check the "should dump" flag on TCPStore, (maybe TCP'
+        " server has shut down too early), with error: Broken pipe\n"
+        "Exception raised from recvBytes at /pytorch/torch/csrc/Utils.hpp:678 (most recent)\n"
+        "[rank1]: torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was"
+        " likely closed. Did the remote server shutdown or crash?\n"
+    )
+    killed = "srun: error: node-1: task 0: Killed\n"
+    assert end_of(f"{begin}\n{lost}{killed}") == ("killed", (0, "node-1", None, 9), None)
+    error = f"[rank0]: {ERROR}\n"
+    assert end_of(f"{begin}\n{lost}{error}")[2] == ERROR
+
+
 def test_the_node_of_a_rank(monkeypatch, tmp_path):
     """By its number, if nothing says how it ended: each node has two."""
     path = stand_ins(tmp_path, {"scontrol": '[[ "$3" == "node-[5-6]" ]] && echo node-5 node-6'})
