@@ -125,7 +125,7 @@ if [[ -e site.sh ]]; then
     set -eu -- "${env_sh_arguments[@]}"
 fi
 # An environment that site.sh activates comes first.
-if [[ -d .venv ]] && ! grep --quiet --no-messages '^[^#]*activate' site.sh; then
+if [[ -d .venv ]] && ! grep --quiet --no-messages '^[^#]*\<activate\>' site.sh; then
     source .venv/bin/activate
 fi
 getent ahosts "$MASTER_ADDR" >/dev/null || die "$MASTER_ADDR does not resolve: set it in site.sh"

@@ -132,7 +132,8 @@ def end_of(part: dict, state: str = "") -> dict:
     `exit` (its status) and `signal`; `error`, the line with its error; and whether that is a guess.
     """
     # A program that aux/launch/programs.sh has started again did not end the job.
-    part = part | {"text": re.split(AGAIN, part["text"])[-1]}
+    *before, tail = re.split(AGAIN, part["text"])
+    part = part | {"text": tail}
     text, nobody = part["text"], {"first": None, "error": None, "guessed": False}
     said = (name for name, words in WORDS.items() if re.search(words, text, re.MULTILINE))
     cause = STATES.get(state.partition(" ")[0]) or next(said, None)
@@ -143,6 +144,10 @@ def end_of(part: dict, state: str = "") -> dict:
         return {"cause": cause} | nobody | {"first": lost and end(None, lost[1])}
 
     first, error, guessed = first_error(part)
+    # But a trainer may have failed because its server did, and just before that was said.
+    if before and not error:
+        _, error, guessed = first_error(part | {"text": before[-1]})
+        guessed = guessed or error is not None
     if cause:
         pass
     elif error and re.search(GPU_MEMORY, error):

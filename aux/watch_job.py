@@ -305,8 +305,8 @@ def say_who_has_met(ranks: list[dict]) -> bool:
             f"No process group: none of {len(ranks)} ranks is connected to MASTER_PORT, where ranks"
         )
         print("meet. If they take steps, each trains by itself: look under which `if` your script")
-        print("calls init_process_group. (Ranks that share a list need no process group.) If not,")
-        print("look whether it starts ranks itself, by mp.spawn.")
+        print("calls init_process_group. (Ranks that share a list need no process group.) If they")
+        print("take none, look whether the script starts ranks itself, by mp.spawn.")
         return True
     if alone:
         print(f"Not in the process group: {names_of(alone)}")

@@ -3,8 +3,8 @@
     sbatch launch_slurm_with_torchrun.sh examples/any_trainer.py -m trl.scripts.sft --output_dir ...
     sbatch launch_slurm_with_torchrun.sh examples/any_trainer.py ../theirs/train.py ...
 
-It needs preemption.py. The Trainer's output_dir is the run: whoever starts the same command again,
-Slurm or you, continues from its newest checkpoint that is whole.
+It needs preemption.py. Each training has an output_dir of its own, which is the run: whoever starts
+the same command again, Slurm or you, continues from its newest checkpoint that is whole.
 """
 
 import sys
@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerState
 
 typed = sys.argv
-if len(typed) == 1:
+if typed[1:] in ([], ["-m"]):
     sys.exit(__doc__)
 
 
@@ -45,7 +45,7 @@ class Stop(TrainerCallback):
 def newest(folder: str) -> str | None:
     """The newest checkpoint that is whole. Rank 0 writes trainer_state.json last, so one that a
     kill has cut off has none, or half of one."""
-    found = Path(folder).glob("checkpoint-[0-9]*")
+    found = [path for path in Path(folder).glob("checkpoint-*") if path.name[11:].isdecimal()]
     for path in sorted(found, key=lambda path: int(path.name.split("-")[1]), reverse=True):
         with contextlib.suppress(OSError, ValueError):
             TrainerState.load_from_json(path / "trainer_state.json")
@@ -53,10 +53,13 @@ def newest(folder: str) -> str | None:
     return None
 
 
-train = Trainer.train
+train, trained = Trainer.train, set()
 
 
 def resume_and_train(self, resume_from_checkpoint=None, *others, **named):
+    if self.args.output_dir in trained:
+        sys.exit(f"{self.args.output_dir} has a training already: give the second one another")
+    trained.add(self.args.output_dir)
     self.add_callback(Stop())
     return train(self, newest(self.args.output_dir) or resume_from_checkpoint, *others, **named)
 

@@ -46,7 +46,7 @@ class Stop(TrainerCallback):
 def newest(folder: str) -> str | None:
     """The newest checkpoint that is whole. Rank 0 writes trainer_state.json last, so one that a
     kill has cut off has none, or half of one."""
-    found = Path(folder).glob("checkpoint-[0-9]*")
+    found = [path for path in Path(folder).glob("checkpoint-*") if path.name[11:].isdecimal()]
     for path in sorted(found, key=lambda path: int(path.name.split("-")[1]), reverse=True):
         with contextlib.suppress(OSError, ValueError):
             TrainerState.load_from_json(path / "trainer_state.json")

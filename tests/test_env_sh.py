@@ -326,13 +326,13 @@ def test_site_sh_and_venv(cluster, tmp_path):
     (tmp_path / ".venv/bin/activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
     stand_ins(tmp_path / ".venv/bin", {"python": "true"})
     stand_ins(tmp_path / "module", {"python": "true"})
-    (tmp_path / "site.sh").write_text('PATH="$PWD/module:$PATH"\n')
+    (tmp_path / "site.sh").write_text('PATH="$PWD/module:$PATH"\ndeactivate || true\n')
     shown = '"$(type -P python)"'
     assert (
         source_env(cluster, tmp_path, cwd=tmp_path, shown=shown) == f"{tmp_path}/.venv/bin/python"
     )
     # But an environment that it activates is the reader's choice, and stays in front.
-    (tmp_path / "module/activate").write_text((tmp_path / "site.sh").read_text())
+    (tmp_path / "module/activate").write_text('PATH="$PWD/module:$PATH"\n')
     (tmp_path / "site.sh").write_text("# activate\nsource module/activate\n")
     assert source_env(cluster, tmp_path, cwd=tmp_path, shown=shown) == f"{tmp_path}/module/python"
 

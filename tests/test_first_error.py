@@ -65,6 +65,10 @@ def test_a_server_that_was_started_again_ended_nothing():
     again = "SERVER has ended with status 137, and starts again in 5 seconds\n"
     assert end_of(f"{begin}\n{killed}{again}{rest}") == ENDS["sentence"]
     assert end_of(f"{begin}\n{killed}{rest}")[0] == "killed"
+    # The trainer's error may stand before, if it failed because the server did.
+    error = f"[rank0]: {ERROR}\n"
+    ended = "srun: error: node-3: task 0: Exited with exit code 1\n"
+    assert end_of(f"{begin}\n{error}{again}{ended}")[2] == ERROR
 
 
 def test_what_torch_says_of_a_lost_peer_is_no_cause():

@@ -115,9 +115,8 @@ finish() {
         if [[ $(ended) ]]; then
             if ((seconds == LAST_WORDS)); then
                 echo "$(ended) has ended: ${names[-1]} has $seconds seconds to save and end" >&2
-            elif ((seconds == 0)); then
-                exit 1
             fi
+            if ((seconds == 0)); then exit 1; fi
             seconds=$((seconds - 1))
         fi
         sleep 1 || true
