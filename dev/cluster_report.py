@@ -162,6 +162,8 @@ class Run:
         variables.setdefault("MASTER_ADDR", "localhost")
         place = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
         place |= {"LOCAL_WORLD_SIZE": min(ranks, ranks_per_node), "PYTHONUNBUFFERED": 1}
+        # A run on one rank has no more CPUs for its loader workers than each rank of a whole node.
+        place["NPROC_PER_NODE"] = ranks_per_node
         place["TORCH_FR_DUMP_TEMP_FILE"] = folder / "nccl_rank_"
         if "fp32" in command:
             place["NVIDIA_TF32_OVERRIDE"] = 0
@@ -345,6 +347,7 @@ def speed():
 
 def project():
     """Chapter 5's rows: chapter 4's script with all changes, on one GPU, one node and all nodes."""
+    command, pattern = ALONE["jpegs-compile"]
     one, said = 0.0, "\n".join(CHECKS)
     bus = dict.fromkeys((ranks_per_node, world_size), "")
     # `checks` measures inside a node as well if there are several.
@@ -352,10 +355,9 @@ def project():
         if speed := re.search(rf"^{where}: ([\d.]+) .*GB/s on the bus", said, re.M):
             bus[ranks] = speed[1]
     for ranks in dict.fromkeys((1, ranks_per_node, world_size)):
-        command = " ".join([*ALONE["jpegs"][:1], *CHANGES])
-        if rate := measure(f"project-{ranks}", command, JPEGS, ranks, one):
-            one = one or rate
-            where = f"{-(-ranks // ranks_per_node)} nodes, {ranks}"
+        if rate := measure(f"project-{ranks}", command, pattern, ranks, one):
+            one, nodes = one or rate, -(-ranks // ranks_per_node)
+            where = f"{'two' if nodes == 2 else nodes} nodes, {ranks}"
             if ranks <= ranks_per_node:
                 where = f"one node of {ranks}" if ranks > 1 else f"one {device_name()}"
             hours = 90 * 1.28e6 / rate / 3600 * ranks

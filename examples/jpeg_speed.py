@@ -84,8 +84,10 @@ if world_size > 1:
 if "compile" in changes:
     forward = torch.compile(forward)
 mean = torch.tensor([124.0, 116.0, 104.0], device=device).view(3, 1, 1)
-cpus = len(os.sched_getaffinity(0)) // on_node
-workers = max(0, min(cpus - 1, 14)) if "workers" in changes else 0
+# env.sh knows a node's CPUs and ranks. srun may have bound this rank to its share already.
+env, cpus = os.environ, len(os.sched_getaffinity(0))
+share = int(env.get("CPUS_PER_NODE", cpus)) // int(env.get("NPROC_PER_NODE", on_node))
+workers = max(0, min(cpus, share, 15) - 1) if "workers" in changes else 0
 # Forked, because new processes would run this file again.
 options = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
 loader = iter(DataLoader(Shards(), batch_size, pin_memory=on_gpu, **options))

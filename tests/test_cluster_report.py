@@ -5,6 +5,7 @@ import itertools
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -221,13 +222,58 @@ def test_the_rows_of_chapter_5(monkeypatch):
     assert rows == cluster_report.PROJECT
     rates[16] = 41_000
     cluster_report.project()
-    assert cluster_report.PROJECT[-1] == "| 2 nodes, 16 | 41,000 | 12.5 | 38.25 | |"
+    assert cluster_report.PROJECT[-1] == "| two nodes, 16 | 41,000 | 12.5 | 38.25 | |"
+    for line in cluster_report.PROJECT[-2:]:
+        assert f"\n{line[: line.index(' |')]} |" in page
     text = cluster_report.page()
     assert "\n".join(["|---|---|---|---|---|", *rows]) in text
     [heads] = re.findall(r"^\| GPUs \| images/s .*$", page, re.M)
     assert heads in text and "| 3,110 | 10.3 |" in page
     [command] = re.findall(r"^    launch_\S+ (dev/cluster_report.py.*)$", page, re.M)
     assert command.split()[1:] == ["checks", "project"]
+
+
+JPEGS = (REPOSITORY / "examples/jpeg_speed.py").read_text()
+[WORKERS] = re.findall(r"^env, cpus = .*?^workers = .*?$", JPEGS, re.M | re.S)
+CPUS = [
+    # By hand: one process, and torchrun's eight ranks
+    (16, {}, 14),
+    (96, {"LOCAL_WORLD_SIZE": 8}, 11),
+    # torchrun's eight ranks in a job, and a run on one of them
+    (64, {"CPUS_PER_NODE": 64, "NPROC_PER_NODE": 8, "LOCAL_WORLD_SIZE": 8}, 7),
+    (64, {"CPUS_PER_NODE": 64, "NPROC_PER_NODE": 8, "LOCAL_WORLD_SIZE": 1}, 7),
+    # srun's, each bound to its own CPUs
+    (12, {"CPUS_PER_NODE": 96, "NPROC_PER_NODE": 8, "LOCAL_WORLD_SIZE": 8}, 11),
+    (1, {"CPUS_PER_NODE": 8, "NPROC_PER_NODE": 8, "LOCAL_WORLD_SIZE": 8}, 0),
+]
+
+
+@pytest.mark.parametrize("cpus, variables, workers", CPUS)
+def test_a_loader_worker_for_each_cpu_of_a_rank(cpus, variables, workers):
+    on_node = variables.get("LOCAL_WORLD_SIZE", 1)
+    may_use = SimpleNamespace(environ=variables, sched_getaffinity=lambda _: range(cpus))
+    found = {"os": may_use, "on_node": on_node, "changes": ["workers"]}
+    exec(WORKERS, found)
+    assert found["workers"] == workers
+
+
+ONE_OF_EIGHT = """
+import os, pathlib, sys
+sys.path.append("dev")
+import cluster_report as report
+report.store = report.dist.HashStore()
+report.ranks_per_node, report.folder = 8, pathlib.Path(sys.argv[1])
+print(report.Run(f"{sys.argv[1]}/workers.py", ranks=1).text)
+"""
+
+
+def test_a_run_on_one_rank_has_the_cpus_of_one_rank(tmp_path):
+    """On a node of eight ranks, by hand: else a speed is compared with that of more CPUs."""
+    lines = ["import os", "os.sched_getaffinity = lambda _: range(64)"]
+    lines += ["on_node, changes = int(os.environ['LOCAL_WORLD_SIZE']), ['workers']"]
+    (tmp_path / "workers.py").write_text("\n".join([*lines, WORKERS, "print(on_node, workers)"]))
+    done = run(sys.executable, "-c", ONE_OF_EIGHT, tmp_path)
+    assert done.stdout.split() == ["1", "7"], done
 
 
 @pytest.mark.matrix
