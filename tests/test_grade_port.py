@@ -4,9 +4,13 @@ import re
 import sys
 
 import pytest
+import torch
 
 from pages import CHAPTERS
 from slurm import REPOSITORY
+
+sys.path.append(str(REPOSITORY / "docs/labs"))
+import grade_port
 
 RIGHT = {path.stem: path.read_text() for path in (REPOSITORY / "tests/scripts/port").glob("*.py")}
 # A mistake of a port: what is replaced, by what, and the sentence that names it
@@ -201,6 +205,62 @@ def test_workers_that_keep_a_failed_rank_alive(cluster, tmp_path):
     port = changed("vit", *BY_SIGNAL, (IGNORES, IGNORED))
     said = graded("vit", port, cluster, {}, tmp_path).splitlines()[-1]
     assert said.startswith("FAILED: 30 s after a rank has failed, the job is RUNNING. See docs/")
+
+
+@pytest.fixture
+def job(monkeypatch, tmp_path):
+    """Jobs of vit.py that Slurm shows with these records; after the last one, COMPLETED."""
+
+    def submit(name: str, *records: dict) -> grade_port.Job:
+        shown = iter(records)
+        monkeypatch.setattr(grade_port, "slurm", lambda *command: "7\n")
+        ended = {"JobState": "COMPLETED"}
+        monkeypatch.setattr(grade_port, "ask_scontrol", lambda number: next(shown, ended))
+        return grade_port.Job("vit", tmp_path / "mine.py", tmp_path / name, 2, 4)
+
+    monkeypatch.setattr(grade_port.time, "sleep", lambda seconds: None)
+    return submit
+
+
+HELD = ["JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue", "launch_failed_requeued_held"]
+
+
+@pytest.mark.parametrize("reason", HELD)
+def test_a_job_that_slurm_holds(reason, job):
+    held = job("held", {"JobState": "PENDING", "Reason": reason})
+    with pytest.raises(grade_port.Wrong) as wrong:
+        held.wait()
+    assert str(wrong.value).startswith(f"Slurm holds job 7, so it never starts ({reason}), ")
+    section = grade_port.LABS.parent / "troubleshooting.md"
+    assert str(wrong.value).endswith(". See docs/troubleshooting.md#a-job-stays-in-the-queue")
+    assert "\n### A job stays in the queue\n" in section.read_text()
+
+
+def test_a_job_that_waits(job, capsys):
+    records = [{"JobState": "PENDING", "Reason": "Resources"}] * 30
+    assert job("soon", *records[:9]).wait() == "COMPLETED"
+    assert job("later", *records).wait() == "COMPLETED"
+    assert capsys.readouterr().err == "job 7 waits in the queue (Resources)\n"
+
+
+WEIGHTS = {"position": torch.zeros(2, 3)}
+WRONG_WEIGHTS = [
+    ({"averaged": WEIGHTS["position"]}, "no weights by their names in `averaged` of "),
+    ({"model": WEIGHTS}, "no weights by their names in `averaged` of "),
+    ({"averaged": {"position": torch.zeros(4)}}, "on four, position in `averaged` differs"),
+    ({"averaged": {"other": torch.zeros(2, 3)}}, "on four, the weights in `averaged` have other"),
+]
+
+
+@pytest.mark.parametrize("saved, sentence", WRONG_WEIGHTS)
+def test_weights_of_another_form(saved, sentence, job):
+    one, four = job("one"), job("four")
+    torch.save({"averaged": WEIGHTS}, one.checkpoint)
+    torch.save({"averaged": {"position": torch.zeros(2, 3).double()}}, four.checkpoint)
+    grade_port.same_weights(one, four, "on four", "section")
+    torch.save(saved, four.checkpoint)
+    with pytest.raises(grade_port.Wrong, match=f"^{sentence}"):
+        grade_port.same_weights(one, four, "on four", "section")
 
 
 @pytest.mark.matrix

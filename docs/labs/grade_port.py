@@ -27,7 +27,7 @@ import torch
 LABS = Path(__file__).resolve().parent
 sys.path.insert(0, str(LABS.parents[1] / "aux"))
 
-from job_end import ask_scontrol, is_over
+from job_end import WAITS, ask_scontrol, is_over
 
 LAUNCHER = "launch_slurm_with_torchrun.sh"
 CHAPTER_2 = "02_your_own_script.md#your-script-is-for-one-gpu"
@@ -80,6 +80,7 @@ class Job:
         folder.mkdir(parents=True)
         self.task = task
         self.log, self.checkpoint, self.record = folder / "log", folder / "checkpoint", None
+        self.waited = 0
         self.read = folder / "read"
         self.read.mkdir()
         paths = [script.parent, LABS, LABS.parent.parent / "distributed"]
@@ -107,9 +108,22 @@ class Job:
     def wait(self, until=lambda: False, seconds: float = 600) -> str:
         """Its state when it has ended, or `until` is true, or it has run for so many seconds."""
         while not self.ended() and not until() and seconds > 0:
+            if self.record["JobState"] in WAITS:
+                self.say_why_it_waits()
             time.sleep(1)
             seconds -= self.record["JobState"] == "RUNNING"
         return self.record["JobState"]
+
+    def say_why_it_waits(self):
+        """Once, after ten seconds. Raises Wrong if Slurm holds the job, which then never starts."""
+        reason = self.record["Reason"]
+        # JobHeldUser, JobHeldAdmin, JobHoldMaxRequeue, launch_failed_requeued_held
+        if re.search("(?i)held|jobhold", reason):
+            said = f"Slurm holds job {self.job}, so it never starts ({reason}), {self.log}"
+            raise Wrong(said, "troubleshooting.md#a-job-stays-in-the-queue")
+        self.waited += 1
+        if self.waited == 10:
+            print(f"job {self.job} waits in the queue ({reason})", file=sys.stderr)
 
     def completed(self, where: str, section: str):
         state = self.wait()
@@ -197,14 +211,16 @@ def same_weights(job: Job, other: Job, where: str, section: str):
     weights = []
     for each in (job, other):
         try:
-            saved = torch.load(each.checkpoint, map_location="cpu", weights_only=True)
-            weights.append(saved[key])
+            saved = torch.load(each.checkpoint, map_location="cpu", weights_only=True)[key]
+            weights.append({name: weight.double() for name, weight in saved.items()})
         except Exception as error:
-            raise Wrong(f"no `{key}` in {each.checkpoint} ({error!r})", section) from error
+            said = f"no weights by their names in `{key}` of {each.checkpoint} ({error!r})"
+            raise Wrong(said, section) from error
     if weights[0].keys() != weights[1].keys():
         raise Wrong(f"{where}, the weights in `{key}` have other names", section)
     for name, weight in weights[0].items():
-        if not torch.allclose(weight, weights[1][name], atol=1e-6):
+        found = weights[1][name]
+        if weight.shape != found.shape or not torch.allclose(weight, found, atol=1e-6):
             raise Wrong(f"{where}, {name} in `{key}` differs", section)
 
 
@@ -266,7 +282,8 @@ def grade(task: str, port: Path, folder: Path):
         limited = start("limited", 2, 4, f"--time={minutes}", PORT_SLOW=0.8)
         stopped.wait(lambda: len(stopped.said(STEP)) >= 5)
         if not stopped.ended():
-            slurm("scancel", "--signal=TERM", stopped.job)
+            # It may end at this moment, and scancel then fails.
+            subprocess.run(["scancel", "--signal=TERM", stopped.job], check=False)
         same_after_a_stop(stopped, four, "a SIGTERM", stops)
         print("after a SIGTERM it resumes, with no step twice", flush=True)
         same_after_a_stop(limited, four, "the time limit", stops)
