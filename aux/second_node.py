@@ -54,7 +54,7 @@ def main():
     print(
         f"The gradients take {found['sent']:.1f} ms, and the backward pass {found['backward']:.1f},"
         f" so a step takes {found['both']:.1f} ms on two nodes.\n"
-        f"They are {found['faster']:.2f} times as fast as one, for"
+        f"Two nodes are {found['faster']:.2f} times as fast as one, for"
         f" {2 / found['faster']:.2f} times the GPU-hours."
     )
     if found["faster"] < 1.5:

@@ -51,7 +51,7 @@ text { text-anchor: middle }
 }
 """
 
-Span = tuple[str, float, float]  # kind, begin and end, in ms from the begin of the step
+Span = tuple[str, float, float]  # kind, begin and end, in ms from the beginning of the step
 BEGIN = operator.itemgetter(1)
 
 
