@@ -452,6 +452,7 @@ def theirs(folder: Path, qwen: Path):
     script.write_text(text)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("whose", THEIRS)
 def test_any_trainer(whose, packages, cluster, clone, qwen, tmp_path):
     """Two ranks, stopped by SIGTERM, are requeued, and have trained each step of one process once,

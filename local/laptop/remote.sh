@@ -73,12 +73,13 @@ wait_for() {
     # Without a terminal sshd does not end its children when the connection is lost.
     while kill -0 "$PPID" 2>/dev/null; do
         [ $((second % 15)) != 0 ] || state=$(state "$1")
-        [ "${state%, run time*}" = "$known" ] || echo "job $1: $state" >&2
-        known=${state%, run time*}
         size=$(wc -c 2>/dev/null <"$log") || size=$from
         [ "$size" -ge "$from" ] || from=0 # a requeued job may truncate its log
         [ "$size" = "$from" ] || tail -c "+$((from + 1))" "$log" | head -c "$((size - from))"
         from=$size
+        # The job's last lines come before its end.
+        [ "${state%, run time*}" = "$known" ] || echo "job $1: $state" >&2
+        known=${state%, run time*}
         if echo "$state" | grep -Eq "$ends"; then
             case $state in COMPLETED*) exit 0 ;; esac
             status=$(scontrol show job "$1" | sed -n 's/.* ExitCode=\([0-9]*\):.*/\1/p')
