@@ -212,6 +212,7 @@ def test_in_a_container(tmp_path):
     assert asks.read_text() == "-c train.py --resume"
 
 
+@pytest.mark.matrix
 def test_sbatch_in_a_requeued_task_of_an_array(cluster, tmp_path):
     """The job that it submits is requeued itself, and the task is left alone."""
     for name in (*THREE_FILES["srun"], "distributed/preemption.py"):
@@ -348,7 +349,7 @@ class Tree:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize(("event",), cells([(event,) for event in EVENTS], ("fail",)))
 @pytest.mark.parametrize("method", METHODS)
 def test_a_tree_of_processes(method, event, tmp_path):
     """As fault_tolerance.md says. That a rank with an error waits for a process is Python's own
