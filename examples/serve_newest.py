@@ -15,7 +15,9 @@ import sys
 sys.path.append("distributed")  # EDIT: where these files are
 
 import argparse
+import contextlib
 import json
+import os
 import re
 import threading
 import time
@@ -33,20 +35,27 @@ parser.add_argument("weights", type=Path, help="the folder in which the trainer 
 parser.add_argument("--port", type=int, default=8000)
 args = parser.parse_args()
 
+# heartbeat.fail then raises at once, on whichever node of a job this is: a client gets its words.
+os.environ["RANK"] = "0"
+# A mapped file that the trainer deletes on another node would end this process (SIGBUS).
+hugging_face.mapped = Path.read_bytes
 device = torch.device("cpu")
 if torch.accelerator.is_available():
     device = torch.accelerator.current_accelerator()
 serving = ("", None)  # the name of a folder, and its model
-loading = threading.Lock()
+newest, loading = "", threading.Lock()  # the name that was asked for last
 
 
 def load(name: str):
     """Has the next requests answered with these weights."""
-    global serving
+    global serving, newest
     if not re.fullmatch(r"step_\d+", name):
         raise ValueError(f"no folder step_N: {name!r}")
     path = args.weights / name
+    newest = name
     with loading:  # one after the other, because two models are in memory meanwhile
+        if newest != name:
+            raise ValueError(f"{newest} was asked for meanwhile")
         with torch.device("meta"):
             model = Transformer(hugging_face.read_config(path))  # EDIT: your model
         model.init_weights(device, 0, hugging_face.open_weights(path, model))
@@ -55,6 +64,8 @@ def load(name: str):
 
 def complete(prompt: str, count: int) -> dict:
     """An answer, by one model from its first to its last token."""
+    if not prompt:
+        raise ValueError("the prompt is empty")
     name, model = serving
     tokens = torch.tensor([list(prompt.encode())], device=device)
     written = model.generate(tokens, count, vocab_size=256, temperature=0)[0, tokens.size(1) :]
@@ -63,29 +74,33 @@ def complete(prompt: str, count: int) -> dict:
 
 
 class Handler(BaseHTTPRequestHandler):
-    def answer(self, body: str):
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body.encode())))
-        self.end_headers()
-        self.wfile.write(body.encode())
+    def answer(self, status: int, body: str):
+        with contextlib.suppress(ConnectionError):  # the client may have gone
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body.encode())))
+            self.end_headers()
+            self.wfile.write(body.encode())
 
     def do_GET(self):
-        if self.path != "/health":
-            return self.send_error(404)
-        self.answer(serving[0])
+        self.answer(200 if self.path == "/health" else 404, serving[0])
 
     def do_POST(self):
-        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        status, body = 200, ""
         try:
+            size = int(self.headers.get("Content-Length", 0))
+            if not 0 <= size <= 1_000_000:
+                raise ValueError("a body may have 1 MB")
+            content = self.rfile.read(size)
             if self.path == "/reload":
                 load(content.decode())
-                self.answer("")
             else:
                 asked = json.loads(content)
                 count = min(int(asked["max_tokens"]), 1000)
-                self.answer(json.dumps(complete(asked["prompt"], count)))
+                body = json.dumps(complete(asked["prompt"], count))
         except (SystemExit, Exception) as error:
-            self.send_error(500, explain=str(error))
+            status, body = 500, str(error)
+            self.log_error("%s", error)
+        self.answer(status, body)
 
     def log_request(self, *_):
         """Not a line for each request."""

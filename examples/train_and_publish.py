@@ -1,13 +1,14 @@
 """A trainer that servers follow: every few steps it writes its weights to files, and tells them.
 
-    ./torchrun.sh examples/train_and_publish.py weights --steps 100 localhost:8000
+    ./torchrun.sh examples/train_and_publish.py weights localhost:8000 --steps 100
 
 In a job, docs/other_jobs.md starts it beside examples/serve_newest.py. weights/step_N is a folder
 that from_pretrained() and vLLM can read. It is written beside the older ones, and gets its name
 when it is whole. A server that is slow, hangs or is dead delays no step.
 
 It needs preemption.py, checkpoint.py, hugging_face.py, transformer.py, sizes.py, token_files.py and
-heartbeat.py. Its checkpoints, from which a requeued job resumes, are in checkpoints/RUN.
+heartbeat.py. Its checkpoints, from which a requeued job resumes, are in checkpoints/RUN. By hand
+without the variable RUN each run is a new one.
 """
 
 import sys
@@ -21,6 +22,7 @@ import os
 import queue
 import shutil
 import threading
+import time
 import urllib.request
 from http.client import HTTPException
 from pathlib import Path
@@ -54,6 +56,8 @@ if torch.accelerator.is_available():
     device = torch.device(torch.accelerator.current_accelerator().type, number)
 dist.init_process_group(dist.get_default_backend_for_device(device))
 rank, world_size = dist.get_rank(), dist.get_world_size()
+if BATCH % world_size != 0:
+    heartbeat.fail(f"{BATCH} windows cannot be split over {world_size} ranks: change BATCH")
 
 # EDIT: your data and your model. This one learns the bytes of this file by heart.
 text = torch.tensor(list(Path(__file__).read_bytes()))
@@ -63,19 +67,22 @@ ddp = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
 
 
-def tell(server: str, news: queue.SimpleQueue):
-    """In a thread for each server: asks it to load the newest weights, once at a time."""
+def tell(server: str, news: queue.Queue):
+    """In a thread for each server: asks it to load the newest weights, once at a time.
+
+    It prints a line in one piece, because lines of several threads could mix.
+    """
     while True:
         path = news.get()
-        while not news.empty():  # it was slow, and has missed some
-            path = news.get()
         # EDIT: what your server wants. docs/other_jobs.md has vLLM's.
         url, body = f"http://{server}/reload", path.name.encode()
         try:
-            with urllib.request.urlopen(url, body, timeout=TIMEOUT):
-                print(f"{server} serves {path.name}", flush=True)
+            if news.empty():  # if not, it was slow, and misses this one
+                with urllib.request.urlopen(url, body, timeout=TIMEOUT):
+                    print(f"{server} serves {path.name}\n", end="", flush=True)
         except (OSError, HTTPException) as error:
-            print(f"{server} has not loaded {path.name}: {error}", file=sys.stderr, flush=True)
+            print(f"{server} has not loaded {path.name}: {error}\n", end="", file=sys.stderr)
+        news.task_done()
 
 
 def publish(step: int):
@@ -95,10 +102,19 @@ def publish(step: int):
 all_news = []
 if rank == 0:
     for server in args.servers:
-        all_news.append(queue.SimpleQueue())
+        all_news.append(queue.Queue())
         threading.Thread(target=tell, args=[server, all_news[-1]], daemon=True).start()
 
-checkpoints = checkpoint.Folder()
+checkpoints, fault = checkpoint.Folder(resume="RUN" in os.environ), None
+if rank == 0:
+    # publish deletes, so the folder has to be this run's.
+    args.weights.mkdir(parents=True, exist_ok=True)
+    owner = args.weights / "owner"
+    if not owner.exists() and not checkpoint.steps(args.weights):
+        owner.write_text(str(checkpoints.path))
+    if not owner.exists() or owner.read_text() != str(checkpoints.path):
+        fault = f"{args.weights} belongs to another run: choose a new folder"
+checkpoints.end_if(fault)
 step, stopped = checkpoints.load(model, optimizer), False
 publish(step)
 while step < args.steps and not stopped:
@@ -114,7 +130,7 @@ while step < args.steps and not stopped:
     if step % args.publish_every == 0 or step == args.steps:
         publish(step)
         if rank == 0:
-            print(f"step={step}/{args.steps} loss={loss.item():.4f}", flush=True)
+            print(f"step={step}/{args.steps} loss={loss.item():.4f}\n", end="", flush=True)
     stopped = preemption.asked(device, step if step < args.steps else None)
     if stopped or step % SAVE_EVERY == 0 or step == args.steps:
         checkpoints.save(step, model, optimizer)
@@ -122,4 +138,10 @@ while step < args.steps and not stopped:
 saved = checkpoints.wait()
 if rank == 0:
     print(checkpoints.outcome(step, stopped), flush=True)
+# Until the servers have the last weights, unless one hangs, or Slurm asks this job to stop.
+deadline = time.monotonic() + TIMEOUT
+while any(news.unfinished_tasks for news in all_news) and time.monotonic() < deadline:
+    if stopped or preemption.received:
+        break
+    time.sleep(0.1)
 preemption.end(stopped, not saved)

@@ -4,10 +4,20 @@ program killed, the job stopped, and requeued: nothing is left on any node."""
 import json
 import os
 import re
+import runpy
 import signal
+import socket
+import struct
+import subprocess
 import sys
+import threading
 import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import BaseServer
 
 import pytest
 import torch
@@ -15,7 +25,16 @@ import torch
 import hugging_face
 import job_processes
 from pages import bash, steps, try_block
-from slurm import NAMESPACES, REPOSITORY, at_once, environment, run, stand_ins, wait_for
+from slurm import (
+    NAMESPACES,
+    REPOSITORY,
+    at_once,
+    environment,
+    free_port,
+    run,
+    stand_ins,
+    wait_for,
+)
 from transformer import Transformer
 
 PAGE = REPOSITORY / "docs/other_jobs.md"
@@ -161,6 +180,125 @@ def test_ends(clone, cluster, vllm, tmp_path):
     at_once(scenario, [(fault, *end) for fault, end in ENDS.items()])
 
 
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory) -> Path:
+    """A folder with the weights of a run of two steps."""
+    folder = tmp_path_factory.mktemp("by_hand")
+    for name in ("distributed", "examples", "torchrun.sh"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    told = []
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_POST(self):
+            # It has loaded the first weights when the trainer has saved its last step.
+            wait_for(lambda: [*folder.glob("checkpoints/*/step_2")])
+            told.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            self.send_response(200)
+            self.end_headers()
+
+    with ThreadingHTTPServer(("localhost", 0), Slow) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            done = train_by_hand(folder, server.server_port)
+        finally:
+            server.shutdown()
+    assert done.returncode == 0 and told == ["step_0", "step_2"], (told, done)
+    return folder
+
+
+def train_by_hand(folder: Path, port: int) -> subprocess.CompletedProcess:
+    """The line of the script's docstring, with one rank and two steps."""
+    script = REPOSITORY / "examples/train_and_publish.py"
+    [line] = re.findall(r"^    (\./torchrun\.sh .*)$", script.read_text(), re.M)
+    assert ":8000" in line and "--steps 100" in line
+    line = line.replace("8000", str(port)).replace("100", "2")
+    env = environment(NPROC_PER_NODE=1)
+    env.pop("RUN", None)
+    return run(*line.split(), cwd=folder, env=env)
+
+
+def test_a_trainer_keeps_another_run_s_weights(by_hand):
+    done = train_by_hand(by_hand, free_port())
+    said = "weights belongs to another run: choose a new folder\n"
+    assert done.returncode == 1 and said in done.stderr, done
+    assert {path.name for path in by_hand.glob("weights/step_*")} == {"step_0", "step_2"}
+
+
+@pytest.fixture
+def newest(by_hand, monkeypatch):
+    """The names of examples/serve_newest.py, which serves these weights, in a job's second task."""
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    # It changes these three.
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(hugging_face, "mapped", hugging_face.mapped)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    monkeypatch.setattr(sys, "argv", ["serve_newest.py", f"{by_hand}/weights", "--port=0"])
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", lambda server: None)
+    names = runpy.run_path(f"{REPOSITORY}/examples/serve_newest.py")["load"].__globals__
+    with names["server"] as server:
+        threading.Thread(target=BaseServer.serve_forever, args=[server]).start()
+        yield names
+        server.shutdown()
+
+
+def post(port: int, path: str, body: str, **headers: str) -> tuple[int, str]:
+    """The status, and what the server says."""
+    request = urllib.request.Request(f"http://localhost:{port}{path}", body.encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_what_a_server_refuses(newest, capfd):
+    """The client gets the reason at once. If it has gone, the log has no traceback."""
+    port, began = newest["server"].server_port, time.monotonic()
+    status, said = post(port, "/reload", "step_7")
+    assert status == 500 and "weights/step_7 is no Qwen3 or Llama to start from" in said
+    assert time.monotonic() - began < 5
+    asks, body = "/v1/completions", json.dumps({"prompt": PROMPT, "max_tokens": 20})
+    assert post(port, asks, body.replace(PROMPT, "")) == (500, "the prompt is empty")
+    for length in ("-1", "1000001"):
+        said = post(port, asks, body, **{"Content-Length": length})
+        assert said == (500, "a body may have 1 MB")
+    assert post(port, asks, body, **{"Content-Length": "x"})[0] == 500
+
+    gone, handlers, complete = False, [], newest["complete"]
+
+    def slow(*asked) -> dict:
+        wait_for(lambda: gone)
+        handlers.append(threading.current_thread())
+        return complete(*asked)
+
+    newest["complete"] = slow
+    with socket.create_connection(("localhost", port)) as client:
+        # Its end is a reset, so an answer cannot be written.
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.sendall(
+            f"POST {asks} HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+    gone = True
+    wait_for(lambda: handlers)
+    handlers[0].join(30)
+    assert json.loads(post(port, asks, body)[1])["model"] == "step_2"
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_an_old_reload_does_not_win(newest):
+    """Two that wait while the server loads. The earlier one may get its turn last."""
+    port = newest["server"].server_port
+    with ThreadPoolExecutor(2) as pool:
+        with newest["loading"]:
+            old = pool.submit(post, port, "/reload", "step_0")
+            wait_for(lambda: newest["newest"] == "step_0")
+            new = pool.submit(post, port, "/reload", "step_2")
+            wait_for(lambda: newest["newest"] == "step_2")
+        assert old.result() == (500, "step_2 was asked for meanwhile")
+        assert new.result() == (200, "") and newest["serving"][0] == "step_2"
+
+
 PROMPT = "import "
 
 
@@ -195,6 +333,7 @@ def test_servers_follow_a_trainer(clone, cluster, vllm):
     bash(block("> follow.sh"), clone, (NAMESPACES, "exec"), **cluster.environment, **vllm)
     [log] = clone.glob("follow.sh_*.out")
     assert "\nFinished: step=200" in log.read_text() and len(serves(log)) > 2, log.read_text()
+    assert len([line for line in serves(log) if line.endswith(" step_200")]) == 2, log.read_text()
 
 
 def follow(clone: Path, cluster, vllm: dict, log: Path, settings: str, **changed: str) -> int:
@@ -215,8 +354,10 @@ def follow(clone: Path, cluster, vllm: dict, log: Path, settings: str, **changed
 @pytest.mark.matrix
 def test_a_server_is_killed_and_another_hangs(clone, cluster, vllm, tmp_path):
     """The first while the trainer writes weights. It comes back, and serves the last ones. The
-    trainer finishes all its steps, and waits for neither."""
-    log = tmp_path / "log"
+    trainer finishes all its steps, and waits for neither before the end."""
+    log, script = tmp_path / "log", clone / "examples/train_and_publish.py"
+    assert "\nTIMEOUT = 60 " in script.read_text()
+    script.write_text(script.read_text().replace("\nTIMEOUT = 60 ", "\nTIMEOUT = 20 "))
     # It keeps its node until the servers have been asked.
     trainer = f"""bash -ec '{TRAIN} --steps 120 --publish-every 2 "$@"; touch {log}.trained
         until [[ -e {log}.asked ]]; do sleep 0.2; done' bash"""
