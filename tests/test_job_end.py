@@ -340,6 +340,11 @@ def test_the_last_task_of_an_array(folder, monkeypatch):
 
 
 RANK = """import atexit, os, signal, sys, time
+def wait_for_log(tries=600):
+    log = f"launch_slurm_to_torch.sh_{os.environ['SLURM_JOB_ID']}.out"
+    while tries and "ValueError: bad sample 17" not in open(log).read():
+        tries -= 1
+        time.sleep(0.1)
 how = sys.argv[1] if os.environ["RANK"] == "1" else "run"
 print("rank", os.environ["RANK"], "runs", flush=True)
 hold = []
@@ -347,7 +352,7 @@ while how == "memory" and len(hold) < 100:  # at most 1 GB, if nothing ends it
     hold.append(bytearray(b"x" * 10_000_000))
 if how == "error":
     # srun may lose the last lines of a task that ends at once: docs/troubleshooting.md has a cure.
-    atexit.register(time.sleep, 2)
+    atexit.register(wait_for_log)
     raise ValueError("bad sample 17")
 if how == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
