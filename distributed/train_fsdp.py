@@ -79,7 +79,7 @@ if world_size == 1:
     env.setdefault("MASTER_PORT", "0")  # any free port
 
 device = torch.device("cpu")
-# CUDA, ROCm or XPU, but not Apple's MPS, which has no collectives.
+# CUDA, ROCm or XPU, but not Apple's mps, which has no collectives.
 if args.device == "auto" and torch.accelerator.is_available() and sys.platform != "darwin":
     # GPU number local_rank. If Slurm shows each rank only its own, that is number 0.
     number = local_rank if torch.accelerator.device_count() > 1 else 0

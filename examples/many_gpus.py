@@ -17,7 +17,7 @@ NETWORK, SIZE = "resnet18", 64  # for a GPU "resnet50", 224
 EPOCHS, BATCH = 3, 64
 # 1. The ranks meet.
 device = torch.device("cpu")
-# CUDA, ROCm or XPU, but not Apple's MPS, which has no collectives.
+# CUDA, ROCm or XPU, but not Apple's mps, which has no collectives.
 if torch.accelerator.is_available() and sys.platform != "darwin":
     number = int(os.environ["LOCAL_RANK"]) if torch.accelerator.device_count() > 1 else 0
     torch.accelerator.set_device_index(number)
