@@ -63,6 +63,9 @@ STATES = {"TIMEOUT": "time_limit", "DEADLINE": "time_limit", "CANCELLED": "cance
 STATES |= {"PREEMPTED": "preempted", "NODE_FAIL": "node", "BOOT_FAIL": "node"}
 STATES |= {"OUT_OF_MEMORY": "memory", "REQUEUED": "stopped"}
 
+# What torchrun --tee, srun --label, Ray or DeepSpeed puts before a line, and colours
+LABEL = r"(?m)^(?:\[(?!rank\d)[\w.-]+\]: ?|\d+: |\(\w+ pid=[^)\n]*\) |[\w.-]+: (?=\[rank\d))+"
+COLOUR = r"\x1b\[[\d;]*m"
 # The first line of a start: env.sh's, or launch_slurm_with_spare.sh's
 BEGINS = r"^(?:.*: \d+ ranks on (\S+), rank 0 at .* Each node: ranks (\d+),.*"
 BEGINS += r"|Start ([1-9]\d*) on ([\w.,-]+))$"
@@ -72,19 +75,23 @@ ERROR = r"(?:Error|Exception)\b|error:|fatal:|not found|NCCL WARN|\[E[0-9 ]|exit
 ERROR += r"|terminate called|with signal SIG"
 NO_ERROR = r'ChildFailed|raise |File "|onnection (?:closed|reset)|SIGTERM|Terminated|Exited with'
 NO_ERROR += r"|SignalException|[Ww]arning|WARNING|remote process|ncclRemote"
+# Of a group of exceptions, and of a loader worker, the error itself follows.
+NO_ERROR += r"|Traceback|in DataLoader worker process"
 # What torch says in every rank that has lost another one
 NO_ERROR += r"|was likely closed|got 0 bytes|with error: Broken pipe|from (?:recv|send)Bytes"
 NO_ERROR += r"|CANCELLED AT \S+ (?:[*]|DUE to)"
 NO_ERROR += r"|error: *[-+]?[0-9]*[.][0-9]"  # a metric
 # A line of Python, C++ or NCCL. Another one, such as "config not found", may be harmless.
-SURE = r"^\[rank\d|(?:Error|Exception)\b|Fatal Python error|NCCL WARN|\[E[0-9 ]|^slurmstepd"
+RAISED = r"^[\s|]*[\w.]*(?:Error|Exception)(?::|\s*$)"
+SURE = rf"^\[rank\d|{RAISED}|Fatal Python error|NCCL WARN|\[E[0-9 ]|^slurmstepd"
 SURE += r"|terminate called|with signal SIG"
 # What srun, Slurm and torchrun report, and the beginning of a line that may be a sentence
 REPORT = r"srun: |slurmstepd|[EW]\d{4} "
 SENTENCE = r"(?!\[rank\d+\]|\s|Traceback|=|-)."
 # How ranks and tasks ended, as its third command has it: by torchrun, spawn_ranks.py and srun
 ENDS = r"^srun: error: \S+: tasks? |^spawn_ranks.py: rank |^ +exitcode +: "
-TORCHRUN = r"time +: (\S+)\n +host +: (\S+)\n +rank +: (\d+) .*\n +exitcode +: (-?\d+)"
+TORCHRUN = r"(Root Cause.*\n(?:\S*\n)?)?^ +time +: (\S+)\n +host +: (\S+)\n +rank +: (\d+) .*\n"
+TORCHRUN += r" +exitcode +: (-?\d+)"
 SPAWN = r"^spawn_ranks.py: rank (\d+) on (\S+): .* (?:exit code (\d+)|signal (\w+))$"
 SRUN = r"^srun: error: (\S+): tasks? (\d+).*?: (?:Exited with exit code (\d+)|([\w ]+\w))"
 SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
@@ -106,6 +113,7 @@ def read(path: Path, limit: int = 2**24) -> str:
 def parts_of(log: str, last: int = 0) -> list[dict]:
     """What each start has written: its number `start`, the `text`, its `nodes`, and its `ranks` on
     each of them. `last` is the number of Slurm's last start; a log may lack the earlier ones."""
+    log = re.sub(LABEL, "", re.sub(COLOUR, "", log))
     begins = list(re.finditer(BEGINS, log, re.MULTILINE))
     if not begins and log:
         return [{"start": last, "text": log, "nodes": "", "ranks": 0}]
@@ -148,6 +156,9 @@ def end_of(part: dict, state: str = "") -> dict:
     if before and not error:
         _, error, guessed = first_error(part | {"text": before[-1]})
         guessed = guessed or error is not None
+    # The ranks may have waited for one that had failed before.
+    if cause == "hang" and not guessed and not error.startswith("[E"):
+        cause = None if error in re.split(f"(?m){WORDS['hang']}", text)[0] else cause
     if cause:
         pass
     elif error and re.search(GPU_MEMORY, error):
@@ -166,11 +177,16 @@ def end_of(part: dict, state: str = "") -> dict:
 def first_error(part: dict) -> tuple[dict | None, str | None, bool]:
     """`first`, `error`, and whether that is a guess, for `end_of`."""
     ends, lines = ends_of(part["text"]), part["text"].splitlines()
+    raised = ends_of_tracebacks(lines)
     # A log may have millions of lines, so few of them are looked at twice.
-    errors = [line for line in lines if re.search(ERROR, line) and is_own(line)]
+    errors = [line for line in lines if re.search(ERROR, line) or line in raised]
+    errors = [line for line in errors if is_own(line)]
     errors = [line for line in errors if re.search(SURE, line)] or errors
+    # If torch has put a rank before one, the script has caught those without.
+    if any(line.startswith("[rank") for line in errors):
+        errors = [line for line in errors if not re.search(RAISED, line)]
 
-    label = re.match(r"\[rank(\d+)\]:? *", errors[0]) if errors else None
+    label = re.match(r"\[rank(\d+)\]:?[ |]*", errors[0]) if errors else None
     if label:
         rank = int(label[1])
         named = [its for its in ends if its["rank"] == rank]
@@ -179,7 +195,7 @@ def first_error(part: dict) -> tuple[dict | None, str | None, bool]:
     killed = [its for its in ends if its["signal"] in (signal.SIGKILL, signal.SIGBUS)]
     first = next(iter(killed or ends), None)
     if errors and re.search(SURE, errors[0]):
-        return first, plain(errors[0].strip()), False
+        return first, plain(errors[0].strip(" |")), False
     error = errors[0].strip() if errors else None
     if first and first["exit"]:
         # If a script ended with a sentence, it is the last line before others report the end.
@@ -188,6 +204,19 @@ def first_error(part: dict) -> tuple[dict | None, str | None, bool]:
         said = (line for line in before if re.match(SENTENCE, line) and is_own(line))
         error = next(said, error)
     return first, error and plain(error), True
+
+
+def ends_of_tracebacks(lines: list[str]) -> set[str]:
+    """The lines after the tracebacks that have a rank in front, whatever the exception's name."""
+    inside, found = set(), set()
+    for line in lines:
+        if line.startswith("[rank") and (label := re.match(r"\[rank\d+\]: ", line)):
+            if line.startswith('  File "', label.end()):
+                inside.add(label[0])
+            elif label[0] in inside and not line.startswith(" ", label.end()):
+                inside.remove(label[0])
+                found.add(line)
+    return found
 
 
 def is_own(line: str) -> bool:
@@ -202,7 +231,9 @@ def end(rank: int | None, node: str | None, status: int | None = None, number: i
 def ends_of(text: str) -> list[dict]:
     """How each rank has ended that torchrun, spawn_ranks.py or srun reports, the earliest first."""
     ends = []
-    for _, node, rank, code in sorted(re.findall(TORCHRUN, text)):
+    # It ends a node's other ranks in the second in which one has failed.
+    by_time = sorted(re.findall(TORCHRUN, text, re.MULTILINE), key=lambda its: (not its[0], its))
+    for _, _, node, rank, code in by_time:
         status = (int(code), None) if int(code) >= 0 else (None, -int(code))
         ends.append(end(int(rank), node, *status))
     for rank, node, code, name in re.findall(SPAWN, text, re.MULTILINE):

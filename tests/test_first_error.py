@@ -126,6 +126,79 @@ def test_lines_that_are_no_error():
     assert part["start"] == 0 and first_error.end_of(part)["guessed"]
 
 
+# As torchrun 2.13 reports it: the root cause stands last, and the ranks that torchrun itself has
+# ended have the same second.
+SHARED = """W1129 20:43:40.1 7 torch/distributed/a.py:1] Sending process 8 closing signal SIGTERM
+E1129 20:43:40.2 7 torch/distributed/a.py:2] failed (exitcode: {0}) local_rank: 1 (pid: 9) of binary
+Failures:
+[1]:
+  time      : 2026-11-29_20:43:40
+  host      : node-1
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 8)  (SIGTERM)
+  traceback : Signal 15 (SIGTERM) received by PID 8
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-29_20:43:40
+  host      : node-1
+  rank      : 1 (local_rank: 1)
+  exitcode  : {0} (pid: 9)
+"""
+
+
+def test_two_ranks_of_a_node_under_torchrun():
+    """The one that failed is named, and not the one that torchrun ended because of that."""
+    assert end_of(SHARED.format(3)) == ("exit", (1, "node-1", 3, None), None)
+    assert end_of(SHARED.format(-6)) == ("killed", (1, "node-1", None, 6), None)
+
+
+BAD = "BadSample: sample 17 is bad"
+TRACEBACK = (
+    '[rank1]: Traceback (most recent call last):\n[rank1]:   File "a.py", line 7, in <module>\n'
+    f"[rank0]:   loss:\n[rank1]:     raise BadSample\n[rank0]: 0.3\n[rank1]: {BAD}\n"
+)
+WATCHDOG = "[rank0]:[E1129 1 P.cpp:6] [Rank 0] Watchdog caught collective operation timeout: Work\n"
+GROUP = """[rank1]:   + Exception Group Traceback (most recent call last):
+[rank1]:   |   File "a.py", line 16, in <module>
+[rank1]:   | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)
+[rank1]:   +-+---------------- 1 ----------------
+[rank1]:     | ValueError: bad sample 17
+"""
+WORKER = """[rank1]:   File "a.py", line 47, in <module>
+[rank1]: ValueError: Caught ValueError in DataLoader worker process 0.
+[rank1]: Original Traceback (most recent call last):
+[rank1]: ValueError: bad sample 17
+"""
+RETRY = "wandb: Network error (ConnectionError), entering retry loop.\n"
+CAUGHT = "ImportError: no fast path, so the slow one\n"
+ERRORS = {
+    "of any name": (TRACEBACK, "error", BAD),
+    "in a group": (GROUP, "error", ERROR),
+    "in a loader worker": (WORKER, "error", ERROR),
+    "after one that was caught": (f"{CAUGHT}[rank1]: {ERROR}\n", "error", ERROR),
+    "after a retry": (f"{RETRY}[rank1]: {ERROR}\n", "error", ERROR),
+    "for which NCCL waited": (f"[rank1]: {ERROR}\n{WATCHDOG}", "error", ERROR),
+    "of NCCL's": (WATCHDOG, "hang", WATCHDOG[8:].strip()),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error(name):
+    log, cause, error = ERRORS[name]
+    found = first_error.end_of(first_error.parts_of(log)[-1])
+    assert (found["cause"], found["error"]) == (cause, error) and not found["guessed"]
+    assert found["first"]["rank"] == int(name != "of NCCL's")
+
+
+def test_labels_and_colours():
+    """Of torchrun --tee, srun --label, DeepSpeed's pdsh and Ray."""
+    for label in ("[default1]:", "03: ", "node-1: ", "(RayTrainWorker pid=7, ip=10.0.0.1) "):
+        lines = f"\x1b[31m{TRACEBACK}\x1b[0m".splitlines()
+        log = "".join(f"{label}{line}\n" for line in lines)
+        assert end_of(log) == ("error", (1, None, 1, None), BAD), label
+
+
 # A cause of rank 3 on n2, by root, in words
 WORDS = {
     "error": "rank 3 on n2 had an error",
