@@ -66,6 +66,8 @@ STATES |= {"OUT_OF_MEMORY": "memory", "REQUEUED": "stopped"}
 # What torchrun --tee, srun --label, Ray or DeepSpeed puts before a line, and colours
 LABEL = r"(?m)^(?:\[(?!rank\d)[\w.-]+\]: ?|\d+: |\(\w+ pid=[^)\n]*\) |[\w.-]+: (?=\[rank\d))+"
 COLOUR = r"\x1b\[[\d;]*m"
+# The last line of a start before a later one, in the log of a launcher without env.sh
+REQUEUED = r"(?m)^.*[*] JOB \d+ ON .* DUE TO (?:JOB REQUEUE|PREEMPTION|NODE FAILURE).*\n"
 # The first line of a start: env.sh's, or launch_slurm_with_spare.sh's
 BEGINS = r"^(?:.*: \d+ ranks on (\S+), rank 0 at .* Each node: ranks (\d+),.*"
 BEGINS += r"|Start ([1-9]\d*) on ([\w.,-]+))$"
@@ -116,7 +118,10 @@ def parts_of(log: str, last: int = 0) -> list[dict]:
     log = re.sub(LABEL, "", re.sub(COLOUR, "", log))
     begins = list(re.finditer(BEGINS, log, re.MULTILINE))
     if not begins and log:
-        return [{"start": last, "text": log, "nodes": "", "ranks": 0}]
+        cuts = [0, *[end.end() for end in re.finditer(REQUEUED, log)][:last], None]
+        texts = [log[begin:end] for begin, end in itertools.pairwise(cuts)]
+        first, nodes = last - len(texts) + 1, {"nodes": "", "ranks": 0}
+        return [nodes | {"start": first + i, "text": text} for i, text in enumerate(texts)]
     parts, ranks = [], 0
     number = max(-1, last - sum(begin[1] is not None for begin in begins))
     for begin, after in itertools.zip_longest(begins, begins[1:]):

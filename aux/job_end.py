@@ -39,7 +39,7 @@ REASONS = {
     "BeginTime": "until --begin, or two minutes after a requeue. To start it now: scontrol update"
     " JobId={job} StartTime=now",
     "JobHeldAdmin": "for an administrator to release it: ask",
-    "JobHeld|JobHoldMaxRequeue|launch.failed": "for you to release it: scontrol release {job}",
+    "JobHeld|JobHoldMaxRequeue|.*[_ ]held": "for you to release it: scontrol release {job}",
     "JobArrayTaskLimit": "for another task of its array to end",
     ".*NotAllowed|Invalid|(?:Bad)?Constraints|AccountingPolicy|PartitionConfig|QOSUsage"
     "|Reservation[DI]": "for ever, because its account, QOS, partition or constraint is not for it:"
@@ -66,16 +66,18 @@ REASONS = {
 def look(job: str, program: str = "") -> dict:
     """What is known of a job, or of one program in it (aux/launch/programs.sh), for JSON:
 
-    `job`       its number
+    `job`       its number, and `others`: if that is also the number of an array (or heterogeneous
+                job), the states of its other tasks, as far as Slurm knows them, by their numbers
     `state`     Slurm's word, such as FAILED, or null
     `ended`     whether it is over for good, or null if nobody knows
     `known_by`  the witnesses: scontrol (if it answers, knows the job or not), sacct, and files
     `unknown`   the fields that are a guess, or that nobody knows
     `reason`    why it waits, in Slurm's word, and `expected`, when it may start
     `cause`     why it has ended, or null if it has not, or is COMPLETED: `error` (in Python or
-                C++), `exit` (a rank ended with a status, without an error), `killed`, `memory`,
-                `gpu_memory`, `hang`, `time_limit`, `cancelled`, `preempted`, `node` (one was lost),
-                `terminated` (by SIGTERM), `stopped` (it was requeued), `not_started`, `unknown`
+                C++), `exit` (it or a rank ended with a status, without an error), `killed`,
+                `memory`, `gpu_memory`, `hang`, `time_limit`, `cancelled`, `preempted`, `node` (one
+                was lost), `terminated` (by SIGTERM), `stopped` (it was requeued), `not_started`,
+                `unknown`
     `by`        who has cancelled it; only accounting knows
     `first`     the rank that ended before the others: `rank`, `node`, `exit` (status), `signal`
     `error`     the line of the log with the first error
@@ -83,7 +85,8 @@ def look(job: str, program: str = "") -> dict:
                 its heartbeats `steps` (the first and the last), `steps_a_second` and `ranks`
     `step`      the last of all starts; `steps_lost`: so many were done twice, and took `hours_lost`
                 of ranks; null without heartbeats
-    `without_progress`  how many of the last starts got no further than those before them
+    `without_progress`  how many of the last starts got no further than those before them, or
+                without heartbeats, how many began after the newest checkpoint and have ended
     `saved`     the newest checkpoint in checkpoints/JOB, or JOB_PROGRAM
     `log`       its path
     `next`      what to do
@@ -95,12 +98,12 @@ def look(job: str, program: str = "") -> dict:
     if not job.isdecimal():
         sys.exit(f"{job} is no job's number. For an array: squeue --me --array --format='%i %A'")
     names = "state ended reason expected cause by first error log saved next"
-    found = {"job": job, "known_by": [], "unknown": []} | dict.fromkeys(names.split())
+    found = {"job": job, "others": {}, "known_by": [], "unknown": []} | dict.fromkeys(names.split())
     record, states = ask_scontrol(job), []
     if record is not None:
         found["known_by"].append("scontrol")
     if record:
-        found["state"] = record["JobState"]
+        found |= {"state": record["JobState"], "others": record["others"]}
     if found["state"] in WAITS:
         found |= {"reason": record["Reason"], "expected": seconds(record["StartTime"])}
     # Slurm has forgotten it, or does not say who has cancelled it.
@@ -118,7 +121,9 @@ def look(job: str, program: str = "") -> dict:
     noted, beats = noted_starts(folder), read_starts(folder / program)
     log = find_log(job, record or {}, noted)
     # Without env.sh and Slurm heartbeats count the starts.
-    last = int(record["Restarts"]) if record else max(beats, default=0)
+    last = max(beats, default=0)
+    if record:
+        last = max(0, int(record["Restarts"]) - (found["state"] in WAITS))
     last = max(noted, default=last)
     # The first start says nothing about an end while it runs.
     ended = last > 0 or found["state"] not in RUNS
@@ -127,7 +132,7 @@ def look(job: str, program: str = "") -> dict:
     rows = found["starts"] = rows_of(folder, noted, beats, parts, states, end)
     run = f"{job}_{program}" if program else job
     found |= {"log": log and str(log), "saved": newest(Path("checkpoints", run))}
-    found |= progress(rows, found["state"] in RUNS)
+    found |= progress(rows, found["state"] in RUNS, found["saved"])
     if noted:
         found["known_by"].append(str(folder / f"start-{max(noted)}"))
     if parts:
@@ -137,7 +142,8 @@ def look(job: str, program: str = "") -> dict:
         rows[-1] |= {"ended": None, "cause": None, "first": None}
     if found["ended"] or not found["state"]:
         if found["state"]:
-            found["cause"] = known_cause(end["cause"], record or {})
+            know_more(end, record or {})
+            found["cause"] = end["cause"]
         else:
             guess(found, end["cause"], silent=record is None)
         explain(found, end)
@@ -145,13 +151,21 @@ def look(job: str, program: str = "") -> dict:
     return found
 
 
-def known_cause(cause: str, record: dict[str, str]) -> str:
-    """More exactly than the log says it."""
-    if record.get("ExitCode") == "0:53":
-        return "not_started"
-    if cause == "terminated" and seconds(record.get("PreemptTime", "")):
-        return "preempted"
-    return cause
+def know_more(end: dict, record: dict):
+    """Changes the `cause` of an end to what Slurm knows more exactly than the log."""
+    status, number = map(int, record.get("ExitCode", "0:0").split(":"))
+    if (status, number) == (0, 53):
+        end["cause"] = "not_started"
+    elif end["cause"] == "terminated" and seconds(record.get("PreemptTime", "")):
+        end["cause"] = "preempted"
+    elif end["cause"] == "unknown" and (status or number):
+        end["cause"] = "killed" if number else "exit"
+        end["first"] = {
+            "rank": None,
+            "node": None,
+            "exit": status or None,
+            "signal": number or None,
+        }
 
 
 def guess(found: dict, cause: str, silent: bool):
@@ -218,16 +232,22 @@ def ask(*command: str) -> str | None:
     return None
 
 
-def ask_scontrol(job: str) -> dict[str, str] | None:
-    """The fields of a job's record. {} if Slurm does not know the job, None without an answer."""
+def ask_scontrol(job: str) -> dict | None:
+    """The fields of a job's record, and `others`. {} if Slurm does not know the job, None without
+    an answer."""
     shown = ask("scontrol", "show", "job", "--oneliner", job)
     if shown is None:
         return None
-    # The id of an array's last task stands for the whole array, so there are records of others. A
-    # job's name, which stands before UserId, may have anything in it.
-    record = re.search(rf"(?ms)^JobId={job} .*? UserId=(.*?)(?=^JobId=\d|\Z)", shown)
-    fields = re.findall(r"(\w+)=(.*?)(?= [\w:/]+=|\s*$)", record[1] if record else "")
-    return dict(reversed(fields))
+    # A job's name, which stands before UserId, may have anything in it.
+    jobs = {}
+    for number, text in re.findall(r"(?ms)^JobId=(\d+) .*? UserId=(.*?)(?=^JobId=\d|\Z)", shown):
+        fields = re.findall(r"(\w+)=(.*?)(?= [\w:/]+=|\s*$)", text)
+        jobs[number] = dict(reversed(fields))
+    record = jobs.pop(job, {})
+    # The id of an array's last task stands for the whole array, so there are records of others.
+    if record:
+        record["others"] = {number: its["JobState"] for number, its in jobs.items()}
+    return record
 
 
 def ask_sacct(job: str) -> list[str]:
@@ -256,11 +276,13 @@ def wait_for_end(job: str):
         time.sleep(pause)
 
 
-def is_over(record: dict[str, str]) -> bool:
+def is_over(record: dict) -> bool:
     """Whether a job has ended for good, or Slurm does not know it. One that is requeued at its time
     limit may be TIMEOUT for a moment, so another end than COMPLETED counts after ten seconds."""
     state, end = record.get("JobState"), seconds(record.get("EndTime", "")) or 0
-    return state == "COMPLETED" or (state not in WAITS + RUNS and time.time() > end + 10)
+    if {state, *record.get("others", {}).values()} & {*WAITS, *RUNS}:
+        return False
+    return state == "COMPLETED" or time.time() > end + 10
 
 
 # --- what the starts have left behind ---
@@ -293,11 +315,14 @@ def read_starts(folder: Path) -> dict[int, list[dict]]:
     return starts
 
 
-def find_log(job: str, record: dict[str, str], noted: dict[int, dict]) -> Path | None:
+def find_log(job: str, record: dict, noted: dict[int, dict]) -> Path | None:
     """The job's log: as Slurm knows it, as env.sh has noted it, or by its name."""
-    paths = [record.get("StdOut"), *(noted[number]["log"] for number in sorted(noted)[::-1])]
-    paths = [Path(path) for path in paths if path] + sorted(Path().glob(f"*[_-]{job}.out"))
-    return next((path for path in paths if path.is_file()), None)
+    # Slurm 22.05 leaves a %N in the name to the node.
+    paths = [record.get("StdOut", "").replace("%N", record.get("BatchHost", ""))]
+    paths += [noted[number]["log"] or "" for number in sorted(noted)[::-1]]
+    paths += sorted(Path().glob(f"*[_-]{job}.out"))
+    # A folder of another user's may be closed.
+    return next((Path(path) for path in paths if os.path.isfile(path)), None)
 
 
 def rows_of(
@@ -312,7 +337,7 @@ def rows_of(
     `last_end` is that of the last one."""
     written = {part["start"]: part for part in parts}
     # launch_slurm_with_spare.sh starts the ranks again, and numbers them 100, 101 after a requeue.
-    every = 100 if (folder / "spare.json").exists() else 1
+    every = 100 if os.path.exists(folder / "spare.json") else 1
 
     rows = []
     numbers = sorted({*beats, *written, *(number * every for number in noted)})
@@ -349,18 +374,22 @@ def steps_of(beats: list[dict] | None) -> dict:
     return found
 
 
-def progress(rows: list[dict], runs: bool) -> dict:
+def progress(rows: list[dict], runs: bool, saved: str | None) -> dict:
     """The steps of all starts, of which the last may still run, and those that were in vain."""
-    taken = [row for row in rows if row["steps"]]
+    taken, ended = [row for row in rows if row["steps"]], rows[:-1] if runs else rows
     if not taken:
-        return dict.fromkeys(("step", "steps_lost", "hours_lost", "without_progress"))
+        found = dict.fromkeys(("step", "steps_lost", "hours_lost", "without_progress"))
+        with contextlib.suppress(OSError, TypeError):  # there is no save
+            moment = os.stat(saved).st_mtime
+            found["without_progress"] = sum((row["began"] or 0) > moment for row in ended)
+        return found
     lost, hours = 0, 0.0
     for row, after in itertools.pairwise(taken):
         again = max(0, row["steps"][1] - after["steps"][0] + 1)
         lost += again
         hours += again / (row["steps_a_second"] or math.inf) * row["ranks"] / 3600
     best, idle = -math.inf, 0
-    for row in rows[:-1] if runs else rows:
+    for row in ended:
         last = row["steps"][1] if row["steps"] else -math.inf
         idle = 0 if last > best else idle + 1
         best = max(best, last)
@@ -387,6 +416,8 @@ def what_next(found: dict) -> str | None:
     """What to do, or None if it is nothing."""
     idle = found["without_progress"] or 0
     if idle > 1 and found["state"] != "COMPLETED":
+        if found["step"] is None:
+            return f"the last {idle} starts have saved nothing: look why before it starts again"
         stuck = f"the last {idle} starts got no further than step {found['step']}"
         return f"{stuck}: look at that step before it starts again"
     if found["ended"] is None:
@@ -414,6 +445,9 @@ def sentences(found: dict) -> list[str]:
         lines = [f"Job {job} is {state or 'over'}, {link} {what}."]
     if found["error"]:
         lines.append(f"    {found['error'][:500]}")
+    if others := [f"{number} {state}" for number, state in found["others"].items()]:
+        more = f" and {len(others) - 8} more" if len(others) > 8 else ""
+        lines.append(f"Of the same array or job: {', '.join(others[:8])}{more}.")
     if found["ended"] and "state" in found["unknown"]:
         lines.append(
             f"Slurm has forgotten it, so this is by {' and '.join(found['known_by'][1:])}."

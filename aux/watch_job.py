@@ -17,8 +17,10 @@ ended in another way, or if a rank is silent, keeps the others waiting, or has n
 heartbeats it is 1 if the ranks have not met, or are at different places, which may be chance, so
 look twice. With --json it is then 1, because nobody knows.
 
-JOB is the number in log/JOB, even for a task of an array. JOB/NAME is the program that
-aux/launch/programs.sh has started by that name.
+JOB is the number in log/JOB, even for a task of an array. The number that sbatch prints for an
+array is that of its last task. With it --wait also waits for the other tasks, and the status is 0
+if all that Slurm still knows are COMPLETED. JOB/NAME is the program that aux/launch/programs.sh has
+started by that name.
 """
 
 import argparse
@@ -73,7 +75,7 @@ def main():
     silent_slurm = found and "scontrol" not in found["known_by"]
     if found and found["state"] != "RUNNING" and not (silent_slurm and runs):
         print(json.dumps(found) if args.json else "\n".join(sentences(found)))
-        sys.exit(found["state"] != "COMPLETED")
+        sys.exit({found["state"], *found["others"].values()} != {"COMPLETED"})
     if args.json:
         late = late_ranks(runs, args.after)
         found |= late

@@ -116,6 +116,57 @@ def test_what_is_gone(folder, monkeypatch):
     assert job_end.sentences(silent)[0].endswith("has ended. Slurm does not answer.")
 
 
+def test_a_script_that_says_nothing(folder, monkeypatch):
+    """Slurm knows its status, or which signal has ended its shell."""
+    for code, cause, what in (
+        ("200:0", "exit", "it ended with status 200"),
+        ("0:9", "killed", "it was killed by SIGKILL"),
+    ):
+        answers(monkeypatch, {"scontrol": RECORD.format(**DEFAULTS | {"code": code})})
+        found = job_end.look("7")
+        assert found["cause"] == cause and "cause" not in found["unknown"]
+        assert job_end.sentences(found)[0] == f"Job 7 is FAILED, because {what}."
+
+
+REQUEUED = (
+    "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-29T14:09:57 DUE TO JOB REQUEUE"
+)
+
+
+def test_a_launcher_without_env_sh_is_requeued(folder, monkeypatch):
+    """Its log does not say where a start begins, but where one has ended."""
+    Path("log/7/start-0").unlink()
+    Path("my log.out").write_text(
+        f"ImportError: the first\n{REQUEUED} ***\nValueError: the second\n"
+    )
+    answers(monkeypatch, {"scontrol": RECORD.format(**DEFAULTS | {"restarts": 1})})
+    found = job_end.look("7")
+    assert (found["cause"], found["error"]) == ("error", "ValueError: the second")
+    assert [row["cause"] for row in found["starts"]] == ["stopped", "error"]
+    Path("my log.out").write_text(f"{REQUEUED} ***\n")
+    record = {"restarts": 1, "state": "PENDING", "reason": "BeginTime"}
+    answers(monkeypatch, {"scontrol": RECORD.format(**DEFAULTS | record)})
+    [row] = job_end.look("7")["starts"]
+    assert (row["start"], row["cause"]) == (0, "stopped")
+
+
+def test_starts_that_save_nothing(folder, monkeypatch):
+    """Without heartbeats: those that have begun since the newest checkpoint."""
+    for number in (1, 2, 3):
+        note(f"began {1795960276 + number} node-[1-2] my log.out", number)
+    answers(monkeypatch, {"scontrol": RECORD.format(**DEFAULTS | {"restarts": 3})})
+    assert job_end.look("7")["without_progress"] is None
+    Path("checkpoints/7").mkdir(parents=True)
+    Path("checkpoints/7/last.pt").touch()
+    os.utime("checkpoints/7/last.pt", (0, 1795960277.5))
+    found = job_end.look("7")
+    assert found["without_progress"] == 2
+    assert found["next"].startswith("the last 2 starts have saved nothing")
+    record = {"restarts": 3, "state": "RUNNING"}
+    answers(monkeypatch, {"scontrol": RECORD.format(**DEFAULTS | record)})
+    assert job_end.look("7")["without_progress"] == 1
+
+
 def test_what_only_slurm_knows(folder, monkeypatch):
     """Whether SIGTERM came from a preemption, and that a job has not begun at all."""
     log = {row[0]: row[4] for row in LOGS}["preempted"]
@@ -150,6 +201,26 @@ def test_where_the_log_is(folder, monkeypatch):
     assert job_end.look("7")["log"] == "my log.out"
     Path("slurm's").touch()
     assert job_end.look("7")["log"] == "slurm's"
+    record = RECORD.format(**DEFAULTS | {"log": "%N_7"}).replace(
+        " NumNodes", " BatchHost=n1 NumNodes"
+    )
+    answers(monkeypatch, {"scontrol": record})
+    Path("n1_7").touch()
+    assert job_end.look("7")["log"] == "n1_7"
+
+
+def test_a_folder_that_is_closed(folder, monkeypatch):
+    """Another user's."""
+    answers(monkeypatch, {"scontrol": RECORD.format(**DEFAULTS)})
+    look = os.stat
+
+    def refuse(path, **options):
+        if str(path).endswith("my log.out"):
+            raise PermissionError(13, "Permission denied", path)
+        return look(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert job_end.look("7")["log"] is None
 
 
 def test_who_has_cancelled_it(folder, monkeypatch):
@@ -335,8 +406,15 @@ def test_the_last_task_of_an_array(folder, monkeypatch):
         RECORD.format(**DEFAULTS | {"state": "RUNNING"}).replace("JobId=7 ", f"JobId={job} ")
         for job in (6, 77)
     ]
-    answers(monkeypatch, {"scontrol": others[0] + RECORD.format(**DEFAULTS) + others[1]})
-    assert job_end.look("7")["state"] == "FAILED"
+    done = RECORD.format(**DEFAULTS | {"state": "COMPLETED", "code": "0:0"})
+    answers(monkeypatch, {"scontrol": others[0] + done + others[1]})
+    found = job_end.look("7")
+    assert (found["state"], found["others"]) == ("COMPLETED", {"6": "RUNNING", "77": "RUNNING"})
+    assert "Of the same array or job: 6 RUNNING, 77 RUNNING." in job_end.sentences(found)
+    # --wait waits for all.
+    record = job_end.ask_scontrol("7")
+    assert not job_end.is_over(record)
+    assert job_end.is_over(record | {"others": {"6": "FAILED"}})
 
 
 RANK = """import atexit, os, signal, sys, time

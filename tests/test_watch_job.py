@@ -86,6 +86,12 @@ def test_watch_job_and_the_last_task_of_an_array(tmp_path):
     stand_ins(path, {"scontrol": f"echo '{RECORD.format(8)}'"})
     watched = run(sys.executable, WATCH, "7", cwd=tmp_path, env=env)
     assert watched.stdout.startswith("Job 7 is over, because it was killed.\n"), watched
+    # Its own end is not the array's.
+    done, failed = (RECORD.format(7).replace("RUNNING", state) for state in ("COMPLETED", "FAILED"))
+    failed = failed.replace("JobId=7", "JobId=8")
+    stand_ins(path, {"scontrol": f"echo '{done}'; echo '{failed}'"})
+    watched = run(sys.executable, WATCH, "7", "--json", cwd=tmp_path, env=env)
+    assert watched.returncode == 1 and json.loads(watched.stdout)["others"] == {"8": "FAILED"}
 
 
 def test_a_running_job_for_programs(tmp_path):
