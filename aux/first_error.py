@@ -43,7 +43,10 @@ CAUSES = {
         "let it save and go on: docs/07_it_is_stopped.md",
     ),
     "stopped": ("it was stopped, and put back into the queue", "wait"),
-    "not_started": ("Slurm could not start it", "does the folder of --output exist?"),
+    "not_started": (
+        "Slurm could not start it",
+        "does the folder of --output exist, and may you write there?",
+    ),
     "unknown": ("its log does not say why", "read the end of the log"),
 }
 
