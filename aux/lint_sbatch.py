@@ -294,6 +294,15 @@ def no_log_folder(script: Script) -> Findings:
             yield line, f"%x is the job's name, {why}: take the / out of --job-name"
 
 
+def lost_log(script: Script) -> Findings:
+    """Slurm truncates the log at each start, unless the site has set JobFileAppend. One name for
+    all jobs is overwritten by each of them anyway."""
+    own = re.search("%[jA]", script.asked.get("output", "slurm-%j.out"))
+    if own and "requeue" in script.asked and "open-mode" not in script.asked:
+        what = "--requeue, and the next start overwrites the log, with its last error"
+        yield script.asked_at["requeue"], f"{what}: --open-mode=append"
+
+
 def torchrun_alone(script: Script) -> Findings:
     """A torchrun that knows of one node, started on several."""
     for command in script.body:
@@ -597,7 +606,7 @@ def shell_in_between(script: Script) -> Findings:
 
 # --- main ---
 
-CHECKS = [directives_not_read, time_limit, no_log_folder, torchrun_alone, no_srun]
+CHECKS = [directives_not_read, time_limit, no_log_folder, lost_log, torchrun_alone, no_srun]
 CHECKS += [rank_variables, order_of_tasks, restarts, devices]
 CHECKS += [cpus_for_gpus, addresses, exit_status, srun_options, traps, signals, shell_in_between]
 

@@ -26,6 +26,7 @@ MISTAKES = r"""
 #SBATCH --time=2:00  #! --time=2:00 is 2 minutes: 2:00:00 for hours, or else --time=2
 #SBATCH --job-name=$USER  #! does not expand
 #SBATCH --error=gone/%j.err  #! no folder gone
+#SBATCH --requeue  #! overwrites the log, with its last error: --open-mode=append
 #SBATCH --gres=gpu:4  #! --gres=gpu beside --gpus-per-node
 #SBATCH --gpus-per-task=1  #! invalid device ordinal
 cd /tmp
@@ -236,6 +237,7 @@ trap 'told=1' USR1
 srun -K python train.py  #! add & and wait
 --
 #SBATCH --requeue
+#SBATCH --open-mode=append
 trap 'told=1' TERM
 srun -K python train.py
 == waited for once
