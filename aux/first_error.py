@@ -43,6 +43,10 @@ CAUSES = {
         "let it save and go on: docs/07_it_is_stopped.md",
     ),
     "stopped": ("it was stopped, and put back into the queue", "wait"),
+    "wait_time": (
+        "one task had ended, and srun then ended the others",
+        "write srun --wait=0: see docs/troubleshooting.md, First task exited",
+    ),
     "not_started": (
         "Slurm could not start it",
         "does the folder of --output exist, and may you write there?",
@@ -58,6 +62,7 @@ WORDS = {
     "time_limit": r"DUE TO TIME LIMIT",
     "stopped": r"^Requeued: |DUE TO JOB REQUEUE",
     "cancelled": r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ (?:\*\*\*|DUE to SIGNAL)",
+    "wait_time": r"^srun: First task exited \d+s ago$(?!(\nsrun: StepId.*)*: exited abnormally$)",
     "hang": r"^Ended, because of |Watchdog caught collective operation timeout",
 }
 GPU_MEMORY = r"OutOfMemoryError|(?:CUDA|HIP|XPU) out of memory"
@@ -153,7 +158,7 @@ def end_of(part: dict, state: str = "") -> dict:
     text, nobody = part["text"], {"first": None, "error": None, "guessed": False}
     said = (name for name, words in WORDS.items() if re.search(words, text, re.MULTILINE))
     cause = STATES.get(state.partition(" ")[0]) or next(said, None)
-    if cause in ("time_limit", "cancelled", "preempted", "stopped"):
+    if cause in ("time_limit", "cancelled", "preempted", "stopped", "wait_time"):
         return {"cause": cause} | nobody  # Many ranks print errors then, and none is to blame.
     if cause == "node":
         lost = re.search(r"Node failure on (\S+)", text)

@@ -76,8 +76,8 @@ def look(job: str, program: str = "") -> dict:
     `cause`     why it has ended, or null if it has not, or is COMPLETED: `error` (in Python or
                 C++), `exit` (it or a rank ended with a status, without an error), `killed`,
                 `memory`, `gpu_memory`, `hang`, `time_limit`, `cancelled`, `preempted`, `node` (one
-                was lost), `terminated` (by SIGTERM), `stopped` (it was requeued), `not_started`,
-                `unknown`
+                was lost), `terminated` (by SIGTERM), `stopped` (it was requeued),
+                `wait_time` (srun ended the others of a task), `not_started`, `unknown`
     `by`        who has cancelled it; only accounting knows
     `first`     the rank that ended before the others: `rank`, `node`, `exit` (status), `signal`
     `error`     the line of the log with the first error

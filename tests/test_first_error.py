@@ -213,6 +213,7 @@ WORDS = {
     "node": "it lost n2",
     "terminated": "Slurm or somebody told its ranks to stop",
     "stopped": "it was stopped, and put back into the queue",
+    "wait_time": "one task had ended, and srun then ended the others",
     "not_started": "Slurm could not start it",
     "unknown": "its log does not say why",
 }
@@ -228,6 +229,24 @@ def test_each_cause_in_words():
     assert nobody["node"] == ("it lost a node", "submit it again")
     assert nobody["memory"][0] == "it had no memory left"
     assert first_error.why("node", first)[1] == "submit it again, with --exclude=n2"
+
+
+WAITED = """srun: First task exited 5s ago
+srun: StepId=32367546.0 task 0: running
+srun: StepId=32367546.0 task 1: exited
+srun: launch/slurm: _step_signal: Terminating StepId=32367546.0
+slurmstepd-node-1: error: *** STEP 32367546.0 ON node-1 CANCELLED AT 2026-11-29T20:52:10 ***
+srun: Job step aborted: Waiting up to 32 seconds for job step to finish.
+srun: error: node-1: task 0: Killed
+"""
+
+
+def test_srun_waits_no_longer():
+    """By a site's WaitTime, unless the task that had ended before has failed."""
+    assert end_of(WAITED) == ("wait_time", None, None)
+    failed = WAITED.replace("1: exited", "1: exited abnormally")
+    failed = f"ValueError: late\nsrun: error: node-1: task 1: Exited with exit code 1\n{failed}"
+    assert end_of(failed)[0] != "wait_time"
 
 
 def test_a_signal_without_a_name():
