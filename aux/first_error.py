@@ -146,8 +146,9 @@ def parts_of(log: str, last: int = 0) -> list[dict]:
     return parts
 
 
-def end_of(part: dict, state: str = "") -> dict:
-    """Why a start has ended, by its part of the log, or by Slurm's state if that says it:
+def end_of(part: dict, state: str = "", script: dict | None = None) -> dict:
+    """Why a start has ended, by Slurm's state if that says it, by its part of the log, or else by
+    the end of the job's script:
 
     `cause`, a key of CAUSES; `first`, the rank that ended before the others, as `rank`, `node`,
     `exit` (its status) and `signal`; `error`, the line with its error; and whether that is a guess.
@@ -164,7 +165,7 @@ def end_of(part: dict, state: str = "") -> dict:
         lost = re.search(r"Node failure on (\S+)", text)
         return {"cause": cause} | nobody | {"first": lost and end(None, lost[1])}
 
-    first, error, guessed = first_error(part)
+    first, error, guessed = first_error(part, script)
     # But a trainer may have failed because its server did, and just before that was said.
     if before and not error:
         _, error, guessed = first_error(part | {"text": before[-1]})
@@ -187,7 +188,7 @@ def end_of(part: dict, state: str = "") -> dict:
     return {"cause": cause, "first": first, "error": error, "guessed": guessed}
 
 
-def first_error(part: dict) -> tuple[dict | None, str | None, bool]:
+def first_error(part: dict, script: dict | None = None) -> tuple[dict | None, str | None, bool]:
     """`first`, `error`, and whether that is a guess, for `end_of`."""
     ends, lines = ends_of(part["text"]), part["text"].splitlines()
     raised = ends_of_tracebacks(lines)
@@ -206,7 +207,7 @@ def first_error(part: dict) -> tuple[dict | None, str | None, bool]:
         first = named[0] if named else end(rank, node_of(rank, part), 1)
         return first, plain(errors[0][label.end() :]), False
     killed = [its for its in ends if its["signal"] in (signal.SIGKILL, signal.SIGBUS)]
-    first = next(iter(killed or ends), None)
+    first = next(iter(killed or ends), script)
     if errors and re.search(SURE, errors[0]):
         return first, plain(errors[0].strip(" |")), False
     error = errors[0].strip() if errors else None

@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
-from first_error import STATES, end_of, parts_of, read, why
+from first_error import STATES, end, end_of, parts_of, read, why
 from heartbeat import plain, read_beats
 
 WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
@@ -128,7 +128,8 @@ def look(job: str, program: str = "") -> dict:
     # The first start says nothing about an end while it runs.
     ended = last > 0 or found["state"] not in RUNS
     parts = parts_of(read(log), last) if log and ended else []
-    end = end_of(parts[-1] if parts else {"text": ""}, found["state"] or "")
+    script = end_of_script(record or {}, noted.get(last))
+    end = end_of(parts[-1] if parts else {"text": ""}, found["state"] or "", script)
     rows = found["starts"] = rows_of(folder, noted, beats, parts, states, end)
     run = f"{job}_{program}" if program else job
     found |= {"log": log and str(log), "saved": newest(Path("checkpoints", run))}
@@ -142,8 +143,7 @@ def look(job: str, program: str = "") -> dict:
         rows[-1] |= {"ended": None, "cause": None, "first": None}
     if found["ended"] or not found["state"]:
         if found["state"]:
-            know_more(end, record or {})
-            found["cause"] = end["cause"]
+            found["cause"] = known_cause(end["cause"], record or {})
         else:
             guess(found, end["cause"], silent=record is None)
         explain(found, end)
@@ -151,21 +151,24 @@ def look(job: str, program: str = "") -> dict:
     return found
 
 
-def know_more(end: dict, record: dict):
-    """Changes the `cause` of an end to what Slurm knows more exactly than the log."""
+def end_of_script(record: dict, noted: dict | None) -> dict | None:
+    """The status of the job script, or the signal that has ended it, if it is known and not 0."""
     status, number = map(int, record.get("ExitCode", "0:0").split(":"))
-    if (status, number) == (0, 53):
-        end["cause"] = "not_started"
-    elif end["cause"] == "terminated" and seconds(record.get("PreemptTime", "")):
-        end["cause"] = "preempted"
-    elif end["cause"] == "unknown" and (status or number):
-        end["cause"] = "killed" if number else "exit"
-        end["first"] = {
-            "rank": None,
-            "node": None,
-            "exit": status or None,
-            "signal": number or None,
-        }
+    if not record and noted:
+        status = noted["status"] or 0
+    # So a shell says that ABRT, BUS, KILL, SEGV or TERM has ended its command.
+    if status - 128 in (6, 7, 9, 11, 15):
+        status, number = 0, status - 128
+    return end(None, None, status or None, number or None) if status or number else None
+
+
+def known_cause(cause: str, record: dict) -> str:
+    """More exactly than the log says it."""
+    if record.get("ExitCode") == "0:53":
+        return "not_started"
+    if cause == "terminated" and seconds(record.get("PreemptTime", "")):
+        return "preempted"
+    return cause
 
 
 def guess(found: dict, cause: str, silent: bool):
@@ -198,8 +201,8 @@ def explain(found: dict, end: dict):
     cause = found["cause"]
     if cause:
         found |= {"first": end["first"], "error": end["error"]}
-    if cause == "unknown":
-        found["unknown"].append("cause")
+    if cause == "unknown" or (cause in ("exit", "killed", "terminated") and not found["log"]):
+        found["unknown"] += {"cause"} - {*found["unknown"]}
     if end["guessed"] and found["error"]:
         found["unknown"].append("error")
     if cause == "cancelled" and not found["by"]:
@@ -219,10 +222,8 @@ def ask(*command: str) -> str | None:
         time.sleep(pause)
         try:
             done = subprocess.run(command, text=True, errors="replace", **options)
-        except FileNotFoundError:
-            return None
-        except subprocess.TimeoutExpired:
-            continue
+        except (FileNotFoundError, subprocess.TimeoutExpired):
+            return None  # A command that cannot connect has itself tried for a minute.
         if done.returncode == 0:
             return done.stdout
         if "Invalid job id" in done.stderr:
@@ -421,7 +422,8 @@ def what_next(found: dict) -> str | None:
         stuck = f"the last {idle} starts got no further than step {found['step']}"
         return f"{stuck}: look at that step before it starts again"
     if found["ended"] is None:
-        return "check the number, and the folder" if not found["starts"] else "ask again"
+        unknown = "scontrol" in found["known_by"] and not found["starts"]
+        return "check the number, and the folder" if unknown else "ask again, on a login node"
     return why(found["cause"], found["first"])[1] if found["cause"] else None
 
 

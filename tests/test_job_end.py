@@ -113,19 +113,35 @@ def test_what_is_gone(folder, monkeypatch):
     answers(monkeypatch, {})
     silent = job_end.look("7")
     assert silent["ended"] is None and silent["known_by"][0] == "log/7/start-0"
-    assert job_end.sentences(silent)[0].endswith("has ended. Slurm does not answer.")
+    said = job_end.sentences(silent)
+    assert said[0].endswith("has ended. Slurm does not answer.")
+    assert said[-1] == "Next: ask again, on a login node."
 
 
 def test_a_script_that_says_nothing(folder, monkeypatch):
     """Slurm knows its status, or which signal has ended its shell."""
+    Path("my log.out").write_text("no module is loaded\n")
     for code, cause, what in (
         ("200:0", "exit", "it ended with status 200"),
         ("0:9", "killed", "it was killed by SIGKILL"),
+        ("139:0", "killed", "it was killed by SIGSEGV"),
+        ("143:0", "terminated", "Slurm or somebody told its ranks to stop"),
     ):
         answers(monkeypatch, {"scontrol": RECORD.format(**DEFAULTS | {"code": code})})
         found = job_end.look("7")
         assert found["cause"] == cause and "cause" not in found["unknown"]
         assert job_end.sentences(found)[0] == f"Job 7 is FAILED, because {what}."
+        assert found["error"] == ("no module is loaded" if cause == "exit" else None)
+    Path("my log.out").rename("elsewhere")
+    assert job_end.look("7")["unknown"] == ["cause"]
+    Path("elsewhere").rename("my log.out")
+    note("ended 1795960302 3")
+    answers(monkeypatch, {"scontrol": ""})
+    said = job_end.sentences(job_end.look("7"))
+    assert said[:2] == [
+        "Job 7 is FAILED, because it ended with status 3.",
+        "    no module is loaded",
+    ]
 
 
 REQUEUED = (
@@ -376,6 +392,13 @@ def test_a_slurm_that_is_busy(monkeypatch, tmp_path):
     assert len(Path("asked").read_text().split()) == 6
     monkeypatch.setenv("PATH", str(tmp_path))
     assert job_end.ask("scontrol") is None
+
+
+def test_a_slurm_that_is_down(commands_hang, monkeypatch):
+    """Its commands try to connect for a minute by themselves, so they are not started again."""
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    assert job_end.ask("scontrol", "show", "job", "7") is None and pauses == [0]
 
 
 def test_wait(folder, monkeypatch):
