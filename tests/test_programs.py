@@ -47,9 +47,11 @@ def block(words: str) -> str:
 
 @pytest.fixture(scope="module")
 def vllm(clone, tmp_path_factory) -> dict[str, str]:
-    """The environment of a job that finds a stand-in for it."""
-    server = f'exec {sys.executable} {REPOSITORY}/tests/scripts/completions.py "$@"'
-    folder = stand_ins(tmp_path_factory.mktemp("bin"), {"vllm": server})
+    """The environment of a job that finds stand-ins for it and for lm_eval."""
+    scripts = {"vllm": "completions", "lm_eval": "evaluates"}
+    start = f'exec {sys.executable} {REPOSITORY}/tests/scripts/{{}}.py "$@"'
+    commands = {name: start.format(script) for name, script in scripts.items()}
+    folder = stand_ins(tmp_path_factory.mktemp("bin"), commands)
     return {"PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
@@ -57,7 +59,7 @@ def test_every_server_listens_where_ready_asks():
     """vLLM's and TRL's own port is 8000, at which ready would wait until its limit."""
     page = PAGE.read_text()
     servers = re.findall(r"(?:start \w+ \d |exec |`trl )vllm.serve[^`\n]*", page)
-    assert len(servers) == 4 and all('--port "$PORT"' in server for server in servers), servers
+    assert len(servers) == 5 and all('--port "$PORT"' in server for server in servers), servers
     asked = re.findall(r'^ *ready "http://.+:(\S+?)/health"$', page, re.M)
     assert set(asked) == {"$PORT"}
 
@@ -540,6 +542,30 @@ def test_an_evaluation(clone, cluster):
     """A package, by `-m`. Rank 0 has the answers of all four."""
     [(language, commands, shown)] = [step for step in steps(PAGE) if "-m evaluation" in step[1]]
     try_block(language, commands, shown, clone, (NAMESPACES, "exec"), **cluster.environment)
+
+
+@pytest.mark.matrix
+def test_an_evaluation_that_asks_a_server(clone, cluster, vllm):
+    """One over two nodes, in the place of its trainer."""
+    (clone / "both.sh").write_text(script_of_the_page("both.sh"))
+    [large] = re.findall(r"^sed [^\n]* > large.sh\n.*?^END\n", block("> large.sh"), re.M | re.S)
+    run("bash", "-ec", large, cwd=clone)
+    (clone / "serve.sh").write_text(script_of_the_page("serve.sh"))
+    bash(block("> ask_eval.sh"), clone, (NAMESPACES, "exec"), **cluster.environment, **vllm)
+    [result] = clone.glob("results/Qwen__Qwen3-0.6B/results_*.json")
+    assert "hellaswag" in json.loads(result.read_text())["results"]
+
+
+@pytest.mark.matrix
+def test_many_models_and_tasks(clone, cluster, vllm):
+    """Each pair once, by two jobs that share them."""
+    printed = bash(block("> table.py"), clone, (NAMESPACES, "exec"), **cluster.environment, **vllm)
+    rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    pairs = [(row["model"], row["name"]) for row in rows]
+    assert pairs == [(f"qwen-{size}b", task) for size in ("0.6", "1.7") for task in TASKS], printed
+
+
+TASKS = ["hellaswag", "arc_easy"]
 
 
 @pytest.fixture(scope="module")
