@@ -121,10 +121,16 @@ def kill(mark: str) -> bool:
 
 def wait_for(condition: Callable[[], object], seconds: float = 90):
     """Until it holds; the test fails when that takes longer."""
-    deadline = time.monotonic() + seconds * PATIENCE
+    start = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} seconds"
-        time.sleep(0.1)
+        assert time.monotonic() < start + seconds * PATIENCE, f"not within {seconds} seconds"
+        pause(start, 0.1)
+
+
+def pause(start: float, least: float):
+    """Between two looks at something since `start`: each look costs as much as the other tests
+    lose by it, so the longer it has taken, the fewer there are. At most a twentieth more time."""
+    time.sleep(max(least, min(1, (time.monotonic() - start) / 20)))
 
 
 # Its server starts, and imports torch, with the first process.
@@ -239,17 +245,17 @@ class Cluster:
     def wait(self, job: int, timeout: float = 120) -> Job:
         """Waits for the job's end; past `timeout` seconds it is cancelled and the test fails
         with its log."""
-        deadline = time.monotonic() + timeout * PATIENCE
+        start = time.monotonic()
         while True:
             shown = self.show(job)
             log = Path(shown["StdOut"])
             text = log.read_text() if log.exists() else ""
             if shown["JobState"] in ENDED:
                 break
-            if time.monotonic() > deadline:
+            if time.monotonic() > start + timeout * PATIENCE:
                 self.exec("scancel", job)
                 pytest.fail(f"job {job} is {shown['JobState']} after {timeout} s:\n{text}")
-            time.sleep(0.2)
+            pause(start, 0.2)
         status, signal = map(int, shown["ExitCode"].split(":"))
         seconds = [int(x) for x in re.split("[-:]", shown["RunTime"])]
         return Job(job, shown["JobState"], status or signal, text, seconds[-1] + 60 * seconds[-2])
