@@ -1,5 +1,5 @@
-"""A stranger's script with preemption.py and heartbeat.py: torchvision's resnet18 with BatchNorm,
-AdamW, a schedule, best.pt, random flips in loader workers.
+"""A stranger's script with preemption.py and heartbeat.py: a small ResNet of torchvision's, with
+BatchNorm, AdamW, a schedule, best.pt, random flips in loader workers.
 
 The rank that the variable STUCK names stays for ever in step 8 of its first start, and each step
 takes SLOW seconds more in the first start.
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision.datasets import FakeData
-from torchvision.models import resnet18
+from torchvision.models.resnet import BasicBlock, ResNet
 from torchvision.transforms import v2
 
 import heartbeat
@@ -65,7 +65,7 @@ workers = {"num_workers": 1, "worker_init_fn": preemption.ignore}
 loader = DataLoader(data, BATCH, sampler=sampler, drop_last=True, **workers)
 
 torch.manual_seed(0)
-model = resnet18(num_classes=5)
+model = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=5)
 ddp = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(loader))
@@ -102,7 +102,7 @@ for epoch in range(steps_done // len(loader), EPOCHS):
     for pictures, labels in loader:
         time.sleep(slow)
         while stuck == str(rank) and steps_done == 7:
-            pass
+            time.sleep(0.1)
         loss = torch.nn.functional.cross_entropy(ddp(pictures), labels)
         optimizer.zero_grad()
         loss.backward()
