@@ -22,6 +22,7 @@ from slurm import (
     REPOSITORY,
     Cluster,
     at_once,
+    cells,
     environment,
     mounted_in_memory,
     ranks,
@@ -40,6 +41,8 @@ from trials import (
 )
 
 IN_ALL_WAYS = [(way, PREEMPTIBLE) for way in LAUNCHERS]
+BY_TORCHRUN = [("torchrun", PREEMPTIBLE)]  # between which and the ranks most can go wrong
+OTHERS = [case for case in IN_ALL_WAYS if case not in BY_TORCHRUN]
 SRUN, TORCHRUN, SPAWN = zip(LAUNCHERS, SCRIPTS, strict=True)
 FSDP = ("srun", "train_fsdp.py")
 
@@ -92,7 +95,10 @@ def started(*command: object, **env):
 # --- asked to stop ---
 
 
-def test_stopped_requeued_and_cancelled(cluster, data, uninterrupted, tmp_path):
+@pytest.mark.parametrize(
+    "cases", cells([(BY_TORCHRUN,), (OTHERS,)], (BY_TORCHRUN,)), ids=["torchrun", "others"]
+)
+def test_stopped_requeued_and_cancelled(cases, cluster, data, uninterrupted, tmp_path):
     """SIGTERM: saved and requeued. scancel: saved, and it stays cancelled."""
 
     def scenario(way, script):
@@ -114,7 +120,7 @@ def test_stopped_requeued_and_cancelled(cluster, data, uninterrupted, tmp_path):
         assert last > first
         trial.is_equal(uninterrupted(script), last)
 
-    at_once(scenario, IN_ALL_WAYS)
+    at_once(scenario, cases)
 
 
 @pytest.mark.matrix
