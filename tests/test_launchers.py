@@ -183,7 +183,7 @@ TRAIN = "theirs/scripts/train.py"
 
 def test_a_script_that_imports_its_project(cluster, tmp_path):
     """From the project's folder with -m, and from another one with PYTHONPATH, by the same line
-    under every launcher."""
+    under every launcher. Two ranks of one node, as all nodes get the same line."""
     (tmp_path / TRAIN).parent.mkdir(parents=True)
     (tmp_path / TRAIN).write_text(SHOWS)
     (tmp_path / "theirs/model.py").touch()
@@ -191,10 +191,9 @@ def test_a_script_that_imports_its_project(cluster, tmp_path):
         copy_file(name, tmp_path)
         copy_file(name, tmp_path / "theirs")
 
-    submitted = []
+    submitted, log = [], ["--nodes=1", f"--output={tmp_path}/%j"]
     path = {"PYTHONPATH": f"{tmp_path}/theirs"}
-    for way, launcher in LAUNCHERS.items():
-        log = [*one_rank_a_node(way), f"--output={tmp_path}/%j"]
+    for launcher in LAUNCHERS.values():
         module = [*log, launcher, "-m", "scripts.train", "--", "--n", "5"]
         submitted.append(cluster.submit(*module, cwd=tmp_path / "theirs"))
         submitted.append(cluster.submit(*log, launcher, TRAIN, "--n", "5", cwd=tmp_path, env=path))
@@ -204,7 +203,7 @@ def test_a_script_that_imports_its_project(cluster, tmp_path):
         said = re.findall(r"^RANK (.*) $", job.log, re.M)
         assert sorted(said) == ["0 --n 5", "1 --n 5"], job.log
 
-    job = cluster.sbatch(*log, launcher, TRAIN, cwd=tmp_path)
+    job = cluster.sbatch(*log, LAUNCHERS["srun"], TRAIN, cwd=tmp_path)
     assert job.state == "FAILED" and "No module named 'model'" in job.log, job.log
 
 
@@ -336,12 +335,13 @@ def test_a_failing_rank_ends_the_job(cluster, tmp_path):
 
 
 def test_check_ranks_passes_with_every_launcher(cluster, tmp_path):
-    """And leaves nothing in the folder."""
+    """And leaves nothing in the folder. A rank on each node; chapter 1's job has two."""
     folder = tmp_path / "not-there-yet"
     command = ["aux/check_ranks.py", "--checkpoint-dir", folder]
-    for way, job in in_all_ways(cluster, tmp_path, *command).items():
+    size = one_rank_a_node("srun")
+    for way, job in in_all_ways(cluster, tmp_path, *command, size=size).items():
         assert job.state == "COMPLETED", job.log
-        assert f"VERDICT: all well, 4 ranks started by {way}" in job.log, job.log
+        assert f"VERDICT: all well, 2 ranks started by {way}" in job.log, job.log
     assert not folder.exists()
     # Its parent was there, so rank 0's file was in it.
     assert not [*tmp_path.glob(".*")]
