@@ -357,8 +357,10 @@ class Run:
         launcher.write_text(text.replace(*edit) if edit[0] else text)
         self.cluster, self.folder = cluster, folder
         command = [*SIZE, "--exclude=node-1", *sbatch, "--output=log.out", LAUNCHER]
-        command += train or [*TRAIN.split(), "--data-dir", data]
-        self.job = cluster.submit(*command, cwd=folder, env={"ALWAYS": 1})
+        train = train or (*TRAIN.split(), "--data-dir", data)
+        self.script = train[0]
+        env = {"ALWAYS": 1, "PYTHONPATH": REPOSITORY / "distributed"}
+        self.job = cluster.submit(*command, *train, cwd=folder, env=env)
 
     @property
     def log(self) -> str:
@@ -373,7 +375,7 @@ class Run:
 
     def rank(self, node: str) -> int:
         """The process of its rank, whose parent is torchrun."""
-        [rank] = {*job_processes.python(self.job, "slowly.py", node)} - {self.torchrun(node)}
+        [rank] = {*job_processes.python(self.job, self.script, node)} - {self.torchrun(node)}
         return rank
 
     def torchrun(self, node: str) -> int:
@@ -424,7 +426,7 @@ FAULTS = {
 def test_nodes_are_left_out(cluster, tiny, tmp_path):
     """One on which a rank has failed twice, in different steps, now and by the next job."""
     options = ["--nodelist=node-[2-4]"]
-    run = Run(cluster, tmp_path, tiny, sbatch=options)
+    run = Run(cluster, tmp_path, tiny, "tests/scripts/counts.py", sbatch=options)
     assert run.nodes(1) == ["node-2", "node-3"]
     os.kill(run.rank("node-3"), signal.SIGKILL)
     assert run.nodes(2, epoch=2) == ["node-2", "node-3"]
