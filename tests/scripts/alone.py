@@ -1,13 +1,12 @@
-"""Its init_process_group stands under an `if` that no CPU fulfils, so each rank trains by itself.
-With the variable MEET it meets the others."""
+"""Its init_process_group stands under an `if` that no CPU fulfils, so each rank is by itself. With
+the variable MEET it meets the others."""
 
 import os
 import time
 
-import torch
-import torch.distributed as dist
+if "MEET" in os.environ:
+    import torch.distributed as dist
 
-if torch.cuda.is_available() or "MEET" in os.environ:
     dist.init_process_group("gloo")
 print(f"Distributed world size: {os.environ['WORLD_SIZE']}\n", end="", flush=True)
 time.sleep(600)
