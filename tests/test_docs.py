@@ -3,7 +3,6 @@ diffs, links, and computed numbers. Blocks of bash and console are run, those of
 
 import os
 import re
-import sys
 import time
 from pathlib import Path
 
@@ -26,7 +25,17 @@ from pages import (
 from prepare_data import draw_images
 from second_node import second_node
 from sizes import SIZES
-from slurm import LAUNCHERS, NAMESPACES, REPOSITORY, at_once, environment, run, stand_ins, wait_for
+from slurm import (
+    LAUNCHERS,
+    NAMESPACES,
+    REPOSITORY,
+    at_once,
+    environment,
+    ranks,
+    run,
+    stand_ins,
+    wait_for,
+)
 from write_diffs import DIFF, with_diffs
 
 TEXT = "\n".join(path.read_text() for path in DOCUMENTS)
@@ -460,7 +469,7 @@ def test_flops_of_an_image(capsys):
 def test_memory_by_hand():
     """Chapter 10: the command prints what the page shows, and the sum by hand is its sum."""
     [command] = re.findall(r"^python (aux/memory.py --model qwen3-32b .*)$", WITHOUT_FIT, re.M)
-    shown = run(sys.executable, *command.split()).stdout
+    shown = ranks(0, *command.split()).stdout
     assert shown in WITHOUT_FIT
     weights = int(re.search(r"Weights: ([\d,]+)", shown)[1].replace(",", ""))
     names = ("about", "weights", "gradients", "states", "activations", "logits")
@@ -472,7 +481,7 @@ def test_memory_by_hand():
     assert logits == round(4096 * 151_936 * 10 / 2**30, 1)
     compute = held + gradients + states - shards / 2**30
     assert f"({compute:.1f}) and the activations ({activations})" in prose and whole < 0.9 * 40
-    kept = run(sys.executable, *command.replace(" --recompute", "").split()).stdout
+    kept = ranks(0, *command.replace(" --recompute", "").split()).stdout
     assert f"alone take {re.search(r'activations ([0-9.]+)', kept)[1]}." in prose
 
 

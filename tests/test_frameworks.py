@@ -6,7 +6,6 @@
 import json
 import re
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -59,7 +58,7 @@ def of_one_process(guest: str, packages: dict, folder: Path, epochs: int = 3) ->
         script = variant(guest, folder, epochs)
         done = ranks(1, script, folder / "saved", **packages)
     else:
-        done = run(sys.executable, "tests/scripts/plain_training.py", epochs)
+        done = ranks(0, "tests/scripts/plain_training.py", epochs)
     assert done.returncode == 0, done.stderr
     expected = steps(guest, done.stdout, nodes=1)
     assert [step for step, *_ in expected] == list(range(1, epochs * 16 + 1))

@@ -19,7 +19,7 @@ import torchvision
 import mnist
 import prepare_data
 import token_files
-from slurm import digits, run
+from slurm import cells, digits, run
 
 SCRIPT = "aux/prepare_data.py"
 TEXT = "".join(f"Line {i}: to be, or not to be.\r\n" for i in range(2000)) + "Ende: ÄÖÜ"
@@ -387,11 +387,20 @@ def test_digits_are_those_of_their_seed():
     assert first == again != other
 
 
-@pytest.mark.long
-def test_synthetic_digits_are_like_mnist(mnist_full):
+@pytest.fixture(scope="module")
+def mnist_few(tmp_path_factory):
+    return digits(tmp_path_factory.mktemp("mnist-few"), 1_000, 1_000)
+
+
+DRAWN = [("mnist_few", (1_000, 1_000)), ("mnist_full", (60_000, 10_000))]
+
+
+@pytest.mark.parametrize(("drawn", "counts"), cells(DRAWN, DRAWN[0]))
+def test_synthetic_digits_are_like_mnist(drawn, counts, request):
     """No two are alike: each has its own handwriting, and no test image is a training image."""
-    train, test = (torchvision.datasets.MNIST(mnist_full, train=train) for train in (True, False))
-    assert (len(train), len(test)) == (60_000, 10_000)
+    folder = request.getfixturevalue(drawn)
+    train, test = (torchvision.datasets.MNIST(folder, train=train) for train in (True, False))
+    assert (len(train), len(test)) == counts
     assert train.targets[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
     images = [image.numpy().tobytes() for its in (train, test) for image in its.data[:1000]]
     assert len(set(images)) == 2000

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import sizes
+import slurm
 from memory import MODELS
 from sizes import (
     SIZES,
@@ -22,7 +23,7 @@ from sizes import (
     peak_flops,
     plan_memory,
 )
-from slurm import REPOSITORY, run
+from slurm import REPOSITORY
 from transformer import Transformer
 
 NAMES = """312 NVIDIA A100-SXM4-80GB
@@ -245,10 +246,10 @@ def test_a_new_model_knows_the_context_of_its_run():
 
 
 def test_what_memory_py_says_of_experts():
-    done = run(sys.executable, "aux/memory.py", "--model", "qwen3-30b-a3b", "--ranks", 8)
+    done = slurm.ranks(0, "aux/memory.py", "--model", "qwen3-30b-a3b", "--ranks", 8)
     line = "Weights: 30,532,122,624, of which a token meets 3,353,032,704. FSDP gathers all of a"
     assert done.stdout.startswith(f"{line} layer's, 1.2 GiB\nMemory of a rank: about ")
-    done = run(sys.executable, "aux/memory.py", "--num-experts", 8)
+    done = slurm.ranks(0, "aux/memory.py", "--num-experts", 8)
     assert "--num-experts needs --num-experts-per-tok and --moe-inter" in done.stderr
     assert done.returncode == 2
 
