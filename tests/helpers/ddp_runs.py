@@ -78,7 +78,7 @@ def small_project(script: str, folder: Path, images: tuple[int, int] = (96, 20))
     if not (folder / "data").exists():
         draw_images(folder / "data/images", *images)
     text = (REPOSITORY / "examples" / script).read_text()
-    for old, new in (('"resnet18", 64 ', '"resnet18", 32 '), ("BATCH = 3, 64", "BATCH = 2, 16")):
+    for old, new in (('"resnet18", 64 ', '"resnet18", 16 '), ("BATCH = 3, 64", "BATCH = 2, 16")):
         assert text.count(old) == 1
         text = text.replace(old, new)
     (folder / script).write_text(text)
