@@ -44,20 +44,30 @@ def test_a_sweep(clone, cluster):
 
 
 DAEMON = """#!/bin/bash
+if [[ "${1-}" == -f ]]; then
+    echo "$SLURMD_NODENAME $(ls -d "$CUDA_MPS_PIPE_DIRECTORY")" >>"$MPS_SEEN"
+    exec sleep 600
+fi
 if [[ "${1-}" == -d ]]; then echo start; else cat; fi >>"$MPS_SEEN"
 [[ -d "$CUDA_MPS_PIPE_DIRECTORY" ]]
 """
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_several_runs_on_one_gpu(fails, clone, cluster, tmp_path, monkeypatch):
-    """The daemon, here a script in its place, ends with the job, also if a run fails. Each run
-    learns at its own rate."""
-    daemon = tmp_path / "nvidia-cuda-mps-control"
-    daemon.write_text(DAEMON)
-    daemon.chmod(0o755)
+@pytest.fixture
+def daemon(tmp_path, monkeypatch, cluster) -> Path:
+    """A stand-in for nvidia-cuda-mps-control, in the jobs' PATH, and the file with what it saw."""
+    script = tmp_path / "nvidia-cuda-mps-control"
+    script.write_text(DAEMON)
+    script.chmod(0o755)
     monkeypatch.setitem(cluster.environment, "MPS_SEEN", str(tmp_path / "seen"))
     monkeypatch.setitem(cluster.environment, "PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return tmp_path / "seen"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_several_runs_on_one_gpu(fails, clone, cluster, daemon):
+    """The daemon, here a script in its place, ends with the job, also if a run fails. Each run
+    learns at its own rate."""
     if fails:
         [commands] = [step[1] for step in BLOCKS if "share.sh" in step[1]]
         done = cluster.exec("bash", "-ec", commands.replace("0.02 0.05", "0.02 -1"), cwd=clone)
@@ -67,8 +77,28 @@ def test_several_runs_on_one_gpu(fails, clone, cluster, tmp_path, monkeypatch):
         losses = re.findall(r"_(\S+)\.out:test_loss=(\S+) ", recipe("share.sh", clone, cluster))
         assert [rate for rate, _ in losses] == ["0.01", "0.02", "0.05"]
         assert len({loss for _, loss in losses}) == 3
-    assert (tmp_path / "seen").read_text() == "start\nquit\n", (clone / "share.out").read_text()
+    assert daemon.read_text() == "start\nquit\n", (clone / "share.out").read_text()
     assert not list(Path("/tmp").glob("mps-[0-9]*"))
+
+
+def test_a_daemon_on_each_node(cluster, daemon, tmp_path):
+    """One, however many ranks are there. All have its folder, and it ends with the job."""
+    page = PAGE.read_text()
+    [exports] = re.findall(r"^export CUDA_MPS_.*\n", page, re.M)
+    [lines] = re.findall(r"^```sh\n(srun --ntasks=.*?)^```$", page, re.M | re.S)
+    ranks = """srun --overlap bash -c 'echo "rank $SLURM_PROCID in $CUDA_MPS_PIPE_DIRECTORY"'\n"""
+    folder = tmp_path / "mps"
+    exports = exports.replace("/tmp/mps-", f"{folder}-")
+    script, log = tmp_path / "job.sh", tmp_path / "log"
+    script.write_text(f"#!/bin/bash\n{exports}{lines}{ranks}")
+    size = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=1", "--cpus-per-task=1"]
+    job = cluster.submit(*size, f"--output={log}", script)
+    assert cluster.wait(job).state == "COMPLETED", log.read_text()
+    seen = sorted(daemon.read_text().splitlines())
+    assert seen == [f"node-{number} {folder}-{job}" for number in (1, 2)], log.read_text()
+    said = sorted(re.findall("^rank .*", log.read_text(), re.M))
+    assert said == [f"rank {number} in {folder}-{job}" for number in range(4)]
+    assert not cluster.left_over(job)
 
 
 def test_scratch(tmp_path):
