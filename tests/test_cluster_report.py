@@ -55,7 +55,7 @@ def rows(log: str) -> dict[str, str]:
 
 @pytest.mark.long
 def test_broken_scripts(copy):
-    """On five ranks, of which four can share a batch: a script that never ends, wrong losses, a
+    """On three ranks, of which two can share a batch: a script that never ends, wrong losses, a
     rank that fails, a wrong rank that is named, and one script that is well."""
     (copy / "hangs.py").write_text(HANGS)
     checks = "aux/check_ranks.py --timeout 60"
@@ -65,7 +65,7 @@ def test_broken_scripts(copy):
         if name != "preemptible":
             (copy / f"distributed/train_{name}.py").write_text(BROKEN.format(losses=losses))
     parts = ["checks", "losses", "speed", "hang"]
-    done = ranks(5, "dev/cluster_report.py", *parts, cwd=copy, timeout=200)
+    done = ranks(3, "dev/cluster_report.py", *parts, cwd=copy, timeout=200)
     assert done.returncode == 1, done.stdout + done.stderr
     found = rows(done.stdout)
     said = r"\*\*FAILED\*\*: rank \d has not ended after 5 s"
@@ -78,12 +78,12 @@ def test_broken_scripts(copy):
     assert found["losses of `train_fsdp.py --tensor-parallel 2`"] == said
     well = found["losses of `train_preemptible.py`"]
     # By rounding 0.03 % at most, on any CPU
-    assert re.fullmatch(r"within 0\.0\d+% of one CPU's, on 4 of 5 ranks", well), well
+    assert re.fullmatch(r"within 0\.0\d+% of one CPU's, on 2 of 3 ranks", well), well
     speeds = [result for part, result in found.items() if part.startswith("speed-")]
-    five = "4,200 tokens/s, MFU 40.0%, 84% of 5 times one rank's"
-    assert speeds == ["1,000 tokens/s, MFU 40.0%", five, five]
+    three = "2,600 tokens/s, MFU 40.0%, 87% of 3 times one rank's"
+    assert speeds == ["1,000 tokens/s, MFU 40.0%", three, three]
     said = "**FAILED**: rank 0 said: no step for 60 s. First to look at: rank 0 on n1"
-    assert found["rank 3 is frozen"].startswith(said), found
+    assert found["rank 1 is frozen"].startswith(said), found
     assert ": 5 of 9 rows FAILED\n" in done.stdout
 
 

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,7 @@ from models import (
     values,
 )
 from sizes import flops_per_token, new_config
-from slurm import LAUNCHERS, cells, ranks, run
+from slurm import LAUNCHERS, cells, ranks
 from transformer import Transformer
 
 pytestmark = pytest.mark.long
@@ -52,6 +51,9 @@ def train(command: str, count: int, text: Path, folder: Path, *flags: object, **
 
 
 # --- equality ---
+
+# Of what costs time and is compared by other tests, once: the last step's.
+ONCE = ["--eval-every", STEPS, "--eval-windows", BATCH_SIZE, "--save-every", STEPS]
 
 
 @pytest.fixture(scope="session")
@@ -114,7 +116,7 @@ def splits(request, chat, tmp_path_factory) -> dict:
     torch.save(weights, folder / "dense.pt")
     found = {"dense": {"losses": losses, "norms": norms}}
     for count in (2, 4, 8) if request.param == "all" else (2, 4):
-        command = ["tests/scripts/language_model.py", chat, folder, request.param, *FLAGS]
+        command = ["tests/scripts/language_model.py", chat, folder, request.param, *FLAGS, *ONCE]
         done = ranks(count, *command, timeout=240)
         assert done.returncode == 0, done.stderr
         found |= json.loads((folder / f"results_{count}.json").read_text())
@@ -142,7 +144,7 @@ def test_experts_split_equal_unsplit(chat, tmp_path, monkeypatch):
     splits = {}
     for count in (2, 4):
         command = ["tests/scripts/language_model.py", chat, tmp_path, "experts", *FLAGS]
-        done = ranks(count, *command, *EXPERT_FLAGS, timeout=240)
+        done = ranks(count, *command, *ONCE, *EXPERT_FLAGS, timeout=240)
         assert done.returncode == 0, done.stderr
         splits |= json.loads((tmp_path / f"results_{count}.json").read_text())
     assert len(splits) == 6
@@ -312,7 +314,8 @@ def test_one_rank_is_asked_to_stop(text, tmp_path):
     for folder, seconds, options in (("all", 0, {}), ("out", 1.5, {"TERM_AT": 3}), ("out", 0, {})):
         command = ["tests/scripts/slowly.py", seconds, "distributed/train_fsdp.py"]
         command += [*FLAGS, "--data-dir", text, "--checkpoint-dir", tmp_path / folder]
-        done = ranks(2, *command, "--eval-every", 1, "--resume", **options)
+        command += ["--eval-every", 1, "--eval-windows", BATCH_SIZE, "--resume"]
+        done = ranks(2, *command, **options)
         assert done.returncode == 0, done.stderr
         logs.append(done.stdout)
     whole, stopped, resumed = logs
@@ -363,7 +366,7 @@ def test_what_the_log_says(dense, text, tmp_path, command, size):
     if command == "train_fsdp.py":
         sizes = [*FLAGS[: 2 * len(SHAPE)], "--vocab-size", 128, "--ranks", 2, "--batch", size]
         sizes += ["--model", "qwen3-0.6b", "--sequence", CONTEXT, "--precision", "fp32"]
-        said = run(sys.executable, "aux/memory.py", *sizes).stdout.splitlines()
+        said = ranks(0, "aux/memory.py", *sizes).stdout.splitlines()
         assert said[-1] in done.stdout.splitlines(), said
     # To make the model; for each of two batches of an evaluation; to save
     alive = re.findall(r"^alive (\S+) 600$", done.stdout, re.M)
@@ -475,7 +478,7 @@ def test_compiled_is_equal(command, count, dense, text, tmp_path):
 
 # --- on the cluster ---
 
-TWO = [("torchrun", "train_fsdp.py --shard 2"), ("spawn", TP)]
+TWO = [(way, "train_fsdp.py --shard 2") for way in ("srun", "torchrun")] + [("spawn", TP)]
 
 
 @pytest.mark.parametrize(("launcher", "script"), cells(TWO, TWO[0]))
