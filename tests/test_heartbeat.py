@@ -1,5 +1,6 @@
 """heartbeat.py: the rank that hangs is named, and what others write there is not believed."""
 
+import contextlib
 import fcntl
 import json
 import math
@@ -7,6 +8,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -21,6 +23,7 @@ import torch.distributed as dist
 
 import check_ranks
 import heartbeat
+import job_processes
 import ledger
 from ddp_runs import submit
 from slurm import REPOSITORY, environment, heartbeat_of, run, wait_for, write_heartbeat
@@ -77,6 +80,10 @@ def test_a_rank_that_hangs_is_named(cluster, tmp_path):
     assert f"\n{found[2]}: rank 1 keeps the others waiting\n" in watched.stdout, watched.stdout
     assert watched.stdout.endswith(f"sbatch --exclude={found[2]}\n"), watched.stdout
     cluster.exec("scancel", number)
+    # Slurm kills the rank that hangs only after KillWait's 30 seconds.
+    for rank in job_processes.python(number, "train.py"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
     job = cluster.wait(number)
     assert job.log.count("(step 7), which is in") == 1, job.log
     # Its heartbeats are seconds old. Slurm forgets a job some minutes after its end.
