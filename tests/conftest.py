@@ -14,15 +14,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Fixtures that need root, and marks of what takes long or needs more than this machine
 NEEDS = ("cluster", "engine", "debian", "memory", "laptop")
 LONG = ("long", "scale", "gpu", "matrix", "kernels")
+MINUTES = ("laptop", "preemption", "train_ddp", "train_fsdp", "launchers", "docs", "watch_job")
 
 
 def pytest_collection_modifyitems(items):
-    """Two that take minutes first, so that both processes end at the same time."""
+    """Files that take minutes first, so that both processes end at the same time."""
     for item in items:
         needs = any(name.endswith(NEEDS) for name in item.fixturenames)
         if needs or any(map(item.get_closest_marker, LONG)):
             item.add_marker("slurm")
-    items.sort(key=lambda item: item.path.name not in ("test_laptop.py", "test_spare.py"))
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in MINUTES)
 
 
 def pytest_addoption(parser):
