@@ -68,7 +68,7 @@ def test_a_job_gets_what_its_header_asks_for(cluster, tmp_path):
         assert {len(rank["cuda"].split(",")) for rank in job.ranks()} == {2}
         for rank in job.ranks():
             assert rank["run"] == str(job.id)
-            assert rank["recorder"] == f"log/{job.id}/nccl_rank_"
+            assert rank["recorder"] == [f"log/{job.id}/nccl_rank_", "2000"]
             assert rank["files"][0] == rank["files"][1], "as many open files as Linux allows"
         assert (REPOSITORY / f"log/{job.id}").is_dir()
         first = rf"{LAUNCHERS[way]}: 4 ranks on node-\S+, rank 0 at node-\d+:\d+\. "

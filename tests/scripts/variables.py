@@ -25,7 +25,7 @@ given = {
     "threads": env.get("OMP_NUM_THREADS"),
     "files": resource.getrlimit(resource.RLIMIT_NOFILE),
     "faulthandler": faulthandler.is_enabled(),
-    "recorder": env["TORCH_FR_DUMP_TEMP_FILE"],
+    "recorder": [env["TORCH_FR_DUMP_TEMP_FILE"], env["TORCH_FR_BUFFER_SIZE"]],
     "cuda": env.get("CUDA_VISIBLE_DEVICES"),
     "cpus": sorted(os.sched_getaffinity(0)),
     "bin": env["PATH"].split(":")[0],
