@@ -71,8 +71,9 @@ STATES = {"TIMEOUT": "time_limit", "DEADLINE": "time_limit", "CANCELLED": "cance
 STATES |= {"PREEMPTED": "preempted", "NODE_FAIL": "node", "BOOT_FAIL": "node"}
 STATES |= {"OUT_OF_MEMORY": "memory", "REQUEUED": "stopped"}
 
-# What torchrun --tee, srun --label, Ray or DeepSpeed puts before a line, and colours
-LABEL = r"(?m)^(?:\[(?!rank\d)[\w.-]+\]: ?|\d+: |\(\w+ pid=[^)\n]*\) |[\w.-]+: (?=\[rank\d))+"
+# What torchrun --tee, srun --label, Ray, DeepSpeed or a bar of tqdm puts before a line, and colours
+LABEL = r"(?m)^(?:\[(?!rank\d)[\w.-]+\]: ?|\d+: |\(\w+ pid=[^)\n]*\) |[\w.-]+: (?=\[rank\d)"
+LABEL += r"|.*?\d/\d+ \[[\d:]+<[^]\n]*\])+"
 COLOUR = r"\x1b\[[\d;]*m"
 # The last line of a start before a later one, in the log of a launcher without env.sh
 REQUEUED = r"(?m)^.*[*] JOB \d+ ON .* DUE TO (?:JOB REQUEUE|PREEMPTION|NODE FAILURE).*\n"

@@ -191,6 +191,17 @@ def test_an_error(name):
     assert found["first"]["rank"] == int(name != "of NCCL's")
 
 
+def test_a_progress_bar():
+    """tqdm leaves its line open, so an error stands behind the last of its bars."""
+    bars = "".join(
+        f"  {n}%|#     | {n}/100 [00:0{n}<00:02, 3.1it/s, loss=2.{n}]\n" for n in range(3)
+    )
+    ended = "srun: error: node-1: task 0: Exited with exit code 1\n"
+    for error in ("data/train is not there", "terminate called without an active exception"):
+        assert end_of(f"{bars[:-1]}{error}\n{ended}")[2] == error
+    assert end_of(f"{bars}{ended}")[2] is None
+
+
 def test_labels_and_colours():
     """Of torchrun --tee, srun --label, DeepSpeed's pdsh and Ray."""
     for label in ("[default1]:", "03: ", "node-1: ", "(RayTrainWorker pid=7, ip=10.0.0.1) "):
