@@ -87,7 +87,7 @@ def test_every_block_is_run():
         "docs/containers.md": 1,
         "local/laptop/README.md": 1,
         "local/cluster/README.md": 1,
-        "docs/other_jobs.md": 7,
+        "docs/other_jobs.md": 9,
         "docs/recipes.md": 7,
     }
 
