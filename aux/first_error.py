@@ -49,7 +49,7 @@ CAUSES = {
     ),
     "not_started": (
         "Slurm could not start it",
-        "does the folder of --output exist, and may you write there?",
+        "make the folder of --output, or write to another one",
     ),
     "unknown": ("its log does not say why", "read the end of the log"),
 }
@@ -186,7 +186,8 @@ def end_of(part: dict, state: str = "", script: dict | None = None) -> dict:
         return {"cause": "terminated"} | nobody
     else:
         cause = "exit" if first and first["exit"] else "unknown"
-    return {"cause": cause, "first": first, "error": error, "guessed": guessed}
+    # A message may have the whole of a sample in it.
+    return {"cause": cause, "first": first, "error": error and error[:500], "guessed": guessed}
 
 
 def first_error(part: dict, script: dict | None = None) -> tuple[dict | None, str | None, bool]:

@@ -79,7 +79,8 @@ def look(job: str, program: str = "") -> dict:
                 was lost), `terminated` (by SIGTERM), `stopped` (it was requeued),
                 `wait_time` (srun ended the others of a task), `not_started`, `unknown`
     `by`        who has cancelled it; only accounting knows
-    `first`     the rank that ended before the others: `rank`, `node`, `exit` (status), `signal`
+    `first`     the rank that ended before the others: `rank`, `node`, `exit` (status), `signal`.
+                If no rank is known, the job's script, without `rank` and `node`
     `error`     the line of the log with the first error
     `starts`    a list: the number `start`, `began`, `ended`, `status`, `cause`, `first`, and by
                 its heartbeats `steps` (the first and the last), `steps_a_second` and `ranks`
@@ -159,7 +160,9 @@ def end_of_script(record: dict, noted: dict | None) -> dict | None:
     # So a shell says that ABRT, BUS, KILL, SEGV or TERM has ended its command.
     if status - 128 in (6, 7, 9, 11, 15):
         status, number = 0, status - 128
-    return end(None, None, status or None, number or None) if status or number else None
+    if (status, number) in ((0, 0), (0, 53)):  # the second one is Slurm's, of a job not started
+        return None
+    return end(None, None, status or None, number or None)
 
 
 def known_cause(cause: str, record: dict) -> str:
@@ -446,7 +449,7 @@ def sentences(found: dict) -> list[str]:
         link = "but" if cause == "unknown" else "because"
         lines = [f"Job {job} is {state or 'over'}, {link} {what}."]
     if found["error"]:
-        lines.append(f"    {found['error'][:500]}")
+        lines.append(f"    {found['error']}")
     if others := [f"{number} {state}" for number, state in found["others"].items()]:
         more = f" and {len(others) - 8} more" if len(others) > 8 else ""
         lines.append(f"Of the same array or job: {', '.join(others[:8])}{more}.")

@@ -191,6 +191,11 @@ def test_an_error(name):
     assert found["first"]["rank"] == int(name != "of NCCL's")
 
 
+def test_an_error_of_a_million_letters():
+    cause, _, error = end_of(f"[rank1]: ValueError: {'x' * 1_000_000}\n")
+    assert cause == "error" and error.startswith("ValueError: xx") and len(error) == 500
+
+
 def test_a_progress_bar():
     """tqdm leaves its line open, so an error stands behind the last of its bars."""
     bars = "".join(

@@ -186,10 +186,11 @@ def test_starts_that_save_nothing(folder, monkeypatch):
 def test_what_only_slurm_knows(folder, monkeypatch):
     """Whether SIGTERM came from a preemption, and that a job has not begun at all."""
     log = {row[0]: row[4] for row in LOGS}["preempted"]
-    Path("my log.out").write_text(log)
     for values, cause in (({}, "terminated"), ({"code": "0:53"}, "not_started")):
+        Path("my log.out").write_text(log if cause == "terminated" else "")
         answers(monkeypatch, {"scontrol": RECORD.format(**DEFAULTS | values)})
-        assert job_end.look("7")["cause"] == cause
+        found = job_end.look("7")
+        assert (found["cause"], found["first"]) == (cause, None)
 
 
 # squeue's manual: the states of a job that waits, those of one that has nodes, and how one ends
