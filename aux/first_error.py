@@ -102,7 +102,10 @@ SENTENCE = r"(?!\[rank\d+\]|\s|Traceback|=|-)."
 # How ranks and tasks ended, as its third command has it: by torchrun, spawn_ranks.py and srun
 ENDS = r"^srun: error: \S+: tasks? |^spawn_ranks.py: rank |^ +exitcode +: "
 TORCHRUN = r"(Root Cause.*\n(?:\S*\n)?)?^ +time +: (\S+)\n +host +: (\S+)\n +rank +: (\d+) .*\n"
-TORCHRUN += r" +exitcode +: (-?\d+)"
+TORCHRUN += r" +exitcode +: (-?\d+) \(pid: (\d+)"
+# Then they end the others, also by SIGKILL, if those ignore SIGTERM.
+FORCED, STOPS = r"process (\d+) via 15, forcefully", r"srun: .*Terminating StepId"
+PEER = r"onnection (?:closed|reset)|remote process|ncclRemote|was likely closed|got 0 bytes"
 SPAWN = r"^spawn_ranks.py: rank (\d+) on (\S+): .* (?:exit code (\d+)|signal (\w+))$"
 SRUN = r"^srun: error: (\S+): tasks? (\d+).*?: (?:Exited with exit code (\d+)|([\w ]+\w))"
 SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
@@ -182,6 +185,8 @@ def end_of(part: dict, state: str = "", script: dict | None = None) -> dict:
         cause = "killed"
     elif error and not guessed:
         cause = "error"
+    elif first and first["exit"] and first["rank"] is not None:
+        cause = "exit"
     elif "Received 15 death signal" in text or (first and first["signal"]):
         return {"cause": "terminated"} | nobody
     else:
@@ -249,16 +254,21 @@ def ends_of(text: str) -> list[dict]:
     ends = []
     # It ends a node's other ranks in the second in which one has failed.
     by_time = sorted(re.findall(TORCHRUN, text, re.MULTILINE), key=lambda its: (not its[0], its))
-    for _, _, node, rank, code in by_time:
+    forced = re.findall(FORCED, text)
+    for _, _, node, rank, code, process in by_time:
         status = (int(code), None) if int(code) >= 0 else (None, -int(code))
-        ends.append(end(int(rank), node, *status))
+        if process not in forced:
+            ends.append(end(int(rank), node, *status))
     for rank, node, code, name in re.findall(SPAWN, text, re.MULTILINE):
         ends.append(end(int(rank), node, int(code) if code else None, SIGNALS.get(name)))
     if ends:
         return ends
     # Under torchrun a task is no rank.
     ranks = "torch/distributed/elastic" not in text
-    for node, task, code, words in re.findall(SRUN, text, re.MULTILINE):
+    # A rank that was killed may be reported after those that have lost it.
+    early = text if re.search(PEER, text) else re.split(STOPS, text)[0]
+    found = re.findall(SRUN, early, re.MULTILINE) or re.findall(SRUN, text, re.MULTILINE)
+    for node, task, code, words in found:
         status = (int(code), None) if code else (None, SIGNALS.get(words))
         ends.append(end(int(task) if ranks else None, node, *status))
     return ends

@@ -153,6 +153,32 @@ def test_two_ranks_of_a_node_under_torchrun():
     assert end_of(SHARED.format(-6)) == ("killed", (1, "node-1", None, 6), None)
 
 
+# As Slurm 22.05 reports a rank that ended, and one that then ignored SIGTERM for 30 seconds
+DEAF = """{}no more data
+srun: error: node-2: task 1: Exited with exit code 3
+srun: launch/slurm: _step_signal: Terminating StepId=7.0
+slurmstepd-node-1: error: *** STEP 7.0 ON node-1 CANCELLED AT 2026-11-29T21:36:12 ***
+srun: error: node-1: task 0: Killed
+srun: Force Terminated StepId=7.0
+"""
+
+
+def test_ranks_that_ignore_sigterm():
+    """Are killed because another one has ended, by srun or torchrun, and are not to blame. But if
+    ranks say that they have lost one, it is the one that was killed."""
+    assert end_of(DEAF.format("")) == ("exit", (1, "node-2", 3, None), "no more data")
+    lost = "[rank1]: RuntimeError: Connection closed by peer\n"
+    assert end_of(DEAF.format(lost))[:2] == ("killed", (0, "node-1", None, 9))
+    forced = (
+        "W1 torch/distributed/a.py:4] Unable to shutdown process 8 via 15, forcefully exiting\n"
+    )
+    ended = SHARED.format(3).replace("-15 (pid: 8)", "-9 (pid: 8)")
+    assert end_of(ended)[1] == (0, "node-1", None, 9)
+    # On other nodes torchrun gets SIGTERM.
+    told = "W1 torch/distributed/a.py:7] Received 15 death signal, shutting down workers\n"
+    assert end_of(forced + ended + told)[:2] == ("exit", (1, "node-1", 3, None))
+
+
 BAD = "BadSample: sample 17 is bad"
 TRACEBACK = (
     '[rank1]: Traceback (most recent call last):\n[rank1]:   File "a.py", line 7, in <module>\n'
