@@ -347,7 +347,7 @@ def once(tmp_path_factory, name: str, make: Callable[[Path], None]) -> Path:
 
 def synthetic(name: str, folder: Path):
     """Fills the folder with a data set that aux/prepare_data.py makes on this machine."""
-    made = run(sys.executable, "aux/prepare_data.py", name, "--synthetic", "--data-dir", folder)
+    made = ranks(0, "aux/prepare_data.py", name, "--synthetic", "--data-dir", folder)
     assert made.returncode == 0, made.stderr
 
 
