@@ -126,8 +126,10 @@ PermitRootLogin yes
 PasswordAuthentication no
 KbdInteractiveAuthentication no
 StrictModes no
-SetEnv SLURM_CONF=/run/slurm-cluster-{1}/inside/slurm.conf
+SetEnv SLURM_CONF=/run/slurm-cluster-{1}/inside/slurm.conf PATH={0}/quick:{2}
 """
+# What sshd gives to root
+PATH_OF_ROOT = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SSH = """Host login login.example.org
   HostName {0}
   Port 2222
@@ -147,13 +149,16 @@ def sshd_on_node_1(cluster, folder: Path, home: Path):
     users, home_of_root = Path("/etc/passwd").read_text(), rf"\1:{home}:/bin/bash"
     passwd = re.sub(r"^(root:.*):[^:]+:[^:]+$", home_of_root, users, flags=re.M)
     name = cluster.environment["CLUSTER"]
-    files = {"shadow": shadow, "passwd": passwd, "sshd_config": SSHD.format(folder, name)}
+    settings = SSHD.format(folder, name, PATH_OF_ROOT)
+    files = {"shadow": shadow, "passwd": passwd, "sshd_config": settings}
     for file, text in files.items():
         (folder / file).write_text(text)
     script = f"mount --bind {folder}/shadow /etc/shadow; mount --bind {folder}/passwd /etc/passwd; "
     script += f"exec /usr/sbin/sshd -i -E {folder}/log -f {folder}/sshd_config"
     connect = f"CLUSTER={name} SUDO_UID= exec {NAMESPACES} exec unshare --mount sh -euc '{script}'"
     stand_ins(folder / "bin", {"connect": connect})
+    # remote.sh asks Slurm after every 15 of these.
+    stand_ins(folder / "quick", {"sleep": "exec /usr/bin/sleep 0.1"})
 
 
 @pytest.fixture(scope="module")
