@@ -183,6 +183,19 @@ def test_nothing_to_unpack(job, tmp_path):
     assert done.returncode == 1 and done.stdout == "" and "absent.tar" in done.stderr
 
 
+def test_a_node_that_does_not_see_the_archive(job, archive, tmp_path):
+    """For a moment: a later job does not find an empty folder there. Here srun is that node."""
+    gone = archive.with_name("gone.tar")
+    hides = f'if mv {archive} {gone}; then "$@"; s=$?; mv {gone} {archive}; exit $s; fi'
+    stand_ins(tmp_path / "bin", {"srun": f'while [[ "$1" == --* ]]; do shift; done; {hides}'})
+    stage = lines(tmp_path / "local", f"stage {archive}", "ls $STAGED | wc --lines")
+    done = run(*stage, env=job)
+    assert (done.returncode, done.stdout) == (1, ""), done
+    assert re.search(rf"^stage.sh: \S+: cannot unpack {archive}$", done.stderr, re.M), done
+    stand_ins(tmp_path / "bin", {"srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"'})
+    assert run(*stage, env=job).stdout == "50\n"
+
+
 COMPILES = """
 import torch
 from torch._dynamo.utils import counters

@@ -57,7 +57,8 @@ if [[ -e "$folder" ]]; then
 fi
 rm -rf "$folder".{part,gone}
 mkdir "$folder.part"
-if [[ -e "$archive" ]]; then
+# Only `caches` may lack its archive.
+if [[ "$name" || -e "$archive" ]]; then
     tar --extract --file "$archive" --directory "$folder.part" || fail "cannot unpack $archive"
 fi
 if [[ "$name" ]]; then
