@@ -241,9 +241,9 @@ case $1 in
         echo "$*" >>created
         mkdir -p "$containers/$4"
         if ! grep image "$5" >"$containers/$4/image"; then echo "[ERROR] no image" >&2; exit 1; fi
-        if [[ -e hold ]]; then sleep 20; fi ;;
+        for ((i = 0; i < 200; i++)); do if [[ -e hold ]]; then sleep 0.1; fi; done ;;
     remove) rm -r "$containers/$3" ;;
-    start) printf '%s\\n' "$@" ;;
+    start) printf '%s\\n' "$@" && trap -p TERM >ignored ;;
 esac
 """
 
@@ -259,10 +259,10 @@ def node(tmp_path):
     settings |= {"CONTAINER_IMAGE": code / "image.sqsh", "CONTAINER_FOLDER": code, "PATH": path}
     settings |= {"XDG_DATA_HOME": tmp_path / "data", "SLURMD_NODENAME": "n1"}
 
-    def start(**changes: object) -> subprocess.Popen:
+    def start(script: str = "train.py", **changes: object) -> subprocess.Popen:
         env = {name: str(value) for name, value in (settings | changes).items()}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = [REPOSITORY / "aux/launch/enroot.sh", "train.py", *NASTY]
+        command = [REPOSITORY / "aux/launch/enroot.sh", script, *NASTY]
         return subprocess.Popen(command, cwd=code, env=env, start_new_session=True, **pipes)
 
     start.code, start.containers = code, tmp_path / "data/enroot"
@@ -323,6 +323,20 @@ def test_killed_while_it_is_created(node):
     name = words(node())[0]
     assert (node.code / "created").read_text().count("--force") == 2
     assert [path.name for path in node.containers.glob("[!.]*")] == [name]
+
+
+@pytest.mark.parametrize(
+    ("script", "ignored"), [("./torchrun.sh", "trap -- '' SIGTERM\n"), ("train.py", "")]
+)
+def test_a_signal_while_it_is_created(script, ignored, node):
+    """SIGTERM does not end the job, and is not ignored in a command that knows nothing of that."""
+    (node.code / "hold").touch()
+    job = node(script)
+    wait_for(lambda: list(node.containers.glob("*half*/image")), 20)
+    os.killpg(job.pid, signal.SIGTERM)
+    (node.code / "hold").unlink()
+    assert script in words(job)
+    assert (node.code / "ignored").read_text() == ignored
 
 
 def test_image_replaced_between_jobs(node):

@@ -5,6 +5,9 @@
 # It takes its settings, CONTAINER_*, from run_script.sh.
 set -euo pipefail
 
+# Creating a container takes minutes. As in torchrun.sh, SIGTERM does not end the job meanwhile.
+trap '' TERM
+
 host=${SLURMD_NODENAME:-$HOSTNAME}
 
 die() {
@@ -89,6 +92,9 @@ names+=(TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR HF_DATASETS_CACHE HF_MODULES_CA
 for variable in "${names[@]}"; do
     if [[ -v "$variable" ]]; then options+=(--env "$variable"); fi
 done
+
+# torchrun.sh ignores SIGTERM until torchrun is up. Any other command begins as without this script.
+if [[ "$1" != */torchrun.sh ]]; then trap - TERM; fi
 
 # The command gets this job's umask, because a login shell may take one from the image.
 # shellcheck disable=SC2016  # expanded by the shell in the container, which becomes the command
