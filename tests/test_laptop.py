@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -373,12 +374,35 @@ def test_what_cannot_be_submitted_leaves_nothing(laptop):
     assert laptop.job_folders() == before
 
 
+SBATCH = """echo "Welcome to the cluster"
+sleep 0.05
+echo weights >best.pt
+touch --date=2001-01-01 best.pt
+echo "7;theirs\""""
+
+
+def test_what_a_job_has_written(tmp_path, monkeypatch):
+    """Is fetched, also if it has an old date, as after cp -p or tar -x. The code is not. And sbatch
+    is a site's own, which prints a banner."""
+    path = stand_ins(tmp_path / "tools", {"sbatch": SBATCH, "scontrol": 'echo "   StdOut=/log"'})
+    monkeypatch.setenv("PATH", f"{path}:{os.environ['PATH']}")
+    cluster = {"backend": "local"}
+    with (tmp_path / "sent").open("w+b") as sent:
+        submission.pack(sent, ["env.sh"], [])
+        sent.seek(0)
+        command = ["submit", tmp_path / "jobs", "x", "", 0, 0, "sbatch", "env.sh"]
+        job, folder, log = submission.send(cluster, command, sent)
+    assert (job, log) == (7, "/log") and (Path(folder) / "env.sh").exists()
+    submission.fetch(cluster, folder, tmp_path / "ours-7")
+    assert [path.name for path in (tmp_path / "ours-7").iterdir()] == ["best.pt"]
+
+
 def test_fetch_of_a_job_that_still_runs(tmp_path, monkeypatch):
     """Its log grows while tar reads it. What tar cannot read is an error."""
     folder = tmp_path / "job"
     folder.mkdir()
     (folder / ".submission").touch()
-    os.utime(folder / ".submission", (0, 0))
+    time.sleep(0.05)  # the clock of a file system has ticks
     (folder / "log").write_bytes(bytes(1 << 20))
     (folder / "best.pt").write_text("weights")
     os.link(folder / "best.pt", folder / "last.pt")

@@ -34,7 +34,7 @@ submit() {
     trap 'rm -rf "$folder"' EXIT
     trap 'exit 1' HUP INT TERM
 
-    # -m dates the files now, so that newer ones than the last, .submission, are the job's own.
+    # -m dates the files now, because the clocks of two machines differ.
     message=$(tar -x -m --no-same-owner -f - -C "$folder" 2>&1) ||
         die "copying to $folder failed, it is removed: $(echo "$message" | head -n 1)"
     [ -e "$folder/.submission" ] || die "copying to $folder was interrupted, it is removed"
@@ -54,9 +54,10 @@ submit() {
         (cd "$folder" && ./aux/import_image.sh "$image" pytorch.sqsh >&2)
     fi
     cd "$folder"
-    touch "$folder/.submission"
+    touch "$folder/.submission" # what changes from here on is the job's own
     job=$("$@") # sbatch
     trap - EXIT HUP INT TERM
+    job=$(printf '%s\n' "$job" | tail -n 1) # a site's sbatch may print a banner before it
     job=${job%%;*} # in a federation the cluster's name follows
     printf '%s\n' "$job" "$folder"
     scontrol show job "$job" | sed -n 's/^ *StdOut=//p'
@@ -110,7 +111,8 @@ state() {
 fetch() {
     cd "$1"
     # A running job's log changes as tar reads it, which is tar's status 1.
-    find . -type f -newer .submission ! -path '*/__pycache__/*' -print0 |
+    # By ctime, because cp -p and tar -x give a file an old mtime.
+    find . -type f -cnewer .submission ! -path '*/__pycache__/*' -print0 |
         tar -c --null -T - --hard-dereference --warning=no-file-changed -f - || [ $? = 1 ]
 }
 
