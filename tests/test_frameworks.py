@@ -4,13 +4,16 @@
 """
 
 import json
+import os
 import re
 import shutil
+import signal
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+import job_processes
 from slurm import LAUNCHERS, REPOSITORY, at_once, one_rank_a_node, ranks, run, wait_for
 
 FOLDER = REPOSITORY / "examples"
@@ -371,18 +374,30 @@ def test_killed_in_a_save(packages, cluster, tmp_path):
 
 
 @pytest.mark.matrix
-def test_lightning_requeues_itself(packages, cluster, tmp_path):
+@pytest.mark.parametrize("reaches", ["ranks", "all"])
+def test_lightning_requeues_itself(reaches, packages, cluster, tmp_path):
     """At SIGUSR1, if srun starts the ranks. It saves wherever a rank happens to be, and so hangs if
-    one is in a collective already: in steps of a second all are at the same line when it comes."""
+    one is in a collective already: in steps of a second all are at the same line when it comes. If
+    the signal reaches all processes, loader workers do not save as well."""
     changes = [("[Stop(), ", "["), ("ckpt_path=last", 'ckpt_path="last"')]
+    if reaches == "all":
+        old, workers = "sampler=sampler, ", "num_workers=2, multiprocessing_context='fork', "
+        workers += "worker_init_fn=preemption.ignore, persistent_workers=True, "
+        changes += [(old, old + workers)]
     script = variant("lightning", tmp_path / "copy", 1000, SLOW, changes)
     script.write_text(script.read_text().replace(LISTEN, ""))
     command = [f"--output={tmp_path}/log", *one_rank_a_node("srun"), LAUNCHERS["srun"], script]
     job = cluster.submit(*command, tmp_path / "saved", env=packages)
     wait_for(lambda: list(tmp_path.glob("saved/*.ckpt")), 180)
-    cluster.exec("scancel", "--signal=USR1", job)
+    processes = job_processes.ranks(job, script.name)
+    assert len(processes) == (2 if reaches == "ranks" else 6)
+    if reaches == "ranks":
+        cluster.exec("scancel", "--signal=USR1", job)
+    else:
+        for process in processes:
+            os.kill(process, signal.SIGUSR1)
     cluster.start_again(job, 180)
-    assert (tmp_path / "saved/hpc_ckpt_1.ckpt").exists()
+    assert [path.name for path in tmp_path.glob("saved/hpc_*")] == ["hpc_ckpt_1.ckpt"]
     words = "Restored all states from the checkpoint at "
     wait_for(lambda: words in (tmp_path / "log").read_text(), 180)
     cluster.exec("scancel", job)
