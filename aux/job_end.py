@@ -89,7 +89,7 @@ def look(job: str, program: str = "") -> dict:
     `without_progress`  how many of the last starts got no further than those before them, or
                 without heartbeats, how many began after the newest checkpoint and have ended
     `saved`     the newest checkpoint in checkpoints/JOB, or JOB_PROGRAM
-    `log`       its path
+    `log`       its path; `known_by` also has that of --error
     `next`      what to do
 
     Of a job that runs, watch_job.py adds `silent`, `waited_for` and `missing` (not begun):
@@ -120,7 +120,7 @@ def look(job: str, program: str = "") -> dict:
 
     folder = Path("log", job)
     noted, beats = noted_starts(folder), read_starts(folder / program)
-    log = find_log(job, record or {}, noted)
+    logs = find_logs(job, record or {}, noted)
     # Without env.sh and Slurm heartbeats count the starts.
     last = max(beats, default=0)
     if record:
@@ -128,17 +128,23 @@ def look(job: str, program: str = "") -> dict:
     last = max(noted, default=last)
     # The first start says nothing about an end while it runs.
     ended = last > 0 or found["state"] not in RUNS
-    parts = parts_of(read(log), last) if log and ended else []
+    parts = []
+    for log in logs if ended else []:
+        said = parts_of(read(log), last)
+        texts = {part["start"]: part["text"] for part in said}
+        for part in parts:
+            part["text"] += texts.get(part["start"], "")
+        parts = parts or said
     script = end_of_script(record or {}, noted.get(last))
     end = end_of(parts[-1] if parts else {"text": ""}, found["state"] or "", script)
     rows = found["starts"] = rows_of(folder, noted, beats, parts, states, end)
     run = f"{job}_{program}" if program else job
-    found |= {"log": log and str(log), "saved": newest(Path("checkpoints", run))}
+    found |= {"log": str(logs[0]) if logs else None, "saved": newest(Path("checkpoints", run))}
     found |= progress(rows, found["state"] in RUNS, found["saved"])
     if noted:
         found["known_by"].append(str(folder / f"start-{max(noted)}"))
     if parts:
-        found["known_by"].append(str(log))
+        found["known_by"] += map(str, logs)
 
     if found["state"] in RUNS and rows:
         rows[-1] |= {"ended": None, "cause": None, "first": None}
@@ -319,14 +325,18 @@ def read_starts(folder: Path) -> dict[int, list[dict]]:
     return starts
 
 
-def find_log(job: str, record: dict, noted: dict[int, dict]) -> Path | None:
-    """The job's log: as Slurm knows it, as env.sh has noted it, or by its name."""
-    # Slurm 22.05 leaves a %N in the name to the node.
-    paths = [record.get("StdOut", "").replace("%N", record.get("BatchHost", ""))]
-    paths += [noted[number]["log"] or "" for number in sorted(noted)[::-1]]
-    paths += sorted(Path().glob(f"*[_-]{job}.out"))
-    # A folder of another user's may be closed.
-    return next((Path(path) for path in paths if os.path.isfile(path)), None)
+def find_logs(job: str, record: dict, noted: dict[int, dict]) -> list[Path]:
+    """The job's log, as Slurm knows it, as env.sh has noted it, or by its name. If the job has
+    --error, that file as well."""
+    found, more = [], [noted[number]["log"] or "" for number in sorted(noted)[::-1]]
+    for field, ending in (("StdOut", "out"), ("StdErr", "err")):
+        # Slurm 22.05 leaves a %N in the name to the node.
+        paths = [record.get(field, "").replace("%N", record.get("BatchHost", "")), *more]
+        paths += sorted(Path().glob(f"*[_-]{job}.{ending}"))
+        # A folder of another user's may be closed.
+        found += [Path(path) for path in paths if os.path.isfile(path)][:1]
+        more = []
+    return list(dict.fromkeys(found))
 
 
 def rows_of(

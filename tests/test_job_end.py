@@ -226,6 +226,24 @@ def test_where_the_log_is(folder, monkeypatch):
     assert job_end.look("7")["log"] == "n1_7"
 
 
+def test_errors_in_a_file_of_their_own(folder, monkeypatch):
+    """By --error."""
+    header = "t: 2 ranks on node-[1-2], rank 0 at n:6. Each node: ranks 1, GPUs 0 of 0, CPUs 1\n"
+    Path("my log.out").write_text(f"{header}step 7\n{header}step 9\n")
+    note("began 1795960400 node-[1-2] my log.out", 1)
+    its = f"[rank0]: OSError: the first\n{REQUEUED} ***\n[rank1]: ValueError: the second\n"
+    Path("my log.err").write_text(its)
+    record = RECORD.format(**DEFAULTS | {"restarts": 1})
+    record = record.replace("StdErr=my log.out", "StdErr=my log.err")
+    answers(monkeypatch, {"scontrol": record})
+    found = job_end.look("7")
+    assert (found["cause"], found["error"]) == ("error", "ValueError: the second")
+    assert [row["cause"] for row in found["starts"]] == ["stopped", "error"]
+    assert (found["log"], found["known_by"][-2:]) == ("my log.out", ["my log.out", "my log.err"])
+    Path("my log.out").unlink()
+    assert job_end.look("7")["error"] == "ValueError: the second"
+
+
 def test_a_folder_that_is_closed(folder, monkeypatch):
     """Another user's."""
     answers(monkeypatch, {"scontrol": RECORD.format(**DEFAULTS)})
