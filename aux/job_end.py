@@ -431,7 +431,7 @@ def what_next(found: dict) -> str | None:
     idle = found["without_progress"] or 0
     if idle > 1 and found["state"] != "COMPLETED":
         if found["step"] is None:
-            return f"the last {idle} starts have saved nothing: look why before it starts again"
+            return f"the last {idle} starts have saved nothing: look why"
         stuck = f"the last {idle} starts got no further than step {found['step']}"
         return f"{stuck}: look at that step before it starts again"
     if found["ended"] is None:

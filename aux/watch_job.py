@@ -82,9 +82,7 @@ def main():
         found["unknown"] += [name for name in late if late[name] is None]
         print(json.dumps(found))
         sys.exit(not runs or any(late.values()))
-    if not runs:
-        sys.exit(look_into(job, program))
-    status = 0
+    status = 0 if runs else look_into(job, program)
     for folder, beats, silent in runs:
         if len(runs) > 1:
             print(f"{folder.relative_to('log')}:")

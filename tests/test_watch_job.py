@@ -94,6 +94,23 @@ def test_watch_job_and_the_last_task_of_an_array(tmp_path):
     assert watched.returncode == 1 and json.loads(watched.stdout)["others"] == {"8": "FAILED"}
 
 
+def test_the_starts_of_a_script_without_heartbeats(tmp_path):
+    """Also while it runs again: three have saved nothing."""
+    (tmp_path / "checkpoints/7").mkdir(parents=True)
+    (tmp_path / "checkpoints/7/last.pt").touch()
+    os.utime(tmp_path / "checkpoints/7/last.pt", (0, 1795960277))
+    (tmp_path / "log/7").mkdir(parents=True)
+    for start in range(4):
+        line = f"began {1795960300 + start} n1 7.out\n"
+        (tmp_path / f"log/7/start-{start}").write_text(line)
+    record = RECORD.format(7).replace("Restarts=1", "Restarts=3")
+    path = stand_ins(tmp_path / "bin", {"scontrol": f"echo '{record}'", "srun": "true"})
+    env = environment(PATH=f"{path}:/usr/bin:/bin")
+    watched = run(sys.executable, WATCH, "7", cwd=tmp_path, env=env)
+    assert watched.returncode == 1 and watched.stdout.startswith("Start 0, "), watched
+    assert watched.stdout.endswith("Next: the last 3 starts have saved nothing: look why.\n")
+
+
 def test_a_running_job_for_programs(tmp_path):
     """Which ranks the others wait for, and the steps of all starts."""
     for start in (0, 1):
