@@ -75,8 +75,9 @@ STATES |= {"OUT_OF_MEMORY": "memory", "REQUEUED": "stopped"}
 LABEL = r"(?m)^(?:\[(?!rank\d)[\w.-]+\]: ?|\d+: |\(\w+ pid=[^)\n]*\) |[\w.-]+: (?=\[rank\d)"
 LABEL += r"|.*?\d/\d+ \[[\d:]+<[^]\n]*\])+"
 COLOUR = r"\x1b\[[\d;]*m"
-# The last line of a start before a later one, in the log of a launcher without env.sh
+# The last lines of a start before a later one, in the log of a launcher without env.sh
 REQUEUED = r"(?m)^.*[*] JOB \d+ ON .* DUE TO (?:JOB REQUEUE|PREEMPTION|NODE FAILURE).*\n"
+REQUEUED += r"(?:(?:srun: |slurmstepd).*\n)*"
 # The first line of a start: env.sh's, or launch_slurm_with_spare.sh's
 BEGINS = r"^(?:.*: \d+ ranks on (\S+), rank 0 at .* Each node: ranks (\d+),.*"
 BEGINS += r"|Start ([1-9]\d*) on ([\w.,-]+))$"
@@ -159,6 +160,9 @@ def end_of(part: dict, state: str = "", script: dict | None = None) -> dict:
     """
     # A program that aux/launch/programs.sh has started again did not end the job.
     *before, tail = re.split(AGAIN, part["text"])
+    # A job that is requeued does not fail. So its next start has, before env.sh's line.
+    if state == "FAILED" and "DUE TO JOB REQUEUE" in tail:
+        tail = re.split(REQUEUED, tail)[-1]
     part = part | {"text": tail}
     text, nobody = part["text"], {"first": None, "error": None, "guessed": False}
     said = (name for name, words in WORDS.items() if re.search(words, text, re.MULTILINE))

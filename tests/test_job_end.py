@@ -166,6 +166,22 @@ def test_a_launcher_without_env_sh_is_requeued(folder, monkeypatch):
     assert (row["start"], row["cause"]) == (0, "stopped")
 
 
+def test_a_start_that_fails_in_env_sh(folder, monkeypatch):
+    """Before its line, so the log has only those of the start before."""
+    note("began 1795960400 node-[1-2] my log.out", 1)
+    lines = [
+        "t: 1 ranks on n1, rank 0 at n1:6. Each node: ranks 1, GPUs 0 of 0, CPUs 1",
+        f"{REQUEUED} ***",
+        "srun: error: n1: task 0: Terminated",
+        "env.sh: site.sh, line 3 failed: module load gone",
+    ]
+    Path("my log.out").write_text("\n".join(lines) + "\n")
+    answers(monkeypatch, {"scontrol": RECORD.format(**DEFAULTS | {"restarts": 1})})
+    found = job_end.look("7")
+    assert (found["cause"], found["error"]) == ("exit", lines[-1])
+    assert found["first"]["rank"] is None
+
+
 def test_starts_that_save_nothing(folder, monkeypatch):
     """Without heartbeats: those that have begun since the newest checkpoint."""
     for number in (1, 2, 3):
