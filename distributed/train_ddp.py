@@ -105,7 +105,7 @@ autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision ==
 path, epochs_done, found = args.checkpoint_dir / "checkpoint.pt", 0, [None]
 if rank == 0:
     args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-    if path.exists():
+    if path.name in os.listdir(path.parent):
         found = [torch.load(path, map_location="cpu", weights_only=True)]
 dist.broadcast_object_list(found)
 if checkpoint := found[0]:

@@ -65,12 +65,14 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(train_loader))
 
 # A requeued job keeps its RUN, and so its file. An argument names another one, if it is there.
-path = f"last_{run}.pt"
-resume = "SLURM_RESTART_COUNT" in os.environ and os.path.exists(path)
+path, resume = f"last_{run}.pt", "SLURM_RESTART_COUNT" in os.environ
 if len(sys.argv) > 1:
-    path, resume = sys.argv[1], os.path.exists(sys.argv[1])
+    path, resume = sys.argv[1], True
+folder, name = os.path.split(os.path.abspath(path))
+found = [resume and name in os.listdir(folder)]
+dist.broadcast_object_list(found)  # rank 0's, because a node may see a new file later
 steps_done, best = 0, -1.0
-if resume:
+if found[0]:
     # On the CPU, because the GPU has no room for the weights twice.
     saved = torch.load(path, map_location="cpu", weights_only=True)
     model.load_state_dict(saved["model"])

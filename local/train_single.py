@@ -76,7 +76,7 @@ autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision ==
 # --- checkpoint ---
 path, epochs_done = args.checkpoint_dir / "checkpoint.pt", 0
 args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-if path.exists():
+if path.name in os.listdir(path.parent):
     # On the CPU, because the GPU has no room for the weights twice.
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     model.load_state_dict(checkpoint["model"])

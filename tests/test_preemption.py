@@ -543,6 +543,15 @@ def test_chapter_s_script_resumes(tmp_path):
         assert re.findall(EVALUATED, resumed) == [second]
 
 
+def test_a_file_that_cannot_be_read_is_not_replaced(tmp_path):
+    """A link to a file system that is away."""
+    script, path = small_project("many_gpus_preemptible.py", tmp_path), tmp_path / "last.pt"
+    path.symlink_to("/away/last.pt")
+    done = ranks(1, script, path, cwd=tmp_path, PYTHONPATH=REPOSITORY / "distributed")
+    assert done.returncode == 1 and "No such file" in done.stderr, done.stdout + done.stderr
+    assert path.is_symlink()
+
+
 def test_a_worker_that_has_just_begun():
     """torchrun passes SIGTERM on to the workers as well. torch has a handler of its own in them,
     which ends them, until worker_init_fn is called."""

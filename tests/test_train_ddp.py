@@ -122,6 +122,17 @@ def test_resume(script, tiny, tmp_path):
     assert evaluations(second.stdout)[0] == pytest.approx(evaluations(both.stdout)[1], rel=1e-5)
 
 
+@pytest.mark.parametrize("script", [SINGLE, DDP])
+def test_a_checkpoint_that_cannot_be_read_is_not_replaced(script, tiny, tmp_path):
+    """A link to a file system that is away. Of that, as of any error, Path.exists says False, from
+    Python 3.14 on."""
+    path = tmp_path / "checkpoint.pt"
+    path.symlink_to("/away/checkpoint.pt")
+    done = ranks(0, script, "--data-dir", tiny, "--epochs", 1, "--checkpoint-dir", tmp_path)
+    assert done.returncode == 1 and "No such file" in done.stderr, done.stdout + done.stderr
+    assert path.is_symlink() and [*tmp_path.iterdir()] == [path]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("script", [SINGLE, DDP, PREEMPTIBLE])
 def test_what_a_resumed_run_is_told(script, tiny, tmp_path):
