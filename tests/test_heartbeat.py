@@ -196,6 +196,12 @@ def test_where_a_rank_waits(calls, waits):
     assert heartbeat.describe([*calls, ("<module>", "/x/train.py", 9)])[2] is waits
 
 
+def test_a_main_thread_that_has_ended(monkeypatch):
+    """While C code prints its error, it has no frame. The thread of heartbeats goes on."""
+    monkeypatch.setattr(sys, "_current_frames", dict)
+    assert heartbeat.main_stack() == ([], "-", False)
+
+
 @pytest.mark.parametrize(("age", "silent"), [(100, []), (130, []), (145, [1])])
 def test_a_rank_of_a_large_job_is_silent_later(age, silent, tmp_path, monkeypatch):
     """Of 4,096 ranks each writes every 137 s."""
