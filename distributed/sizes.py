@@ -96,7 +96,10 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         # No other key sets an option, because the file may be a stranger's.
         shape = {name: hf_config.get(name, 0) for name in SHAPE | EXPERTS}
         parser.set_defaults(hf_config=hf_config, **TUNING | shape)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.warmup_steps < 0:
+        parser.error("--warmup-steps must be 0 or more")
+    return args
 
 
 def best_precision(device: torch.device) -> str:
@@ -225,7 +228,7 @@ def memory(
     }
 
 
-def gpu_memory(device: torch.device) -> float:
+def total_memory(device: torch.device) -> float:
     """A GPU's bytes. A CPU's count as enough."""
     if device.type == "cpu":
         return math.inf
@@ -237,7 +240,7 @@ def plan_memory(
 ) -> tuple[bool, str]:
     """Whether to recompute activations: as it is said, or because `memory` of the other arguments
     is more than the device's. And a line for the log on what they take."""
-    room = gpu_memory(device)
+    room = total_memory(device)
     # NCCL takes some of it, and some is lost between tensors.
     usable = 0.9 * room
     if activation_checkpointing is None:

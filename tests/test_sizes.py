@@ -120,7 +120,7 @@ def test_memory_of_experts_by_hand(monkeypatch):
     assert memory(config, 1, 4096)["gradients"] == 4 * everything
     active = 48 * 56_889_600 + 151_936 * 2048 + 2048
     assert flops_per_token(config, 4096) == 6 * active + 12 * 48 * 4096 * 4096
-    monkeypatch.setattr(sizes, "gpu_memory", lambda device: 2.0**30)
+    monkeypatch.setattr(sizes, "total_memory", lambda device: 2.0**30)
     _, line = plan_memory(torch.device("cpu"), True, config, 1, 4096, 8)
     assert "take less. torchtitan also splits the experts of a layer, which FSDP gathers" in line
     _, line = plan_memory(torch.device("cpu"), True, new_config(SIZES["8b"], 4096, 99), 1, 4096, 8)
@@ -194,6 +194,14 @@ def test_which_options_may_be_0(name, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         sizes.parse(argparse.ArgumentParser())
     assert f"argument {option}: invalid positive value: '0'" in capsys.readouterr().err
+
+
+def test_a_negative_warmup_is_a_sentence(monkeypatch, capsys):
+    """-1 would divide by 0, and -5 train at a negative rate."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--warmup-steps", "-1"])
+    with pytest.raises(SystemExit):
+        sizes.parse(argparse.ArgumentParser())
+    assert "error: --warmup-steps must be 0 or more\n" in capsys.readouterr().err
 
 
 HEADS = "--num-attention-heads must be a multiple of --num-key-value-heads, and --head-dim even"
@@ -275,7 +283,7 @@ def test_memory_by_hand(monkeypatch):
     # 5 % more than the step needs is not enough.
     narrow = (1.05 * more / 2**30, None, True)
     for gib, asked, expected in ((80, None, False), narrow, (25, None, True), (25, False, False)):
-        monkeypatch.setattr(sizes, "gpu_memory", lambda device, gib=gib: gib * 2**30)
+        monkeypatch.setattr(sizes, "total_memory", lambda device, gib=gib: gib * 2**30)
         recompute, line = plan_memory(device, asked, *step)
         assert recompute == expected and f"of the GPU's {gib:.1f} (" in line
         assert ("\nwarning: this may not fit" in line) == (gib == 25 and not recompute)

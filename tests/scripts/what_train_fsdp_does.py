@@ -22,7 +22,7 @@ import token_files
 import transformer
 
 sizes.peak_flops = lambda device: 1e9
-sizes.gpu_memory = lambda device: float(os.environ.get("ROOM", "inf"))
+sizes.total_memory = lambda device: float(os.environ.get("ROOM", "inf"))
 alive, collect = heartbeat.alive, gc.collect
 eval_batches, forward = token_files.TokenDataset.eval_batches, transformer.Transformer.forward
 
