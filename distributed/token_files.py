@@ -164,9 +164,7 @@ class TokenDataset:
                 mask = numbers(mapped(self.folder / f"{split}.mask"), torch.uint8, len(tokens))
                 self.masks[split] = mask.unfold(0, context + 1, 1)
         places = len(self.tokens["train"])
-        self.per_epoch = max(1, places // context)
-        if self.packed:
-            self.per_epoch = math.ceil(places / context)
+        self.per_epoch = math.ceil(places / context) if self.packed else max(1, places // context)
 
     @property
     def metadata(self) -> dict:
