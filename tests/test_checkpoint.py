@@ -1,6 +1,8 @@
 """checkpoint.py, in a script of somebody's own and with every fault, on two ranks."""
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 
@@ -132,6 +134,29 @@ def test_a_save_that_fails(found):
     assert first["returns"] is False and first["names"] == ["owner", "step_1"]
     assert re.fullmatch("warning: step 2 is not saved, .*File too large.*\n", first["says"])
     assert first["then"] and first["later"] == ["owner", "step_1", "step_3"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(number, found, tmp_path, monkeypatch):
+    """The run would begin at step 0, and in time delete what it has. (Path.glob finds nothing with
+    EACCES in any Python, and with EIO from 3.12 on.)"""
+    assert checkpoint.steps(tmp_path / "none") == checkpoint.steps(Path(__file__)) == []
+
+    def fails(path):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "listdir", fails)
+    monkeypatch.setattr(os, "scandir", fails)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        checkpoint.steps(tmp_path)
+    for rank in found["away"]:
+        assert rank["ends"] == 1 and rank["written"] is True
+        assert rank["names"] == ["owner", "step_1", "step_2"]
+    assert re.search(r"/away cannot be written: Permission denied\n$", found["away"][0]["says"])
+
+
+def test_an_owner_that_a_start_has_left_empty(found):
+    assert [rank.get("returns") for rank in found["empty_owner"]] == [1, 1]
 
 
 # What rank 0 says, and both end with status 1.

@@ -272,6 +272,29 @@ def full_disk():
     return found | {"then": runs.wait(), "later": names("full")}
 
 
+def away():
+    """A folder that cannot be read is not an empty one. An old checkpoint that cannot be found
+    cannot be deleted, and that is no fault of the new one."""
+
+    def steps(path):
+        raise PermissionError(13, "Permission denied")
+
+    runs, found = saved("away", (1,)), checkpoint.steps
+    checkpoint.steps = steps
+    begins = attempt(lambda: checkpoint.Folder(FOLDER / "away", resume=False))
+    runs.save(2, *trained(2))
+    checkpoint.steps, written = found, runs.wait()
+    dist.barrier()  # rank 0 gives the name
+    return begins | {"written": written, "names": names("away")}
+
+
+def empty_owner():
+    """As a start leaves it that is killed, or has no room, while it writes the file."""
+    saved("empty", (1,))
+    damage(FOLDER / "empty/owner", lambda path: os.truncate(path, 0))
+    return loaded("empty")
+
+
 def not_finite():
     runs, (model, optimizer) = saved("finite", (1,)), trained(2)
     if rank == 1:
@@ -405,7 +428,7 @@ SCENARIOS = (whole, copied_at_once, truncated, missing_file, all_damaged, killed
 SCENARIOS += (whatever_else, without_what_it_asks_for, copies_of_what_all_hold, one_to_keep)
 SCENARIOS += (unseen_by_one, two_names, saved_twice)
 SCENARIOS += (full_disk, not_finite, slow_words, other_values, not_shared, zombie, two_jobs)
-SCENARIOS += (of_no_run, own_weights)
+SCENARIOS += (of_no_run, own_weights, away, empty_owner)
 for scenario in SCENARIOS:
     found = scenario()
     everywhere = [None, None]
