@@ -16,8 +16,8 @@ preemption.listen()  # before the slow imports, because Slurm may ask at any tim
 
 import contextlib
 import os
+import re
 import runpy
-from pathlib import Path
 
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerState
@@ -45,18 +45,23 @@ class Stop(TrainerCallback):
 def newest(folder: str) -> str | None:
     """The newest checkpoint that is whole. Rank 0 writes trainer_state.json last, so one that a
     kill has cut off has none, or half of one."""
-    found = [path for path in Path(folder).glob("checkpoint-*") if path.name[11:].isdecimal()]
-    for path in sorted(found, key=lambda path: int(path.name.split("-")[1]), reverse=True):
-        with contextlib.suppress(OSError, ValueError):
-            TrainerState.load_from_json(path / "trainer_state.json")
-            return str(path)
+    # On NFS a node on which it was missing would else not see it for a minute.
+    os.makedirs(folder, exist_ok=True)
+    names = [re.fullmatch(r"checkpoint-(\d+)", name) for name in os.listdir(folder)]
+    for step in sorted((int(name[1]) for name in names if name), reverse=True):
+        path = f"{folder}/checkpoint-{step}"
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            TrainerState.load_from_json(f"{path}/trainer_state.json")
+            return path
     return None
 
 
-train, trained = Trainer.train, set()
+train, trained, device = Trainer.train, set(), "cpu"
 
 
 def resume_and_train(self, resume_from_checkpoint=None, *others, **named):
+    global device
+    device = self.args.device
     if self.args.output_dir in trained:
         sys.exit(f"{self.args.output_dir} has a training already: give the second one another")
     trained.add(self.args.output_dir)
@@ -75,4 +80,5 @@ if typed[1] == "-m":
 else:
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
-preemption.end(False)
+sys.argv = typed
+preemption.end(preemption.asked(device))

@@ -139,6 +139,8 @@ for epoch in range(steps_done // len(train_loader), EPOCHS):
             torch.save(model.state_dict(), f"best_{run}.pt.part")
             os.replace(f"best_{run}.pt.part", f"best_{run}.pt")
     save()
+# A signal may have come during the last evaluation or save.
+stopped = stopped or preemption.asked(device)
 if stopped:
     save()
     if rank == 0:

@@ -29,7 +29,7 @@ folder = Path(sys.argv[1] if len(sys.argv) > 1 else f"checkpoints/{run}")
 # The order of the samples comes from the seed and the epoch, so that a run can resume within one.
 data = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=0)
 # On CPUs Accelerate has to be told, or each rank trains by itself.
-accelerator = Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=data)
+accelerator = Accelerator(cpu=not torch.accelerator.is_available(), dataloader_config=data)
 
 torch.manual_seed(0)  # the same weights, on any number of ranks
 inputs = torch.randn(512, 16)
@@ -43,7 +43,8 @@ model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loade
 
 def checkpoints() -> list[Path]:
     """Those that are whole, the oldest first."""
-    return sorted(folder.glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
+    found = [folder / name for name in os.listdir(folder) if name.startswith("step_")]
+    return sorted(found, key=lambda path: int(path.name.split("_")[1]))
 
 
 def save(step: int):
@@ -56,6 +57,8 @@ def save(step: int):
             shutil.rmtree(old)
 
 
+# On NFS a node on which it was missing would else not see it for a minute.
+folder.mkdir(parents=True, exist_ok=True)
 step = 0
 if checkpoints():
     last = checkpoints()[-1]
@@ -87,4 +90,4 @@ for epoch in range(step // len(loader), EPOCHS):
 weights = accelerator.unwrap_model(model)[0].weight.sum()
 rank, world_size = accelerator.process_index, accelerator.num_processes
 print(f"rank {rank} of {world_size}: weights {weights:.6f}\n", end="")
-preemption.end(False)
+preemption.end(preemption.asked(accelerator.device), arguments=str(folder))

@@ -103,4 +103,4 @@ for epoch in range(step // len(loader), EPOCHS):
 with deepspeed.zero.GatheredParameters(model[0].weight):
     weights = model[0].weight.sum()
 print(f"rank {rank} of {world_size}: weights {weights:.6f}\n", end="")
-preemption.end(False)
+preemption.end(preemption.asked(engine.device), arguments=str(folder))

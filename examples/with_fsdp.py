@@ -82,10 +82,9 @@ for epoch in range(step // len(loader), EPOCHS):
         if stopped or step % SAVE_EVERY == 0:
             checkpoints.save(step, model, optimizer, extra)
         if stopped:
-            checkpoints.wait()
-            preemption.end(True, arguments=folder)
+            preemption.end(True, not checkpoints.wait(), folder)
 
-checkpoints.wait()
+saved = checkpoints.wait()
 weights = model[0].weight.full_tensor().sum()
 print(f"rank {rank} of {world_size}: weights {weights:.6f}\n", end="")
-preemption.end(False)
+preemption.end(preemption.asked(device), not saved, folder)

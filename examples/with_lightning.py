@@ -97,11 +97,14 @@ sampler = ResumableSampler(train_set, world_size, rank, drop_last=True)
 loader = DataLoader(train_set, BATCH // world_size, sampler=sampler, drop_last=True)
 model = Regression()
 
+# On NFS a node on which it was missing would else not see it for a minute.
+folder.mkdir(parents=True, exist_ok=True)
 # The newest that is whole: the list of contents is at a file's end.
-whole = [path for path in folder.glob("*.ckpt") if zipfile.is_zipfile(path)]
+found = [folder / name for name in os.listdir(folder) if name.endswith(".ckpt")]
+whole = [path for path in found if zipfile.is_zipfile(path)]
 last = max(whole, key=os.path.getmtime, default=None)
 trainer.fit(model, loader, ckpt_path=last)
 
 weights = model.layers[0].weight.sum()
 print(f"rank {rank} of {world_size}: weights {weights:.6f}\n", end="")
-preemption.end(False)
+preemption.end(preemption.asked(trainer.strategy.root_device), arguments=str(folder))

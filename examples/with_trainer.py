@@ -15,7 +15,7 @@ preemption.listen()  # before the slow imports, because Slurm may ask at any tim
 
 import contextlib
 import os
-from pathlib import Path
+import re
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
@@ -46,11 +46,14 @@ class Stop(TrainerCallback):
 def newest(folder: str) -> str | None:
     """The newest checkpoint that is whole. Rank 0 writes trainer_state.json last, so one that a
     kill has cut off has none, or half of one."""
-    found = [path for path in Path(folder).glob("checkpoint-*") if path.name[11:].isdecimal()]
-    for path in sorted(found, key=lambda path: int(path.name.split("-")[1]), reverse=True):
-        with contextlib.suppress(OSError, ValueError):
-            TrainerState.load_from_json(path / "trainer_state.json")
-            return str(path)
+    # On NFS a node on which it was missing would else not see it for a minute.
+    os.makedirs(folder, exist_ok=True)
+    names = [re.fullmatch(r"checkpoint-(\d+)", name) for name in os.listdir(folder)]
+    for step in sorted((int(name[1]) for name in names if name), reverse=True):
+        path = f"{folder}/checkpoint-{step}"
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            TrainerState.load_from_json(f"{path}/trainer_state.json")
+            return path
     return None
 
 
@@ -75,7 +78,7 @@ arguments = TrainingArguments(
     disable_tqdm=True,  # no bar in a log
     report_to="none",
     # On CPUs it has to be told, or each rank trains by itself.
-    use_cpu=not torch.cuda.is_available(),
+    use_cpu=not torch.accelerator.is_available(),
 )
 trainer = Trainer(
     model=model,
@@ -90,4 +93,4 @@ trainer.save_model(f"{folder}/final")
 
 weights = model.lm_head.weight.sum()
 print(f"rank {arguments.process_index} of {world_size}: weights {weights:.6f}\n", end="")
-preemption.end(False)
+preemption.end(preemption.asked(arguments.device), arguments=folder)

@@ -3,6 +3,8 @@
 `make test-all` installs the frameworks into .venv-guests, beside the torch of .venv.
 """
 
+import contextlib
+import errno
 import json
 import os
 import re
@@ -10,6 +12,7 @@ import shutil
 import signal
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -422,6 +425,55 @@ def test_evaluation_of_the_trainer(packages, tmp_path):
     assert sixteen[0] == sixteen[1] and abs(nine[0] - nine[1]) > 0.01, losses
 
 
+REQUEUES = "preemption.requeue = lambda folder: print('REQUEUE', folder) is None\n"
+
+
+def test_asked_at_the_end(tmp_path):
+    """A signal that comes after the last step: torchrun would fail, so the job is requeued."""
+    changes = [("weights = ", "os.kill(os.getpid(), 15)\nweights = ")]
+    script = variant("fsdp", tmp_path / "copy", 1, REQUEUES, changes)
+    done = ranks(1, script, tmp_path / "saved")
+    assert done.returncode == 0 and f"\nREQUEUE {tmp_path}/saved\n" in done.stdout, done
+    for script in FOLDER.glob("*.py"):
+        assert "preemption.end(False" not in script.read_text(), script
+
+
+def test_a_stop_whose_save_fails(tmp_path):
+    """Is no reason to requeue the job."""
+    fails = "import checkpoint\ncheckpoint.Folder.publish = lambda *_: False\n"
+    changes = [("preemption.asked(device, step)", "True")]
+    script = variant("fsdp", tmp_path / "copy", 1, REQUEUES + fails, changes)
+    done = ranks(1, script, tmp_path / "saved")
+    assert done.returncode == 1 and "step=1 " in done.stdout and "REQUEUE" not in done.stdout, done
+
+
+def test_the_newest_of_the_trainer(tmp_path, monkeypatch):
+    """Whole or older. If it cannot be read, the run ends, and does not begin anew."""
+    [code] = re.findall(r"^```python\n(def newest.*?)^```$", PAGE, re.M | re.S)
+    reads = SimpleNamespace(load_from_json=lambda path: json.loads(Path(path).read_text()))
+    names = {"os": os, "re": re, "contextlib": contextlib, "TrainerState": reads}
+    exec(code, names)
+    newest, folder = names["newest"], tmp_path / "new/run"
+    assert newest(str(folder)) is None and folder.is_dir()
+    for name, text in (("9", "{}"), ("10", "{}"), ("20", "{"), ("30", None), ("40.bad", "{}")):
+        (folder / f"checkpoint-{name}").mkdir()
+        if text:
+            (folder / f"checkpoint-{name}/trainer_state.json").write_text(text)
+    assert newest(str(folder)) == f"{folder}/checkpoint-10"
+    (folder / "checkpoint-20/trainer_state.json").unlink()
+    (folder / "checkpoint-20/trainer_state.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        newest(str(folder))
+
+    def fails(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", fails)
+    monkeypatch.setattr(os, "scandir", fails)
+    with pytest.raises(PermissionError):
+        newest(str(folder))
+
+
 @pytest.mark.matrix
 def test_order_of_deepspeed_s_loader(packages):
     """It is the same in each epoch."""
@@ -461,7 +513,7 @@ def theirs(folder: Path, qwen: Path):
     (folder / "qwen").symlink_to(qwen)
     script = variant("trainer", folder / "theirs", 6, changes=[BY_ITSELF["trainer"][1]])
     text = script.read_text().replace(LISTEN, "").replace("newest(folder)", "None")
-    text = text.replace("import preemption\n", "").replace("preemption.end(False)\n", "")
+    text = re.sub(r"^(import preemption|preemption\.end\(.*)\n", "", text, flags=re.M)
     assert not re.search("^ *preemption", text.partition("torch.manual_seed")[2], re.M)
     script.write_text(text)
 

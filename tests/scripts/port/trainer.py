@@ -85,4 +85,4 @@ trainer = Trainer(
 )
 trainer.train(resume_from_checkpoint=newest(options.checkpoint))
 trainer.save_model(f"{options.checkpoint}/final")
-preemption.end(False)
+preemption.end(preemption.asked(arguments.device))
