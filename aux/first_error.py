@@ -85,7 +85,7 @@ AGAIN = r" has ended with status \d+, and starts again in [\d.]+ seconds\n"
 # As the second command of the page has it
 ERROR = r"(?:Error|Exception)\b|error:|fatal:|not found|NCCL WARN|\[E[0-9 ]|exitcode +: -|DUE TO"
 ERROR += r"|terminate called|with signal SIG"
-NO_ERROR = r'ChildFailed|raise |File "|onnection (?:closed|reset)|SIGTERM|Terminated|Exited with'
+NO_ERROR = r'ChildFailed|  raise |File "|onnection (?:closed|reset)|SIGTERM|Terminated|Exited with'
 NO_ERROR += r"|SignalException|[Ww]arning|WARNING|remote process|ncclRemote"
 # Of a group of exceptions, and of a loader worker, the error itself follows.
 NO_ERROR += r"|Traceback|in DataLoader worker process"
@@ -185,10 +185,10 @@ def end_of(part: dict, state: str = "", script: dict | None = None) -> dict:
         pass
     elif error and re.search(GPU_MEMORY, error):
         cause = "gpu_memory"
+    elif error and not guessed and (first or {}).get("signal") in (None, 6, 15):
+        cause = "error"  # After an error in C++ a rank ends itself by SIGABRT.
     elif first and first["signal"] not in (None, signal.SIGTERM):
         cause = "killed"
-    elif error and not guessed:
-        cause = "error"
     elif first and first["exit"] and first["rank"] is not None:
         cause = "exit"
     elif "Received 15 death signal" in text or (first and first["signal"]):
@@ -204,8 +204,7 @@ def first_error(part: dict, script: dict | None = None) -> tuple[dict | None, st
     ends, lines = ends_of(part["text"]), part["text"].splitlines()
     raised = ends_of_tracebacks(lines)
     # A log may have millions of lines, so few of them are looked at twice.
-    errors = [line for line in lines if re.search(ERROR, line) or line in raised]
-    errors = [line for line in errors if is_own(line)]
+    errors = [line for line in lines if line in raised or (re.search(ERROR, line) and is_own(line))]
     errors = [line for line in errors if re.search(SURE, line)] or errors
     # If torch has put a rank before one, the script has caught those without.
     if any(line.startswith("[rank") for line in errors):
@@ -232,7 +231,8 @@ def first_error(part: dict, script: dict | None = None) -> tuple[dict | None, st
 
 
 def ends_of_tracebacks(lines: list[str]) -> set[str]:
-    """The lines after the tracebacks that have a rank in front, whatever the exception's name."""
+    """The lines after the tracebacks that have a rank in front, whatever the exception's name and
+    words, but not those of ranks that have lost another one."""
     inside, found = set(), set()
     for line in lines:
         if line.startswith("[rank") and (label := re.match(r"\[rank\d+\]: ", line)):
@@ -240,7 +240,8 @@ def ends_of_tracebacks(lines: list[str]) -> set[str]:
                 inside.add(label[0])
             elif label[0] in inside and not line.startswith(" ", label.end()):
                 inside.remove(label[0])
-                found.add(line)
+                if not re.search(f"{PEER}|in DataLoader worker process", line):
+                    found.add(line)
     return found
 
 

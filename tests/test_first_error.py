@@ -184,6 +184,7 @@ TRACEBACK = (
     '[rank1]: Traceback (most recent call last):\n[rank1]:   File "a.py", line 7, in <module>\n'
     f"[rank0]:   loss:\n[rank1]:     raise BadSample\n[rank0]: 0.3\n[rank1]: {BAD}\n"
 )
+WORDY = "UserWarning: it was Terminated, please raise an issue"
 WATCHDOG = "[rank0]:[E1129 1 P.cpp:6] [Rank 0] Watchdog caught collective operation timeout: Work\n"
 GROUP = """[rank1]:   + Exception Group Traceback (most recent call last):
 [rank1]:   |   File "a.py", line 16, in <module>
@@ -205,6 +206,12 @@ ERRORS = {
     "after one that was caught": (f"{CAUGHT}[rank1]: {ERROR}\n", "error", ERROR),
     "after a retry": (f"{RETRY}[rank1]: {ERROR}\n", "error", ERROR),
     "for which NCCL waited": (f"[rank1]: {ERROR}\n{WATCHDOG}", "error", ERROR),
+    "that ends by SIGABRT": (
+        f"[rank1]: {ERROR}\nsrun: error: n1: task 1: Aborted\n",
+        "error",
+        ERROR,
+    ),
+    "with any words": (TRACEBACK.replace(BAD, WORDY), "error", WORDY),
     "of NCCL's": (WATCHDOG, "hang", WATCHDOG[8:].strip()),
 }
 
