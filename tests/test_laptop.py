@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import mnist
+import slurm_task
 import submission
 from copies import NASTY
 from pages import HOME, assert_shown, copy_of_repository, steps
@@ -621,6 +622,18 @@ def test_ranks_of_the_task_train_together(tiny):
         assert float(end[1]) == pytest.approx(test_loss, rel=1e-4) and end[2] == f"{accuracy:.4f}"
 
 
+def test_what_json_lacks_in_a_result(tmp_path):
+    """Is text, and no error at the end of a training."""
+    result = {(0, 1): float("nan"), "a": (1, None, True, 0.5), 2: [Path("x"), float("inf")]}
+    slurm_task.write_result(result, tmp_path)
+
+    def refuse(word: str):
+        raise ValueError(f"{word} is no JSON")
+
+    written = json.loads((tmp_path / "result.json").read_text(), parse_constant=refuse)
+    assert written == {"(0, 1)": "nan", "a": [1, None, True, 0.5], "2": ["x", "inf"]}
+
+
 def test_tasks_without_a_launcher():
     four = environment(SLURM_JOB_ID=7, SLURM_STEP_NUM_TASKS=4)
     one_sentence(run(sys.executable, TASK, env=four), "srun started 4 tasks, and each would")
@@ -682,6 +695,7 @@ HOST = 'hostname = "login"'
     ("old", "new", "sentence"),
     [
         (HOST, 'hostnam = "login"', "has no key 'hostnam'; its keys are hostname, username, "),
+        ("[plain.", 'plain = "x"\n[other.', "x.toml: plain must be a table, not 'x'"),
         (HOST, 'port = "22"', "port must be a whole number, not '22'"),
         (HOST, "", "[plain.cluster.backend_config] needs hostname, the login node"),
         ("job_base_dir", "#", "[plain.cluster] needs job_base_dir, the folder for the jobs' fold"),

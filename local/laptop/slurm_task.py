@@ -23,6 +23,7 @@ import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 # submission.py is imported only with --submit: it needs Python 3.11, and a job may have 3.10.
@@ -164,8 +165,19 @@ def submit_script(args: Namespace) -> int:
 
 
 def write_result(result: object, folder: Path):
-    """Writes result.json, whole or not at all. Values that JSON lacks are written as text."""
+    """Writes result.json, whole or not at all. Keys and values that JSON lacks, nan for example,
+    are written as text."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".result.json.{os.getpid()}.tmp"
-    temporary.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    temporary.write_text(json.dumps(in_json(result), indent=1) + "\n")
     temporary.replace(folder / "result.json")
+
+
+def in_json(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(key): in_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [in_json(item) for item in value]
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | None) else str(value)

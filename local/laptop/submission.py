@@ -84,6 +84,8 @@ def read_slurmfile(name: str) -> dict[str, dict]:
     if name not in environments:
         fail(f"no environment {name!r} in {SLURMFILE}; it has {', '.join(environments) or 'none'}")
     given = environments[name]
+    if not isinstance(given, dict):
+        fail(f"{SLURMFILE}: {name} must be {TYPES[dict]}, not {given!r}")
     check(name, given, dict.fromkeys(("cluster", "packaging", "submit"), dict))
     cluster = {"environment": [], "backend_config": {}} | given.get("cluster", {})
     packaging = {"type": "none", "link": [], "dockerfile": "Dockerfile", "build_args": []}
