@@ -26,9 +26,9 @@ set -euo pipefail
 # EDIT: how many of the nodes are spare
 SPARE=1
 SLURM_JOB_NUM_NODES=$((${SLURM_JOB_NUM_NODES:-0} - SPARE))
-if ((SLURM_JOB_NUM_NODES < 1)); then echo "--nodes must be more than SPARE=$SPARE" && exit 1; fi
 unset SLURM_NTASKS
 source ./env.sh
+if ((NNODES < 1)); then die "--nodes must be more than SPARE=$SPARE"; fi
 if [[ ! -f /dev/stderr || ! /dev/stdout -ef /dev/stderr ]]; then
     die "this launcher reads the job's log: start it with sbatch, without --error"
 fi
@@ -73,7 +73,7 @@ for ((start = 0; ; start++)); do
     export MASTER_ADDR=${address/"$first"/${hosts%%,*}} MASTER_PORT=$port
     if ((start > 0)); then MASTER_PORT=$((61000 + (port + 1009 * start) % 4536)); fi
     if ((requeues + start > 0)); then
-        export SLURM_RESTART_COUNT=$((100 * requeues + start)) JOB_RESTARTS=$requeues
+        export SLURM_RESTART_COUNT=$((10000 * requeues + start)) JOB_RESTARTS=$requeues
     fi
 
     # --no-kill=off: this step ends if it loses a node. The others are as in the other launchers.

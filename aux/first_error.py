@@ -144,7 +144,8 @@ def parts_of(log: str, last: int = 0) -> list[dict]:
             part |= {"start": number, "nodes": begin[1], "ranks": ranks}
         else:
             # The spare launcher starts the ranks again within the job, and numbers them like this.
-            part |= {"start": 100 * number + int(begin[3]) - 1, "nodes": begin[4], "ranks": ranks}
+            part |= {"start": 10000 * number + int(begin[3]) - 1}
+            part |= {"nodes": begin[4], "ranks": ranks}
             if begin[3] == "1" and parts:
                 parts.pop()
         parts.append(part)

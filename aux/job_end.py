@@ -320,7 +320,7 @@ def read_starts(folder: Path) -> dict[int, list[dict]]:
     starts = {}
     for path in folder.glob("ranks-*"):
         number = path.name.partition("-")[2]
-        if re.fullmatch(r"\d{1,6}", number) and (found := read_beats(path)):
+        if re.fullmatch(r"\d{1,9}", number) and (found := read_beats(path)):
             starts[int(number)] = found
     return starts
 
@@ -350,8 +350,9 @@ def rows_of(
     """What is known of each start, in order. `states` are Slurm's, of its own starts, and
     `last_end` is that of the last one."""
     written = {part["start"]: part for part in parts}
-    # launch_slurm_with_spare.sh starts the ranks again, and numbers them 100, 101 after a requeue.
-    every = 100 if os.path.exists(folder / "spare.json") else 1
+    # launch_slurm_with_spare.sh starts the ranks again, and after a requeue numbers them
+    # 10000, 10001 and so on.
+    every = 10000 if os.path.exists(folder / "spare.json") else 1
 
     rows = []
     numbers = sorted({*beats, *written, *(number * every for number in noted)})

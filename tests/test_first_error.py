@@ -54,7 +54,7 @@ def test_only_the_last_start_counts():
     again = LOGS["error_torchrun"].replace("\n", "\n" + begin.format(1), 1) + begin.format(2)
     spare = again + LOGS["kill_torchrun"].partition("\n")[2].replace("node-2", "node-4")
     assert end_of(spare) == ("killed", (1, "node-4", None, 9), None)
-    assert [part["start"] for part in first_error.parts_of(spare, 2)] == [200, 201]
+    assert [part["start"] for part in first_error.parts_of(spare, 2)] == [20000, 20001]
     assert [part["start"] for part in first_error.parts_of(log, 2)] == [1, 2]
 
 

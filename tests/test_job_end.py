@@ -373,16 +373,16 @@ def test_starts_of_a_script_of_one_s_own(folder, monkeypatch):
 
 
 def test_starts_of_the_spare_launcher(folder, monkeypatch):
-    """It numbers its own from 100 times Slurm's number on."""
+    """It numbers its own from 10000 times Slurm's number on."""
     note("ended 1795960302 1")
     note("began 1795960400 node-[1-2] my log.out", 1)
     Path("log/7/spare.json").write_text("{}")
-    for number in (0, 1, 100):
-        beats(number, 1, number + 5)
+    for number in (0, 101, 10000):
+        beats(number, 1, 5)
     record = {"state": "RUNNING", "reason": "None", "restarts": 1}
     answers(monkeypatch, {"scontrol": RECORD.format(**DEFAULTS | record)})
     rows = job_end.look("7")["starts"]
-    assert [(row["start"], row["status"]) for row in rows] == [(0, None), (1, 1), (100, None)]
+    assert [(row["start"], row["status"]) for row in rows] == [(0, None), (101, 1), (10000, None)]
     assert rows[1]["ended"] == 1795960302 and rows[2]["began"] == 1795960400
 
 

@@ -207,7 +207,9 @@ def test_a_script_that_imports_its_project(cluster, tmp_path):
     assert job.state == "FAILED" and "No module named 'model'" in job.log, job.log
 
 
-@pytest.mark.parametrize("launcher", [*LAUNCHERS.values(), "run_script.sh"])
+@pytest.mark.parametrize(
+    "launcher", [*LAUNCHERS.values(), "run_script.sh", "launch_slurm_with_spare.sh"]
+)
 def test_a_launcher_that_sbatch_has_not_started(launcher):
     """Outside Slurm, or as the second task of a srun: it goes no further than env.sh."""
     for job in ({}, {"SLURM_JOB_ID": 7, "SLURM_PROCID": 1}):

@@ -254,7 +254,7 @@ def test_a_start_of_the_spare_launcher(tmp_path):
     show = "JobId=9 JobState=PENDING Reason=BeginTime Restarts=2 "
     stand_ins(tmp_path, {"scontrol": f'echo "$1" >>calls\necho "{show}"'})
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": REPOSITORY / "distributed"}
-    env = environment(SLURM_JOB_ID=9, SLURM_RESTART_COUNT=101, JOB_RESTARTS=1, **path)
+    env = environment(SLURM_JOB_ID=9, SLURM_RESTART_COUNT=10001, JOB_RESTARTS=1, **path)
     done = run(sys.executable, "-c", CALL, cwd=tmp_path, env=env)
     assert done.stdout == REQUEUED and (tmp_path / "calls").read_text() == "show\n", done.stderr
 

@@ -107,7 +107,7 @@ def slurm_answers(monkeypatch, *answers):
 )
 def test_whether_the_job_still_runs(answers, running, monkeypatch):
     """This start of it. A Slurm that does not answer is asked five times."""
-    job = "SLURM_JOB_ID=9 SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=3 SLURM_RESTART_COUNT=204 "
+    job = "SLURM_JOB_ID=9 SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=3 SLURM_RESTART_COUNT=20004 "
     for name, value in (word.split("=") for word in f"{job}JOB_RESTARTS=2".split()):
         monkeypatch.setenv(name, value)
     asked = slurm_answers(monkeypatch, *answers)

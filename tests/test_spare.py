@@ -165,6 +165,7 @@ esac""",
 FAILS = "echo srun: error: n2: task 1: Killed >&2; exit 5; "
 SAVES = "sleep 0.02; mkdir --parents checkpoints/7; touch checkpoints/7/$start; "
 OLD = "old n9 bad\n\n"
+OWN = ">>log.out 2>&1"
 BEATS = """mkdir $log
 echo '{"step": 40, "first_step": 31, "interval": 2, "counts": [60, 50, 0]}' >$log/0; """
 
@@ -172,7 +173,7 @@ echo '{"step": 40, "first_step": 31, "interval": 2, "counts": [60, 50, 0]}' >$lo
 class Launched:
     """The launcher has run in `folder`: its starts, as rows of words, status and log."""
 
-    def __init__(self, folder: Path, does: str, address="", down="", bad=OLD, log=">>log.out 2>&1"):
+    def __init__(self, folder: Path, does: str, address="", down="", bad=OLD, nodes=4, log=OWN):
         copy_file(LAUNCHER, folder)
         launcher = folder / LAUNCHER
         launcher.write_text(launcher.read_text().replace("\nSPARE=1", "\nSPARE=2"))
@@ -181,7 +182,7 @@ class Launched:
             (folder / name).write_text(text)
         (folder / "bad_nodes.txt").write_bytes(bad if isinstance(bad, bytes) else bad.encode())
         path = f"{stand_ins(folder / 'bin', SLURM)}:{environment()['PATH']}"
-        slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES": 4, "SLURM_JOB_NODELIST": "n[1-4]"}
+        slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES": nodes, "SLURM_JOB_NODELIST": "n[1-4]"}
         slurm |= {"SLURM_RESTART_COUNT": 1, "PATH": path, "ADDRESS": address}
         # The log of the start that Slurm has requeued
         (folder / "log.out").write_text("Requeued: it resumes by itself\n")
@@ -202,7 +203,7 @@ def test_a_run_that_saves_starts_as_often_as_it_fails(tmp_path):
     assert nodes == ("n1,n2", "n1,n2", "n1,n3", "n1,n3", "n1,n3", "n1,n3")
     assert set(addresses) == {"n1"} and set(requeues) == {"1"}
     assert ports[0] == "61007" and len(set(ports)) == 6
-    assert numbers == ("100", "101", "102", "103", "104", "105")
+    assert numbers == tuple(str(number) for number in range(10000, 10006))
     assert done.log.count("Left out: ") == done.log.count(f"Left out: n2, {spare.TWICE}\n") == 1
     today, line = time.strftime("%F"), f"n2 {spare.TWICE} (job 7)"
     assert done.bad == f"{OLD}{today} {line}\n"
@@ -223,7 +224,7 @@ def test_the_first_node_is_left_out(left, variables, tmp_path):
     done = Launched(tmp_path, "true", bad=left, **variables)
     assert done.status == 0, done.log
     address = variables.get("address", "n1").replace("n1", "n2")
-    assert done.starts == [["n2,n3", address, "61007", "100", "1"]]
+    assert done.starts == [["n2,n3", address, "61007", "10000", "1"]]
     assert " n1 " in done.bad
 
 
@@ -301,6 +302,7 @@ TOO_FEW = "No spare node is left: the run needs 2, and only 1 can be used. Submi
 NO_NODE = "No node runs a step with the probe"
 ALL_BAD = "".join(f"old n{number} bad\n" for number in (1, 2, 3, 4))
 OWN_LOG = "env.sh: this launcher reads the job's log: start it with sbatch, without --error\n"
+TOO_SMALL = "env.sh: --nodes must be more than SPARE=2\n"
 OTHER_ADDRESS = "env.sh: MASTER_ADDR=10.0.0.1 does not have the name of the first node, n1, in it\n"
 
 
@@ -315,6 +317,7 @@ OTHER_ADDRESS = "env.sh: MASTER_ADDR=10.0.0.1 does not have the name of the firs
         ("false", {"down": "n2 n3 n4"}, f"{TOO_FEW}--exclude=n2,n3,n4\n"),
         ("false", {"bad": ALL_BAD}, TOO_FEW.replace("1", "0") + "--exclude=n1,n2,n3,n4\n"),
         ("false", {"address": "10.0.0.1"}, OTHER_ADDRESS),
+        ("false", {"nodes": 2}, TOO_SMALL),
         ("false", {"log": ">other.out 2>>log.out"}, OWN_LOG),
     ],
 )
@@ -323,7 +326,7 @@ def test_no_other_start(does, variables, said, tmp_path):
     done = Launched(tmp_path, f"{does}; exit 5", **variables)
     assert done.log.endswith(said), done.log
     assert (done.status, len(done.starts)) == ((1, 0) if variables else (5, 1))
-    if said != OWN_LOG:
+    if said not in (OWN_LOG, TOO_SMALL):
         assert (tmp_path / "noted").read_text() == f"{done.status}\n"
 
 
