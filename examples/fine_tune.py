@@ -53,6 +53,8 @@ if args.batch_size % world_size != 0:
 # --- data: the tokens of a text, cut into sequences ---
 tokenizer = AutoTokenizer.from_pretrained(args.model)
 tokens = tokenizer(args.text.read_text(), return_tensors="pt").input_ids[0]
+if len(tokens) < args.context:
+    sys.exit(f"{args.text} has {len(tokens)} tokens, which is less than --context {args.context}")
 sequences = tokens[: len(tokens) // args.context * args.context].view(-1, args.context)
 
 # --- model: rank 0 reads it into its node's memory, and sends each rank its part ---
@@ -95,7 +97,9 @@ if rank == 0:
     print(f"Each rank: {per_rank[0]} of states, {per_rank[1]} of logits", flush=True)
 
 # --- training ---
-checkpoints = checkpoint.Folder(args.out / "steps", metadata={"lora": args.lora})
+# With other values a run is another one, which does not resume this one's.
+own = {name: str(vars(args)[name]) for name in ("model", "text", "lora", "batch_size", "context")}
+checkpoints = checkpoint.Folder(args.out / "steps", metadata=own)
 first, stopped = checkpoints.load(model, optimizer), False
 model.train()
 for step in range(first + 1, args.steps + 1):
@@ -121,16 +125,17 @@ for step in range(first + 1, args.steps + 1):
         break
 
 # --- the end: requeued, or a model for from_pretrained() ---
-checkpoints.wait()
+saved = checkpoints.wait()
 if stopped:
     if rank == 0:
-        print(f"Stopped after step {step}, saved", flush=True)
-else:
-    # All ranks send their parts. Only rank 0 gets the whole, in the CPU's memory.
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=whole)
-    if rank == 0:
-        model.save_pretrained(args.out / "model", state_dict=state)
-        tokenizer.save_pretrained(args.out / "model")
-        print(f"Finished: {args.out / 'model'}", flush=True)
-preemption.end(stopped)
+        print(checkpoints.outcome(step, stopped), flush=True)
+    preemption.end(True, not saved)
+# All ranks send their parts. Only rank 0 gets the whole, in the CPU's memory.
+whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+state = get_model_state_dict(model, options=whole)
+if rank == 0:
+    model.save_pretrained(args.out / "model", state_dict=state)
+    tokenizer.save_pretrained(args.out / "model")
+    print(f"Finished: {args.out / 'model'}", flush=True)
+# A signal may have come meanwhile, after which torchrun would fail.
+preemption.end(preemption.asked(device))

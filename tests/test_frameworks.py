@@ -438,6 +438,12 @@ def test_asked_at_the_end(tmp_path):
         assert "preemption.end(False" not in script.read_text(), script
 
 
+def test_gpus_of_every_maker():
+    """torch.cuda knows no Intel's, on which a script would train on the CPU without a word."""
+    for script in FOLDER.glob("with_*.py"):
+        assert "torch.cuda." not in script.read_text(), script
+
+
 def test_a_stop_whose_save_fails(tmp_path):
     """Is no reason to requeue the job."""
     fails = "import checkpoint\ncheckpoint.Folder.publish = lambda *_: False\n"
