@@ -455,6 +455,12 @@ def test_the_status_is_the_last_program_s(tmp_path):
             "TWO needs 2 nodes, and 1 of the job's are left",
         ),
         ("", "start ONE 0 s", "ONE needs 0 nodes, and 2 of the job's are left"),
+        (
+            "MASTER_ADDR=10.0.0.1",
+            "",
+            "MASTER_ADDR=10.0.0.1 does not have the name of the first node, n1, in it",
+        ),
+        ("", "PATH=; ready http://n1:1 1", f"no curl on {socket.gethostname()}"),
         ("trap requeue_if_failed EXIT", "", "programs.sh and requeue_failed.sh do not go together"),
     ],
 )

@@ -21,6 +21,10 @@ if [[ "$(trap -p EXIT)" == *requeue_if_failed* ]]; then
     die "programs.sh and requeue_failed.sh do not go together"
 fi
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+# site.sh may have changed the address, but the name of another node must fit into it.
+if ((${#hosts[@]} > 1)) && [[ "$MASTER_ADDR" != *"${hosts[0]}"* ]]; then
+    die "MASTER_ADDR=$MASTER_ADDR does not have the name of the first node, ${hosts[0]}, in it"
+fi
 programs=() names=() used=0
 # The job's end ends them as well. This is quieter.
 end_programs() {
@@ -39,7 +43,7 @@ keep() { place again "$@"; }
 
 # place exec|again NAME NODES COMMAND...
 place() {
-    local how=$1 name=$2 nodes=$3 own
+    local how=$1 name=$2 nodes=$3 own list
     own=("${hosts[@]:used:nodes}")
     if ((nodes < 1 || ${#own[@]} < nodes)); then
         echo "$name needs $nodes nodes, and $((${#hosts[@]} - used)) of the job's are left" >&2
@@ -47,14 +51,14 @@ place() {
     fi
     used=$((used + nodes))
     export "$name=${own[*]}"
+    list=$(IFS=, && echo "${own[*]}")
     # A site's proxy does not know the nodes.
     no_proxy=${no_proxy:-${NO_PROXY:-}}
-    no_proxy=${no_proxy:+$no_proxy,}$(IFS=, && echo "${own[*]}")
+    no_proxy=${no_proxy:+$no_proxy,}$list
     export no_proxy
-    # site.sh may have changed the address of the first node.
     NNODES=$nodes MASTER_ADDR=${MASTER_ADDR/"${hosts[0]}"/${own[0]}} \
         RUN=${RUN}_$name HEARTBEAT_PROGRAM=$name \
-        "$how" srun --nodes="$nodes" --nodelist="$(IFS=, && echo "${own[*]}")" --ntasks="$nodes" \
+        "$how" srun --nodes="$nodes" --nodelist="$list" --ntasks="$nodes" \
         --ntasks-per-node=1 --cpus-per-task="$CPUS_PER_NODE" --overlap \
         --wait=0 --kill-on-bad-exit=1 "${@:4}" &
     programs+=($!) names+=("$name")
@@ -91,6 +95,7 @@ ended() {
 # ready URL [SECONDS]
 ready() {
     local limit=${2:-$READY_LIMIT} began=$SECONDS host name server="the server"
+    command -v curl >/dev/null || die "no curl on $HOSTNAME"
     until curl --max-time 10 --silent --fail --noproxy '*' --output /dev/null "$1"; do
         if [[ $(ended) ]]; then
             echo "$(ended) has ended before $1 answered" >&2

@@ -106,12 +106,15 @@ def main(words: list[str], is_module: bool) -> int:
     ranks = mp.spawn(run_rank, arguments, nprocs=nproc_per_node, join=False)
     # Slurm signals only this process, but Ctrl-C at a terminal reaches the ranks as well.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    seconds = 0
+    started = seconds = 0
     try:
         while not ranks.join(timeout=1):
+            # Counted by hand, because macOS cannot read a semaphore.
+            while ready.acquire(block=False):
+                started += 1
             # A script that listens for signals begins to in its first seconds. An earlier signal
             # would end it.
-            seconds += ready.get_value() == nproc_per_node
+            seconds += started == nproc_per_node
             if asked and seconds > 3:
                 number, asked = asked, 0
                 for process in ranks.processes:
