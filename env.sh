@@ -41,7 +41,8 @@ gpus=${gpus:-${SLURM_GPUS_ON_NODE:-0}}
 if [[ "$per_job" =~ [:/]gpu.*:([0-9]+)$ ]] && ((BASH_REMATCH[1] != NNODES * gpus)); then
     die "--gpus=${BASH_REMATCH[1]} on $NNODES nodes: use --gpus-per-node"
 fi
-NPROC_PER_NODE=$((gpus > 0 ? gpus : tasks)) WORLD_SIZE=$((NNODES * NPROC_PER_NODE))
+NPROC_PER_NODE=$((gpus > 0 ? gpus : tasks))
+WORLD_SIZE=$((NNODES * NPROC_PER_NODE))
 
 # --- CPUs of a node: --cpus-per-task x tasks, or what Slurm granted ---
 # 48(x2),16 is 48 on two nodes and 16 on a third. srun asks for as many on each: the fewest count.

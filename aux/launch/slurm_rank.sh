@@ -3,10 +3,9 @@
 set -euo pipefail
 
 # python SCRIPT, or python -m MODULE: a `--` beside it is for torchrun, and not passed on.
-at=2
-if [[ "${2-}" == -m ]]; then at=3; fi
-if [[ "${*:at:1}" != -- ]]; then at=$((at + 1)); fi
-if [[ "${*:at:1}" == -- ]]; then set -- "${@:1:at-1}" "${@:at+1}"; fi
+python=("$1") && shift
+if [[ "${1-}" == -m ]]; then python+=(-m) && shift; fi
+if [[ "${1-}" == -- ]]; then shift; elif [[ "${2-}" == -- ]]; then set -- "$1" "${@:3}"; fi
 
 # RANK is not SLURM_PROCID, because with some topology plugins task 0 is not on the first node. Rank
 # 0 must be there, because MASTER_ADDR is that node.
@@ -15,4 +14,4 @@ export LOCAL_RANK=$SLURM_LOCALID
 export WORLD_SIZE=$((NNODES * NPROC_PER_NODE))
 export LOCAL_WORLD_SIZE=$NPROC_PER_NODE
 
-exec "$@"
+exec "${python[@]}" "$@"
