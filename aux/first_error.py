@@ -23,7 +23,11 @@ from heartbeat import plain
 # What may end a start, in words, and what to do
 CAUSES = {
     "error": ("{who} had an error", "docs/troubleshooting.md explains most messages"),
-    "exit": ("{who} ended with status {exit}", "look in the script for why it ends there"),
+    "exit": (
+        "{who} ended with status {exit}",
+        "look in the script for why it ends there. If it printed nothing about that, see"
+        " docs/troubleshooting.md, No error at all",
+    ),
     "killed": ("{who} was killed{signal}", "see docs/troubleshooting.md, Find the first error"),
     "memory": ("{who} had no memory left", "see docs/troubleshooting.md, oom_kill event"),
     "gpu_memory": (

@@ -280,6 +280,19 @@ def test_each_cause_in_words():
     assert first_error.why("node", first)[1] == "submit it again, with --exclude=n2"
 
 
+def test_what_to_do_is_on_the_pages():
+    """Also for a rank whose traceback srun 22.05 has lost, so that only its status is known."""
+    does = [do for _, do in first_error.CAUSES.values()]
+    named = [found for do in does for found in re.findall(r"(docs/\w+\.md)(?:, ([\w ]+))?", do)]
+    for page, words in named:
+        assert words in (REPOSITORY / page).read_text(), (page, words)
+    lost = "7.sh: 2 ranks on n1, rank 0 at n1:1. Each node: ranks 2, GPUs 0\n"
+    lost += "srun: error: n1: task 1: Exited with exit code 1\n"
+    found = first_error.end_of(first_error.parts_of(lost)[-1])
+    assert found["cause"] == "exit" and found["first"]["rank"] == 1
+    assert "No error at all" in first_error.why("exit", found["first"])[1]
+
+
 WAITED = """srun: First task exited 5s ago
 srun: StepId=32367546.0 task 0: running
 srun: StepId=32367546.0 task 1: exited
