@@ -102,8 +102,9 @@ if [[ "$script" == -m ]]; then script=${module//.//}; fi # package.module: packa
 if [[ -f "$before" ]] && ! cmp --silent "$before" "$code"; then
     echo "The code has changed since this job's last start: diff $before $code"
 fi
-# NCCL's last collectives. Up to torch 2.10 none are kept unless this many are asked for.
-export TORCH_FR_DUMP_TEMP_FILE=log/$SLURM_JOB_ID/nccl_rank_ TORCH_FR_BUFFER_SIZE=2000
+# NCCL's last collectives. Up to torch 2.10 none are kept unless a number is set.
+export TORCH_FR_DUMP_TEMP_FILE=log/$SLURM_JOB_ID/nccl_rank_
+export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}
 
 # --- settings: all files, sockets and pinned memory that Linux allows ---
 ulimit -S -n "$(ulimit -H -n)" && ulimit -S -l "$(ulimit -H -l)"

@@ -77,7 +77,7 @@ STATES |= {"OUT_OF_MEMORY": "memory", "REQUEUED": "stopped"}
 
 # What torchrun --tee, srun --label, Ray, DeepSpeed or a bar of tqdm puts before a line, and colours
 LABEL = r"(?m)^(?:\[(?!rank\d)[\w.-]+\]: ?|\d+: |\(\w+ pid=[^)\n]*\) |[\w.-]+: (?=\[rank\d)"
-LABEL += r"|.*?\d/\d+ \[[\d:]+<[^]\n]*\])+"
+LABEL += r"|[^|\n]*\|[^|\n]*\| *\d+/\d+ \[[\d:]+<[^]\n]*\])+"
 COLOUR = r"\x1b\[[\d;]*m"
 # The last lines of a start before a later one, in the log of a launcher without env.sh
 REQUEUED = r"(?m)^.*[*] JOB \d+ ON .* DUE TO (?:JOB REQUEUE|PREEMPTION|NODE FAILURE).*\n"
@@ -109,8 +109,10 @@ ENDS = r"^srun: error: \S+: tasks? |^spawn_ranks.py: rank |^ +exitcode +: "
 TORCHRUN = r"(Root Cause.*\n(?:\S*\n)?)?^ +time +: (\S+)\n +host +: (\S+)\n +rank +: (\d+) .*\n"
 TORCHRUN += r" +exitcode +: (-?\d+) \(pid: (\d+)"
 # Then they end the others, also by SIGKILL, if those ignore SIGTERM.
-FORCED, STOPS = r"process (\d+) via 15, forcefully", r"srun: .*Terminating StepId"
+FORCED = r"process (\d+) via (?:15|Signals[.]SIGTERM), forcefully"
+STOPS = r"srun: .*Terminating StepId"
 PEER = r"onnection (?:closed|reset)|remote process|ncclRemote|was likely closed|got 0 bytes"
+PEER += r"|with error: Broken pipe|from (?:recv|send)Bytes"
 SPAWN = r"^spawn_ranks.py: rank (\d+) on (\S+): .* (?:exit code (\d+)|signal (\w+))$"
 SRUN = r"^srun: error: (\S+): tasks? (\d+).*?: (?:Exited with exit code (\d+)|([\w ]+\w))"
 SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
@@ -185,7 +187,9 @@ def end_of(part: dict, state: str = "", script: dict | None = None) -> dict:
         guessed = guessed or error is not None
     # The ranks may have waited for one that had failed before.
     if cause == "hang" and not guessed and not error.startswith("[E"):
-        cause = None if error in re.split(f"(?m){WORDS['hang']}", text)[0] else cause
+        early = re.split(f"(?m){WORDS['hang']}", text)[0]
+        raised = re.search(rf"(?m)^\[rank\d+\]:[ |]*{re.escape(error)}$", early)
+        cause = None if raised else cause
     if cause:
         pass
     elif error and re.search(GPU_MEMORY, error):

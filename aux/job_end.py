@@ -460,7 +460,8 @@ def sentences(found: dict) -> list[str]:
         link = "but" if cause == "unknown" else "because"
         lines = [f"Job {job} is {state or 'over'}, {link} {what}."]
     if found["error"]:
-        lines.append(f"    {found['error']}")
+        perhaps = "Perhaps: " if "error" in found["unknown"] else ""
+        lines.append(f"    {perhaps}{found['error']}")
     if others := [f"{number} {state}" for number, state in found["others"].items()]:
         more = f" and {len(others) - 8} more" if len(others) > 8 else ""
         lines.append(f"Of the same array or job: {', '.join(others[:8])}{more}.")

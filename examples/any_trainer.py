@@ -56,7 +56,7 @@ def newest(folder: str) -> str | None:
     return None
 
 
-train, trained, device = Trainer.train, set(), "cpu"
+train, trained, device = Trainer.train, set(), None
 
 
 def resume_and_train(self, resume_from_checkpoint=None, *others, **named):
@@ -81,4 +81,4 @@ else:
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
 sys.argv = typed
-preemption.end(preemption.asked(device))
+preemption.end(bool(trained) and preemption.asked(device))

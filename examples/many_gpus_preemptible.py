@@ -69,7 +69,7 @@ path, resume = f"last_{run}.pt", "SLURM_RESTART_COUNT" in os.environ
 if len(sys.argv) > 1:
     path, resume = sys.argv[1], True
 folder, name = os.path.split(os.path.abspath(path))
-found = [resume and name in os.listdir(folder)]
+found = [rank == 0 and resume and name in os.listdir(folder)]
 dist.broadcast_object_list(found)  # rank 0's, because a node may see a new file later
 steps_done, best = 0, -1.0
 if found[0]:

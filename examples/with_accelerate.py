@@ -28,8 +28,9 @@ folder = Path(sys.argv[1] if len(sys.argv) > 1 else f"checkpoints/{run}")
 # split_batches: the loader's batch is that of all ranks, and a schedule steps once a step.
 # The order of the samples comes from the seed and the epoch, so that a run can resume within one.
 data = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=0)
-# On CPUs Accelerate has to be told, or each rank trains by itself.
-accelerator = Accelerator(cpu=not torch.accelerator.is_available(), dataloader_config=data)
+# On CPUs Accelerate has to be told, or each rank trains by itself, also on a Mac.
+on_cpu = not torch.accelerator.is_available() or sys.platform == "darwin"
+accelerator = Accelerator(cpu=on_cpu, dataloader_config=data)
 
 torch.manual_seed(0)  # the same weights, on any number of ranks
 inputs = torch.randn(512, 16)

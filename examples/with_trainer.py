@@ -77,8 +77,8 @@ arguments = TrainingArguments(
     logging_steps=1,
     disable_tqdm=True,  # no bar in a log
     report_to="none",
-    # On CPUs it has to be told, or each rank trains by itself.
-    use_cpu=not torch.accelerator.is_available(),
+    # On CPUs it has to be told, or each rank trains by itself, also on a Mac.
+    use_cpu=not torch.accelerator.is_available() or sys.platform == "darwin",
 )
 trainer = Trainer(
     model=model,

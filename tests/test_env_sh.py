@@ -202,7 +202,9 @@ def start_on_one_node(folder: Path, before: str, after: str):
     slurm |= {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_CPUS_PER_NODE": 1}
     slurm["PATH"] = f"{stand_ins(folder, programs)}:{environment()['PATH']}"
     lines = f"{before}\nsource ./env.sh >&2\n{after}"
-    done = run("bash", "-euo", "pipefail", "-c", lines, cwd=folder, env=environment(**slurm))
+    # The tests may have been started by nohup, and no shell can trap what it began to ignore.
+    shell = ["env", "--default-signal", "bash", "-euo", "pipefail", "-c"]
+    done = run(*shell, lines, cwd=folder, env=environment(**slurm))
     noted = folder / "log/7/start-0"
     text = noted.read_text() if noted.is_file() else ""
     return done, re.sub(r"(began|ended) \d+ ", r"\1 ", text)

@@ -85,6 +85,9 @@ def test_what_torch_says_of_a_lost_peer_is_no_cause():
     assert end_of(f"{begin}\n{lost}{killed}") == ("killed", (0, "node-1", None, 9), None)
     error = f"[rank0]: {ERROR}\n"
     assert end_of(f"{begin}\n{lost}{error}")[2] == ERROR
+    for words in ("sendBytes failed with error: Broken pipe", "Exception raised from sendBytes"):
+        raised = f'[rank1]:   File "a.py", line 7\n[rank1]: torch.distributed.NetError: {words}\n'
+        assert end_of(f"{begin}\n{raised}{killed}") == ("killed", (0, "node-1", None, 9), None)
 
 
 def test_the_node_of_a_rank(monkeypatch, tmp_path):
@@ -169,14 +172,14 @@ def test_ranks_that_ignore_sigterm():
     assert end_of(DEAF.format("")) == ("exit", (1, "node-2", 3, None), "no more data")
     lost = "[rank1]: RuntimeError: Connection closed by peer\n"
     assert end_of(DEAF.format(lost))[:2] == ("killed", (0, "node-1", None, 9))
-    forced = (
-        "W1 torch/distributed/a.py:4] Unable to shutdown process 8 via 15, forcefully exiting\n"
-    )
     ended = SHARED.format(3).replace("-15 (pid: 8)", "-9 (pid: 8)")
     assert end_of(ended)[1] == (0, "node-1", None, 9)
     # On other nodes torchrun gets SIGTERM.
     told = "W1 torch/distributed/a.py:7] Received 15 death signal, shutting down workers\n"
-    assert end_of(forced + ended + told)[:2] == ("exit", (1, "node-1", 3, None))
+    for name in ("15", "Signals.SIGTERM"):  # the second one with Python 3.10
+        forced = f"Unable to shutdown process 8 via {name}, forcefully exiting via 9\n"
+        log = f"W1 torch/distributed/a.py:4] {forced}{ended}{told}"
+        assert end_of(log)[:2] == ("exit", (1, "node-1", 3, None))
 
 
 BAD = "BadSample: sample 17 is bad"
@@ -222,6 +225,14 @@ def test_an_error(name):
     found = first_error.end_of(first_error.parts_of(log)[-1])
     assert (found["cause"], found["error"]) == (cause, error) and not found["guessed"]
     assert found["first"]["rank"] == int(name != "of NCCL's")
+
+
+def test_a_hang_after_an_error_that_was_no_end():
+    """NCCL goes on after its warning, and the script has caught its exception."""
+    warns = "n1:1:2 [0] NCCL WARN NET/IB : no cable\n"
+    stands = "Ended, because of rank 2 on node-6: no step for 9 s\n"
+    for log in (warns + WATCHDOG, CAUGHT + WATCHDOG, CAUGHT + stands):
+        assert end_of(log)[0] == "hang", log
 
 
 def test_an_error_of_a_million_letters():

@@ -140,7 +140,7 @@ def test_a_script_that_says_nothing(folder, monkeypatch):
     said = job_end.sentences(job_end.look("7"))
     assert said[:2] == [
         "Job 7 is FAILED, because it ended with status 3.",
-        "    no module is loaded",
+        "    Perhaps: no module is loaded",
     ]
 
 

@@ -5,7 +5,8 @@
 # It takes its settings, CONTAINER_*, from run_script.sh.
 set -euo pipefail
 
-# Creating a container takes minutes. As in torchrun.sh, SIGTERM does not end the job meanwhile.
+# Creating a container takes minutes. As in torchrun.sh, SIGTERM does not end the job meanwhile. (If
+# another node fails, srun kills this one half a minute later.)
 trap '' TERM
 
 host=${SLURMD_NODENAME:-$HOSTNAME}
