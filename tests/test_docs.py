@@ -417,6 +417,14 @@ def test_what_a_second_node_costs_is_computed():
             assert {float(factor) for factor in factors} == {round(value, 1) for value in faster}
 
 
+def test_lines_in_your_script():
+    """Chapter 7 and its figure count the lines that many_gpus_preemptible.py adds."""
+    scripts = ("examples/many_gpus.py", "examples/many_gpus_preemptible.py")
+    added = run("git", "diff", "--no-index", "--numstat", *scripts).stdout.split()[0]
+    for page in (CHAPTERS[7], REPOSITORY / "docs/figures/which_save.svg"):
+        assert {*re.findall(r"\b(\d+) lines in your script", page.read_text())} == {added}, page
+
+
 def test_a_loss_over_tokens():
     """The appendix's sum of two ranks' gradients is that of one process, with unequal counts."""
     [written] = re.findall(r"`backward\(\)` on `(.+?)`", YOUR_SCRIPT)

@@ -61,6 +61,16 @@ def test_launchers_differ_in_their_srun_alone():
     assert set(between[0]) <= set(between[3])
 
 
+@pytest.mark.parametrize("path", [name for name in TRACKED if name.endswith(".md")])
+def test_prose_has_100_columns(path):
+    """But for a line that no space divides, such as a link or a message."""
+    text = re.sub(r"^```.*?^```$", "", (REPOSITORY / path).read_text(), flags=re.M | re.S)
+    for line in text.splitlines():
+        if len(line) > 100 and not line.startswith(("|", "!", "<")):
+            whole = re.sub(r"(`+).*?\1", lambda span: span[0].replace(" ", "_"), line)
+            assert len(whole.removeprefix("Also:").split()) == 1, line
+
+
 def test_launchers_ask_for_the_same():
     """But for their nodes, tasks and CPUs, and what the spare nodes are for."""
     names = [*LAUNCHERS.values(), "run_script.sh", "launch_slurm_with_spare.sh"]
