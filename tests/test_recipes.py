@@ -44,11 +44,7 @@ def test_a_sweep(clone, cluster):
 
 
 DAEMON = """#!/bin/bash
-if [[ "${1-}" == -f ]]; then
-    echo "$SLURMD_NODENAME $(ls -d "$CUDA_MPS_PIPE_DIRECTORY")" >>"$MPS_SEEN"
-    exec sleep 600
-fi
-if [[ "${1-}" == -d ]]; then echo start; else cat; fi >>"$MPS_SEEN"
+if [[ "${1-}" == -d ]]; then sleep 1 && echo "start on $SLURMD_NODENAME"; else cat; fi >>"$MPS_SEEN"
 [[ -d "$CUDA_MPS_PIPE_DIRECTORY" ]]
 """
 
@@ -77,7 +73,7 @@ def test_several_runs_on_one_gpu(fails, clone, cluster, daemon):
         losses = re.findall(r"_(\S+)\.out:test_loss=(\S+) ", recipe("share.sh", clone, cluster))
         assert [rate for rate, _ in losses] == ["0.01", "0.02", "0.05"]
         assert len({loss for _, loss in losses}) == 3
-    assert daemon.read_text() == "start\nquit\n", (clone / "share.out").read_text()
+    assert daemon.read_text() == "start on node-1\nquit\n", (clone / "share.out").read_text()
     assert not list(Path("/tmp").glob("mps-[0-9]*"))
 
 
@@ -85,17 +81,18 @@ def test_a_daemon_on_each_node(cluster, daemon, tmp_path):
     """One, however many ranks are there. All have its folder, and it ends with the job."""
     page = PAGE.read_text()
     [exports] = re.findall(r"^export CUDA_MPS_.*\n", page, re.M)
-    [lines] = re.findall(r"^```sh\n(srun --ntasks=.*?)^```$", page, re.M | re.S)
-    ranks = """srun --overlap bash -c 'echo "rank $SLURM_PROCID in $CUDA_MPS_PIPE_DIRECTORY"'\n"""
+    [lines] = re.findall(r"^```sh\n(on_each_node\(.*?)^```$", page, re.M | re.S)
+    rank = '[[ -e $MPS_READY ]] && echo "rank $SLURM_PROCID in $CUDA_MPS_PIPE_DIRECTORY"'
+    ranks = f"srun --overlap bash -c '{rank}'\n"
     folder = tmp_path / "mps"
     exports = exports.replace("/tmp/mps-", f"{folder}-")
     script, log = tmp_path / "job.sh", tmp_path / "log"
-    script.write_text(f"#!/bin/bash\n{exports}{lines}{ranks}")
+    script.write_text(f"#!/bin/bash\nset -e\n{exports}{lines}{ranks}")
     size = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=1", "--cpus-per-task=1"]
     job = cluster.submit(*size, f"--output={log}", script)
     assert cluster.wait(job).state == "COMPLETED", log.read_text()
     seen = sorted(daemon.read_text().splitlines())
-    assert seen == [f"node-{number} {folder}-{job}" for number in (1, 2)], log.read_text()
+    assert seen == ["start on node-1", "start on node-2"], log.read_text()
     said = sorted(re.findall("^rank .*", log.read_text(), re.M))
     assert said == [f"rank {number} in {folder}-{job}" for number in range(4)]
     assert not cluster.left_over(job)
