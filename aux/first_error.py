@@ -89,12 +89,13 @@ AGAIN = r" has ended with status \d+, and starts again in [\d.]+ seconds\n"
 # As the second command of the page has it
 ERROR = r"(?:Error|Exception)\b|error:|fatal:|not found|NCCL WARN|\[E[0-9 ]|exitcode +: -|DUE TO"
 ERROR += r"|terminate called|with signal SIG"
-NO_ERROR = r'ChildFailed|  raise |File "|onnection (?:closed|reset)|SIGTERM|Terminated|Exited with'
-NO_ERROR += r"|SignalException|[Ww]arning|WARNING|remote process|ncclRemote"
+# What torch says in every rank that has lost another one
+PEER = r"onnection (?:closed|reset)|remote process|ncclRemote|was likely closed|got 0 bytes"
+PEER += r"|with error: Broken pipe|from (?:recv|send)Bytes"
+NO_ERROR = rf'ChildFailed|  raise |File "|SIGTERM|Terminated|Exited with|{PEER}'
+NO_ERROR += r"|SignalException|[Ww]arning|WARNING"
 # Of a group of exceptions, and of a loader worker, the error itself follows.
 NO_ERROR += r"|Traceback|in DataLoader worker process"
-# What torch says in every rank that has lost another one
-NO_ERROR += r"|was likely closed|got 0 bytes|with error: Broken pipe|from (?:recv|send)Bytes"
 NO_ERROR += r"|CANCELLED AT \S+ (?:[*]|DUE to)"
 NO_ERROR += r"|error: *[-+]?[0-9]*[.][0-9]"  # a metric
 # A line of Python, C++ or NCCL. Another one, such as "config not found", may be harmless.
@@ -111,8 +112,6 @@ TORCHRUN += r" +exitcode +: (-?\d+) \(pid: (\d+)"
 # Then they end the others, also by SIGKILL, if those ignore SIGTERM.
 FORCED = r"process (\d+) via (?:15|Signals[.]SIGTERM), forcefully"
 STOPS = r"srun: .*Terminating StepId"
-PEER = r"onnection (?:closed|reset)|remote process|ncclRemote|was likely closed|got 0 bytes"
-PEER += r"|with error: Broken pipe|from (?:recv|send)Bytes"
 SPAWN = r"^spawn_ranks.py: rank (\d+) on (\S+): .* (?:exit code (\d+)|signal (\w+))$"
 SRUN = r"^srun: error: (\S+): tasks? (\d+).*?: (?:Exited with exit code (\d+)|([\w ]+\w))"
 SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}

@@ -394,9 +394,10 @@ def progress(rows: list[dict], runs: bool, saved: str | None) -> dict:
     taken, ended = [row for row in rows if row["steps"]], rows[:-1] if runs else rows
     if not taken:
         found = dict.fromkeys(("step", "steps_lost", "hours_lost", "without_progress"))
-        with contextlib.suppress(OSError, TypeError):  # there is no save
-            moment = os.stat(saved).st_mtime
-            found["without_progress"] = sum((row["began"] or 0) > moment for row in ended)
+        if saved:
+            with contextlib.suppress(OSError):
+                moment = os.stat(saved).st_mtime
+                found["without_progress"] = sum((row["began"] or 0) > moment for row in ended)
         return found
     lost, hours = 0, 0.0
     for row, after in itertools.pairwise(taken):
