@@ -45,7 +45,7 @@ class Stop(TrainerCallback):
 def newest(folder: str) -> str | None:
     """The newest checkpoint that is whole. Rank 0 writes trainer_state.json last, so one that a
     kill has cut off has none, or half of one."""
-    # On NFS a node on which it was missing would else not see it for a minute.
+    # On NFS, a node that has looked for it in vain would otherwise not see it for a minute.
     os.makedirs(folder, exist_ok=True)
     names = [re.fullmatch(r"checkpoint-(\d+)", name) for name in os.listdir(folder)]
     for step in sorted((int(name[1]) for name in names if name), reverse=True):

@@ -58,7 +58,7 @@ def save(step: int):
             shutil.rmtree(old)
 
 
-# On NFS a node on which it was missing would else not see it for a minute.
+# On NFS, a node that has looked for it in vain would otherwise not see it for a minute.
 folder.mkdir(parents=True, exist_ok=True)
 step = 0
 if checkpoints():

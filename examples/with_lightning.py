@@ -97,7 +97,7 @@ sampler = ResumableSampler(train_set, world_size, rank, drop_last=True)
 loader = DataLoader(train_set, BATCH // world_size, sampler=sampler, drop_last=True)
 model = Regression()
 
-# On NFS a node on which it was missing would else not see it for a minute.
+# On NFS, a node that has looked for it in vain would otherwise not see it for a minute.
 folder.mkdir(parents=True, exist_ok=True)
 # The newest that is whole: the list of contents is at a file's end.
 found = [folder / name for name in os.listdir(folder) if name.endswith(".ckpt")]

@@ -376,8 +376,7 @@ def test_what_cannot_be_submitted_leaves_nothing(laptop):
 
 
 SBATCH = """echo "Welcome to the cluster"
-sleep 0.05
-echo weights >best.pt
+until echo weights >best.pt; [[ best.pt -nt .submission ]]; do :; done
 touch --date=2001-01-01 best.pt
 echo "7;theirs\""""
 
