@@ -326,7 +326,8 @@ SAID = {
 def test_a_failing_rank_ends_the_job(cluster, tmp_path):
     """Within seconds; its rank or task, its host, its status and its last words are in the log."""
     size = one_rank_a_node("srun")
-    for way, job in in_all_ways(cluster, tmp_path, VARIABLES, "fail", size=size).items():
+    script = [VARIABLES, "fail", tmp_path]
+    for way, job in in_all_ways(cluster, tmp_path, *script, size=size).items():
         assert job.state == "FAILED" and job.exit_code != 0, job.log
         assert job.seconds < 60 * PATIENCE, job.log
         assert re.search(SAID[way].format(3), job.log, re.M), job.log

@@ -1,6 +1,8 @@
 """A script without torch: prints what this rank was given, as one line of JSON.
 
-After the word `fail` all ranks wait but for rank 1, which ends with status 3.
+After the word `fail` and the folder of the job's log all ranks wait but for rank 1, which ends
+with status 3. Before that it waits until its words are in the log, because srun 22.05 may lose the
+last lines of a task that ends at once: docs/troubleshooting.md, No error at all.
 """
 
 import faulthandler
@@ -10,6 +12,7 @@ import resource
 import signal
 import sys
 import time
+from pathlib import Path
 
 env = os.environ
 given = {
@@ -34,8 +37,13 @@ given = {
 }
 # One write, so that lines of several ranks do not mix. srun would cut one of more than 1,024 bytes.
 os.write(1, f"VARIABLES {json.dumps(given)}\n".encode())
-if sys.argv[1:] == ["fail"] and env["RANK"] == "1":
-    print("these are my last words")
+if sys.argv[1:2] == ["fail"] and env["RANK"] == "1":
+    words = "these are my last words"
+    print(words)
+    [log] = Path(sys.argv[2]).glob(f"*-{env['SLURM_JOB_ID']}")
+    deadline = time.monotonic() + 20
+    while words not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
     os._exit(3)
-if sys.argv[1:] == ["fail"]:
+if sys.argv[1:2] == ["fail"]:
     time.sleep(600)
